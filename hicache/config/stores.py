@@ -19,6 +19,11 @@ MAX_S = 1e9
 # A store maps its tables into the 128 TiB of addresses that a process has.
 MAX_STORE_BYTES = 1 << 46
 
+# What stores of engines and of servers have in common.
+DURABILITY = Choice("relaxed: a power failure may undo the last commits; commit: it does not", get_args(Durability))
+LEVEL = Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
+KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64; empty: HICACHE_DISK_KEY, or none")
+
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
@@ -27,12 +32,12 @@ class DiskConfig:
 
     path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
-    durability: Annotated[Durability, Choice("when a commit reaches the medium", get_args(Durability))] = "relaxed"
-    level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
+    durability: Annotated[Durability, DURABILITY] = "relaxed"
+    level: Annotated[int, LEVEL] = 1
     filter: Annotated[
         Filter, Choice("byte order in which pages are compressed", get_args(Filter), computed_from="the pool's layout")
     ] = "auto"
-    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+    key_file: Annotated[str, KEY_FILE] = ""
     transport: Annotated[
         Transport,
         Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport)),
@@ -67,7 +72,7 @@ class RemoteConfig:
     io_timeout_s: Annotated[
         float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")
     ] = 2.0
-    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+    key_file: Annotated[str, KEY_FILE] = ""
     transport: Annotated[
         Transport,
         Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport)),

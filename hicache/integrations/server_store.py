@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any
 
 from hicache.config import DiskConfig
-from hicache.config.settings import Choice, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
-from hicache.config.stores import MAX_STORE_BYTES, Durability
+from hicache.config.settings import FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
+from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
 from hicache.storage import PageCipher, PageFormat, StoreCorrupt, StoreLocked
 from hicache.storage.process.service import ServiceSettings
@@ -47,9 +47,9 @@ class ServerStoreConfig:
         FilePath("directory of the stores, or unix:/path/of/socket of a process that serves one", may_be_empty=False),
     ]
     budget: Annotated[int, Size("maximum size of a store's files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
-    durability: Annotated[Durability, Choice("when a commit reaches the medium", get_args(Durability))] = "relaxed"
-    level: Annotated[int, Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)] = 1
-    key_file: Annotated[str, FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64")] = ""
+    durability: Annotated[Durability, DURABILITY] = "relaxed"
+    level: Annotated[int, LEVEL] = 1
+    key_file: Annotated[str, KEY_FILE] = ""
     salt: Annotated[str, Text("isolates those who share a path: pages of another salt are never served")] = ""
     readers: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
 

@@ -19,7 +19,6 @@ from typing import Any, TypeVar, cast
 
 import torch
 
-from hicache.integrations.sglang.linker_config import Ranks, linker_config, open_store
 from hicache.integrations.sglang.linker_copies import Loads, Offloads, Pinned, unpin
 from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import host_tiers, parts_of
@@ -33,6 +32,8 @@ from hicache.integrations.sglang.linker_pools import (
     are_replicated,
     linked_pools,
 )
+from hicache.integrations.sglang.linker_settings import linker_config
+from hicache.integrations.sglang.linker_store import Ranks, open_store
 from hicache.storage.process.health import LIMITS
 
 log = logging.getLogger(__name__)

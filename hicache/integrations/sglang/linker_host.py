@@ -13,8 +13,8 @@ import torch
 from hicache.config import AdvancedConfig, kernel_choice
 from hicache.errors import ConfigError
 from hicache.host import HostPage, HostPagePool, PageIndex
-from hicache.integrations.sglang.linker_config import LinkerConfig
 from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
+from hicache.integrations.sglang.linker_settings import LinkerConfig
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents

@@ -12,8 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Any
 
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
@@ -21,52 +20,12 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
-from hicache.config.settings import Choice, Size, from_mapping, settle
 from hicache.errors import ConfigError
 from hicache.host import CudaRegistry
-from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
+from hicache.integrations.vllm.offloading_settings import OF_VLLM, POLICIES, offloading_settings
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
 
-_WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
 _PLUGINS = "hicache.integrations.vllm"
-_POLICIES = {"lru": "LRUPolicy", "lfu": "LFUPolicy", "fifo": "FIFOPolicy", "slru": "SLRUPolicy", "arc": "ARCPolicy"}
-# What vLLM reads itself, in one of the tested releases.
-_OF_VLLM = {
-    "spec_name",
-    "spec_module_path",
-    "block_size",
-    "blocks_per_chunk",
-    "offload_prompt_only",
-    "self_describing_kv_events",
-    "secondary_tiers",
-    "backpressure",
-    "tier_poll_interval_s",
-    "sync_load_budget_bytes",
-}
-
-
-@dataclass(frozen=True, kw_only=True)
-class OffloadingSettings:
-    """What the user gives beside vLLM's own keys. `disk`: as for the tier alone; None for no disk."""
-
-    cpu_bytes_to_use: Annotated[int, Size("CPU memory of all workers, like 64GB", 1 << 12)]
-    disk: GatedStoreConfig | None = None
-    eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(_POLICIES))] = "lru"
-    staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 128 << 20
-
-    def __post_init__(self) -> None:
-        settle(self)
-
-
-def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
-    """The settings in `kv_connector_extra_config`. ConfigError names what is wrong, and what is known."""
-    if given.get("canonical_layout"):
-        raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
-    own = {key: value for key, value in given.items() if key not in {*_OF_VLLM, "canonical_layout"}}
-    if own.get("disk") is not None:
-        own["disk"] = gated_store_config(own["disk"], f"disk in {_WHERE}")
-    settings: OffloadingSettings = from_mapping(OffloadingSettings, own, _WHERE)
-    return settings
 
 
 def _for_tiering(given: Mapping[str, Any]) -> dict[str, Any]:
@@ -77,9 +36,9 @@ def _for_tiering(given: Mapping[str, Any]) -> dict[str, Any]:
         disk = [{"type": "HiCacheTier", "module_path": _PLUGINS, **dataclasses.asdict(settings.disk)}]
     others = [dict(tier) for tier in given.get("secondary_tiers", [])]
     return {
-        **{key: value for key, value in given.items() if key in _OF_VLLM},
+        **{key: value for key, value in given.items() if key in OF_VLLM},
         "cpu_bytes_to_use": settings.cpu_bytes_to_use,
-        "eviction_policy": _POLICIES[settings.eviction_policy],
+        "eviction_policy": POLICIES[settings.eviction_policy],
         "cache_policy_module_path": _PLUGINS,
         "secondary_tiers": disk + others,
     }

@@ -22,7 +22,7 @@ from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.server_args import ServerArgs
 
 from hicache.integrations.sglang import HiCacheLinker
-from hicache.integrations.sglang.linker_config import Ranks
+from hicache.integrations.sglang.linker_store import Ranks
 from sglang_case import SLOTS, Case, device_pool, tokens
 from store_server import served
 from waiting import BOUND_S, eventually

@@ -1,0 +1,53 @@
+"""What the user of `HiCacheOffloadingSpec` gives beside vLLM's own keys. Imports nothing of vLLM, so that the
+documentation has the declarations where no server is installed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from hicache.config.settings import Choice, Size, from_mapping, settle
+from hicache.errors import ConfigError
+from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
+
+_WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
+# By the name that users give, the class that vLLM loads.
+POLICIES = {"lru": "LRUPolicy", "lfu": "LFUPolicy", "fifo": "FIFOPolicy", "slru": "SLRUPolicy", "arc": "ARCPolicy"}
+# What vLLM reads itself, in one of the tested releases.
+OF_VLLM = {
+    "spec_name",
+    "spec_module_path",
+    "block_size",
+    "blocks_per_chunk",
+    "offload_prompt_only",
+    "self_describing_kv_events",
+    "secondary_tiers",
+    "backpressure",
+    "tier_poll_interval_s",
+    "sync_load_budget_bytes",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class OffloadingSettings:
+    """What the user gives beside vLLM's own keys. `disk`: as for the tier alone; None for no disk."""
+
+    cpu_bytes_to_use: Annotated[int, Size("CPU memory of all workers, like 64GB", 1 << 12)]
+    disk: GatedStoreConfig | None = None
+    eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(POLICIES))] = "lru"
+    staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 128 << 20
+
+    def __post_init__(self) -> None:
+        settle(self)
+
+
+def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
+    """The settings in `kv_connector_extra_config`. ConfigError names what is wrong, and what is known."""
+    if given.get("canonical_layout"):
+        raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
+    own = {key: value for key, value in given.items() if key not in {*OF_VLLM, "canonical_layout"}}
+    if own.get("disk") is not None:
+        own["disk"] = gated_store_config(own["disk"], f"disk in {_WHERE}")
+    settings: OffloadingSettings = from_mapping(OffloadingSettings, own, _WHERE)
+    return settings
