@@ -10,7 +10,6 @@ PYTHON ?= $(or $(MADE_FROM),python3)
 BENCH ?= small
 WORKERS ?= 2
 TYPECHECK := build/typecheck
-PACKAGE := build/package
 
 .PHONY: demo serve test test-busy test-long test-servers test-all check bench docs clean
 
@@ -50,8 +49,6 @@ check: $(STAMP)
 # The site, into build/site. Its packages are in no other extra.
 docs: $(STAMP)
 	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
-	rm -rf $(PACKAGE) && mkdir -p $(PACKAGE)/hicache
-	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(abspath bench) $(PACKAGE)/hicache/
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # A small set, in a few minutes on any machine. BENCH=all runs each that this machine can run, BENCH=name one; the list is

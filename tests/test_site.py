@@ -1,22 +1,111 @@
-"""What the documentation site adds to the pages of docs/; `make docs` builds the whole."""
+"""The documentation as a site, as `make docs` builds it, and what its hooks add to the pages of docs/."""
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import re
+from collections.abc import Iterable, Iterator
+from html.parser import HTMLParser
 from pathlib import Path
 from types import ModuleType
+from urllib.parse import unquote, urlsplit
 
 import pytest
 
 pytest.importorskip("mkdocs")
+pytest.importorskip("material")
+pytest.importorskip("mkdocstrings")
 
+from mkdocs.commands.build import build
 from mkdocs.config import load_config
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import hicache
+from hicache.config import SECTIONS
+from hicache.config.settings import settings_of
+from hicache.integrations.server_store import ServerStoreConfig
+from hicache.integrations.vllm.offloading_settings import OffloadingSettings
 
 ROOT = Path(__file__).resolve().parent.parent
+PAGES = ("index.html", "start.html")  # where a reader may begin
+
+
+class _Page(HTMLParser):
+    """`links`: what the text of the page leads to; `loaded`: what a browser loads with it; `anchors`: places in it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+        self.anchors: set[str] = set()
+        self._is_text = False
+        self.feed(path.read_text())
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = {name: value or "" for name, value in attrs}
+        self._is_text |= tag == "article"
+        self.anchors |= {given[name] for name in ("id", "name") if name in given}
+        if tag == "a" and self._is_text and "href" in given:
+            self.links.append(given["href"])
+        self.loaded += [given["src"]] if "src" in given else []
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon"):
+            self.loaded.append(given["href"])
+
+    def handle_endtag(self, tag: str) -> None:
+        self._is_text &= tag != "article"
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The site. Building is strict: a link or an anchor that leads nowhere, or a page that is not in the navigation,
+    ends it."""
+    folder = tmp_path_factory.mktemp("site")
+    build(load_config(str(ROOT / "mkdocs.yml"), site_dir=str(folder), strict=True))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def pages(site: Path) -> dict[Path, _Page]:
+    return {path: _Page(path) for path in site.rglob("*.html") if path.name != "404.html"}
+
+
+def _targets(page: Path, links: Iterable[str]) -> Iterator[tuple[Path, str]]:
+    """File and anchor of each link that stays in the site."""
+    for link in links:
+        parts = urlsplit(link)
+        if not parts.scheme and not parts.netloc:
+            yield (page.parent / unquote(parts.path)).resolve() if parts.path else page, unquote(parts.fragment)
+
+
+@pytest.mark.parametrize("start", PAGES)
+def test_every_page_is_two_clicks_away(pages: dict[Path, _Page], site: Path, start: str) -> None:
+    """By links in the text of pages alone, without the navigation, which the pages in the repository do not have."""
+    reached = {(site / start).resolve()}
+    for _ in range(2):
+        reached |= {target for page in reached & pages.keys() for target, _ in _targets(page, pages[page].links)}
+    assert sorted(str(page.relative_to(site)) for page in pages.keys() - reached) == []
+
+
+def test_every_link_in_the_text_of_a_page_leads_somewhere(pages: dict[Path, _Page]) -> None:
+    """Those in tables that hooks make, too: to a file, and to a place that this file has."""
+    broken = [
+        (page.name, str(target), anchor)
+        for page, parsed in pages.items()
+        for target, anchor in _targets(page, parsed.links)
+        if not target.exists() or (anchor and target in pages and anchor not in pages[target].anchors)
+    ]
+    assert broken == []
+
+
+def test_pages_load_nothing_from_elsewhere(pages: dict[Path, _Page]) -> None:
+    """Every script, style and picture is a file of the site, and the two pictures of the concepts are among them."""
+    loaded = {page: [*_targets(page, parsed.loaded)] for page, parsed in pages.items()}
+    assert all(len(loaded[page]) == len(parsed.loaded) for page, parsed in pages.items())
+    assert all(target.exists() for targets in loaded.values() for target, _ in targets)
+    pictures = {target.name for targets in loaded.values() for target, _ in targets if target.suffix == ".svg"}
+    assert pictures == {"tiers.svg", "request.svg"}
 
 
 @pytest.fixture(scope="module")
@@ -46,3 +135,24 @@ def test_the_reference_has_every_public_name(hooks: ModuleType) -> None:
     """The pages together name what `hicache` exports, once each."""
     named = [name.rsplit(".", 1)[1] for names in hooks._public_names().values() for name in names]
     assert sorted(named) == hicache.__all__
+
+
+def test_the_settings_page_has_every_declaration(hooks: ModuleType) -> None:
+    """Each class that declares settings has a table there, each setting a row with its help, and with "required" where
+    it has no default."""
+    page = (ROOT / "docs/settings.md").read_text()
+    assert re.findall(r"<!-- settings: (\w+) -->", page) == list(hooks._SETTINGS)
+    classes = {*SECTIONS.values(), ServerStoreConfig, *_derived(ServerStoreConfig), OffloadingSettings}
+    assert {*hooks._SETTINGS.values()} == classes
+    for cls in classes:
+        rows = dict(re.findall(r"\| `(?:\w+\.)?(\w+)` (.*)", hooks._settings_table(cls.__name__)))
+        own = {field.name: field for field in dataclasses.fields(cls) if field.name in cls.__annotations__}
+        settings = {name: setting for name, setting in settings_of(cls).items() if name in own}
+        assert rows.keys() == settings.keys()
+        for name, setting in settings.items():
+            assert setting.help in rows[name]
+            assert ("| required |" in rows[name]) == (own[name].default is dataclasses.MISSING)
+
+
+def _derived(cls: type) -> set[type]:
+    return {cls for child in cls.__subclasses__() for cls in (child, *_derived(child))}

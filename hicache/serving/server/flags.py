@@ -45,16 +45,21 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="connections, at most half of the files that may be open (default 1024)",
     )  # fmt: skip
     server.add_argument(
-        "--max-body-bytes", type=_BYTES, metavar="SIZE", help="default: what the context can use, at most 16MiB"
+        "--max-body-bytes",
+        type=_BYTES,
+        metavar="SIZE",
+        help="larger bodies get 413 (default: what the context can use, at most 16MiB)",
     )
     server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
     running = parser.add_argument_group("scheduler")
-    running.add_argument("--max-running", type=_COUNT, default=32, help="requests that run at a time (default 32)")
+    running.add_argument(
+        "--max-running", type=_COUNT, default=32, help="prompts that hold slots of the device tier (default 32)"
+    )
     running.add_argument(
         "--priority-level-s", type=_SECONDS, default=15.0, metavar="SECONDS",
         help="waiting that a level of a request's priority is worth; 0: priority is ignored (default 15)",
     )  # fmt: skip
-    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of a step (default 8192)")
+    running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of one forward pass (default 8192)")
     running.add_argument(
         "--attention", choices=("auto", *get_args(Kernels)), default="auto",
         help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
