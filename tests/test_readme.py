@@ -1,12 +1,16 @@
-"""README's example runs as it is printed, and says what README says of it."""
+"""README: its example runs as it is printed, its figures are those of the benchmarks, and it is short."""
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 
 from programs import output
 
 README = Path(__file__).resolve().parent.parent / "README.md"
+RESULTS = README.parent / "bench/results"
+_NUMBER = re.compile(r"(?<![\w.])\d{1,3}(?: \d{3})*(?:\.\d+)?")
 
 
 def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
@@ -24,3 +28,24 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
     ]
     assert told[1] == [f"first: {whole}, Hit(device=0, host=0, disk=960, remote=0)", told[0][1]]
     assert "finds 960 of them, 15 whole pages" in text
+
+
+def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
+    """Within 20 lines, and README has at most three tables."""
+    lines = README.read_text().splitlines()
+    assert "    make demo" in lines[:20]
+    assert any(line.startswith("    identical: yes") for line in lines[:20])
+    assert sum(line.startswith("|---") for line in lines) <= 3
+
+
+def test_every_figure_of_the_table_is_in_its_file() -> None:
+    """A row names a file of results, and its figures are values, ceilings or of notes there, rounded."""
+    rows = re.findall(r"^\| [^|]+ \| ([^|]+) \| ([^|]+) \| `([\w.-]+\.json)` \|$", README.read_text(), re.MULTILINE)
+    assert len(rows) > 5
+    for *cells, name in rows:
+        cases = json.loads((RESULTS / name).read_text())["cases"]
+        known = [float(case[key]) for case in cases for key in ("value", "ceiling") if case.get(key) is not None]
+        known += [float(number) for case in cases for number in re.findall(r"\d+\.?\d*", case.get("note") or "")]
+        for figure in _NUMBER.findall(" ".join(cells)):
+            decimals = len(figure.partition(".")[2])
+            assert figure.replace(" ", "") in {f"{value:.{decimals}f}" for value in known}, (name, figure)
