@@ -26,7 +26,7 @@ from hicache.engine import CacheEngine, CacheRequest
 from hicache.layout import ModelGeometry
 from hicache.storage import PageFormat, PageStore, open_store
 from hicache.stores import identity_of
-from hicache.tiers import FULL, HOST
+from hicache.tiers import FULL
 
 TARGET = 0.85
 # Pages of 64 tokens are 1 MiB.
@@ -103,10 +103,9 @@ def _bring(engine: CacheEngine, seed: int, prompts: dict[int, np.ndarray], num_p
 
 def _compare(engine: CacheEngine, seed: int, prompt: np.ndarray) -> None:
     """Every page of the prompt on the host holds what the other process stored."""
-    match = engine.inspect.context.tree.match(prompt[:-1])
-    host = engine.inspect.context.full.host
-    pages = torch.cat([node.held(FULL, HOST) for node in match.nodes])
-    rows = np.stack(host.views(pages))
+    tree, full = engine.inspect.context.tree, engine.inspect.context.full
+    keys = tree.names.of_prompt(tree.match(prompt[:-1]), prompt[:-1])
+    rows = np.stack(full.host.views(full.index.ids_of(keys)))
     if not np.array_equal(rows, np.broadcast_to(_content(seed), rows.shape)):
         raise AssertionError("a page of the other process came back changed")
 

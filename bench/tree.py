@@ -22,7 +22,7 @@ import torch
 from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
 from hicache.eviction.policy import ORDERS
-from hicache.tiers import DEVICE, FULL
+from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
 
@@ -75,20 +75,20 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
     held = rng.integers(0, 150_000, TOKENS // page_size * page_size)
     asked, slots = held.copy(), torch.arange(1, len(held) + 1)
     tree, fresh = _tree(page_size), _tree(page_size)
-    tree.insert(tree.root, held, slots, DEVICE)
-    if tree.match(asked).device_len != len(asked):
+    tree.insert(tree.root, held, slots)
+    if tree.match(asked).full_len != len(asked):
         raise AssertionError("the cached prefix does not match")
-    inserted = fresh.insert(fresh.root, asked, slots, DEVICE)
+    inserted = fresh.insert(fresh.root, asked, slots)
 
     def insert() -> None:
         nonlocal inserted
-        inserted = fresh.insert(fresh.root, asked, slots, DEVICE)
+        inserted = fresh.insert(fresh.root, asked, slots)
 
     seconds: dict[str, list[float]] = {"memcmp": [], "match": [], "insert": []}
     memcmp = _memcmp(held, asked)
     with no_collection():
         for _ in range(samples):
-            fresh.drop(inserted.node, FULL, DEVICE)
+            fresh.drop(inserted.node, FULL)
             for name, took in interleave(
                 {"memcmp": memcmp, "match": lambda: tree.match(asked), "insert": insert}, samples=1, warmup=0
             ).items():
@@ -105,8 +105,8 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
     prefix, slot = np.array([7]), torch.ones(2, dtype=torch.int64)
     for leaves, tree in trees.items():
         for leaf in range(leaves):
-            tree.insert(tree.root, np.array([7, 1000 + leaf]), slot, DEVICE)
-        if tree.match(prefix).device_len != 1:
+            tree.insert(tree.root, np.array([7, 1000 + leaf]), slot)
+        if tree.match(prefix).full_len != 1:
             raise AssertionError("the common page is not held")
     took: dict[int, list[float]] = {leaves: [] for leaves in LEAVES}
     next_leaf = 1000 + max(LEAVES)
@@ -115,12 +115,12 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
             for leaves, tree in trees.items():
                 start = time.thread_time()
                 for _ in range(_BATCH):
-                    node = tree.victim(FULL, DEVICE)
+                    node = tree.victim(FULL)
                     assert node is not None
-                    tree.drop(node, FULL, DEVICE)
+                    tree.drop(node, FULL)
                 took[leaves].append((time.thread_time() - start) / _BATCH)
                 for leaf in range(next_leaf, next_leaf + _BATCH):
-                    tree.insert(tree.root, np.array([7, leaf]), slot, DEVICE)
+                    tree.insert(tree.root, np.array([7, leaf]), slot)
             next_leaf += _BATCH
     for leaves, tree in trees.items():
         tree.check()
@@ -170,10 +170,10 @@ def _hashing(report: Report, page_size: int = 64, pages: int = 1_500) -> None:
     node, step = tree.root, 100 * page_size
     for start in range(0, len(tokens), step):
         part = tokens[start : start + step]
-        node = tree.insert(node, part, torch.arange(1, len(part) + 1), DEVICE).node
+        node = tree.insert(node, part, torch.arange(1, len(part) + 1)).node
         tree.names.of(node)
         match = tree.match(tokens)
-        tree.names.of(tree.node_at(match, int(rng.integers(1, match.device_len // page_size + 1)) * page_size))
+        tree.names.of(tree.node_at(match, int(rng.integers(1, match.full_len // page_size + 1)) * page_size))
     for at in tree.nodes():
         tree.names.of(at)
     note = f"{pages} pages of {page_size} tokens"

@@ -33,12 +33,12 @@ from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.device_eviction import DeviceEviction
-from hicache.flow.host_eviction import HostEviction
 from hicache.flow.inspection import Inspection
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prefetch_waiter import Prefetch
+from hicache.flow.prompt import Prompts
 from hicache.flow.reset import MemoryTier, reset
 from hicache.flow.restore import Restore
 from hicache.flow.usage import register_usage
@@ -79,14 +79,14 @@ class CacheEngine(EngineLife):
         super().__init__(context, events)
         self._context = context
         self._leases: dict[str, Lease] = {}
-        host_eviction = HostEviction(context)
+        prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
-        self._prefetcher = Prefetcher(context, host_eviction, self._cost) if context.stores else None
-        self._backup = Backup(context, host_eviction, self._persists) if context.has_host else None
+        self._prefetcher = Prefetcher(context, prompts, self._cost) if context.stores else None
+        self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
-        self._admit = Admit(context, self._restore, eviction, self._backup)
+        self._admit = Admit(context, prompts, self._restore, eviction, self._backup)
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -132,13 +132,12 @@ class CacheEngine(EngineLife):
         Waits at most `disk_wait_s` for disk and remote tier, which `LookupResult.disk_known` tells of.
         """
         self._require_running()
-        packed, namespace, tree = valid_tokens(tokens), valid_namespace(namespace), self._context.tree
+        packed, namespace = valid_tokens(tokens), valid_namespace(namespace)
         wait_s = valid_number("disk_wait_s", disk_wait_s)
-        match = tree.match(packed[:-1], namespace)
-        usable = tree.usable_len(match, match.full_len, on_host=True)
-        device, added, known = min(usable, match.device_len), dict.fromkeys(Store, 0), True
-        if self._prefetcher is not None:
-            added, known = self._prefetcher.lookup(packed[:-1], namespace, wait_s)
+        device, usable, located = self._admit.locate(packed[:-1], namespace)
+        added, known = dict.fromkeys(Store, 0), True
+        if self._prefetcher is not None and located is not None:
+            added, known = self._prefetcher.lookup(located, wait_s)
         return LookupResult(device, usable - device, added[DISK], known, added[REMOTE])
 
     @exclusive

@@ -1,4 +1,4 @@
-"""The names that all parts of an engine share: its tiers, its components, and how slots or pages of them are joined.
+"""The names that all parts of an engine share: its stores, its components, and how slots or pages of them are joined.
 
 A leaf: it imports nothing of the package, so that tree, pools, allocators and transfers, which never import one
 another, and the eviction orders below them name one thing by one word.
@@ -20,16 +20,6 @@ Component: TypeAlias = str
 FULL: Final = "full"  # attention state of every token
 SWA: Final = "swa"  # attention state of the last window
 MAMBA: Final = "mamba"  # a recurrent state at the end
-
-
-class Tier(enum.IntEnum):
-    """The tiers of memory."""
-
-    DEVICE = 0
-    HOST = 1
-
-
-DEVICE, HOST = Tier.DEVICE, Tier.HOST
 
 
 class Store(enum.IntEnum):

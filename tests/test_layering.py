@@ -44,11 +44,13 @@ FLOW_LEVELS = (
     ("prefetch_weigh",),
     ("prefix_read", "prefetch_waiter"),
     ("read_state", "prefetch_counters", "prefetch_claims"),
-    ("host_eviction", "disk_prefix", "check", "cost", "usage", "reset"),
+    ("store_prefix",),
+    ("located", "check", "cost", "usage", "reset"),
     ("context",),
     ("components",),
     ("lease", "completion"),
     ("load", "write_policy"),
+    ("prompt", "told"),
 )
 FLOW_RANKS = {name: len(FLOW_LEVELS) - level for level, names in enumerate(FLOW_LEVELS) for name in names}
 

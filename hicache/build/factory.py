@@ -32,8 +32,9 @@ from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.flow.components import COMPONENTS, Base, CacheComponent, HostLink
 from hicache.flow.context import EngineContext
+from hicache.flow.told import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import HostPagePool
+from hicache.host import HostPagePool, PageIndex
 from hicache.host.memory import available_bytes
 from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
@@ -44,7 +45,7 @@ from hicache.stores import namespace_digest
 from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent
+from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent, TreeNode
 
 
 def build_engine(
@@ -76,14 +77,14 @@ def build_engine(
     events = EventLog() if config.kv_events else None
     others = [found for found in present.values() if found.name != FULL]
     hasher = PageHasher(namespace_digest(config, layouts), page)
-    base = Base(
-        config=config,
-        pool=pool,
-        req_to_token=table,
-        allocator=_allocator(config, pool, device),
-        tree=RadixTree(page, hasher, others, config.eviction_policy, events),
-        metrics=metrics,
-    )
+    indexes = _indexes(config, links, metrics, events)
+
+    def is_on_host(node: TreeNode, name: Component) -> bool:
+        last = tree.names.of(node)[-1:]
+        return name in indexes and tree.names.of_component(name, last)[0] in indexes[name]
+
+    tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)
+    base = Base(config, pool, table, _allocator(config, pool, device), tree, metrics, indexes)
     built = tuple(kind(base, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     hosts = {component.name: component.host for component in built if component.has_host}
@@ -224,6 +225,22 @@ def _links(
         )
         links[name] = build_link(config, space, host)
     return links
+
+
+def _indexes(
+    config: EngineConfig, links: dict[Component, HostLink], metrics: Metrics, events: EventLog | None
+) -> dict[Component, PageIndex]:
+    """The map of each component's host pages. That of full pages is counted and told of."""
+    if not config.has_host:
+        return {}
+    has_stores = config.disk is not None or config.remote is not None
+    watch = HostWatch(metrics, config.cache_page_size, has_stores=has_stores, events=events)
+    found = {}
+    for name, link in links.items():
+        told = (watch.came, watch.left) if name == FULL else (None, None)
+        assert link.host is not None
+        found[name] = PageIndex(link.host, config.eviction_policy, *told)
+    return found
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:

@@ -6,7 +6,9 @@ is loaded unless recomputing it is estimated to be faster.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 
 import torch
 
@@ -24,13 +26,15 @@ from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
 from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import CacheRequest, Hit, Lease
-from hicache.flow.load import LoadPlan
+from hicache.flow.located import Located
+from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.tiers import DEVICE, FULL, HOST, Store, joined
+from hicache.host import HostRun
+from hicache.tiers import FULL, Component, Store, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
-from hicache.tree.base import Match
 from hicache.tree.key import Tokens
+from hicache.tree.node import TreeNode
 
 _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
@@ -48,13 +52,28 @@ _HITS = {
 }
 
 
+@dataclass(frozen=True)
+class _Expected:
+    """What a queued request will need: the prefix that ends with `node`, and runs of the host by component."""
+
+    node: TreeNode
+    on_device: Expectation | None
+    runs: Mapping[Component, Sequence[HostRun]]
+
+
 class Admit:
     """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier."""
 
     def __init__(
-        self, context: EngineContext, restore: Restore, eviction: DeviceEviction, backup: Backup | None
+        self,
+        context: EngineContext,
+        prompts: Prompts,
+        restore: Restore,
+        eviction: DeviceEviction,
+        backup: Backup | None,
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
+        self._prompts = prompts
         count = context.metrics.counter
         self._requests = count("admit.requests", "requests admitted, each time anew after it was released")
         self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
@@ -67,7 +86,7 @@ class Admit:
             error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
             for error, (reason, why) in _REFUSALS.items()
         }
-        self._expectations: dict[str, Expectation] = {}
+        self._expectations: dict[str, _Expected] = {}
         context.metrics.gauge(
             "admit.expected_requests",
             "queued requests whose prefixes are evicted last",
@@ -82,37 +101,61 @@ class Admit:
         context, tree = self._context, self._context.tree
         for component in context.components:
             component.refuse_impossible(request)
-        admission, needs_load = self._count(request)
+        admission, located = self._count(request)
         for component in context.components:
             component.refuse_now(admission)
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
-        if needs_load and not self._restore.can_start():
+        if admission.loads and not self._restore.can_start():
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
 
-        node = tree.node_at(admission.match, admission.length)
-        for component in context.components:
-            component.trim(node)
-        plan = admission.plan = LoadPlan(node, {c.name: c.missing(node) for c in context.components})
+        node = tree.node_at(admission.match, admission.device_len)
         lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
         lease.length = admission.end
-        full_len = admission.match.full_len
+        full_len = admission.match.full_len if located is None else located.host_end * tree.page_size
         lease.branching_len = full_len if full_len > admission.length else 0
         with ExitStack() as undo:
             undo.callback(self._restore.free, lease)
-            tree.lock(node, DEVICE)
-            undo.callback(tree.unlock, node, DEVICE)
+            tree.lock(node)
+            undo.callback(lambda: tree.unlock(lease.node))
             with ExitStack() as held:
-                tree.lock(node, HOST)
-                held.callback(tree.unlock, node, HOST)
-                self._start(lease, admission, plan, self._take(lease, admission))
+                runs: dict[Component, list[HostRun]] = {}
+                if located is not None:
+                    lease.keys = located.prompt.keys
+                    self._hold(admission, located, runs, held)
+                self._start(lease, admission, located, runs, self._take(lease, admission))
             if self._backup is not None:
-                self._backup.maybe_backup(node)
+                self._backup.maybe_backup(lease.node)
             self._note_admitted(lease)
             undo.pop_all()
         return lease
+
+    def _hold(
+        self, admission: Admission, located: Located, runs: dict[Component, list[HostRun]], held: ExitStack
+    ) -> None:
+        """The host's part in the prefix is used, and what of it is to be loaded, `runs` of each component, stays while
+        room is made on the device."""
+        end = admission.length // self._context.tree.page_size
+        for component in self._context.components:
+            needed = range(component.first_required(end), end)
+            component.index.count_use(located.prompt.keys_of(component.name, needed))
+            pages = admission.to_load.get(component.name)
+            if pages:
+                runs[component.name] = of_component = located.runs(component, pages)
+                component.index.lock(of_component)
+                held.callback(component.index.unlock, of_component)
+
+    def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
+        """Tokens of a prompt that the device would serve, and memory; and where its pages are, with a host tier."""
+        context, tree = self._context, self._context.tree
+        match, located = tree.match(tokens, namespace), None
+        usable = tree.usable_len(match, match.full_len)
+        if context.has_host:
+            located = Located(context, self._prompts.of(tokens, namespace, match), match)
+            usable = located.last_end(located.host_end, 0, located.in_memory) * tree.page_size
+        return min(usable, match.full_len), usable, located
 
     def refused(self, error: ResourceExhausted) -> None:
         """An admission was refused with `error`."""
@@ -121,21 +164,38 @@ class Admit:
 
     def expect(self, request_id: str, tokens: Tokens, namespace: str) -> None:
         """See `CacheEngine.expect`."""
-        tree = self._context.tree
-        match = tree.match(tokens[: self._max_cached(len(tokens))], namespace)
-        node = tree.node_at(match, tree.usable_len(match, match.full_len, on_host=True))
+        context, tree = self._context, self._context.tree
+        whole = tokens[: self._max_cached(len(tokens))]
+        match, runs = tree.match(whole, namespace), dict[Component, list[HostRun]]()
+        if context.has_host:  # before a node of the match is split
+            located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
+            end = located.last_end(located.host_end, 0, located.in_memory)
+            for component in context.components:
+                pages = range(component.first_required(end), end)
+                runs[component.name] = located.runs(component, pages)
+        node = tree.node_at(match, tree.usable_len(match, match.full_len))
         old = self._expectations.get(request_id)
-        if old is None or old.node is not node:
-            new = None if node.parent is None else tree.expect(node)
-            self.forget(request_id)
-            if new is not None:
-                self._expectations[request_id] = new
+        if old is None or old.node is not node or old.runs != runs:
+            new = _Expected(node, None if node.is_root else tree.expect(node), runs)
+            self._expect_runs(runs, 1)
+            self._end_expectation(request_id)
+            self._expectations[request_id] = new
 
     def forget(self, request_id: str) -> None:
-        """The request is queued no more, or expects another prefix."""
-        expectation = self._expectations.pop(request_id, None)
-        if expectation is not None:
-            self._context.tree.forget(expectation)
+        """The request is queued no more."""
+        self._prompts.forget(request_id)
+        self._end_expectation(request_id)
+
+    def _end_expectation(self, request_id: str) -> None:
+        expected = self._expectations.pop(request_id, None)
+        if expected is not None:
+            if expected.on_device is not None:
+                self._context.tree.forget(expected.on_device)
+            self._expect_runs(expected.runs, -1)
+
+    def _expect_runs(self, runs: Mapping[Component, Sequence[HostRun]], change: int) -> None:
+        for name, of_component in runs.items():
+            self._context.by_name[name].index.expect(of_component, change)
 
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
@@ -154,35 +214,45 @@ class Admit:
     def _hit_ratio(self) -> float:
         return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
-    def _count(self, request: CacheRequest) -> tuple[Admission, bool]:
-        """What the request would get, and whether that takes a load."""
-        tree, num_tokens, reserve = self._context.tree, len(request.tokens), request.reserve_tokens
-        limit = num_tokens if request.max_cached_tokens is None else min(num_tokens, request.max_cached_tokens + 1)
-        match = tree.match(request.tokens[: self._max_cached(limit)], request.namespace)
-        length, needs_load = self._usable(match)
+    def _count(self, request: CacheRequest) -> tuple[Admission, Located | None]:
+        """What the request would get, and where its pages are, with a host tier."""
+        context, tree, num_tokens = self._context, self._context.tree, len(request.tokens)
+        reserve, limit = request.reserve_tokens, num_tokens
+        if request.max_cached_tokens is not None:
+            limit = min(num_tokens, request.max_cached_tokens + 1)
+        whole = request.tokens[: self._max_cached(limit)]
+        match = tree.match(whole, request.namespace)
+        length, located, to_load = tree.usable_len(match, match.full_len), None, dict[Component, Sequence[int]]()
+        if context.has_host:
+            prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
+            located = Located(context, prompt, match)
+            length, to_load = self._with_host(located, length)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
-        device_len = min(length, match.device_len)
-        num_slots = self._context.full.in_pages(end - device_len)
-        return Admission(match, length, device_len, end, num_slots, num_slots - length + device_len), needs_load
+        device_len = min(length, match.full_len)
+        num_slots = context.full.in_pages(end - device_len)
+        num_own = num_slots - length + device_len
+        return Admission(match, length, device_len, end, num_slots, num_own, to_load), located
+
+    def _with_host(self, located: Located, resident: int) -> tuple[int, dict[Component, Sequence[int]]]:
+        """Tokens to start from, at least the `resident` ones, and what is to be loaded for that: what every component
+        can use, less what is not worth a load."""
+        page, components = self._context.tree.page_size, self._context.components
+
+        def to_load(end: int) -> dict[Component, Sequence[int]]:
+            return {at.name: at.pages_to_load(end, located) for at in components}
+
+        end = located.last_end(located.host_end, resident // page, located.in_memory)
+        if end * page > resident:
+            pages = to_load(end)
+            num_bytes = sum(len(pages[at.name]) * at.host.page_bytes for at in components)
+            if self._restore.is_worthwhile(num_bytes, resident, end * page):
+                return end * page, pages
+        return resident, to_load(resident // page)
 
     def _max_cached(self, num_tokens: int) -> int:
         """Whole pages of a prompt, less its last token, which is always computed: the caller wants its logits."""
         page_size = self._context.tree.page_size
         return (num_tokens - 1) // page_size * page_size
-
-    def _usable(self, match: Match) -> tuple[int, bool]:
-        """Tokens of the match to start from, and whether that takes a load: what every component can use, less what is
-        not worth a load."""
-        if not match.nodes:
-            return 0, False
-        tree = self._context.tree
-        best = tree.usable_len(match, match.full_len, on_host=True)
-        resident = tree.usable_len(match, match.device_len, on_host=False)
-        if best > resident:
-            num_bytes = sum(component.load_bytes(best, match) for component in self._context.components)
-            if not self._restore.is_worthwhile(num_bytes, resident, best):
-                return resident, False
-        return best, best > resident
 
     def _take(self, lease: Lease, admission: Admission) -> torch.Tensor:
         """A row, and slots with what belongs to them. The lease holds what it has got, also where the rest raises."""
@@ -207,28 +277,50 @@ class Admit:
         lease.held_len += num_slots
         return slots
 
-    def _start(self, lease: Lease, admission: Admission, plan: LoadPlan, slots: torch.Tensor) -> None:
-        """Everything is taken: record the slots of the prefix, and start the load."""
-        context, tree, node = self._context, self._context.tree, plan.node
-        path = node.path()[::-1]
-        resident = [at.held(FULL, DEVICE) for at in path if at.holds(FULL, DEVICE)]
-        device_len, load_len = admission.device_len, admission.length - admission.device_len
-        disk_len, remote_len = (
-            sum(at.num_tokens for at in plan.missing[FULL] if at.source is store) for store in Store
-        )
-        if resident:
-            lease.write(0, joined(resident))
+    def _start(
+        self,
+        lease: Lease,
+        admission: Admission,
+        located: Located | None,
+        runs: Mapping[Component, list[HostRun]],
+        slots: torch.Tensor,
+    ) -> None:
+        """Everything is taken: record the slots of the prefix, and start the load, of `runs` of the host."""
+        context, tree = self._context, self._context.tree
+        path = lease.node.path()[::-1]
+        if path:
+            lease.write(0, joined([at.held(FULL) for at in path]))
         for at in path:
-            at.hit_count += 1  # before what is loaded enters its order: entry and end are one use
-        loads = [self._restore.start(plan, lease, slots)] if any(plan.missing.values()) else []
-        lease.cached_len = lease.tree_len = admission.length  # the tree has what is loaded
-        lease.hit = Hit(device_len, load_len - disk_len - remote_len, disk_len, remote_len)
+            at.hit_count += 1
+        for component in context.components:
+            component.trim(lease.node)
+        loads = []
+        if located is not None and admission.loads:
+            lease.hit = self._hit(admission, located, runs.get(FULL, ()))
+            loads.append(self._restore.start(lease, located.prompt, admission.to_load, runs, slots))
+        else:
+            lease.hit = Hit(admission.device_len)
+        lease.cached_len = admission.length
         lease.read(loads)
         for component in context.components:
-            component.start(lease, plan)
-        if path:
-            lease.read(self._restore.loads_of(path))
-            tree.raise_priority(node, lease.priority)
+            component.start(lease, admission)
+        if not lease.node.is_root:
+            lease.read(self._restore.loads_of(lease.node.path()))
+            tree.raise_priority(lease.node, lease.priority)
+
+    def _hit(self, admission: Admission, located: Located, runs: Sequence[HostRun]) -> Hit:
+        """Where the prefix came from. What a read had brought counts once as that."""
+        page = self._context.tree.page_size
+        pages = dict.fromkeys(Store, 0)
+        read = [run for run in runs if run.source is not None]
+        wanted = {*located.prompt.keys_of(FULL, admission.to_load[FULL])} if read else set()
+        for run in read:
+            assert run.source is not None
+            pages[run.source] += page * sum(key in wanted for key in run.keys)
+            run.source = None
+        loaded = admission.length - admission.device_len
+        disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
+        return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)
 
     def _note_admitted(self, lease: Lease) -> None:
         self._requests.value += 1

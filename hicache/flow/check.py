@@ -1,23 +1,24 @@
 """Every slot, page, state and row accounted for: the sums that hold whatever happened before.
 
 device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
-host     free + held by the tree + waiting for bytes = all pages of each component's pool, and no page twice
-locks    of each node, on each tier, as many as leases and movements hold
+host     free + published + in flight = all pages of each component's pool, and no page twice
+locks    of each node and of each run of host pages as many as leases and movements hold
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import chain
 
 from hicache.errors import InvariantError
 from hicache.flow.completion import Movement
-from hicache.flow.components.base import CacheComponent, account_violations
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load
-from hicache.tiers import DEVICE, FULL, HOST, Tier
+from hicache.host import HostRun
+from hicache.tiers import FULL
 from hicache.tree.node import TreeNode
 
 
@@ -29,8 +30,12 @@ def check_engine(
     `loads`: those that have not completed.
     """
     found: list[str] = []
-    checks = [context.tree.check, context.full.allocator.check, context.req_to_token.check]
-    checks += [component.host.check for component in context.components if component.has_host]
+    checks: list[Callable[[], None]] = [context.tree.check, context.full.allocator.check, context.req_to_token.check]
+    for component in context.components:
+        if component.has_host:
+            num_waiting = sum(movement.pages_in_flight(component.name) for movement in movements)
+            locks = Counter[HostRun](run for at in movements for run in at.host_locks(component.name))
+            checks.append(partial(component.index.check, num_waiting, locks))
     for check in checks:
         try:
             check()
@@ -38,9 +43,6 @@ def check_engine(
             found.extend(error.violations)
     for component in context.components:
         found.extend(component.device_violations(leases, loads))
-        if component.has_host:
-            num_waiting = sum(movement.pages_in_flight(component.name) for movement in movements)
-            found.extend(_host_violations(context, component, num_waiting))
     num_rows = context.req_to_token.size - context.req_to_token.available_size()
     if num_rows != len(leases):
         found.append(f"rows: {num_rows} are taken by {len(leases)} leases")
@@ -52,18 +54,11 @@ def check_engine(
 
 def _lock_violations(context: EngineContext, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
     """Of full pages, which each lock covers from the root on."""
-    held = Counter[tuple[TreeNode, Tier]]()
-    for node, tier in chain(((lease.node, DEVICE) for lease in leases), *(at.locks() for at in movements)):
-        held.update((above, tier) for above in node.path())
-    locks = {(node, tier): node.locks(FULL, tier) for node in context.tree.nodes() for tier in Tier}
+    held = Counter[TreeNode]()
+    for node in chain((lease.node for lease in leases), *(at.locks() for at in movements)):
+        held.update(node.path())
     return [
-        f"{node} is locked {number} times on {tier.name}, by {held[node, tier]} holders"
-        for (node, tier), number in locks.items()
-        if number != held[node, tier]
+        f"{node} is locked {node.locks(FULL)} times, by {held[node]} holders"
+        for node in context.tree.nodes()
+        if node.locks(FULL) != held[node]
     ]
-
-
-def _host_violations(context: EngineContext, component: CacheComponent, num_waiting: int) -> list[str]:
-    held = context.tree.values(component.name, HOST)
-    sums = (component.host.available(), sum(map(len, held)), num_waiting)
-    return account_violations(f"{component.name} pages of the host", sums, component.host.num_pages, held)

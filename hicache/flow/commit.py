@@ -17,9 +17,11 @@ from hicache.flow.components import CacheComponent, SlidingWindow
 from hicache.flow.context import EngineContext
 from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import Lease
+from hicache.flow.located import path_keys
 from hicache.flow.persist import Persist
 from hicache.flow.restore import Restore
-from hicache.tiers import DEVICE, SWA, Component, Tier, own
+from hicache.tiers import SWA, Component, own
+from hicache.tree.base import Inserted
 from hicache.tree.key import TokenRun, Tokens, bytes_of
 from hicache.tree.share import share
 
@@ -80,14 +82,30 @@ class Commit:
         lease.released = True
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             steps.callback(self._restore.free, lease)
-            for persist in reversed(self._persists):
-                steps.callback(persist.touch, lease.node)
+            if self._context.has_host:
+                steps.callback(self._use_host, lease)
             if lease.expected_uses is not None:
-                start = max(lease.branch_points, default=0)
-                steps.callback(tree.expect_uses, lease.node, lease.expected_uses, start)
-            steps.callback(tree.unlock, lease.node, DEVICE)
-            for tier in reversed(Tier):
-                steps.callback(tree.touch, lease.node, tier)
+                steps.callback(self._expect_uses, lease, lease.expected_uses)
+            steps.callback(tree.unlock, lease.node)
+            steps.callback(tree.touch, lease.node)
+
+    def _use_host(self, lease: Lease) -> None:
+        """What is below the device of the lease's prefix was used."""
+        keys = path_keys(self._context, lease.node)
+        for component in self._context.components:
+            runs = component.index.runs_of(keys[component.name])
+            component.index.touch(runs)
+            component.index.raise_priority(runs, lease.priority)
+        for persist in self._persists:
+            persist.touch(keys)
+
+    def _expect_uses(self, lease: Lease, num_uses: int) -> None:
+        nodes = self._context.tree.expect_uses(lease.node, num_uses, max(lease.branch_points, default=0))
+        if self._context.has_host:
+            names = self._context.tree.names
+            for component in self._context.components:
+                keys = names.of_component(component.name, [key for node in nodes for key in names.of(node)])
+                component.index.expect_uses(component.index.runs_of(keys), num_uses)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
         """The components that have room for what they give with the first `length` tokens; None where nothing is to be
@@ -119,7 +137,8 @@ class Commit:
                     undo.callback(component.free, value)
             shared = share(tree, lease.node, tokens[start:end], slots, lease.namespace, window_from, donated)
             attached = donated.keys() - set(shared.refused)
-            undo.callback(lambda: context.free(tree.withdraw(shared.inserted, attached)))
+            undo.callback(tree.withdraw, shared.inserted, attached)
+            self._set_keys(shared.inserted, lease)
             if len(shared.ours):
                 lease.write(start, shared.theirs)
                 undo.callback(lease.write, start, shared.ours)
@@ -129,7 +148,7 @@ class Commit:
                         undo.callback(self._windows.adopt, theirs, ours)
             for component in context.components:
                 component.trim(shared.node)
-            tree.move_lock(lease.node, shared.node, DEVICE)
+            tree.move_lock(lease.node, shared.node)
             undo.pop_all()
         # What another request is loading is shared by a later commit, when it has arrived.
         lease.node, lease.tree_len = shared.node, start + shared.accepted_len
@@ -143,6 +162,14 @@ class Commit:
         tree.raise_priority(shared.node, lease.priority)
         if self._backup is not None:
             self._backup.maybe_backup(shared.node)
+
+    def _set_keys(self, inserted: Inserted, lease: Lease) -> None:
+        """New nodes get the keys that were made for the prompt."""
+        page = self._context.tree.page_size
+        for node in inserted.gained:
+            end = node.depth_tokens // page
+            if end <= len(lease.keys) and node.page_keys is None:
+                node.page_keys = lease.keys[end - node.num_tokens // page : end]
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:

@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 from hicache.flow.load import JointOp
-from hicache.tiers import Component, Tier
+from hicache.host import HostRun
+from hicache.tiers import Component
 from hicache.tree.node import TreeNode
 
 
@@ -38,11 +39,15 @@ class Movement(ABC):
         """Whether anything has not ended."""
 
     @abstractmethod
-    def locks(self) -> Iterable[tuple[TreeNode, Tier]]:
-        """Each lock that it holds on the tree: the node whose prefix has to stay, and where."""
+    def locks(self) -> Iterable[TreeNode]:
+        """Each lock that it holds on the tree: the node whose prefix has to stay."""
+
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        """Each lock that it holds on published pages of the host."""
+        return ()
 
     def pages_in_flight(self, component: Component) -> int:
-        """Host pages of a component that it holds and the tree does not."""
+        """Host pages of a component that it has reserved."""
         return 0
 
 

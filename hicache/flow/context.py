@@ -16,7 +16,7 @@ from hicache.flow.components import CacheComponent, FullAttention
 from hicache.flow.write_policy import WritePolicy
 from hicache.metrics import Metrics
 from hicache.stores.tier import StoreTier
-from hicache.tiers import DEVICE, DISK, Component, Store, Tier, joined
+from hicache.tiers import DISK, Component, Store, joined
 from hicache.tree.base import Released
 from hicache.tree.core import RadixTree
 
@@ -59,11 +59,10 @@ class EngineContext:
         return self.full.has_host
 
     def free(self, released: Sequence[Released]) -> None:
-        """Free what left the tree, each where it came from."""
-        values: dict[tuple[Component, Tier], list[torch.Tensor]] = {}
+        """Free what left the tree."""
+        values: dict[Component, list[torch.Tensor]] = {}
         for item in released:
-            values.setdefault((item.component, item.tier), []).append(item.value)
+            values.setdefault(item.component, []).append(item.value)
         with ExitStack() as steps:  # all of them, whatever raises
-            for (name, tier), parts in values.items():
-                component = self.by_name[name]
-                steps.callback(component.free if tier is DEVICE else component.host.free, joined(parts))
+            for name, parts in values.items():
+                steps.callback(self.by_name[name].free, joined(parts))

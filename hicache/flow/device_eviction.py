@@ -1,15 +1,14 @@
 """Capacity on the device: what is least worth keeping leaves.
 
-A node that the host holds too is demoted; one that it does not is copied there first where the write policy says so,
-and is lost otherwise.
+What the host has is loaded again when it is needed; what it has not is copied there first where the write policy says
+so, all victims together, and is lost otherwise.
 """
 
 from __future__ import annotations
 
-from hicache.flow.backup import Backup
+from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.tiers import DEVICE, HOST
 from hicache.tree.base import Released
 from hicache.tree.node import TreeNode
 
@@ -24,21 +23,22 @@ class DeviceEviction:
     def make_available(self, component: CacheComponent, size: int) -> bool:
         """Evict until `size` tokens or states of a component are free; False when that cannot be."""
         tree, name = self._context.tree, component.name
-        released: list[Released] = []
+        released, unsaved, victims = list[Released](), list[Unsaved](), list[TreeNode]()
         short = size - component.available()
         if short <= 0:
             return True
         try:
             while short > 0 and (node := component.device_victim(short)) is not None:
-                self._save(node, component)
-                component.count_eviction(node)
-                left = tree.drop(node, name, DEVICE)
+                if self._backup is not None:
+                    unsaved += self._backup.unsaved(node)
+                victims.append(node)
+                left = tree.drop(node, name)
                 released += left
-                short -= sum(item.size for item in left if item.component == name and item.tier is DEVICE)
+                short -= sum(item.size for item in left if item.component == name)
+            if self._backup is not None:
+                self._backup.save(unsaved)
+            for node in victims:
+                component.count_eviction(node)
         finally:
             self._context.free(released)
         return size <= component.available()
-
-    def _save(self, node: TreeNode, component: CacheComponent) -> None:
-        if self._backup is not None and not node.holds(component.name, HOST):
-            self._backup.backup_now(node)

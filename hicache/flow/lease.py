@@ -80,7 +80,8 @@ class Lease:
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
 
-    `tokens` are the prompt's, and those behind it whose slots the tree got.
+    `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of the prompt's pages, where a host
+    tier needs them.
 
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
@@ -99,6 +100,7 @@ class Lease:
         self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
         self.tokens = TokenRun(request.tokens)
         self.node = node
+        self.keys: list[bytes] = []
         self.req_pool_idx: int | None = None
         self.mamba_pool_idx: torch.Tensor | None = None
         self.mamba_checkpoint_idx: torch.Tensor | None = None

@@ -1,13 +1,14 @@
-"""A load from the host to the device, and several copies as one."""
+"""What a request is to load from the host, the load in flight, and several copies as one."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 
 import torch
 
+from hicache.flow.prompt import Prompt
+from hicache.host import HostRun
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
 from hicache.tree.node import NodeRun, TreeNode
@@ -44,31 +45,22 @@ class JointOp:
         return max(op.seconds() for op in self._ops)
 
 
-@dataclass(frozen=True)
-class LoadPlan:
-    """What the device lacks of the prefix that ends with `node`: nodes by component, root side first."""
-
-    node: TreeNode
-    missing: Mapping[Component, tuple[TreeNode, ...]]
-
-    def num_tokens(self, component: Component) -> int:
-        return sum(node.num_tokens for node in self.missing[component])
-
-
 class Load:
-    """A load in flight for the prefix that ends with `node`. `runs` follow the nodes that it brings to the tree.
+    """A load in flight for the prefix of `prompt` that ends with `node`. `runs` follow the nodes that it brings to the
+    tree.
 
     `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
     them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `reading`: the host
-    pages it reads, `load_ids`: its number in the layer counter, `orphan_states`: values, by component, that left a
-    lease or the tree before the load had written to them.
+    pages it reads, `locked`: their runs; `load_ids`: its number in the layer counter, `orphan_states`: values, by
+    component, that left a lease or the tree before the load had written to them.
     """
 
-    def __init__(self, node: TreeNode, depends_on: Sequence[Load]) -> None:
-        self.node, self.depends_on = node, tuple(depends_on)
+    def __init__(self, node: TreeNode, prompt: Prompt, depends_on: Sequence[Load]) -> None:
+        self.node, self.prompt, self.depends_on = node, prompt, tuple(depends_on)
         self.runs: dict[Component, NodeRun] = {}
         self.load_ids: dict[Component, int] = {}
         self.reading: dict[Component, torch.Tensor] = {}
+        self.locked: dict[Component, list[HostRun]] = {}
         self.ops: list[TransferOp] = []
         self.readers = 0
         self.completed = self.abandoned = False

@@ -27,16 +27,18 @@ from hicache.errors import PrefetchPending
 from hicache.flow.completion import Movement
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.disk_prefix import DiskPrefix
-from hicache.flow.host_eviction import HostEviction
+from hicache.flow.located import Located
 from hicache.flow.prefetch_claims import Claims
 from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.prefetch_waiter import Prefetch, Waiter
 from hicache.flow.prefetch_weigh import Weigher
 from hicache.flow.prefix_read import PrefixReads
+from hicache.flow.prompt import Prompts
 from hicache.flow.read_state import PrefixRead
+from hicache.flow.store_prefix import StorePrefix
+from hicache.host import HostRun
 from hicache.storage.process.jobs import Stalled
-from hicache.tiers import DISK, FULL, HOST, Component, Store, Tier
+from hicache.tiers import DISK, FULL, Component, Store
 from hicache.tree.key import Tokens
 from hicache.tree.node import TreeNode
 
@@ -51,10 +53,10 @@ _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 class Prefetcher(Movement):
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
-    def __init__(self, context: EngineContext, host_eviction: HostEviction, cost: CostModel) -> None:
-        self._context, self._cost = context, cost
+    def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel) -> None:
+        self._context, self._prompts, self._cost = context, prompts, cost
         self._clock = next(tier.clock for tier in context.stores.values())
-        self._reads = PrefixReads(context, host_eviction, cost)
+        self._reads = PrefixReads(context, cost)
         self._waiters: dict[str, Waiter] = {}
         self._by_read: dict[PrefixRead, dict[str, Waiter]] = {}
         self._arrivals = itertools.count()
@@ -95,9 +97,9 @@ class Prefetcher(Movement):
             raise
         return handle
 
-    def lookup(self, tokens: Tokens, namespace: str, wait_s: float) -> tuple[dict[Store, int], bool]:
+    def lookup(self, located: Located, wait_s: float) -> tuple[dict[Store, int], bool]:
         """Tokens that each store adds to what memory can serve, and whether all of them answered in time."""
-        prefix = DiskPrefix.of(self._context, tokens, namespace)
+        prefix = StorePrefix(located)
         found, until_s, all_known = prefix.nothing, time.monotonic() + wait_s, True
         for store, tier in self._context.stores.items():
             keys, others = found.missing(prefix)
@@ -107,10 +109,10 @@ class Prefetcher(Movement):
             else:
                 found = found.with_answer(store, done.num_pages, done.others)
         end = prefix.usable_end(found, len(found.pages))
+        stores = list(prefix.stores_of(found, prefix.num_usable, end))
         # Where memory has the full pages, the disk adds windows or states to them.
-        added = [found.pages[at - prefix.num_host_pages] if at >= prefix.num_host_pages else DISK
-                 for at in range(prefix.num_usable, end)]  # fmt: skip
-        return {store: added.count(store) * self._context.tree.page_size for store in Store}, all_known
+        stores += [DISK] * (max(0, end - prefix.num_usable) - len(stores))
+        return {store: stores.count(store) * self._context.tree.page_size for store in Store}, all_known
 
     def require_ready(self, request_id: str) -> None:
         """The request asks to be admitted: raise if it must wait."""
@@ -139,7 +141,7 @@ class Prefetcher(Movement):
             self.is_torn = True
             landed, was_known = read.landed_end, read.found is not None
             self._reads.apply(read, done)
-            self._claim(read, read.landed_end - landed)
+            self._claim(read, read.prefix.num_missing(landed, read.landed_end))
             if read.found is not None and not was_known:
                 found.append(read)
             answered[read] = answered.get(read, False) or isinstance(done, Stalled)
@@ -175,8 +177,11 @@ class Prefetcher(Movement):
     def pages_in_flight(self, component: Component) -> int:
         return self._reads.pages_in_flight(component)
 
-    def locks(self) -> list[tuple[TreeNode, Tier]]:
-        return [(read.anchor, HOST) for read in self._reads.in_flight()]
+    def locks(self) -> Sequence[TreeNode]:
+        return ()
+
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        return self._reads.host_locks(component)
 
     # From waiting to reading and back
 
@@ -186,11 +191,11 @@ class Prefetcher(Movement):
         if len(self._reads) >= _MAX_READS:
             (self._urgent_queue if waiter.handle.waits else self._background_queue).append(waiter)
             return
-        prefix = DiskPrefix.of(self._context, waiter.tokens, waiter.namespace)
+        prefix = self._prefix(waiter)
         if prefix.is_complete or not self._max_pages:
             self._end(waiter)
             return
-        waiter.num_usable, waiter.seen_end, waiter.end = prefix.num_usable, prefix.num_host_pages, prefix.num_pages
+        waiter.num_usable, waiter.seen_end, waiter.end = prefix.num_usable, prefix.start, prefix.num_pages
         ends = [(self._shared_end(read, prefix, waiter), read) for read in self._reads.in_flight()]
         shared_end, read = max(ends, key=lambda end: end[0], default=(0, None))
         if read is not None and shared_end:
@@ -207,6 +212,11 @@ class Prefetcher(Movement):
             self._postpone(waiter)
         else:
             self._assign(waiter, own, owns=True)
+
+    def _prefix(self, waiter: Waiter) -> StorePrefix:
+        match = self._context.tree.match(waiter.tokens, waiter.namespace)
+        prompt = self._prompts.of(waiter.tokens, waiter.namespace, match, waiter.handle.request_id)
+        return StorePrefix(Located(self._context, prompt, match))
 
     def _assign(self, waiter: Waiter, read: PrefixRead | None, *, owns: bool = False) -> None:
         """What brings pages for the waiter from now on."""
@@ -241,16 +251,16 @@ class Prefetcher(Movement):
                 self._begin(waiter)
 
     @staticmethod
-    def _shared_end(read: PrefixRead, prefix: DiskPrefix, waiter: Waiter) -> int:
+    def _shared_end(read: PrefixRead, prefix: StorePrefix, waiter: Waiter) -> int:
         """The end of the pages that `prefix` lacks and `read` brings; 0 for none. Who waits joins no read that nobody
         waits for: those come after all others."""
         if not read.is_live or (waiter.handle.waits and not read.is_urgent):
             return 0
-        common = read.prefix.common_pages(prefix)
+        common = read.prefix.prompt.common_pages(prefix.prompt)
         if common == prefix.num_pages == read.prefix.num_pages:
             return common
         end = min(common, read.end)
-        return end if read.landed_end <= prefix.num_host_pages < end else 0
+        return end if read.landed_end <= prefix.start < end else 0
 
     def _fetch(self, reads: Sequence[PrefixRead]) -> None:
         """The stores have told what they hold of these: read it, for those who wait before others."""
@@ -264,7 +274,7 @@ class Prefetcher(Movement):
 
     def _note_found(self, waiters: Sequence[Waiter], read: PrefixRead) -> None:
         for waiter in waiters:
-            num_found = max(0, min(waiter.end, read.found_end) - waiter.seen_end)
+            num_found = read.prefix.num_missing(waiter.seen_end, min(waiter.end, read.found_end))
             waiter.handle.found_tokens = waiter.handle.landed_tokens + num_found * self._context.tree.page_size
 
     def _advance(self, waiter: Waiter) -> None:
@@ -273,7 +283,8 @@ class Prefetcher(Movement):
         assert read is not None
         landed = min(read.landed_end, waiter.wanted_end)
         if landed > waiter.seen_end:
-            waiter.handle.landed_tokens += (landed - waiter.seen_end) * self._context.tree.page_size
+            num_landed = read.prefix.num_missing(waiter.seen_end, landed)
+            waiter.handle.landed_tokens += num_landed * self._context.tree.page_size
             waiter.seen_end, waiter.progress_s = landed, self._clock()
         if not waiter.owns and waiter.end < read.prefix.num_pages and read.landed_end >= waiter.end:
             self._begin(waiter)

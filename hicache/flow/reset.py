@@ -7,11 +7,10 @@ from typing import Literal
 
 from hicache.errors import InvalidArgument
 from hicache.flow.context import EngineContext
-from hicache.tiers import DEVICE, HOST
 from hicache.tree.base import Released
 
 MemoryTier = Literal["device", "host"]
-_TIERS = {"device": DEVICE, "host": HOST}
+_TIERS = ("device", "host")
 
 
 def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
@@ -19,13 +18,18 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
     for name in names:
         if name not in _TIERS:
             raise InvalidArgument(f"tier={name!r}: choose one of {', '.join(_TIERS)}")
-    tree, tiers = context.tree, [_TIERS[name] for name in names]
-    released: list[Released] = []
-    try:
-        for tier in tiers:
-            for component in context.components:
-                while (node := tree.victim(component.name, tier)) is not None:
-                    released += tree.drop(node, component.name, tier)
-    finally:
-        context.free(released)
-    return not any(tree.protected(component.name, tier) for component in context.components for tier in tiers)
+    tree, left = context.tree, 0
+    for component in context.components:
+        if "device" in names:
+            released: list[Released] = []
+            try:
+                while (node := tree.victim(component.name)) is not None:
+                    released += tree.drop(node, component.name)
+            finally:
+                context.free(released)
+        if "host" in names and component.has_host:
+            component.index.clear()
+            left += len(component.index) + component.index.num_in_flight
+    if "device" in names:
+        left += sum(tree.protected(component.name) for component in context.components)
+    return not left

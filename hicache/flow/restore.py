@@ -1,12 +1,12 @@
 """Host to device: pages go to slots, layer by layer, while the forward pass that needs them runs.
 
-A load is submitted before the forward is launched. Matches see its nodes on the device at once; whoever uses them waits
-for its layers by the load id. Windows and states are loaded with it.
+A load is submitted before the forward is launched. Matches see its nodes at once; whoever uses them waits for its
+layers by the load id. Windows and states are loaded with it. The nodes of a load that fails leave the tree.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -17,8 +17,10 @@ from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions
 from hicache.flow.lease import Lease
-from hicache.flow.load import Load, LoadPlan
-from hicache.tiers import DEVICE, FULL, HOST, Tier, joined
+from hicache.flow.load import Load
+from hicache.flow.prompt import Prompt
+from hicache.host import HostRun
+from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
 
@@ -35,7 +37,7 @@ class Restore(CopyMovement[Load]):
         )
         self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
         self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
-        self._failures = count("restore.failures", "loads that failed; their nodes stayed on the host")
+        self._failures = count("restore.failures", "loads that failed; their pages stayed on the host")
         self._decisions = LoadDecisions(context.metrics, "restore", "host", "restore_gate_loads")
         gauge("restore.last_load_seconds", "the last estimate of a load", lambda: self._estimates_s[0])
         gauge("restore.last_compute_seconds", "and of recomputing the same tokens", lambda: self._estimates_s[1])
@@ -54,24 +56,33 @@ class Restore(CopyMovement[Load]):
         """Whether a load may start now, whatever it brings."""
         return all(component.counter.can_begin() for component in self._context.components)
 
-    def start(self, plan: LoadPlan, lease: Lease, slots: torch.Tensor) -> Load:
-        """Bring what `plan` says; its full pages go to the first of `slots`, a state to the lease's own.
+    def start(
+        self,
+        lease: Lease,
+        prompt: Prompt,
+        to_load: Mapping[Component, Sequence[int]],
+        runs: Mapping[Component, list[HostRun]],
+        slots: torch.Tensor,
+    ) -> Load:
+        """Bring pages of `prompt`, by component, which `runs` of the host hold, to what follows the lease's node; the
+        full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix.
 
         Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
-        tree, load = self._context.tree, Load(plan.node, self.loads_of(plan.node.path()))
+        tree, load = self._context.tree, Load(lease.node, prompt, self.loads_of(lease.node.path()))
         with ExitStack() as undo:
-            for tier in Tier:  # before values enter: on an unlocked path each would count as a use of the whole
-                tree.lock(plan.node, tier)
-                undo.callback(tree.unlock, plan.node, tier)
             undo.callback(load.detach)
             for component in self._context.components:
-                nodes = plan.missing[component.name]
-                if nodes:
+                pages = to_load.get(component.name)
+                if pages:
                     undo.callback(component.fail_load, load)
-                    targets = component.begin_load(load, nodes, lease, slots)
-                    pages = joined([node.held(component.name, HOST) for node in nodes])
-                    self._submit(load, component, pages, targets, undo)
+                    targets = component.begin_load(load, pages, lease, slots)
+                    ids = component.index.ids_of(prompt.keys_of(component.name, pages))
+                    self._submit(load, component, runs[component.name], ids, targets, undo)
+            tree.lock(load.node)
+            undo.callback(tree.unlock, load.node)
+            tree.move_lock(lease.node, load.node)
             undo.pop_all()
+        lease.node, lease.tree_len = load.node, load.node.depth_tokens
         for below in load.depends_on:
             below.readers += 1
         self._in_flight.append(load)
@@ -110,8 +121,11 @@ class Restore(CopyMovement[Load]):
         """The loads that have not completed, oldest first."""
         return list(self._in_flight)
 
-    def locks(self) -> list[tuple[TreeNode, Tier]]:
-        return [(load.node, tier) for load in self._in_flight for tier in Tier]
+    def locks(self) -> list[TreeNode]:
+        return [load.node for load in self._in_flight]
+
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        return (run for load in self._in_flight for run in load.locked.get(component, ()))
 
     def stop_reading(self, load: Load) -> None:
         """A lease, or a load that depends on it, stops reading what `load` brought."""
@@ -120,9 +134,16 @@ class Restore(CopyMovement[Load]):
 
     @staticmethod
     def _submit(
-        load: Load, component: CacheComponent, pages: torch.Tensor, targets: torch.Tensor, undo: ExitStack
+        load: Load,
+        component: CacheComponent,
+        runs: list[HostRun],
+        pages: torch.Tensor,
+        targets: torch.Tensor,
+        undo: ExitStack,
     ) -> None:
-        host, counter = component.host, component.counter
+        host, counter, index = component.host, component.counter, component.index
+        index.lock(runs)
+        undo.callback(index.unlock, runs)
         host.begin_read(pages)
         undo.callback(host.end_read, pages)
         load.load_ids[component.name] = load_id = counter.begin()
@@ -131,7 +152,7 @@ class Restore(CopyMovement[Load]):
         op = component.transfer.load(pages, component.device_ids(targets), load_id)
         undo.callback(op.wait)
         load.ops.append(op)
-        load.reading[component.name] = pages
+        load.reading[component.name], load.locked[component.name] = pages, runs
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name
@@ -140,6 +161,7 @@ class Restore(CopyMovement[Load]):
         load.complete()
         for name, pages in load.reading.items():
             components[name].host.end_read(pages)
+            components[name].index.unlock(load.locked[name])
         if load.error is None:
             self._count(load)
             load.detach()
@@ -150,8 +172,7 @@ class Restore(CopyMovement[Load]):
                 if other.error is not None:
                     self._abandon(other)
             self._abandon(load)
-        tree.unlock(load.node, DEVICE)
-        tree.unlock(load.node, HOST)
+        tree.unlock(load.node)
         for name, values in load.orphan_states.items():
             components[name].free(torch.cat(values))
         load.orphan_states = {}
@@ -180,7 +201,7 @@ class Restore(CopyMovement[Load]):
         if load.abandoned:
             return
         load.abandoned = True
-        for component in self._context.components:
+        for component in reversed(self._context.components):  # FULL last: its nodes leave the tree
             component.fail_load(load)
         load.detach()
 

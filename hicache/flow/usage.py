@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import MetricType
-from hicache.tiers import DEVICE, FULL, HOST
+from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
 
 _TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
@@ -26,11 +26,11 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
     gauge("device.free_tokens", "slots nobody holds", available)
     of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
     of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - available() / total)
-    of_tier("evictable_tokens", "tokens cached and needed by no request", lambda: tree.evictable(FULL, DEVICE))
+    of_tier("evictable_tokens", "tokens cached and needed by no request", lambda: tree.evictable(FULL))
     gauge(
         "device.protected_tokens",
         "tokens cached and needed by a request or a copy",
-        lambda: tree.protected(FULL, DEVICE),
+        lambda: tree.protected(FULL),
     )
     gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
     gauge("engine.leases", "requests admitted and not released", num_leases)
@@ -43,13 +43,13 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
 
 
 def _register_host(context: EngineContext) -> None:
-    tree, host, of_tier = context.tree, context.full.host, _gauges_of(context, "host")
+    index, host, of_tier = context.full.index, context.full.host, _gauges_of(context, "host")
     total, free = host.num_pages, host.available
     of_tier("total_tokens", "tokens that the host tier can hold", lambda: total * host.page_tokens)
     of_tier("used_tokens", "tokens of host pages that somebody holds", lambda: (total - free()) * host.page_tokens)
     of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - free() / total)
     context.metrics.gauge("host.free_pages", "host pages nobody holds", free)
-    of_tier("evictable_tokens", "tokens on the host, needed by nobody", lambda: tree.evictable(FULL, HOST))
+    of_tier("evictable_tokens", "tokens on the host, needed by nobody", lambda: index.num_evictable * host.page_tokens)
 
 
 def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callable[[], float]], None]:

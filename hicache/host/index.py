@@ -1,224 +1,394 @@
 """Which pages are on the host, by page key, and which of them leaves first.
 
-    reserve    others leave for pages to write to          in flight: one lock, that of their writer
-    publish    their bytes are confirmed                   found by `get`, and in the eviction order while not locked
-    abandon    or did not come                             gone
+    reserve    others leave for pages to write to     in flight, and nobody's to read
+    publish    their bytes are confirmed              found by `get`, and in the eviction order while not locked
+    abandon    or did not come                        gone
 
-A page key says nothing of prompts, so chains are learned: keys that were named one after the other follow each other. A
-page is used with all pages known to come before it, so that of a chain the last page leaves first.
+Pages are kept in runs: pages that follow each other in a prompt and came together. A run is what is locked and what has
+a place in the eviction order; of a victim the last pages leave first. A run that others follow stays until they have
+left, and is locked while one of them is: of a prompt the end leaves first, whatever the policy.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
-from typing import TypeVar
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
 
 from hicache.errors import InvariantError
-from hicache.eviction.orders import CountedRecord, EvictionOrder, clock
+from hicache.eviction.frequency import FadingFrequency
+from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
-from hicache.host.pool import HostPagePool
+from hicache.host.run import HostRun, NewPages
 
-K = TypeVar("K", bound=Hashable)
-
-
-class HostPage(CountedRecord):
-    """A page of the pool, `page_id`, for the bytes of `key`. `locks`: its writer, and those who need it to stay.
-
-    `before`: the page known to come before it, `after`: those known to come after. `stored`: whether the disk is known
-    to have it.
-    """
-
-    __slots__ = ("after", "before", "locks", "page_id", "stored")
-
-    def __init__(self, key: Hashable, page_id: int) -> None:
-        super().__init__(key)
-        self.page_id, self.locks, self.stored = page_id, 1, False
-        self.before: HostPage | None = None
-        self.after: set[HostPage] = set()
+_RUN_PAGES = 16
 
 
-def page_ids(pages: Iterable[HostPage]) -> torch.Tensor:
-    """Their ids in the host pool, int64 `[pages]`."""
-    return torch.tensor([page.page_id for page in pages], dtype=torch.int64)
+class Pages(Protocol):
+    """Whose pages an index keeps: a `HostPagePool`, or what counts like one."""
+
+    num_pages: int
+
+    def available(self) -> int: ...
+
+    def alloc(self, num_pages: int) -> torch.Tensor | None: ...
+
+    def free(self, pages: torch.Tensor) -> None: ...
+
+    def check(self) -> None: ...
 
 
 class PageIndex:
-    """The pages of one host pool, which are free, in flight, published, or gone and still locked. Scheduler thread."""
+    """The pages of one host pool: free, in flight or published. Owned by the scheduler thread.
 
-    def __init__(self, pool: HostPagePool, policy: str) -> None:
-        self.pool = pool
-        self._published: dict[Hashable, HostPage] = {}
-        self._in_flight: dict[Hashable, HostPage] = {}  # of each key the first
-        self._num_in_flight = 0
-        self._gone: set[HostPage] = set()
-        self._order: EvictionOrder[HostPage] = make_order(policy, lambda page: not page.after)
-        self.num_evicted = 0
+    `policy`: the eviction order. `on_come`: told of what was published, `on_leave`: of the last keys of a run that are
+    evicted.
+    """
+
+    def __init__(
+        self,
+        pool: Pages,
+        policy: str,
+        on_come: Callable[[HostRun], None] | None = None,
+        on_leave: Callable[[HostRun, Sequence[bytes]], None] | None = None,
+    ) -> None:
+        self.pool, self._on_come, self._on_leave = pool, on_come, on_leave
+        self._runs: dict[bytes, HostRun] = {}
+        self._ids: dict[bytes, int] = {}  # of published pages
+        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
+        self._log = self._order.log if isinstance(self._order, FadingFrequency) else None
+        self.num_in_flight = self.num_evictable = 0
 
     def __len__(self) -> int:
         """Published pages."""
-        return len(self._published)
+        return len(self._ids)
 
-    def get(self, key: Hashable) -> HostPage | None:
-        """The page that holds the bytes of `key`."""
-        return self._published.get(key)
+    def __iter__(self) -> Iterator[bytes]:
+        """The keys of published pages."""
+        return iter(self._ids)
 
-    def find(self, key: Hashable) -> HostPage | None:
-        """As `get`, or else the page that is to hold them."""
-        return self._published.get(key) or self._in_flight.get(key)
+    def __contains__(self, key: bytes) -> bool:
+        """Whether the bytes of `key` are there."""
+        return key in self._ids
 
-    def missing(self, keys: Sequence[K]) -> list[K]:
-        return [key for key in keys if key not in self._published]
+    def get(self, key: bytes) -> HostRun | None:
+        """The run that holds the bytes of `key`."""
+        return self._runs[key] if key in self._ids else None
 
-    def reserve(self, keys: Sequence[Hashable]) -> list[HostPage] | None:
-        """A page to write to for each key, for which others leave; None, and none leaves, where too many are locked.
+    def is_coming(self, key: bytes) -> bool:
+        """Whether the bytes of `key` are there or on their way from the device. A read may bring nothing."""
+        run = self._runs.get(key)
+        return run is not None and (run.is_published or run.source is None)
 
-        For a key that has a page already this is another one, of which `publish` keeps the first that comes.
-        """
-        victims: list[HostPage] = []
-        missing = len(keys) - self.pool.available()
-        if missing > len(self._order):
-            return None
-        while len(victims) < missing and (victim := self._order.victim()) is not None:
-            self._order.evict(victim)
-            victims.append(victim)
-            if (before := victim.before) is not None:
-                before.after.remove(victim)
-                if not before.after:
-                    self._order.update(before)
-        if len(victims) < missing:
-            for victim in reversed(victims):
-                self._order.unlock(victim)
-                if victim.before is not None:
-                    victim.before.after.add(victim)
-            return None
-        for victim in victims:
-            del self._published[victim.key]
-        self.pool.free(page_ids(victims))
-        self.num_evicted += len(victims)
-        ids = self.pool.alloc(len(keys))
-        assert ids is not None
-        pages = [HostPage(key, page_id) for key, page_id in zip(keys, ids.tolist(), strict=True)]
-        self._num_in_flight += len(pages)
-        for page in pages:
-            self._in_flight.setdefault(page.key, page)
-        return pages
+    def held_end(self, keys: Sequence[bytes], start: int) -> int:
+        """Where the published pages end that begin with `keys[start]`, which follow each other in a prompt."""
+        end = start
+        for _, first, last in self._walk(keys, start):
+            if first != end:
+                break
+            end = last
+        return end
 
-    def publish(self, pages: Sequence[HostPage]) -> list[HostPage]:
-        """Reserved pages, in the order of a prompt, hold their bytes from now on. Keys that are held already keep their
-        page. Returns the pages that are new."""
-        self._land(pages)
-        new: list[HostPage] = []
-        for page in pages:
-            if self._published.setdefault(page.key, page) is page:
-                new.append(page)
-        known = {*new}
-        self._drop([page for page in pages if page not in known])
-        for page in reversed(new):  # the first is the most recent
-            page.locks -= 1
-            if page.locks:
-                self._order.hit(page)
-            else:
-                self._order.insert(page)
-        self.link([page.key for page in pages])
-        return new
+    def lacking(self, keys: Sequence[bytes], start: int) -> list[int]:
+        """Which of `keys` from `start` on are not `is_coming`."""
+        find = self._runs.get
+        runs = [find(key) for key in keys[start:]]
+        return [at for at, run in enumerate(runs, start) if run is None or not (run.is_published or run.source is None)]
 
-    def abandon(self, pages: Sequence[HostPage]) -> None:
-        """Give reserved pages back."""
-        self._land(pages)
-        self._drop(pages)
+    def runs_of(self, keys: Sequence[bytes]) -> list[HostRun]:
+        """The runs of those of `keys`, which follow each other in a prompt, that are published, each once."""
+        return list(dict.fromkeys(run for run, _, _ in self._walk(keys, 0)))
 
-    def link(self, keys: Sequence[Hashable]) -> None:
-        """Pages of a prompt, one after the other. Where both are held, learn which comes before which."""
-        before: HostPage | None = None
-        for key in keys:
-            page = self._published.get(key)
-            if page is not None and before is not None and page.before is None:
-                page.before = before
-                before.after.add(page)
-            before = page
-
-    def use(self, pages: Sequence[HostPage]) -> None:
-        """A request uses these pages, in the order of its prompt, and so those before them."""
-        for page in (*reversed(pages), *self._above(pages)):
-            page.last_access_time = next(clock)
-            page.hit_count += 1
-            self._order.hit(page)
-
-    def lock(self, pages: Iterable[HostPage]) -> None:
-        for page in pages:
-            page.locks += 1
-            if page.locks == 1:
-                self._order.lock(page)
-
-    def unlock(self, pages: Sequence[HostPage]) -> None:
-        """In the order of a prompt. They keep the rank of their last use, and those before them rank above."""
-        for page in reversed(pages):
-            if page in self._gone:
-                self._drop([page])
-                continue
-            page.locks -= 1
-            if not page.locks:
-                self._order.unlock(page)
-        self.lift(pages)
-
-    def lift(self, pages: Sequence[HostPage]) -> None:
-        """These pages became the most recent: make those before them more recent still."""
-        for above in self._above(pages):
-            self._order.hit(above)
-
-    def clear(self) -> None:
-        """Forget the published pages. Those that are locked are free with their last unlock."""
-        for page in self._published.values():
-            if page.locks:
-                self._gone.add(page)
-            else:
-                self._order.evict(page)
-        self.pool.free(page_ids(page for page in self._published.values() if not page.locks))
-        self._published.clear()
-
-    def check(self, num_in_flight: int, num_locks: int) -> None:
-        """Raise `InvariantError` unless every page of the pool is free or has one owner, and every page in flight and
-        every lock is somebody's."""
-        found = []
-        pages = self._published.values()
-        if len({page.page_id for page in pages}) < len(pages):
-            found.append("two keys share a host page")
-        owned = len(pages) + self._num_in_flight + len(self._gone)
-        if owned + self.pool.available() != self.pool.num_pages:
-            found.append(f"{owned} pages owned, {self.pool.available()} free of {self.pool.num_pages}")
-        if self._num_in_flight != num_in_flight:
-            found.append(f"{self._num_in_flight} pages in flight, {num_in_flight} of copies and reads")
-        locks = sum(page.locks for page in (*pages, *self._gone))
-        if locks != num_locks:
-            found.append(f"{locks} locks, {num_locks} of loads and writes in flight")
-        if {*self._order} != {page for page in pages if not page.locks}:
-            found.append("the eviction order is not exactly the published pages that are not locked")
-        if found:
-            raise InvariantError("page index", found)
-        self.pool.check()
-
-    def _above(self, pages: Sequence[HostPage]) -> list[HostPage]:
-        """The pages known to come before the first of these, the nearest first."""
-        found: list[HostPage] = []
-        above = pages[0].before if pages else None
-        while above is not None:
-            found.append(above)
-            above = above.before
+    def used_alike(self, keys: Sequence[bytes], start: int, end: int) -> list[tuple[int, int]]:
+        """Published `keys[start:end]` in pieces that requests used equally often: (end, number of requests)."""
+        found: list[tuple[int, int]] = []
+        for run, _, last in self._walk(keys[:end], start):
+            if found and found[-1][1] == run.hit_count:
+                found.pop()
+            found.append((last, run.hit_count))
         return found
 
-    def _land(self, pages: Iterable[HostPage]) -> None:
-        """They are in flight no more."""
-        for page in pages:
-            self._num_in_flight -= 1
-            if self._in_flight.get(page.key) is page:
-                del self._in_flight[page.key]
+    def ids_of(self, keys: Iterable[bytes]) -> torch.Tensor:
+        """The pages of published keys, int64 `[keys]`."""
+        return torch.tensor([self._ids[key] for key in keys], dtype=torch.int64)
 
-    def _drop(self, pages: Sequence[HostPage]) -> None:
-        """One lock less on pages that are not published; the last one frees them."""
-        for page in pages:
-            page.locks -= 1
-        self._gone.update(page for page in pages if page.locks)
-        self._gone.difference_update(page for page in pages if not page.locks)
-        self.pool.free(page_ids(page for page in pages if not page.locks))
+    def _walk(self, keys: Sequence[bytes], start: int) -> Iterator[tuple[HostRun, int, int]]:
+        """(run, start, end) of the published ones of `keys`. A run that ends with the same page of a prompt, as many
+        pages further, has all pages between."""
+        at, end, runs = start, len(keys), self._runs
+        while at < end:
+            run = runs.get(keys[at])
+            if run is None or not run.is_published:
+                at += 1
+                continue
+            last = at + len(run.keys)
+            whole = last <= end and run.keys[0] == keys[at] and run.keys[-1] == keys[last - 1]
+            last = last if whole else at + 1
+            yield run, at, last
+            at = last
+
+    def absent(self, pages: NewPages) -> list[NewPages]:
+        """Those of `pages` that are not `is_coming`, in pieces without a gap."""
+        found, keys, missing = list[NewPages](), pages.keys, self.lacking(pages.keys, 0)
+        starts = [at for i, at in enumerate(missing) if not i or missing[i - 1] != at - 1]
+        ends = [at + 1 for i, at in enumerate(missing) if i + 1 == len(missing) or missing[i + 1] != at + 1]
+        for start, end in zip(starts, ends, strict=True):
+            before = keys[start - 1] if start else pages.before
+            first, place = pages.first + start, pages.place + start
+            found.append(pages._replace(keys=keys[start:end], before=before, first=first, place=place))
+        return found
+
+    @property
+    def capacity(self) -> int:
+        """Pages that are free or evictable."""
+        return self.pool.available() + self.num_evictable
+
+    # Coming
+
+    def reserve(self, new: Sequence[NewPages]) -> list[HostRun] | None:
+        """Pages to write to, for which others leave; None, and none leaves, where too many are locked.
+
+        Of keys that somebody has already, `publish` keeps what comes first.
+        """
+        num_pages = sum(len(pages.keys) for pages in new)
+        befores = [run for pages in new if pages.before and (run := self._runs.get(pages.before))]
+        self.lock(befores)  # what pages follow must not leave for them
+        try:
+            if num_pages > self.capacity:
+                return None
+            self._evict(num_pages)
+            ids = self.pool.alloc(num_pages)
+            assert ids is not None
+            self.num_in_flight += num_pages
+            free, runs = iter(ids.tolist()), list[HostRun]()
+            for pages in new:
+                before, start = self._runs.get(pages.before) if pages.before else None, 0
+                while start < len(pages.keys):
+                    end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
+                    keys = list(pages.keys[start:end])
+                    run = HostRun(keys, [next(free) for _ in keys], pages.about, pages.place + start)
+                    run.priority = pages.priority
+                    self._follow(run, before)
+                    runs.append(run)
+                    before, start = run, end
+        finally:
+            self.unlock(befores)
+        for run in runs:
+            self._runs.update(dict.fromkeys((key for key in run.keys if key not in self._ids), run))
+        return runs
+
+    def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> bool:
+        """The bytes of a reserved run are there, of its pages those that are `ok`; False where that is none, or others
+        brought them before."""
+        gone = [i for i, key in enumerate(run.keys) if key in self._ids or not (ok is None or ok[i])]
+        if len(gone) == len(run.keys):
+            self.abandon(run)
+            return False
+        if gone:
+            self._forget(run, gone)
+        self.num_in_flight -= len(run.keys)
+        run.is_published = True
+        self._runs.update(dict.fromkeys(run.keys, run))
+        self._ids.update(zip(run.keys, run.ids, strict=True))
+        run.locks -= 1
+        if run.locks:
+            self._order.hit(run)
+        else:
+            self.num_evictable += len(run.keys)
+            self._order.insert(run)
+            if run.before is not None:
+                self.unlock([run.before])
+        if self._on_come is not None:
+            self._on_come(run)
+        return True
+
+    def abandon(self, run: HostRun) -> None:
+        """Give a reserved run back."""
+        self._forget(run, list(range(len(run.keys))))
+        for child in run.after:
+            child.before = None
+        run.after.clear()
+        if (before := run.before) is not None:
+            self._leave(run, before)
+            self.unlock([before])
+
+    # Use
+
+    def count_use(self, keys: Sequence[bytes]) -> None:
+        """One more request uses what is there of these, from wherever: it counts when it ends, see `touch`. A run that
+        it uses the beginning of is divided there, for the rest was used less often."""
+        runs = self.runs_of(keys)
+        if runs and not (runs[-1].locks or runs[-1].expected):
+            wanted, last = {*keys[-len(runs[-1].keys) :]}, runs[-1]
+            num_used = sum(key in wanted for key in last.keys)
+            if num_used < len(last.keys) and last.keys[num_used - 1] in wanted:
+                runs[-1] = self._divide(last, num_used)
+        for run in runs:
+            run.hit_count += 1
+
+    def touch(self, runs: Sequence[HostRun]) -> None:
+        """A request that used these has ended; they are in the order of its prompt. What it brought is used once."""
+        for run in reversed(runs):  # the first is the most recent
+            run.last_access_time = next(clock)
+            self._order.hit(run)
+
+    def lock(self, runs: Iterable[HostRun]) -> None:
+        """Someone needs these to stay, and so what they follow."""
+        for locked in runs:
+            run: HostRun | None = locked
+            while run is not None:
+                run.locks += 1
+                if run.locks > 1:
+                    break
+                self.num_evictable -= len(run.keys)
+                self._order.lock(run)
+                run = run.before
+
+    def unlock(self, runs: Iterable[HostRun]) -> None:
+        """Undo one `lock`, which is no use."""
+        freed: list[HostRun] = []
+        for unlocked in runs:
+            run: HostRun | None = unlocked
+            while run is not None:
+                run.locks -= 1
+                assert run.locks >= 0, "unlocked more often than locked"
+                if run.locks:
+                    break
+                self.num_evictable += len(run.keys)
+                freed.append(run)
+                run = run.before
+        for run in sorted(freed, key=lambda at: at.stamp):  # each finds its place behind those used before it
+            self._order.unlock(run)
+
+    def expect(self, runs: Iterable[HostRun], change: int) -> None:
+        """`change` more (1) or fewer (-1) queued requests will need these."""
+        for run in runs:
+            if run.is_published:
+                self._order.expect(run, change)
+
+    def expect_uses(self, runs: Iterable[HostRun], num_uses: int) -> None:
+        """These will be asked for `num_uses` times; counts under the policy auto alone."""
+        for run in runs:
+            if self._log is not None:
+                self._log.expect(run, num_uses)
+                self._order.update(run)
+
+    def raise_priority(self, runs: Iterable[HostRun], priority: int) -> None:
+        """A request of `priority` uses these: none has a lower one from now on."""
+        for run in runs:
+            if run.priority < priority:
+                run.priority = priority
+                self._order.update(run)
+
+    def clear(self) -> None:
+        """Evict what nobody has locked."""
+        while (run := self._order.victim()) is not None:
+            self._shrink(run, len(run.keys))
+
+    def check(self, in_flight: int, locks: Counter[HostRun]) -> None:
+        """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
+        is locked is somebody's: `in_flight` pages, and `locks` by run."""
+        found = []
+        runs = {run for run in self._runs.values() if run.is_published}
+        known = {**locks, **dict.fromkeys(runs)}
+        if len({*self._ids.values()}) < len(self._ids) or sum(len(run.keys) for run in runs) != len(self._ids):
+            found.append("two keys share a host page, or a run and the index disagree")
+        if len(self._ids) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
+            found.append(f"{len(self._ids)} pages are held, {self.num_in_flight} in flight and "
+                         f"{self.pool.available()} free of {self.pool.num_pages}")  # fmt: skip
+        if self.num_in_flight != in_flight:
+            found.append(f"{self.num_in_flight} pages are in flight, {in_flight} of copies and reads")
+        for run in known:
+            wanted = locks[run] + (not run.is_published) + sum(child.locks > 0 for child in run.after)
+            if run.locks != wanted:
+                found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
+        if {*self._order} != {run for run in runs if not run.locks}:
+            found.append("the eviction order is not exactly the runs that are not locked")
+        if self.num_evictable != sum(len(run.keys) for run in runs if not run.locks):
+            found.append(f"{self.num_evictable} pages were counted as evictable")
+        if found:
+            raise InvariantError("host index", found)
+        self.pool.check()
+
+    # Inside
+
+    def _follow(self, run: HostRun, before: HostRun | None) -> None:
+        if before is not None:
+            run.before = before
+            before.after.add(run)
+            self.lock([before])
+
+    def _evict(self, num_pages: int) -> None:
+        """Until `num_pages` are free."""
+        while (short := num_pages - self.pool.available()) > 0:
+            run = self._order.victim()
+            assert run is not None, "counted as evictable"
+            self._shrink(run, min(short, len(run.keys)))
+
+    def _shrink(self, run: HostRun, num_pages: int) -> None:
+        """The last pages of an unlocked run leave."""
+        start, before = len(run.keys) - num_pages, run.before
+        gone, ids = run.keys[start:], run.ids[start:]
+        self.num_evictable -= num_pages
+        if start:
+            self._order.lock(run)  # its size counts there
+            del run.keys[start:], run.ids[start:], run.places[start:]
+            self._order.unlock(run)
+            if self._log is not None:  # what comes back was used as this
+                left = HostRun(gone, ids, None, 0)
+                left.follow(run)
+                self._log.forget(left)
+        else:
+            self._order.evict(run)
+            run.is_published = False
+            if before is not None:
+                self._leave(run, before)
+        for key in gone:
+            del self._ids[key]
+            del self._runs[key]
+        self.pool.free(torch.tensor(ids, dtype=torch.int64))
+        if self._on_leave is not None:
+            self._on_leave(run, gone)
+
+    def _divide(self, run: HostRun, num_pages: int) -> HostRun:
+        """The first pages of a run that nobody has locked become a run of their own, before it."""
+        first = HostRun(run.keys[:num_pages], run.ids[:num_pages], run.about, 0)
+        first.places, first.locks, first.is_published = run.places[:num_pages], 0, True
+        first.hit_count, first.priority, first.stored, first.source = (
+            run.hit_count,
+            run.priority,
+            run.stored,
+            run.source,
+        )
+        first.creation_time, first.last_access_time = run.creation_time, run.last_access_time
+        first.follow(run)
+        del run.keys[:num_pages], run.ids[:num_pages], run.places[:num_pages]
+        run.key = run.keys[0]
+        if run.before is not None:
+            run.before.after.remove(run)
+            run.before.after.add(first)
+        first.before, run.before = run.before, first
+        first.after.add(run)
+        self._runs.update(dict.fromkeys(first.keys, first))
+        self._order.split(first, run)
+        return first
+
+    def _leave(self, run: HostRun, before: HostRun) -> None:
+        run.before = None
+        before.after.remove(run)
+        if not before.after and before.is_published:
+            self._order.update(before)
+
+    def _forget(self, run: HostRun, places: Sequence[int]) -> None:
+        """These pages of a reserved run did not come, or are not needed."""
+        gone = {*places}
+        self.num_in_flight -= len(gone)
+        self.pool.free(torch.tensor([run.ids[i] for i in places], dtype=torch.int64))
+        for i in places:
+            if self._runs.get(run.keys[i]) is run:
+                del self._runs[run.keys[i]]
+        kept = [i for i in range(len(run.keys)) if i not in gone]
+        run.keys, run.ids = [run.keys[i] for i in kept], [run.ids[i] for i in kept]
+        run.places = [run.places[i] for i in kept]

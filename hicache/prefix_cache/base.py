@@ -27,7 +27,7 @@ from hicache.prefix_cache.pretty import draw
 from hicache.prefix_cache.protocols import CachedRequest, priority_of
 from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, joined_tokens, namespace_of, neighbours
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
-from hicache.tiers import DEVICE, FULL, MAMBA, SWA, Component, Tier, joined, own
+from hicache.tiers import FULL, MAMBA, SWA, Component, joined, own
 from hicache.tree.base import Match, Released
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
@@ -135,7 +135,7 @@ class BasePrefixCache(ABC):
         self._prefixes.forget(row)
         self._free_states_of(req)
         if not self.disable and not req.last_node.is_root:
-            self._tree.unlock(req.last_node, DEVICE)
+            self._tree.unlock(req.last_node)
 
     # Kinds, sizes and texts
 
@@ -154,11 +154,11 @@ class BasePrefixCache(ABC):
 
     def evictable_size(self) -> int:
         """Tokens of full attention that can be evicted now."""
-        return self._tree.evictable(FULL, DEVICE)
+        return self._tree.evictable(FULL)
 
     def protected_size(self) -> int:
         """Tokens of full attention that are locked."""
-        return self._tree.protected(FULL, DEVICE)
+        return self._tree.protected(FULL)
 
     def full_evictable_size(self) -> int:
         return self.evictable_size()
@@ -247,13 +247,13 @@ class BasePrefixCache(ABC):
         hasher = PageHasher(_IDENTITY, self.page_size)
         return RadixTree(self.page_size, hasher, self._new_components(), self.eviction_policy, self._events, TreeNode)
 
-    def _relock(self, node: Node, change: Callable[[Node, Tier], None]) -> int:
+    def _relock(self, node: Node, change: Callable[[Node], None]) -> int:
         if self.disable or node.is_root:
             return 0
         self._check_own(node)
-        account = self._tree.account(FULL, DEVICE)
+        account = self._tree.account(FULL)
         before = account.protected
-        change(node, DEVICE)
+        change(node)
         return before - account.protected
 
     def _check_own(self, node: Node) -> None:
@@ -265,33 +265,33 @@ class BasePrefixCache(ABC):
 
     def _drop(self, component: Component, target: int, released: list[Released]) -> None:
         """Drop nodes from the tree until it holds at most `target` of a component, or nothing unlocked is left."""
-        tree, account = self._tree, self._tree.account(component, DEVICE)
-        while account.held > target and (victim := tree.victim(component, DEVICE)) is not None:
-            released += tree.drop(self._part_to_evict(victim, component), component, DEVICE)
+        tree, account = self._tree, self._tree.account(component)
+        while account.held > target and (victim := tree.victim(component)) is not None:
+            released += tree.drop(self._part_to_evict(victim, component), component)
 
     def _held(self, component: Component) -> int:
-        return self._tree.account(component, DEVICE).held
+        return self._tree.account(component).held
 
     def _flat(self, component: Component) -> torch.Tensor:
-        values = self._tree.values(component, DEVICE)
+        values = self._tree.values(component)
         return torch.cat(values) if values else self._no_slots.clone()
 
     def _match(self, key: RadixKey) -> tuple[Match, Node]:
         """All that is held of a key, and the node where the usable part of it ends."""
         tokens, namespace = self._packed(key)
         match = self._tree.match(tokens[:0] if self.disable else tokens, namespace)
-        node = self._tree.node_at(match, self._tree.usable_len(match, match.device_len, on_host=False))
+        node = self._tree.node_at(match, self._tree.usable_len(match, match.full_len))
         if not node.is_root:
             for at in node.path():
                 at.hit_count += 1
-            self._tree.touch(node, DEVICE)
+            self._tree.touch(node)
         return match, node
 
     def _result(self, node: Node) -> MatchResult:
         end = cast(TreeNode, node)
         if node.is_root:
             return MatchResult(self._no_slots, end, end)
-        slots = [at.held(FULL, DEVICE) for at in node.path()]
+        slots = [at.held(FULL) for at in node.path()]
         return MatchResult(own(slots[0]) if len(slots) == 1 else joined(slots[::-1]), end, end)
 
     def _insert(
@@ -309,7 +309,7 @@ class BasePrefixCache(ABC):
         shared = share(self._tree, parent, run, slots, namespace, window_from, donated)
         self._count_use(self._tree.root, shared, params.priority, params.chunked)
         self._raise_priority(shared.node, params.priority)
-        self._tree.touch(shared.node, DEVICE)
+        self._tree.touch(shared.node)
         return shared
 
     def _offered(self, params: InsertParams, num_tokens: int) -> torch.Tensor:
@@ -358,9 +358,9 @@ class BasePrefixCache(ABC):
             self._slots.free_replaced(shared, start)
         self._count_use(old, shared, priority_of(req), chunked)
         if old.is_root:
-            self._tree.lock(shared.node, DEVICE)
+            self._tree.lock(shared.node)
         else:
-            self._tree.move_lock(old, shared.node, DEVICE)
+            self._tree.move_lock(old, shared.node)
         req.last_node, req.cache_protected_len = cast(TreeNode, shared.node), end
 
     def _count_use(self, above: Node, shared: Shared, priority: int, chunked: bool) -> None:

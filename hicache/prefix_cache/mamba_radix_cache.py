@@ -40,7 +40,7 @@ from hicache.prefix_cache.params import (
 from hicache.prefix_cache.protocols import CachedRequest
 from hicache.prefix_cache.radix_key import TokenSource
 from hicache.prefix_cache.slots import free_states
-from hicache.tiers import DEVICE, FULL, MAMBA, joined
+from hicache.tiers import FULL, MAMBA, joined
 from hicache.tree.base import Released
 from hicache.tree.components import MambaComponent, TreeComponent
 from hicache.tree.node import TreeNode as Node
@@ -85,7 +85,7 @@ class MambaRadixCache(BasePrefixCache):
         match, node = self._match(params.key)
         if params.cow_mamba and params.req is not None:
             self._copy_state(node, params.req)
-        branching_len = match.device_len // self._checkpoint_unit * self._checkpoint_unit
+        branching_len = match.full_len // self._checkpoint_unit * self._checkpoint_unit
         missing = branching_len if branching_len > node.depth_tokens else None
         return self._result(node)._replace(mamba_branching_seqlen=missing)
 
@@ -108,10 +108,10 @@ class MambaRadixCache(BasePrefixCache):
         return InsertResult(shared.ours.numel(), mamba_exist=MAMBA in shared.refused)
 
     def mamba_evictable_size(self) -> int:
-        return self._tree.evictable(MAMBA, DEVICE)
+        return self._tree.evictable(MAMBA)
 
     def mamba_protected_size(self) -> int:
-        return self._tree.protected(MAMBA, DEVICE)
+        return self._tree.protected(MAMBA)
 
     def total_size(self) -> tuple[int, int]:
         """Tokens and states held."""
@@ -183,15 +183,15 @@ class MambaRadixCache(BasePrefixCache):
                 for tensor in (*self._pool.mamba_cache.conv, self._pool.mamba_cache.temporal):
                     tensor.index_fill_(1, own.reshape(1), 0)
             return
-        state = node.held(MAMBA, DEVICE)
+        state = node.held(MAMBA)
         if own is not None:
             self._pool.copy_from(state, own.reshape(1))
             return
-        self._tree.lock(node, DEVICE)
+        self._tree.lock(node)
         try:
             copy = self._pool.fork_from(state) if self._has_free_state() else None
         finally:
-            self._tree.unlock(node, DEVICE)
+            self._tree.unlock(node)
         if copy is None:
             raise OutOfStates(1, self._pool.available_size())
         req.mamba_pool_idx = copy[0]
@@ -224,10 +224,10 @@ class MambaRadixCache(BasePrefixCache):
         self._share(req, tokens, length, chunked)
         node = req.last_node
         assert node.depth_tokens == length, "a state may be stored under exactly what it has consumed"
-        if not node.holds(MAMBA, DEVICE):
+        if not node.holds(MAMBA):
             state = take()
             assert state is not None, "a state was free before"
-            self._tree.attach(node, MAMBA, DEVICE, state)
+            self._tree.attach(node, MAMBA, state)
         if self.enable_mamba_extra_buffer and (req.mamba_last_track_seqlen or 0) <= length:
             req.mamba_last_track_seqlen = None  # stored, or of no more use
 

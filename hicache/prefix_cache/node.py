@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from hicache.prefix_cache.radix_key import RadixKey, key_of
-from hicache.tiers import DEVICE, FULL, HOST, MAMBA, SWA, Component
+from hicache.tiers import FULL, MAMBA, SWA, Component
 from hicache.tree.key import TokenRun
 from hicache.tree.node import TreeNode as Node
 
@@ -36,22 +36,22 @@ class TreeNode(Node):
     @property
     def value(self) -> torch.Tensor | None:
         """Slots, int64 `[tokens]`."""
-        return self.full[DEVICE].value
+        return self.full.value
 
     @property
     def host_value(self) -> torch.Tensor | None:
-        """Host pages, int64 `[pages]`."""
-        return self.full[HOST].value
+        """None: what the host holds is no matter of these trees."""
+        return None
 
     @property
     def mamba_value(self) -> torch.Tensor | None:
         """The state at the node's end, int64 `[1]`."""
-        return self.holdings[MAMBA][DEVICE].value if MAMBA in self.holdings else None
+        return self.holdings[MAMBA].value if MAMBA in self.holdings else None
 
     @property
     def swa_tombstone(self) -> bool:
         """Whether its window slots left the device."""
-        return SWA not in self.holdings or self.holdings[SWA][DEVICE].value is None
+        return SWA not in self.holdings or self.holdings[SWA].value is None
 
     @property
     def evicted(self) -> bool:
@@ -65,7 +65,7 @@ class TreeNode(Node):
     @property
     def lock_ref(self) -> int:
         """Users that need its slots to stay; 1 for the root of a tree, which always stays."""
-        return 1 if self.is_root and self.run is not None else self.full[DEVICE].locks
+        return 1 if self.is_root and self.run is not None else self.full.locks
 
     @property
     def full_lock_ref(self) -> int:
@@ -73,11 +73,11 @@ class TreeNode(Node):
 
     @property
     def swa_lock_ref(self) -> int:
-        return self.holdings[SWA][DEVICE].locks if SWA in self.holdings else 0
+        return self.holdings[SWA].locks if SWA in self.holdings else 0
 
     @property
     def mamba_lock_ref(self) -> int:
-        return self.holdings[MAMBA][DEVICE].locks if MAMBA in self.holdings else 0
+        return self.holdings[MAMBA].locks if MAMBA in self.holdings else 0
 
     @property
     def hash_value(self) -> list[str] | None:

@@ -13,7 +13,7 @@ from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import InvariantError
 from hicache.prefix_cache.protocols import CachedRequest, SlotAllocator
-from hicache.tiers import DEVICE, FULL, SWA, joined
+from hicache.tiers import FULL, SWA, joined
 from hicache.tree.base import Released
 from hicache.tree.core import RadixTree
 from hicache.tree.share import Shared
@@ -72,7 +72,7 @@ class AllocatorAdapter:
             allocator.check()
         except InvariantError as error:
             found.extend(error.violations)
-        values = tree.values(FULL, DEVICE)
+        values = tree.values(FULL)
         if not values:
             return found
         held = torch.cat(values).cpu()
@@ -93,8 +93,8 @@ class AllocatorAdapter:
             return []
         found = []
         for node in tree.nodes():
-            mapped = self._windows.translate_loc_from_full_to_swa(node.held(FULL, DEVICE)) > 0
-            holds = node.holds(SWA, DEVICE)
+            mapped = self._windows.translate_loc_from_full_to_swa(node.held(FULL)) > 0
+            holds = node.holds(SWA)
             if not bool((mapped == holds).all()):
                 found.append(f"node {node.id}: {int(mapped.sum())} of {node.num_tokens} tokens have windows, {holds=}")
         return found

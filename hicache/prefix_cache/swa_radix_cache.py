@@ -16,7 +16,7 @@ from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.node import TreeNode
 from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
 from hicache.prefix_cache.protocols import CachedRequest
-from hicache.tiers import DEVICE, FULL, SWA, Component
+from hicache.tiers import FULL, SWA, Component
 from hicache.tree.components import SwaComponent, TreeComponent
 from hicache.tree.node import TreeNode as Node
 
@@ -49,7 +49,7 @@ class SWARadixCache(BasePrefixCache):
         known_len = self._whole_pages(min(params.prev_prefix_len, len(tokens)))
         # The caller has these from a match: the slots are the tree's own, tombstones without window slots among them.
         if known_len:
-            known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).device_len)
+            known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).full_len)
         shared = self._insert(params, known_len)
         self._slots.free_replaced(shared, known_len)
         return InsertResult(known_len + shared.ours.numel())
@@ -60,10 +60,10 @@ class SWARadixCache(BasePrefixCache):
         return None if self.disable or node.is_root else node.id
 
     def swa_evictable_size(self) -> int:
-        return self._tree.evictable(SWA, DEVICE)
+        return self._tree.evictable(SWA)
 
     def swa_protected_size(self) -> int:
-        return self._tree.protected(SWA, DEVICE)
+        return self._tree.protected(SWA)
 
     def total_size(self) -> tuple[int, int]:
         """Tokens held, and tokens with window slots."""

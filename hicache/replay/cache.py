@@ -1,4 +1,4 @@
-"""One cache without bytes: the real prefix tree and its eviction orders over device, host and disk.
+"""One cache without bytes: the real prefix tree, the real index of host pages and their eviction orders.
 
 A block of a trace is a page of one token, its id. Requests come one after the other, and every copy is done at once.
 The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
@@ -6,7 +6,8 @@ The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from bisect import bisect_left
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, takewhile
@@ -17,9 +18,13 @@ import torch
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
-from hicache.tiers import DEVICE, DISK, FULL, HOST, Tier
+from hicache.host import HostRun, NewPages, PageIndex
+from hicache.stores.tier import JOB_PAGES
+from hicache.tiers import DISK, FULL
 from hicache.tree import PageHasher, RadixTree, TreeNode
 from hicache.tree.key import Tokens
+
+_UNLIMITED = 1 << 62
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -94,6 +99,28 @@ class DiskOrder:
                 self._keys.popitem(last=False)
 
 
+class BlockPool:
+    """Counts host pages, `num_pages` of them, where there are no bytes: see `HostPagePool`."""
+
+    def __init__(self, num_pages: int | None) -> None:
+        self.num_pages = _UNLIMITED if num_pages is None else num_pages
+        self._used, self._next_id = 0, 1
+
+    def available(self) -> int:
+        return self.num_pages - self._used
+
+    def alloc(self, num_pages: int) -> torch.Tensor:
+        self._used += num_pages
+        self._next_id += num_pages
+        return torch.arange(self._next_id - num_pages, self._next_id)
+
+    def free(self, pages: torch.Tensor) -> None:
+        self._used -= len(pages)
+
+    def check(self) -> None:
+        """The index counts what is used."""
+
+
 class CacheSimulation:
     """One node's cache. `remote`: a store behind its disk, which other nodes use too and a host tier reads from."""
 
@@ -101,16 +128,18 @@ class CacheSimulation:
         self.settings, self.remote = settings, remote
         self.tree = RadixTree(1, PageHasher(b"replay", 1), policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
-        self._has_host = settings.host_blocks != 0
-        self._capacity = {DEVICE: settings.device_blocks, HOST: settings.host_blocks}
+        self.host = None if settings.host_blocks == 0 else PageIndex(BlockPool(settings.host_blocks), settings.policy)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
 
     def lookup(self, blocks: Tokens) -> int:
         """How many blocks of a prompt this node holds now, the remote tier left out. Changes nothing."""
         match = self.tree.match(blocks)
         length = match.full_len
-        if self.disk is not None and length < len(blocks):
-            length += self.disk.num_present(self.tree.names.of_prompt(match, blocks)[length:])
+        if self.host is not None and length < len(blocks):
+            keys = self.tree.names.of_prompt(match, blocks)
+            length = self.host.held_end(keys, length)
+            if self.disk is not None:
+                length += self.disk.num_present(keys[length:])
         return self._usable(length)
 
     def serve(self, blocks: Tokens) -> BlockHits:
@@ -118,141 +147,116 @@ class CacheSimulation:
         if len(blocks) > len(self._slots):
             self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
         tree = self.tree
-        host_len, disk_end = self._prefetch(blocks)
         match = tree.match(blocks)
-        length = self._usable(match.full_len)
-        device_len = min(match.device_len, length)
-        node = tree.node_at(match, length)
-        self._admit(node, len(blocks) - device_len)
-        node = self._commit(node, blocks[length:])
-        tree.touch(node, DEVICE)
-        tree.unlock(node, DEVICE)
-        if self._has_host:
-            tree.touch(node, HOST)
-            self._touch_disk(node)
-            self._touch_remote(node)
-        ends = [device_len, *(min(length, max(device_len, end)) for end in (host_len, disk_end)), length]
-        return BlockHits(device_len, *(end - start for start, end in pairwise(ends)))
+        keys = tree.names.of_prompt(match, blocks) if self.host is not None else []
+        disk, remote = self._prefetch(keys, match.full_len)
+        length = self._usable(match.full_len if self.host is None else self.host.held_end(keys, match.full_len))
+        device_len = min(match.full_len, length)
+        node = self._admit(tree.node_at(match, device_len), blocks, keys, length)
+        node = self._commit(node, blocks[length:], keys)
+        tree.touch(node)
+        tree.unlock(node)
+        self._touch_below(keys[: node.depth_tokens])
+        num_disk, num_remote = (bisect_left(read, length) for read in (disk, remote))
+        return BlockHits(device_len, length - device_len - num_disk - num_remote, num_disk, num_remote)
 
     def check(self) -> None:
         """Raise `InvariantError` where the tree does not hold what it should, or a tier holds more than it may."""
         self.tree.check()
-        for tier, capacity in self._capacity.items():
-            assert capacity is None or self._held(tier) <= capacity, f"{tier.name} holds {self._held(tier)}"
+        capacity, held = self.settings.device_blocks, self.tree.account(FULL).held
+        assert capacity is None or held <= capacity, f"the device holds {held}"
+        if self.host is not None:
+            self.host.check(0, Counter())
 
     # The steps of a request
 
-    def _prefetch(self, blocks: Tokens) -> tuple[int, int]:
-        """Disk and remote tier to host: what the disk adds to the host's prefix, and the remote tier to both. What came
-        from the remote tier goes to the disk too. Returns where the host's prefix ended before, and the disk's part."""
-        if not self._has_host:
-            return 0, 0
-        tree = self.tree
-        match = tree.match(blocks)
-        host_nodes = list(takewhile(lambda node: node.holds(FULL, HOST), match.nodes))
-        host_len = min(match.full_len, host_nodes[-1].depth_tokens) if host_nodes else 0
-        if (self.disk is None and self.remote is None) or host_len == len(blocks):
-            return host_len, host_len
-        keys = tree.names.of_prompt(match, blocks)
-        disk_end = host_len + (self.disk.num_present(keys[host_len:]) if self.disk is not None else 0)
-        num_found = disk_end - host_len
-        if self.remote is not None:
-            num_found += self.remote.num_present(keys[disk_end:])
-        if num_found:
-            self._read(tree.node_at(match, host_len), blocks, keys, num_found)
-        return host_len, disk_end
-
-    def _read(self, anchor: TreeNode, blocks: Tokens, keys: list[bytes], num_found: int) -> None:
-        """The `num_found` blocks behind `anchor` to the host, as many as it has room for."""
-        tree, start = self.tree, anchor.depth_tokens
-        tree.lock(anchor, HOST)
-        num_read = min(num_found, self._free(HOST) + tree.evictable(FULL, HOST))
-        end = start + num_read
-        self._make_room(HOST, num_read)
-        inserted = tree.insert(anchor, blocks[start:end], self._slots[:num_read], HOST)
-        for node in inserted.gained:
-            node.page_keys = keys[node.depth_tokens - node.num_tokens : node.depth_tokens]
-            node.holdings[FULL][HOST].stored = 0 if self.disk is None else DISK
-        tree.unlock(anchor, HOST)
+    def _prefetch(self, keys: list[bytes], device_len: int) -> tuple[list[int], list[int]]:
+        """Disk and remote tier to host: what the disk adds to memory, and the remote tier to both. What came from the
+        remote tier goes to the disk too. Returns which blocks came from the disk, and which from the remote tier."""
+        if self.host is None or (self.disk is None and self.remote is None):
+            return [], []
+        missing = self.host.lacking(keys, device_len)
+        wanted = [keys[at] for at in missing]
+        num_disk = self.disk.num_present(wanted) if self.disk is not None else 0
+        num_found = num_disk + (self.remote.num_present(wanted[num_disk:]) if self.remote is not None else 0)
+        before = self.host.runs_of(keys[device_len : self.host.held_end(keys, device_len)])
+        self.host.lock(before)
+        read = missing[: min(num_found, self.host.capacity)]
+        for start in range(0, len(read), JOB_PAGES):
+            self._enter(_pieces(keys, read[start : start + JOB_PAGES]))
+        self.host.unlock(before)
         if self.disk is not None:
-            self.disk.put(keys[start:end])
+            self.disk.put([keys[at] for at in read])
+        return read[:num_disk], read[num_disk:]
 
-    def _admit(self, node: TreeNode, num_needed: int) -> None:
-        """Make room on the device for what the prefix up to `node` lacks there and what follows it, and load it."""
-        tree, path = self.tree, node.path()[::-1]
-        on_device = [at for at in path if at.holds(FULL, DEVICE)]
-        pinned = on_device[-1] if on_device else tree.root
-        tree.lock(pinned, DEVICE)
-        tree.lock(node, HOST)
-        self._make_room(DEVICE, num_needed)
-        for at in path:
+    def _enter(self, pieces: Sequence[NewPages]) -> bool:
+        """What the host lacks of `pieces`, all or none."""
+        assert self.host is not None
+        runs = self.host.reserve([new for piece in pieces for new in self.host.absent(piece)])
+        for run in reversed(runs or ()):
+            self.host.publish(run)
+            run.stored = 0 if self.disk is None else DISK
+        return runs is not None
+
+    def _admit(self, node: TreeNode, blocks: Tokens, keys: list[bytes], length: int) -> TreeNode:
+        """Make room on the device for what the prefix of `length` blocks lacks behind `node` and what follows it, and
+        load it. Returns the prefix's end, which is locked."""
+        tree, start = self.tree, node.depth_tokens
+        tree.lock(node)
+        runs: list[HostRun] = []
+        if self.host is not None:
+            self.host.count_use(keys[:length])
+            runs = self.host.runs_of(keys[start:length])
+            self.host.lock(runs)
+        self._make_room(len(blocks) - start)
+        for at in node.path():
             at.hit_count += 1
-        tree.lock(node, DEVICE)
-        for at in path[len(on_device) :]:
-            tree.begin_load(at, self._slots[: at.num_tokens])
-        tree.unlock(node, HOST)
-        tree.unlock(pinned, DEVICE)
-        self._maybe_backup(node)
+        end, done = node, start
+        for last, hit_count in self.host.used_alike(keys, start, length) if self.host is not None else ():
+            end = tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
+            done = last
+        tree.move_lock(node, end)
+        self._maybe_backup(end, keys)
+        if self.host is not None:
+            self.host.unlock(runs)
+        return end
 
-    def _commit(self, node: TreeNode, computed: Tokens) -> TreeNode:
+    def _commit(self, node: TreeNode, computed: Tokens, keys: list[bytes]) -> TreeNode:
         """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to
         which the lock on `node` moves."""
-        computed = computed[: self._free(DEVICE)]
-        inserted = self.tree.insert(node, computed, self._slots[: len(computed)], DEVICE)
-        self.tree.move_lock(node, inserted.node, DEVICE)
-        self._maybe_backup(inserted.node)
+        computed = computed[: self._free()]
+        inserted = self.tree.insert(node, computed, self._slots[: len(computed)])
+        self.tree.move_lock(node, inserted.node)
+        self._maybe_backup(inserted.node, keys)
         return inserted.node
 
-    def _touch_disk(self, node: TreeNode) -> None:
-        """What the disk has of the path counts as used, whichever tier served it."""
-        if self.disk is None:
+    def _touch_below(self, keys: list[bytes]) -> None:
+        """What the tiers below have of the prefix counts as used, whichever tier served it. The remote tier gets what
+        the host holds of it."""
+        if self.host is None:
             return
-        for at in node.path():
-            if at.is_stored(FULL):
-                self.disk.touch(self.tree.names.of(at))
-
-    def _touch_remote(self, node: TreeNode) -> None:
-        """The remote tier gets what the host holds of the path; all of it counts as used there."""
+        self.host.touch(self.host.runs_of(keys))
+        if self.disk is not None:
+            self.disk.touch(keys)
         if self.remote is not None:
-            on_host = takewhile(lambda at: at.holds(FULL, HOST), reversed(node.path()))
-            self.remote.put([key for at in on_host for key in self.tree.names.of(at)])
+            self.remote.put([key for key in keys if key in self.host])
 
     # Between the tiers
 
-    def _maybe_backup(self, node: TreeNode) -> None:
+    def _maybe_backup(self, node: TreeNode, keys: list[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
-        if not self._has_host or self.settings.write_policy == "write_back":
+        host = self.host
+        if host is None or self.settings.write_policy == "write_back":
             return
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
-        self._backup(list(takewhile(lambda at: at.hit_count >= hits, self._only_on_device(node))))
+        lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
+        wanted = list(takewhile(lambda at: at.hit_count >= hits, lacking))
+        self._save([_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted])
 
-    def _only_on_device(self, node: TreeNode) -> list[TreeNode]:
-        """The end of the path to `node` that the host lacks, root side first."""
-        return list(takewhile(lambda at: not at.holds(FULL, HOST), node.path()))[::-1]
-
-    def _backup(self, nodes: Sequence[TreeNode]) -> None:
-        """Device to host, all of `nodes`, a piece of one path, or none of them."""
-        if not nodes:
-            return
-        tree, last = self.tree, nodes[-1]
-        tree.lock(last, DEVICE)
-        tree.lock(last, HOST)
-        is_done = self._make_room(HOST, sum(node.num_tokens for node in nodes))
-        for node in nodes if is_done else ():
-            tree.begin_backup(node, FULL, self._slots[: node.num_tokens])
-            tree.end_backup(node, FULL, confirmed=True)
-        tree.unlock(last, HOST)
-        tree.unlock(last, DEVICE)
-        if is_done and self.disk is not None:
-            self._persist(nodes)
-
-    def _persist(self, nodes: Sequence[TreeNode]) -> None:
-        """Host to disk: what is not known to be there of `nodes`, a piece of one path."""
-        assert self.disk is not None
-        unstored = [node for node in nodes if not node.is_stored(FULL)]
-        self.disk.put([key for node in unstored for key in self.tree.names.of(node)])
-        for node in unstored:
-            node.holdings[FULL][HOST].stored = DISK
+    def _save(self, pieces: Sequence[NewPages]) -> None:
+        """Device to host, and from there to the disk, all or none."""
+        if pieces and self._enter(pieces) and self.disk is not None:
+            self.disk.put([key for piece in pieces for key in piece.keys])
 
     # Capacity
 
@@ -260,20 +264,27 @@ class CacheSimulation:
         """A request uses no more blocks than the device holds."""
         return length if self.settings.device_blocks is None else min(length, self.settings.device_blocks)
 
-    def _held(self, tier: Tier) -> int:
-        return self.tree.account(FULL, tier).held
+    def _free(self) -> int:
+        capacity = self.settings.device_blocks
+        return _UNLIMITED if capacity is None else capacity - self.tree.account(FULL).held
 
-    def _free(self, tier: Tier) -> int:
-        capacity = self._capacity[tier]
-        return (1 << 62) if capacity is None else capacity - self._held(tier)
+    def _make_room(self, num_blocks: int) -> None:
+        """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
+        tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
+        while short > 0 and (node := tree.victim(FULL, short)) is not None:
+            if self.settings.write_policy == "write_back" and self.host is not None:
+                before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
+                unsaved.append(NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens))
+            short -= sum(released.size for released in tree.drop(node, FULL))
+        self._save(unsaved)
 
-    def _make_room(self, tier: Tier, num_blocks: int) -> bool:
-        """Evict until `num_blocks` are free. Where that cannot be: on the host evict nothing, on the device all."""
-        tree, short = self.tree, num_blocks - self._free(tier)
-        if tier is HOST and short > tree.evictable(FULL, HOST):
-            return False
-        while short > 0 and (node := tree.victim(FULL, tier, short)) is not None:
-            if tier is DEVICE and self.settings.write_policy == "write_back" and self._has_host:
-                self._backup(self._only_on_device(node))
-            short -= sum(released.size for released in tree.drop(node, FULL, tier) if released.tier is tier)
-        return short <= 0
+
+def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:
+    """Blocks [start, end) of a prompt."""
+    return NewPages(keys[start:end], keys[start - 1] if start else None, start)
+
+
+def _pieces(keys: Sequence[bytes], indices: Sequence[int]) -> list[NewPages]:
+    """These blocks, ascending, in pieces without a gap."""
+    ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
+    return [_piece(keys, indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]

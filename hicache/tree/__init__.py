@@ -5,7 +5,7 @@ from hicache.tree.components import FullComponent, MambaComponent, SwaComponent,
 from hicache.tree.core import RadixTree
 from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVCacheEvent, PageChange
 from hicache.tree.key import PageHasher
-from hicache.tree.node import NodeRun, PageState, TreeNode
+from hicache.tree.node import NodeRun, TreeNode
 from hicache.tree.share import Shared, share
 
 __all__ = [
@@ -22,7 +22,6 @@ __all__ = [
     "NodeRun",
     "PageChange",
     "PageHasher",
-    "PageState",
     "RadixTree",
     "Released",
     "Shared",

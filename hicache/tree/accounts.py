@@ -1,4 +1,4 @@
-"""Size accounts, locks and eviction orders of a tree: one account for each component on each tier.
+"""Size accounts, locks and eviction orders of a tree: one account for each component.
 
 Owns the values and locks of nodes. Knows of the structure only a node's parent; `RadixTree` is its only caller.
 """
@@ -13,7 +13,7 @@ import torch
 from hicache.eviction.frequency import FadingFrequency, UsageLog
 from hicache.eviction.orders import NOBODY, EvictionOrder
 from hicache.eviction.policy import make_order
-from hicache.tiers import DEVICE, FULL, HOST, Component, Tier
+from hicache.tiers import FULL, Component
 from hicache.tree.base import Released
 from hicache.tree.components.base import TreeComponent
 from hicache.tree.node import Holding, TreeNode, last_nodes, name_of
@@ -29,12 +29,12 @@ class Expectation:
 
 
 class Account:
-    """What a component holds on a tier, in tokens or states. `evictable` is the size of what the order contains."""
+    """What a component holds, in tokens or states. `evictable` is the size of what the order contains."""
 
-    def __init__(self, component: TreeComponent, tier: Tier, policy: str) -> None:
-        self.component, self.name, self.tier = component, component.name, tier
+    def __init__(self, component: TreeComponent, policy: str) -> None:
+        self.component, self.name = component, component.name
         is_evictable = component.is_evictable
-        self.order: EvictionOrder[Holding] = make_order(policy, lambda holding: is_evictable(holding.owner, tier))
+        self.order: EvictionOrder[Holding] = make_order(policy, lambda holding: is_evictable(holding.owner))
         self.log = self.order.log if isinstance(self.order, FadingFrequency) else None
         self.evictable = self.protected = 0
 
@@ -57,7 +57,7 @@ class Account:
         return log.like_tokens(len(raw) // 8, name_at)
 
     def lock(self, node: TreeNode) -> None:
-        holding = node.holdings[self.name][self.tier]
+        holding = node.holdings[self.name]
         holding.locks += 1
         if holding.locks == 1 and holding.value is not None:
             size = self.size(node)
@@ -66,7 +66,7 @@ class Account:
             self.protected += size
 
     def unlock(self, node: TreeNode) -> None:
-        holding = node.holdings[self.name][self.tier]
+        holding = node.holdings[self.name]
         holding.locks -= 1
         assert holding.locks >= 0, "unlocked more often than locked"
         if not holding.locks and holding.value is not None:
@@ -77,13 +77,13 @@ class Account:
 
     def expect(self, node: TreeNode, change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need what `node` has."""
-        holding = node.holdings[self.name][self.tier]
+        holding = node.holdings[self.name]
         self.order.expect(holding, change)
         assert holding.expected >= 0, "no longer expected more often than expected"
 
     def keep_parents_newer(self, node: TreeNode) -> None:
         """A child of `node` entered as just used. Above what is locked everything is, and finds its place later."""
-        while node.parent is not None and not (holding := node.holdings[self.name][self.tier]).locks:
+        while node.parent is not None and not (holding := node.holdings[self.name]).locks:
             node.touch()
             if holding.value is not None:
                 self.order.hit(holding)
@@ -95,25 +95,17 @@ class Accounts:
 
     def __init__(self, components: Sequence[TreeComponent], policy: str) -> None:
         self.components = tuple(components)
-        self._by_component: dict[Component, tuple[Account, Account]] = {
-            component.name: (Account(component, DEVICE, policy), Account(component, HOST, policy))
-            for component in self.components
-        }
-        self._on_tier: tuple[tuple[Account, ...], tuple[Account, ...]] = (
-            tuple(pair[DEVICE] for pair in self._by_component.values()),
-            tuple(pair[HOST] for pair in self._by_component.values()),
-        )
+        self._by_component = {component.name: Account(component, policy) for component in self.components}
+        self._accounts = tuple(self._by_component.values())
         self._shares_full_slots = [component.name for component in self.components if component.shares_full_slots]
         self._at_node_end = {component.name for component in self.components if component.at_node_end}
 
-    def _enter(self, node: TreeNode, component: Component, tier: Tier, value: torch.Tensor) -> None:
+    def _enter(self, node: TreeNode, component: Component, value: torch.Tensor) -> None:
         """Enter a value; an unlocked node counts as just used, and so does its path: parents must stay newer."""
-        account, holding = self._by_component[component][tier], node.holdings[component][tier]
+        account, holding = self._by_component[component], node.holdings[component]
         assert holding.value is None and node.parent is not None
         holding.value, holding.owner = value, node
         size = account.size(node)
-        if component == FULL:
-            node.parent.children_on[tier] += 1
         if holding.locks:
             account.protected += size
             account.order.hit(holding)
@@ -124,11 +116,11 @@ class Accounts:
         if component == FULL:
             account.keep_parents_newer(node.parent)
 
-    def _take_out(self, node: TreeNode, component: Component, tier: Tier) -> Released:
+    def _take_out(self, node: TreeNode, component: Component) -> Released:
         """Take a value out."""
-        account, holding, parent = self._by_component[component][tier], node.holdings[component][tier], node.parent
+        account, holding = self._by_component[component], node.holdings[component]
         value = holding.value
-        assert value is not None and parent is not None
+        assert value is not None
         size = account.size(node)
         holding.value = None
         if holding.locks:
@@ -137,94 +129,90 @@ class Accounts:
             account.evictable -= size
             account.order.evict(holding)
         holding.owner = NOBODY
-        if component == FULL:
-            parent.children_on[tier] -= 1
-            if not parent.children_on[tier]:
-                account.order.update(parent.full[tier])
-        return Released(component, tier, value, size)
+        return Released(component, value, size)
 
-    def account(self, component: Component, tier: Tier) -> Account:
-        """The account of a component on a tier, in tokens or states."""
-        return self._by_component[component][tier]
+    def account(self, component: Component) -> Account:
+        """The account of a component, in tokens or states."""
+        return self._by_component[component]
 
-    def evictable(self, component: Component, tier: Tier) -> int:
-        return self._by_component[component][tier].evictable
+    def evictable(self, component: Component) -> int:
+        return self._by_component[component].evictable
 
-    def protected(self, component: Component, tier: Tier) -> int:
-        return self._by_component[component][tier].protected
+    def protected(self, component: Component) -> int:
+        return self._by_component[component].protected
 
-    def lock(self, node: TreeNode, tier: Tier) -> None:
-        """Someone needs the prefix that ends with `node` to stay on `tier`, with what its components need of it."""
+    def lock(self, node: TreeNode) -> None:
+        """Someone needs the prefix that ends with `node` to stay, with what its components need of it."""
         if node.parent is None:
             return
-        for account in self._on_tier[tier]:
-            for at in account.component.nodes_to_lock(node, tier):
+        for account in self._accounts:
+            for at in account.component.nodes_to_lock(node):
                 account.lock(at)
 
-    def unlock(self, node: TreeNode, tier: Tier) -> None:
+    def unlock(self, node: TreeNode) -> None:
         """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
         if node.parent is None:
             return
-        for account in self._on_tier[tier]:
-            for at in account.component.nodes_to_unlock(node, tier):
+        for account in self._accounts:
+            for at in account.component.nodes_to_unlock(node):
                 account.unlock(at)
 
-    def move_lock(self, old: TreeNode, new: TreeNode, tier: Tier) -> None:
+    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
         """A lock at `old` becomes one at `new`, at the cost of what lies between where `new` continues `old`."""
         if old.parent is None or new.parent is None:
-            self.lock(new, tier)
-            self.unlock(old, tier)
+            self.lock(new)
+            self.unlock(old)
             return
-        for account in self._on_tier[tier]:
-            to_lock, to_unlock = account.component.nodes_to_move(old, new, tier)
+        for account in self._accounts:
+            to_lock, to_unlock = account.component.nodes_to_move(old, new)
             for at in to_lock:
                 account.lock(at)
             for at in to_unlock:
                 account.unlock(at)
 
     def expect(self, node: TreeNode) -> Expectation:
-        """A queued request will need the prefix that ends with `node`: on either tier it is evicted after what no
-        queued request needs, until `forget`. It is no lock."""
+        """A queued request will need the prefix that ends with `node`: it is evicted after what no queued request
+        needs, until `forget`. It is no lock."""
         num_tokens: dict[Component, int] = {}
-        for name, pair in self._by_component.items():
-            nodes = list(pair[DEVICE].component.required_nodes(node))
-            num_tokens[name] = sum(at.num_tokens for at in nodes)
-            for account in pair:
-                for at in nodes:
-                    account.expect(at, 1)
+        for account in self._accounts:
+            nodes = list(account.component.required_nodes(node))
+            num_tokens[account.name] = sum(at.num_tokens for at in nodes)
+            for at in nodes:
+                account.expect(at, 1)
         return Expectation(node, num_tokens)
 
     def forget(self, expectation: Expectation) -> None:
         """Undo one `expect`."""
-        for name, pair in self._by_component.items():
-            num_tokens = 1 if name in self._at_node_end else expectation.num_tokens[name]
-            nodes = last_nodes(expectation.node, num_tokens)
-            for account in pair:
-                for at in nodes:
-                    account.expect(at, -1)
+        for account in self._accounts:
+            num_tokens = 1 if account.name in self._at_node_end else expectation.num_tokens[account.name]
+            for at in last_nodes(expectation.node, num_tokens):
+                account.expect(at, -1)
 
-    def expect_uses(self, node: TreeNode, num_uses: int, start: int) -> None:
+    def expect_uses(self, node: TreeNode, num_uses: int, start: int) -> list[TreeNode]:
         """The prefix that ends with `node` will be asked for `num_uses` times. 0: what it has in common with no other,
-        behind `start` tokens, has no uses left. Counts under the policy auto alone."""
+        behind `start` tokens, has no uses left. Counts under the policy auto alone. Returns the nodes it is true of."""
+        found: list[TreeNode] = []
         if not num_uses and node.children:
-            return
+            return found
         while node.parent is not None and (num_uses or node.depth_tokens > start):
-            for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-                holding = node.holdings[account.name][account.tier]
+            for account in self._accounts:
+                holding = node.holdings[account.name]
                 if account.log is not None and holding.value is not None:
                     account.log.expect(holding, num_uses)
                     account.order.update(holding)
+            found.append(node)
             node = node.parent
             if not num_uses and len(node.children) > 1:
-                return
+                break
+        return found
 
-    def touch(self, node: TreeNode, tier: Tier) -> None:
-        """A request used the prefix that ends with `node`: tell the eviction orders of its tier."""
-        for account in self._on_tier[tier]:
+    def touch(self, node: TreeNode) -> None:
+        """A request used the prefix that ends with `node`: tell the eviction orders."""
+        for account in self._accounts:
             name, hit = account.name, account.order.hit
             for at in account.component.required_nodes(node):
                 at.touch()
-                holding = at.holdings[name][tier]
+                holding = at.holdings[name]
                 if holding.value is not None:
                     hit(holding)
 
@@ -232,31 +220,26 @@ class Accounts:
         """A request of `priority` uses the prefix that ends with `node`: no node of it has a lower one from now on."""
         while node.parent is not None and node.priority < priority:  # no node ranks below its children
             node.priority = priority
-            for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-                account.order.update(node.holdings[account.name][account.tier])
+            for account in self._accounts:
+                account.order.update(node.holdings[account.name])
             node = node.parent
 
-    def _divide(self, upper: TreeNode, lower: TreeNode, page_size: int) -> None:
+    def _divide(self, upper: TreeNode, lower: TreeNode) -> None:
         """`upper` took the first tokens of `lower`, which still holds everything; divide it between the two."""
         at_tokens = upper.num_tokens
-        upper.children_on = [int(lower.holds(FULL, tier)) for tier in Tier]
-        for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-            component, tier = account.component, account.tier
-            above, below = upper.holdings[account.name][tier], lower.holdings[account.name][tier]
+        for account in self._accounts:
+            component = account.component
+            above, below = upper.holdings[account.name], lower.holdings[account.name]
             above.locks = 0 if component.at_node_end else below.locks
             above.expected = 0 if component.at_node_end else below.expected
             above.follow(below)
-            if below.value is not None and not (component.shares_full_slots and tier is DEVICE):
-                above.value, below.value = component.split(below.value, at_tokens, tier, page_size)
-            if below.pending is not None:
-                above.pending, below.pending = component.split(below.pending, at_tokens, HOST, page_size)
-            above.stored = 0 if component.at_node_end else below.stored
+            if below.value is not None and not component.shares_full_slots:
+                above.value, below.value = component.split(below.value, at_tokens)
         for name in self._shares_full_slots:
-            if lower.holds(name, DEVICE):
-                upper.holdings[name][DEVICE].value = upper.full[DEVICE].value
-                lower.holdings[name][DEVICE].value = lower.full[DEVICE].value
-        for account in (*self._on_tier[DEVICE], *self._on_tier[HOST]):
-            above, below = (at.holdings[account.name][account.tier] for at in (upper, lower))
+            if lower.holds(name):
+                upper.holdings[name].value, lower.holdings[name].value = upper.full.value, lower.full.value
+        for account in self._accounts:
+            above, below = upper.holdings[account.name], lower.holdings[account.name]
             if above.value is not None:
                 above.owner = upper
                 if below in account.order:

@@ -6,21 +6,19 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.tiers import Component, Tier
+from hicache.tiers import Component
 from hicache.tree.node import TreeNode
 
 
 class Match(NamedTuple):
     """The longest prefix whose full pages are held: `nodes` from the root on; of the last the first `last_len` tokens.
 
-    [0, device_len) is on the device or being loaded, [device_len, full_len) on the host. How much of it every component
-    can use says `RadixTree.usable_len`.
+    How much of it every component can use says `RadixTree.usable_len`.
     """
 
     namespace: str
     nodes: tuple[TreeNode, ...]
     last_len: int
-    device_len: int
     full_len: int
 
 
@@ -40,8 +38,7 @@ class Duplicate(NamedTuple):
 class Inserted(NamedTuple):
     """`node` ends where the insertion did; `gained` took the new value, `duplicates` kept theirs.
 
-    `accepted_len`: tokens inserted; less than offered where a host page had no parent on the host, or where a copy to
-    the tier is in flight.
+    `accepted_len`: tokens inserted; less than offered where a load is in flight.
     """
 
     node: TreeNode
@@ -54,6 +51,5 @@ class Released(NamedTuple):
     """What left the tree and is now the caller's to free. `size`: in tokens, or in states."""
 
     component: Component
-    tier: Tier
     value: torch.Tensor
     size: int

@@ -1,42 +1,40 @@
-"""The radix tree: which prefixes are held, by which tier, who needs them, and which is evicted next.
+"""The radix tree: which prefixes the device holds, who needs them, and which is evicted next.
 
-Owns the nodes. It never calls anyone: insertion returns what was already there, dropping returns the slots, pages and
-states that became free, and the caller acts on them. One thread, the scheduler's, may use it.
+Owns the nodes. It never calls anyone: insertion returns what was already there, dropping returns the slots and states
+that became free, and the caller acts on them. One thread, the scheduler's, may use it.
 
 What holds after every call (`check()` proves it):
-    nodes that hold FULL on the device form a prefix of every path, and so do nodes that hold FULL on the host;
-    every node holds FULL in at least one tier, and other components only on tiers where it holds FULL;
+    every node holds FULL, so what is held forms a prefix of every path;
     a recurrent state is at the end of the tokens that it has consumed;
-    for each component on each tier, evictable + protected is what is held, and the eviction order contains exactly the
-    unlocked holders.
+    for each component, evictable + protected is what is held, and the eviction order contains exactly the unlocked
+    holders.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
 
 from hicache.errors import InvariantError
-from hicache.tiers import DEVICE, FULL, HOST, SWA, Component, Tier, own
+from hicache.tiers import FULL, SWA, Component, own
 from hicache.tree.accounts import Accounts
 from hicache.tree.audit import account_violations, structure_violations
 from hicache.tree.base import Duplicate, Inserted, Match, Released
 from hicache.tree.components import FullComponent, TreeComponent
-from hicache.tree.events import EventLog, Medium
+from hicache.tree.events import EventLog
 from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
 from hicache.tree.names import PageNames
 from hicache.tree.node import ChildKey, TreeNode
-
-_MEDIUM: dict[Tier, Medium] = {DEVICE: "GPU", HOST: "CPU"}
 
 
 class RadixTree(Accounts):
     """See the module. `page_size`: tokens of a tree page. Prefixes never meet across namespaces.
 
-    `components`: those beside FULL. `policy`: the eviction order of every component and tier. With `events`, pages that
-    come and go are reported to that log, which costs their keys at once.
+    `components`: those beside FULL. `policy`: the eviction order of every component. With `events`, pages that
+    come and go are reported to that log, which costs their keys at once. `is_below`: whether what a leaf lacks of a
+    component can be had from a tier below, so that a match may end in it.
     """
 
     def __init__(
@@ -47,13 +45,14 @@ class RadixTree(Accounts):
         policy: str = "lru",
         events: EventLog | None = None,
         node_type: type[TreeNode] = TreeNode,
+        is_below: Callable[[TreeNode, Component], bool] | None = None,
     ) -> None:
         super().__init__((FullComponent(), *components), policy)
         self.page_size = page_size
         self._names = tuple(component.name for component in self.components)
         self._sharing_names = tuple(component.name for component in self.components if component.shares_full_slots)
         self._ends_matches = any(component.ends_matches for component in self.components)
-        self._new_node = node_type
+        self._new_node, self._is_below = node_type, is_below
         self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)), components=self._names)
         self.num_nodes = 0
         self.names, self.events = PageNames(hasher), events
@@ -63,7 +62,7 @@ class RadixTree(Accounts):
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
         """The longest prefix of `tokens` whose full pages are held. Changes nothing, recency included."""
         nodes: list[TreeNode] = []
-        last_len = device_len = pos = 0
+        last_len = pos = 0
         raw, page = bytes_of(tokens), self.page_size * tokens.itemsize
         node: TreeNode | None = self.root
         while node is not None and pos < len(tokens):
@@ -74,17 +73,12 @@ class RadixTree(Accounts):
             last_len = self._common_len(node, tokens, raw, pos)
             nodes.append(node)
             pos += last_len
-            if node.full[DEVICE].value is not None:
-                device_len = pos
             if last_len < node.num_tokens:
                 break
-        return Match(namespace, tuple(nodes), last_len, device_len, pos)
+        return Match(namespace, tuple(nodes), last_len, pos)
 
-    def usable_len(self, match: Match, limit: int, on_host: bool) -> int:
-        """The longest part of the first `limit` tokens of a match that all components can use.
-
-        `on_host`: window pages and states that only the host holds count, for they can be loaded.
-        """
+    def usable_len(self, match: Match, limit: int) -> int:
+        """The longest part of the first `limit` tokens of a match that all components can use."""
         if len(self.components) == 1:
             return min(limit, match.full_len)
         walks, best, pos = [component.new_walk() for component in self.components[1:]], 0, 0
@@ -93,20 +87,19 @@ class RadixTree(Accounts):
             if length <= 0:
                 break
             pos += length
-            ends = [walk.ends_in(node, length, on_host) for walk in walks]  # each has to see every node
+            ends = [walk.ends_in(node, length) for walk in walks]  # each has to see every node
             if all(ends):
                 best = pos
         return best
 
     def unlocked_len(self, match: Match, length: int) -> int:
-        """How many of the first `length` matched tokens count as evictable on the device until someone locks them."""
+        """How many of the first `length` matched tokens count as evictable until someone locks them."""
         tokens = pos = 0
         for node in match.nodes:
             used = min(node.num_tokens, length - pos)
             if used <= 0:
                 break
-            device = node.full[DEVICE]
-            if device.value is not None and not device.locks:
+            if not node.full.locks:
                 tokens += used
             pos += used
         return tokens
@@ -118,9 +111,9 @@ class RadixTree(Accounts):
             found.extend(node.children.values())
         return found
 
-    def values(self, component: Component, tier: Tier) -> list[torch.Tensor]:
-        """What every node holds there: for audits, in no order."""
-        return [node.held(component, tier) for node in self.nodes() if node.holds(component, tier)]
+    def values(self, component: Component) -> list[torch.Tensor]:
+        """What every node holds of it: for audits, in no order."""
+        return [node.held(component) for node in self.nodes() if node.holds(component)]
 
     # Growing
 
@@ -141,54 +134,47 @@ class RadixTree(Accounts):
         parent: TreeNode,
         tokens: Tokens,
         value: torch.Tensor,
-        tier: Tier,
         namespace: str = "",
         window_from: int | None = None,
+        hit_count: int = 1,
     ) -> Inserted:
-        """Hold whole pages `tokens`, which follow `parent`, on `tier` as `value` (slots or pages). `value` is copied.
+        """Hold whole pages `tokens`, which follow `parent`, as slots `value`, which are copied. `hit_count`: requests
+        that used them.
 
-        Stops where a copy to `tier` is in flight, for that may fail (`Inserted.accepted_len`). `window_from`, on the
-        device: tokens from there on have window slots mapped to their slots; a split is made there. A recurrent state
-        is attached to `Inserted.node` by `attach`.
+        Stops where a load is in flight, for that may fail (`Inserted.accepted_len`). `window_from`: tokens from there
+        on have window slots mapped to their slots; a split is made there. A recurrent state is attached to
+        `Inserted.node` by `attach`.
         """
         gained: list[TreeNode] = []
         duplicates: list[Duplicate] = []
-        raw, stride = bytes_of(tokens), 1 if tier is DEVICE else self.page_size
-        node, pos, account = parent, 0, self.account(FULL, tier)
+        raw, node, pos, account = bytes_of(tokens), parent, 0, self.account(FULL)
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
-            if tier is HOST and not (node.is_root or node.holds(FULL, HOST)):
-                break
             limit = len(tokens) if window_from is None or pos >= window_from else window_from
             if account.log is not None:
                 run = raw[8 * pos : 8 * limit]
                 limit = pos + account.like_tokens(account.log, namespace, node.depth_tokens, run, self.page_size)
             child = self._child(node, tokens, raw, pos, limit, namespace)
-            end = pos + child.num_tokens
-            windows = window_from is not None and pos >= window_from
-            if (tier is DEVICE and child.is_loading) or (tier is HOST and child.pending(FULL) is not None):
+            if child.is_loading:
                 break
-            held = child.full[tier].value
-            if held is not None:
-                adopts = windows and not child.holds(SWA, DEVICE)
-                duplicates.append(Duplicate(pos, end, held, adopts))
+            end = pos + child.num_tokens
+            adopts = window_from is not None and pos >= window_from and not child.holds(SWA)
+            if child.holds(FULL):
+                duplicates.append(Duplicate(pos, end, child.held(FULL), adopts))
             else:
-                adopts = windows
-                child.hit_count = max(1, child.hit_count)
-                part = value if not pos and end == len(tokens) else value[pos // stride : end // stride]
-                self._gain(child, FULL, tier, own(part))
+                child.hit_count = max(hit_count, child.hit_count)
+                self._gain(child, own(value if not pos and end == len(tokens) else value[pos:end]))
                 gained.append(child)
             if adopts:
-                self._enter(child, SWA, DEVICE, child.held(FULL, DEVICE))
+                self._enter(child, SWA, child.held(FULL))
             node, pos = child, end
         return Inserted(node, tuple(gained), tuple(duplicates), pos)
 
-    def withdraw(self, inserted: Inserted, attached: Iterable[Component]) -> list[Released]:
-        """Undo an insertion on the device, and what was `attached` to its end: what it gave is the caller's again. Only
-        before anybody has locked it. Splits stay; returns what other tiers held of nodes that go, to be freed."""
+    def withdraw(self, inserted: Inserted, attached: Iterable[Component]) -> None:
+        """Undo an insertion, and what was `attached` to its end: what it gave is the caller's again. Only before
+        anybody has locked it. Splits stay."""
         for component in attached:
-            self.detach(inserted.node, component, DEVICE)
-        released: list[Released] = []
+            self.detach(inserted.node, component)
         start = inserted.node.depth_tokens - inserted.accepted_len
         for node in inserted.node.path():
             end = node.depth_tokens - start
@@ -196,31 +182,33 @@ class RadixTree(Accounts):
                 break
             duplicate = next((at for at in inserted.duplicates if at.start < end <= at.end), None)
             if duplicate is None:
-                self._drop_tier(node, DEVICE, [])
-                self._prune(node, released)
+                self._remove(node, [])
             elif duplicate.adopts_window:
-                self._take_out(node, SWA, DEVICE)
-        return released
+                self._take_out(node, SWA)
 
-    def attach(self, node: TreeNode, component: Component, tier: Tier, value: torch.Tensor) -> bool:
+    def attach(self, node: TreeNode, component: Component, value: torch.Tensor) -> bool:
         """Give `node` what it may lack of a component; False where it has it, and `value` stays the caller's.
 
-        What a backup in flight brings to the host counts as there.
-        A state has consumed exactly the tokens up to the end of `node`. Of windows on the device `value` is not kept:
-        the full slots of the node are, whose window slots are mapped.
+        A state has consumed exactly the tokens up to the end of `node`. Of windows `value` is not kept: the full slots
+        of the node are, whose window slots are mapped.
         """
-        assert node.holds(FULL, tier), "no component is held where FULL is not"
-        holding = node.holdings[component][tier]
-        if holding.value is not None or holding.pending is not None:
+        if node.holds(component):
             return False
-        account = self.account(component, tier)
-        shares = account.component.shares_full_slots and tier is DEVICE
-        self._enter(node, component, tier, node.held(FULL, DEVICE) if shares else own(value.reshape(-1)))
+        shares = self.account(component).component.shares_full_slots
+        self._enter(node, component, node.held(FULL) if shares else own(value.reshape(-1)))
         return True
 
-    def detach(self, node: TreeNode, component: Component, tier: Tier) -> Released:
+    def detach(self, node: TreeNode, component: Component) -> Released:
         """Undo `attach`, whatever the locks: what was to be copied there was not."""
-        return self._lose(node, component, tier)
+        return self._take_out(node, component)
+
+    def fail_load(self, node: TreeNode) -> torch.Tensor:
+        """The copy to a leaf failed: it leaves the tree, whoever has locked it, and its slots come back (windows and
+        all). Locks on it are undone as ever, for it keeps its parent."""
+        assert not node.children, "what depends on a load leaves before it does"
+        released: list[Released] = []
+        self._remove(node, released)
+        return next(gone.value for gone in released if gone.component == FULL)
 
     def split_suffix(self, node: TreeNode, num_kept: int) -> TreeNode:
         """Split `node` after its first `num_kept` tokens; returns the part after them."""
@@ -231,44 +219,16 @@ class RadixTree(Accounts):
         """Split `node` after its first `num_tokens` tokens; returns those."""
         return self._split(node, num_tokens)
 
-    # Copies in flight
-
-    def begin_backup(self, node: TreeNode, component: Component, pages: torch.Tensor) -> None:
-        """A copy of what `component` holds of `node` to host `pages` was submitted."""
-        holding = node.holdings[component][HOST]
-        assert holding.pending is None and holding.value is None
-        holding.pending = own(pages)
-
-    def end_backup(self, node: TreeNode, component: Component, confirmed: bool) -> torch.Tensor | None:
-        """The copy ended. Confirmed: the host holds it too. Else the pages come back, to be freed. FULL ends first."""
-        holding = node.holdings[component][HOST]
-        pages, holding.pending = holding.pending, None
-        assert pages is not None and node.parent is not None
-        above = node.parent if component == FULL else node
-        if confirmed and (above.parent is None or above.holds(FULL, HOST)):
-            self._gain(node, component, HOST, pages)
-            return None
-        return pages
-
-    def begin_load(self, node: TreeNode, slots: torch.Tensor) -> None:
-        """A copy of `node` to device `slots` was submitted; matches see it on the device from now on."""
-        self._gain(node, FULL, DEVICE, own(slots))
-
-    def fail_load(self, node: TreeNode) -> torch.Tensor:
-        """The copy failed: the node is on the host only again, and its slots come back (windows and all)."""
-        self._lose_shared(node)
-        return self._lose(node, FULL, DEVICE).value
-
     # Locks and eviction
 
-    def victim(self, component: Component, tier: Tier, num_tokens: int | None = None) -> TreeNode | None:
-        """The node that should lose `component` on `tier` next, if any may.
+    def victim(self, component: Component, num_tokens: int | None = None) -> TreeNode | None:
+        """The node that should lose `component` next, if any may.
 
         With `num_tokens`, split down to its last pages where fewer than all are needed: the front of a long prefix
         outlives its end. It is not split where that would help nobody: a value at its end cannot be divided, and where
         matches end at values only, the front could end none.
         """
-        account = self.account(component, tier)
+        account = self.account(component)
         holding = account.order.victim()
         node = None if holding is None else holding.owner
         if node is None or num_tokens is None or self._ends_matches or account.component.at_node_end:
@@ -276,30 +236,30 @@ class RadixTree(Accounts):
         num_evicted = -(-num_tokens // self.page_size) * self.page_size
         return node if node.num_tokens <= num_evicted else self.split_suffix(node, node.num_tokens - num_evicted)
 
-    def drop(self, node: TreeNode, component: Component, tier: Tier) -> list[Released]:
+    def drop(self, node: TreeNode, component: Component) -> list[Released]:
         """Take what nobody has locked from `node`; returns all that left the tree, to be freed.
 
-        With FULL go the other components on that tier. A leaf that no match can end in any more is removed, and so is
-        its parent where the same holds then.
+        With FULL goes the node, which is a leaf. A leaf that no match can end in any more is removed, and so is its
+        parent where the same holds then.
         """
-        assert not node.locks(component, tier), "dropped what is locked"
+        assert not node.locks(component), "dropped what is locked"
         released: list[Released] = []
         if component == FULL:
-            assert not node.children_on[tier], "dropped a node with a child on the tier"
-            self._drop_tier(node, tier, released)
+            assert not node.children, "dropped a node with a child"
+            parent = node.parent
+            self._remove(node, released)
+            self._prune(parent, released)
         else:
-            released.append(self._lose(node, component, tier))
-        self._prune(node, released)
+            released.append(self._take_out(node, component))
+            self._prune(node, released)
         return released
 
     def check(self) -> None:
         """Raise `InvariantError` with every violation of the rules above."""
         found = structure_violations(self.root, self.components, self.page_size, self.num_nodes)
         nodes = self.nodes()
-        for pair in self._by_component.values():
-            for account in pair:
-                holders = [node for node in nodes if node.holds(account.name, account.tier)]
-                found.extend(account_violations(account, holders))
+        for account in self._accounts:
+            found.extend(account_violations(account, [node for node in nodes if node.holds(account.name)]))
         if found:
             raise InvariantError("tree", found)
 
@@ -343,54 +303,47 @@ class RadixTree(Accounts):
         run = TokenRun(tokens[:at])
         upper = self._new_node(run=run, parent=parent, namespace=lower.namespace, components=self._names)
         self._link(parent, upper, lower.child_key)
-        upper.source, upper.hit_count, upper.priority = lower.source, lower.hit_count, lower.priority
+        upper.hit_count, upper.priority = lower.hit_count, lower.priority
         upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time
         cut_pages = at // self.page_size
         if lower.page_keys is not None:
             upper.page_keys, lower.page_keys = lower.page_keys[:cut_pages], lower.page_keys[cut_pages:]
         lower.run, lower.num_tokens = TokenRun(tokens[at:]), lower.num_tokens - at
         self._link(upper, lower, self._child_key(upper, bytes_of(tokens), at, lower.namespace))
-        self._divide(upper, lower, self.page_size)
+        self._divide(upper, lower)
         self.num_nodes += 1
         return upper
 
-    def _gain(self, node: TreeNode, component: Component, tier: Tier, value: torch.Tensor) -> None:
-        self._enter(node, component, tier, value)
-        if self.events is not None and component == FULL:
-            self.events.stored(node, self.names, _MEDIUM[tier])
+    def _gain(self, node: TreeNode, value: torch.Tensor) -> None:
+        self._enter(node, FULL, value)
+        if self.events is not None:
+            self.events.stored(self.names.pages(node), "GPU")
 
-    def _lose(self, node: TreeNode, component: Component, tier: Tier) -> Released:
-        if self.events is not None and component == FULL:
-            self.events.removed(self.names.of(node), _MEDIUM[tier])
-        return self._take_out(node, component, tier)
-
-    def _lose_shared(self, node: TreeNode) -> None:
-        """Take out what shares the device's full slots and leaves with them."""
+    def _remove(self, node: TreeNode, released: list[Released]) -> None:
+        """Take a leaf out of the tree with all that it holds; window slots leave unreleased, with their full slots."""
+        parent = node.parent
+        assert parent is not None and not node.children
         for name in self._sharing_names:
-            if node.holds(name, DEVICE):
-                self._take_out(node, name, DEVICE)
-
-    def _drop_tier(self, node: TreeNode, tier: Tier, released: list[Released]) -> None:
-        """Take all that `node` holds on `tier`."""
-        if tier is DEVICE:
-            self._lose_shared(node)
+            if node.holds(name):
+                self._take_out(node, name)
         for name in reversed(self._names):
-            if node.holds(name, tier):
-                released.append(self._lose(node, name, tier))
+            if node.holds(name):
+                if self.events is not None and name == FULL:
+                    self.events.removed(self.names.of(node), "GPU")
+                released.append(self._take_out(node, name))
+        del parent.children[node.child_key]
+        self.num_nodes -= 1
+        if parent.parent is not None and not parent.children:
+            self.account(FULL).order.update(parent.full)
 
-    def _prune(self, node: TreeNode, released: list[Released]) -> None:
-        """Unlink `node` where it holds nothing, or is an unlocked leaf that no match can end in; then its parents.
+    def _is_dead(self, component: TreeComponent, leaf: TreeNode) -> bool:
+        return component.is_dead(leaf) and (self._is_below is None or not self._is_below(leaf, component.name))
 
-        A lock on a tier where a node holds nothing does not keep it; it is undone as ever, for the path stays.
-        """
-        while not node.children and (parent := node.parent) is not None:
-            if node.full[DEVICE].value is not None or node.full[HOST].value is not None:
-                # FULL is held: only another component can be missing.
-                if not any(component.is_dead(node) for component in self.components[1:]) or node.is_locked:
-                    break
-                for tier in Tier:
-                    self._drop_tier(node, tier, released)
-            assert not node.runs
-            del parent.children[node.child_key]
-            self.num_nodes -= 1
+    def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
+        """Remove `node` where it is an unlocked leaf that no match can end in; then its parents."""
+        while node is not None and node.parent is not None and not node.children:
+            if node.is_locked or not any(self._is_dead(component, node) for component in self.components[1:]):
+                break
+            parent = node.parent
+            self._remove(node, released)
             node = parent

@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from hicache.tree.key import Tokens
-from hicache.tree.names import PageNames
-from hicache.tree.node import TreeNode
+from hicache.tree.names import PromptPages
 
 Medium = Literal["GPU", "CPU", "DISK"]
 
@@ -99,22 +98,18 @@ class EventLog:
         self._changes: list[PageChange] = []
         self._gone: dict[bytes, None] = {}  # what the disk removed lately, oldest first
 
-    def stored(self, node: TreeNode, names: PageNames, medium: Medium, which: Sequence[bool] | None = None) -> None:
-        """Pages of `node` are held by `medium`: all of them, or those for which `which` is true."""
-        assert node.run is not None
-        keys, tokens, size = names.of(node), node.run.tokens, node.num_tokens // len(names.of(node))
-        first = node.parent is None or node.parent.is_root
-        for start, end in [(0, len(keys))] if which is None else _runs(which):
-            before = keys[start - 1] if start else None if first else names.before(node)
-            pages = keys[start:end]
-            self._changes.append(PagesStored(pages, before, tokens[start * size : end * size], node.namespace, medium))
+    def stored(self, pages: PromptPages, medium: Medium, which: Sequence[bool] | None = None) -> None:
+        """`pages` are held by `medium`: all of them, or those for which `which` is true."""
+        for start, end in [(0, len(pages.keys))] if which is None else _runs(which):
+            keys, before, tokens, namespace = pages.part(start, end)
+            self._changes.append(PagesStored(keys, before, tokens, namespace, medium))
             if medium == "DISK" and self._gone:
-                for key in pages:
+                for key in keys:
                     self._gone.pop(key, None)
 
-    def found_on_disk(self, node: TreeNode, names: PageNames) -> None:
-        """A read found the pages of `node` on disk. Those that the disk removed lately may have gone since."""
-        self.stored(node, names, "DISK", [key not in self._gone for key in names.of(node)])
+    def found_on_disk(self, pages: PromptPages) -> None:
+        """A read found the pages on disk. Those that the disk removed lately may have gone since."""
+        self.stored(pages, "DISK", [key not in self._gone for key in pages.keys])
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
         self._changes.append(PagesRemoved(keys, medium))

@@ -7,11 +7,27 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.key import PageHasher, Tokens
 from hicache.tree.node import TreeNode
+
+
+class PromptPages(NamedTuple):
+    """Consecutive pages of one prompt: `keys`, which follow `before` (None at its start), of `tokens`."""
+
+    keys: Sequence[bytes]
+    before: bytes | None
+    tokens: Tokens
+    namespace: str
+
+    def part(self, start: int, end: int) -> PromptPages:
+        """Pages [start, end)."""
+        size = len(self.tokens) // max(1, len(self.keys))
+        before = self.keys[start - 1] if start else self.before
+        return PromptPages(self.keys[start:end], before, self.tokens[start * size : end * size], self.namespace)
 
 
 class PageNames:
@@ -39,6 +55,12 @@ class PageNames:
         if parent is None or parent.parent is None:
             return self._hasher.seed(node.namespace)
         return self.of(parent)[-1]
+
+    def pages(self, node: TreeNode) -> PromptPages:
+        """The node's pages, for events."""
+        assert node.run is not None
+        first = node.parent is None or node.parent.is_root
+        return PromptPages(self.of(node), None if first else self.before(node), node.run.tokens, node.namespace)
 
     def of_prompt(self, match: Match, tokens: Tokens) -> list[bytes]:
         """Keys of the whole pages of a prompt, of which `match` is held."""

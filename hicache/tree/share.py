@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.tiers import DEVICE, Component, joined
+from hicache.tiers import Component, joined
 from hicache.tree.base import Inserted
 from hicache.tree.core import RadixTree
 from hicache.tree.key import Tokens
@@ -54,9 +54,9 @@ def share(
     `window_from`: tokens from there on have window slots, see `RadixTree.insert`. `donated`: values of components at
     the end of `tokens`; the tree owns them from now on, but for `Shared.refused`. Locks are the caller's.
     """
-    inserted = tree.insert(node, tokens, slots, DEVICE, namespace, window_from)
+    inserted = tree.insert(node, tokens, slots, namespace, window_from)
     duplicates = inserted.duplicates
-    # On one tier what is new lies below what was held: duplicates are [0, held_len) of the tokens.
+    # What is new lies below what was held: duplicates are [0, held_len) of the tokens.
     ours = theirs = _NO_SLOTS
     adopted: list[tuple[torch.Tensor, torch.Tensor]] = []
     if duplicates:
@@ -65,6 +65,6 @@ def share(
     refused = [
         component
         for component, value in (donated or {}).items()
-        if inserted.accepted_len < len(tokens) or not tree.attach(inserted.node, component, DEVICE, value)
+        if inserted.accepted_len < len(tokens) or not tree.attach(inserted.node, component, value)
     ]
     return Shared(inserted.node, inserted, inserted.accepted_len, theirs, ours, tuple(adopted), tuple(refused))

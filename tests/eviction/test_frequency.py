@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hicache.replay.cache import CacheSimulation, ReplaySettings
-from hicache.tiers import DEVICE, FULL
+from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
 
@@ -28,7 +28,7 @@ def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
 def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
     """Against a model that keeps every use of every prompt for ever. No prompt is a part of another."""
     dice, tree = random.Random(1), RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL, DEVICE).log
+    log = tree.account(FULL).log
     assert log is not None
     log.half_life, log._adapt = HALF_LIFE, lambda: None  # type: ignore[method-assign]
     prompts = [np.arange(100 * n, 100 * n + dice.randrange(4, 12)) for n in range(40)]
@@ -38,22 +38,22 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
         number = min(int(dice.expovariate(0.1)), len(prompts) - 1)
         tokens = prompts[number]
         match = tree.match(tokens)
-        node = tree.node_at(match, match.device_len)
+        node = tree.node_at(match, match.full_len)
         for at in node.path():
             at.hit_count += 1
-        tree.lock(node, DEVICE)
-        rest = tokens[match.device_len :]
-        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64), DEVICE).node
-        tree.unlock(node, DEVICE)
+        tree.lock(node)
+        rest = tokens[match.full_len :]
+        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64)).node
+        tree.unlock(node)
         seen += len(tokens)
         if not uses.get(number) or seen - uses[number][-1] > min(HALF_LIFE, log._capacity_tokens) / 64:
             uses.setdefault(number, []).append(seen)
         assert new.num_tokens == len(tokens)
-        while tree.evictable(FULL, DEVICE) > 60:
+        while tree.evictable(FULL) > 60:
             ranks = {at.child_key: sum(2 ** ((t - seen) / HALF_LIFE) for t in uses[_number(at)]) for at in tree.nodes()}
-            victim = tree.victim(FULL, DEVICE)
+            victim = tree.victim(FULL)
             assert victim is not None and ranks[victim.child_key] == pytest.approx(min(ranks.values()))
-            tree.drop(victim, FULL, DEVICE)
+            tree.drop(victim, FULL)
             evictions += 1
     tree.check()
     assert evictions > 300
@@ -62,17 +62,17 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
 def test_no_priority_lasts_for_ever() -> None:
     """What nobody asks for again is evicted before what is in use, whatever its priority was."""
     tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL, DEVICE).log
+    log = tree.account(FULL).log
     assert log is not None
     log.half_life, log._adapt = 1.0, lambda: None  # type: ignore[method-assign]
     for tokens in (np.arange(8), np.arange(8, 16)):
-        tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64), DEVICE)
+        tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64))
     once, used = (tree.node_at(tree.match(tokens), 8) for tokens in (np.arange(8), np.arange(8, 16)))
     tree.raise_priority(once, 1 << 30)
     for _ in range(8):  # half-lives, each
         used.hit_count += 1
-        tree.touch(used, DEVICE)
-    assert tree.victim(FULL, DEVICE) is once
+        tree.touch(used)
+    assert tree.victim(FULL) is once
 
 
 def _number(node) -> int:  # type: ignore[no-untyped-def]
@@ -153,13 +153,13 @@ def test_it_hits_more_than_lru_where_much_comes_once() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     """A prompt that never comes back is forgotten, however many come."""
     tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL, DEVICE).log
+    log = tree.account(FULL).log
     assert log is not None
     log.half_life = 50.0
     for number in range(3000):
-        tree.insert(tree.root, np.array([number]), torch.zeros(1, dtype=torch.int64), DEVICE)
-        while tree.evictable(FULL, DEVICE) > 20:
-            victim = tree.victim(FULL, DEVICE)
+        tree.insert(tree.root, np.array([number]), torch.zeros(1, dtype=torch.int64))
+        while tree.evictable(FULL) > 20:
+            victim = tree.victim(FULL)
             assert victim is not None
-            tree.drop(victim, FULL, DEVICE)
+            tree.drop(victim, FULL)
     assert len(log._evicted) <= 8 * 50 + 20

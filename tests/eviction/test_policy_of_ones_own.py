@@ -8,7 +8,7 @@ import torch
 
 import largest_first
 from hicache.eviction.policy import ORDERS, ranked
-from hicache.tiers import DEVICE, FULL
+from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from largest_first import LargestFirst
 
@@ -26,10 +26,10 @@ def test_a_strategy_of_ones_own_ranks_what_a_tree_evicts(monkeypatch: pytest.Mon
     for policy, expected in (("largest", [(4, 1), (3, 4), (2, 0), (2, 3), (1, 2)]), ("lru", [(2, 0), (4, 1), (1, 2)])):
         tree, evicted = RadixTree(1, PageHasher(b"identity", 1), policy=policy), list[tuple[int, int]]()
         for first, length in enumerate((2, 4, 1, 2, 3)):
-            tree.insert(tree.root, np.full(length, first), torch.arange(1, length + 1), DEVICE)
-        while (victim := tree.victim(FULL, DEVICE)) is not None:
+            tree.insert(tree.root, np.full(length, first), torch.arange(1, length + 1))
+        while (victim := tree.victim(FULL)) is not None:
             assert victim.run is not None
             evicted.append((victim.num_tokens, int(victim.run.tokens[0])))
-            tree.drop(victim, FULL, DEVICE)
+            tree.drop(victim, FULL)
             tree.check()
         assert evicted[: len(expected)] == expected

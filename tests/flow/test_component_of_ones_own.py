@@ -22,7 +22,6 @@ from hicache import (
     build_engine,
 )
 from hicache.errors import ConfigError, InvalidArgument, ResourceExhausted, TransferError
-from hicache.tiers import DEVICE
 from hicache.tree import TreeNode
 from memory_store import MemoryPageStore
 from own_component import cache, tree
@@ -95,7 +94,7 @@ def node_of(engine: CacheEngine, tokens: np.ndarray) -> TreeNode:
 def evict(engine: CacheEngine, tokens: np.ndarray, component: str) -> None:
     """From the device, what the node that ends with these tokens has of a component."""
     context = engine.inspect.context
-    context.free(context.tree.drop(node_of(engine, tokens), component, DEVICE))
+    context.free(context.tree.drop(node_of(engine, tokens), component))
 
 
 def test_it_is_two_files() -> None:
@@ -123,7 +122,8 @@ def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, p
         assert serve(engine, "other", first, model, "tenant") == (Hit(), False)
         for n in (2, 3, 4):
             serve(engine, f"c{n}", prompt(n), model)
-        assert not node_of(engine, first[:WHOLE]).holds("last_hidden", DEVICE)
+        match = engine.inspect.context.tree.match(first[:WHOLE])
+        assert match.full_len < WHOLE or not match.nodes[-1].holds("last_hidden")
         hit, found = serve(engine, "d", continued(first, 98), model)
         assert hit.host > 0 and hit.device + hit.host == WHOLE and found
 
@@ -175,7 +175,7 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
             assert serve(engine, "d", third, FULL) == (Hit(), False)
             assert engine.stats()["commit.skipped_states"] == 2
             assert reuse(engine, reader, continued(second), FULL)  # nobody wrote to it meanwhile
-        assert not node_of(engine, third[:WHOLE]).holds("last_hidden", DEVICE)
+        assert not node_of(engine, third[:WHOLE]).holds("last_hidden")
         evict(engine, second[:WHOLE], "last_hidden")
         assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 

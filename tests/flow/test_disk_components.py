@@ -22,8 +22,7 @@ from component_case import (
 from disk_case import TroubledStore
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Hit, ModelGeometry, build_engine
 from hicache.storage import pages
-from hicache.tiers import FULL as FULL_KV
-from hicache.tiers import HOST, MAMBA, SWA, Tier
+from hicache.tiers import MAMBA, SWA
 from toy_model import prompt, settled, until_ready
 from waiting import BOUND_S, eventually
 
@@ -108,8 +107,7 @@ def test_only_the_last_window_is_read(tmp_path: Path) -> None:
             serve(engine, f"a{end}", tokens[: end + 1], WINDOWS)
     with engine_at(tmp_path, WINDOWS, device_tokens=256, window_tokens=256) as engine:
         assert serve(engine, "b", tokens, WINDOWS) == Hit(disk=120)
-        held = engine.inspect.context.tree.values(SWA, HOST)
-        assert sum(map(len, held)) == -(-WINDOW // PAGE)
+        assert len(engine.inspect.context.by_name[SWA].index) == -(-WINDOW // PAGE)
         settled(engine)
 
 
@@ -145,25 +143,26 @@ def test_a_component_that_only_the_disk_has_comes_back_to_held_pages(tmp_path: P
             serve(engine, name, tokens, STATES)
         context = engine.inspect.context
         node = context.tree.match(first[:56]).nodes[-1]
-        for tier in Tier:
-            context.free(context.tree.drop(node, MAMBA, tier))
-        assert node.holds(FULL_KV, HOST) and node.children
+        context.free(context.tree.drop(node, MAMBA))
+        context.by_name[MAMBA].index.clear()
+        assert node.children and engine.lookup(first).host == 0
         before = engine.stats()["prefetch.bytes"]
         assert serve(engine, "c", first, STATES).tokens == 56
         assert engine.stats()["prefetch.bytes"] - before == context.by_name[MAMBA].host.page_bytes
         settled(engine)
 
 
-def test_a_prefetch_gives_device_pages_their_host_copy_back(tmp_path: Path) -> None:
-    """Pages on the device that the host evicted get host copies from disk, and come back from those, unchanged."""
+def test_what_the_device_holds_is_read_when_the_device_has_lost_it(tmp_path: Path) -> None:
+    """Of pages on the device that the host evicted nothing is read; when others took the device, they come from
+    disk."""
     one, two = prompt(1), prompt(2)
     with engine_at(tmp_path, FULL, host_bytes=9 * PAGE * 192) as engine:
         for name, tokens in (("a", one), ("b", two)):
             serve(engine, name, tokens, FULL)
         handle = engine.prefetch("c", one)
         until_ready(engine, handle)
-        assert handle.landed_tokens == 48 and engine.lookup(one).device == 56  # one page was still there
+        assert handle.landed_tokens == 0 and engine.lookup(one).device == 56
         engine.cancel("c")
         engine.release(engine.acquire(CacheRequest("d", prompt(3, 100))))  # takes the device, commits nothing
-        assert serve(engine, "e", one, FULL).host > 0
+        assert serve(engine, "e", one, FULL).disk > 0
         settled(engine)

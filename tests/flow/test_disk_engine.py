@@ -19,7 +19,7 @@ from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefe
 from hicache.config import PrefetchMode
 from hicache.engine import LookupResult
 from hicache.storage import PageBuffer, StoreError, StoreLocked, open_existing, pages
-from hicache.tiers import FULL, HOST
+from hicache.tiers import FULL
 from toy_model import GEOMETRY, config, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
@@ -348,10 +348,10 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("breaks", [False, True])
 def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp_path: Path) -> None:
-    """At most half of the host is locked on its way to the disk, also where what waited was split since, and its front
-    comes with it. What a broken disk refuses is not sent again and again for the part that waits behind it."""
+    """At most half of the host is locked on its way to the disk, also where another prompt shares what waits. What a
+    broken disk refuses is not sent again and again for the part that waits behind it."""
     with engine_at(tmp_path / "s", device_tokens=1024) as engine:
-        turns, tree, whole = threading.Semaphore(0), engine.inspect.context.tree, prompt(3, 160)
+        turns, index, whole = threading.Semaphore(0), engine.inspect.context.full.index, prompt(3, 160)
         begun = list[str]()
 
         def takes_turns(verb: str) -> bool:
@@ -362,7 +362,7 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
         stores[-1].trouble = takes_turns
 
         def locked_pages() -> int:
-            return tree.protected(FULL, HOST) // 8
+            return len(index) - index.num_evictable
 
         def use(name: str, tokens: np.ndarray) -> None:
             serve(engine, name, tokens)
@@ -374,12 +374,12 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
             use(f"a{n}", prompt(n, 72))
             eventually(lambda: len(begun) == 1)  # so that the second is not put together with the first
         use("b", whole)
-        use("c", np.append(whole[:104], prompt(4, 9)))  # splits what waits
+        use("c", np.append(whole[:104], prompt(4, 9)))  # shares a part of what waits
         assert locked_pages() == 9 + 9
         turns.release()
         eventually(lambda: engine.poll() or engine.stats()["disk.stored_pages"] == 9, engine.stats)
         eventually(lambda: engine.poll() or locked_pages() != 9 + 9, engine.stats)
-        assert locked_pages() == 9  # of 39: the 13 pages of the front would be more than half with these
+        assert locked_pages() == 9  # of 39: the 16 pages of the front would be more than half with these
         eventually(lambda: len(begun) == 2)  # the second write goes through
         if breaks:
             stores[-1].trouble = lambda verb: verb != "put" or 1 / 0

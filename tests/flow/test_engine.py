@@ -24,8 +24,7 @@ from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_
 from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage.base import StoreMismatch
-from hicache.tiers import FULL as FULL_KV
-from hicache.tiers import HOST, MAMBA, SWA, Component
+from hicache.tiers import MAMBA, SWA, Component
 from toy_model import prompt, settled
 from waiting import BOUND_S
 
@@ -188,8 +187,9 @@ def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
         with engine.acquire(CacheRequest("b", first)):
             serve(engine, "c", second, FULL)
         fill(engine, FULL, 3)
-        tree = engine.inspect.context.tree
-        assert [tree.match(at[:56]).nodes[-1].holds(FULL_KV, HOST) for at in (first, second)] == [True, False]
+        context = engine.inspect.context
+        keys = [context.tree.names.of_prompt(context.tree.match(at[:56]), at[:56]) for at in (first, second)]
+        assert [of_prompt[-1] in context.full.index for of_prompt in keys] == [True, False]
         settled(engine)
 
 

@@ -13,8 +13,8 @@ from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, compute, c
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
-from hicache.tiers import DEVICE, SWA
 from hicache.tiers import FULL as FULL_KV
+from hicache.tiers import SWA
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -50,7 +50,7 @@ def push_to_host(engine: CacheEngine, transfers: SteppedTransfers, model: ModelG
 def push_windows_to_host(engine: CacheEngine, transfers: SteppedTransfers, tokens: np.ndarray) -> None:
     """Serve others until the end of a prompt, whose pages stay, has lost its windows."""
     for n in range(50, 60):
-        if not engine.inspect.context.tree.match(tokens[:40]).nodes[-1].holds(SWA, DEVICE):
+        if not engine.inspect.context.tree.match(tokens[:40]).nodes[-1].holds(SWA):
             break
         serve(engine, transfers, f"other{n}", prompt(n, 41), WINDOWS)
 
@@ -266,7 +266,7 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
         engine.release(lease)
     engine.flush()
     assert serve(engine, transfers, "d", longer, model) == 64
-    assert engine.inspect.context.tree.protected(FULL_KV, DEVICE) == 0
+    assert engine.inspect.context.tree.protected(FULL_KV) == 0
     close(engine)
 
 

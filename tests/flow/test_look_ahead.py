@@ -118,7 +118,7 @@ def tokens_of(seed: int) -> np.ndarray:
 
 
 def held(engine: CacheEngine, tokens: np.ndarray) -> int:
-    return engine.inspect.context.tree.match(tokens).device_len
+    return engine.inspect.context.tree.match(tokens).full_len
 
 
 def engine_of(policy: str = "auto") -> CacheEngine:

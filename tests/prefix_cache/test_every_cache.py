@@ -21,7 +21,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError
-from hicache.tiers import DEVICE, FULL, MAMBA
+from hicache.tiers import FULL, MAMBA
 from prefix_case import (
     Cache,
     Request,
@@ -145,7 +145,7 @@ def test_sanity_check_finds_planted_faults() -> None:
     insert(plain, [5, 6], value=slots[2:4])
     insert(plain, [7, 8], value=torch.tensor([99, 0]))
     allocator.free(slots[:1])
-    node_of(plain, [5, 6]).holdings[FULL][DEVICE].locks = 1
+    node_of(plain, [5, 6]).holdings[FULL].locks = 1
     windows = swa_cache(32, 32, window=2)
     pair = windows.token_to_kv_pool_allocator
     slots = pair.alloc(4)
@@ -156,7 +156,7 @@ def test_sanity_check_finds_planted_faults() -> None:
     pool = states.req_to_token_pool.mamba_pool
     for tokens in ([1, 2], [3, 4], [5, 6]):
         insert(states, tokens, value=states.token_to_kv_pool_allocator.alloc(2), mamba_value=pool.alloc(1))
-    node_of(states, [3, 4]).holdings[MAMBA][DEVICE].value = node_of(states, [1, 2]).mamba_value
+    node_of(states, [3, 4]).holdings[MAMBA].value = node_of(states, [1, 2]).mamba_value
     pool.free(node_of(states, [5, 6]).mamba_value)
     for cache, faults in (
         (

@@ -34,7 +34,7 @@ def serve(engine: CacheEngine, request_id: str, blocks: list[int]) -> BlockHits:
     return BlockHits(hit.device, hit.host, hit.disk)
 
 
-# In one eviction write_back copies several times; what is on its way to disk by then is locked on the host.
+# Between two evictions of one request, what write_back sends to the disk is locked on the host.
 WRITING = [case for case in product(WRITE_POLICIES, (False, True)) if case != ("write_back", True)]
 # By default each order once, and each way of writing with some of them.
 CASES = [

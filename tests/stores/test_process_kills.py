@@ -16,7 +16,7 @@ from component_case import MODELS
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.storage import open_existing
-from hicache.tiers import DISK, FULL
+from hicache.tiers import DISK
 from process_case import is_free
 from programs import Program
 from toy_model import GEOMETRY, config, prompt, serve, settled
@@ -56,9 +56,9 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, tmp_pat
                 eventually(lambda name=f"{turn}.{step}", tokens=tokens: _is_served(engine, name, tokens))
             if not turn:
                 engine.flush()
-            for node in context.tree.nodes():
-                if node.is_stored(FULL, DISK):
-                    acknowledged.update(context.tree.names.of(node))
+            for run in context.full.index.runs_of([*context.full.index]):
+                if run.stored & DISK:
+                    acknowledged.update(run.keys)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
             if rng.random() < 0.7:

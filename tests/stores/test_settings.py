@@ -16,7 +16,6 @@ from hicache.errors import ConfigError
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreError, StoreMismatch
 from hicache.stores import cipher_of, page_filter
-from hicache.tiers import FULL, HOST
 from toy_model import GEOMETRY, config, expected_kv, serve
 
 KEY = bytes(range(100, 132))
@@ -69,8 +68,9 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
         tokens = tokens_of(1)
         serve(engine, "a", tokens)
         engine.flush()
-        node = engine.inspect.context.tree.match(tokens, "").nodes[-1]
-        page = host.bytes_of[node.held(FULL, HOST)[0]].view(torch.float32)
+        tree, index = engine.inspect.context.tree, engine.inspect.context.full.index
+        (first,) = index.ids_of(tree.names.of_prompt(tree.match(tokens), tokens)[:1])
+        page = host.bytes_of[first].view(torch.float32)
         segments = page.reshape(-1, how.tokens, how.channels)
         assert len(segments) == 2 * GEOMETRY.layer_num
         truth = expected_kv(tokens)[:8]
@@ -124,10 +124,10 @@ def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytes
     with engine_at(tmp_path / "s", **mine) as engine:
         serve(engine, "a", tokens_of(1))
         engine.flush()
-        host, node = engine.inspect.context.full.host, engine.inspect.context.tree.match(tokens_of(1), "").nodes[-1]
-        assert host is not None
-        page = host.bytes_of[1].numpy().tobytes()
-        assert any(page) and node.is_stored(FULL) and repr(KEY) not in repr(engine.inspect.context.config)
+        full = engine.inspect.context.full
+        page = full.host.bytes_of[1].numpy().tobytes()
+        stored = [run.stored for run in full.index.runs_of([*full.index])]
+        assert any(page) and stored and all(stored) and repr(KEY) not in repr(engine.inspect.context.config)
     stored = b"".join(path.read_bytes() for path in (tmp_path / "s").iterdir() if path.is_file())
     assert not any(page[at : at + 32] in stored for at in range(0, len(page), 32))
     with engine_at(tmp_path / "s", **mine) as engine:

@@ -9,19 +9,16 @@ from pathlib import Path
 
 import block_index
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.tiers import DEVICE, FULL, HOST
-from hicache.tree import RadixTree
 from hicache.tree.events import block_hash
 from programs import program
 from toy_model import GEOMETRY, compute, config
 from waiting import eventually
 
 
-def in_memory(tree: RadixTree) -> dict[str, set[int]]:
-    return {
-        medium: {block_hash(key) for node in tree.nodes() if node.holds(FULL, tier) for key in tree.names.of(node)}
-        for medium, tier in (("GPU", DEVICE), ("CPU", HOST))
-    }
+def in_memory(engine: CacheEngine) -> dict[str, set[int]]:
+    tree, full = engine.inspect.context.tree, engine.inspect.context.full
+    on_device = {block_hash(key) for node in tree.nodes() for key in tree.names.of(node)}
+    return {"GPU": on_device, "CPU": {block_hash(key) for key in full.index}}
 
 
 def serve(engine: CacheEngine, name: str, tokens: range) -> None:
@@ -54,7 +51,7 @@ def subscribe(folder: Path, *module: str) -> None:
         assert stdout.readline() == "ready\n"
         for again in range(20):
             serve(engine, f"a{again}", range(again * 1000, again * 1000 + 100))
-        held = in_memory(engine.inspect.context.tree)
+        held = in_memory(engine)
         engine.close()
         said, errors = subscriber.communicate()
     assert subscriber.returncode == 0, errors

@@ -32,7 +32,7 @@ from component_case import MODELS, config, prefill
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.storage import LmdbPageStore, StoreCorrupt, StoreError, StoreLocked, open_existing
-from hicache.tiers import DISK, FULL
+from hicache.tiers import DISK
 from toy_model import prompt, settled
 from waiting import eventually
 
@@ -122,8 +122,8 @@ class EngineHistory:
                 os.kill(self.stopped, signal.SIGCONT)
 
     def tell(self, step: int) -> None:
-        tree = self.context.tree
-        stored = {key for node in tree.nodes() if node.is_stored(FULL, DISK) for key in tree.names.of(node)}
+        index = self.context.full.index
+        stored = {key for run in index.runs_of([*index]) if run.stored & DISK for key in run.keys}
         about = {
             "step": step,
             "kills": self.num_kills,

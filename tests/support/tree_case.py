@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from hicache.tiers import DEVICE, FULL, HOST, MAMBA, SWA, Component, Tier
+from hicache.tiers import FULL, MAMBA, SWA, Component
 from hicache.tree import (
     MambaComponent,
     Match,
@@ -21,35 +21,28 @@ from hicache.tree import (
 )
 from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens, pack_tokens
-from page_life import DROPPED, PageLives
 
 Prefix = tuple[str, tuple[int, ...]]
 
 
-class Copies:
-    """Copies that began together, of a path of `nodes`: where each prefix goes, and the runs that follow its nodes."""
+class LoadInFlight:
+    """A load to the prefix that ends with `node`: the prefixes that it brings, and the runs that follow its nodes."""
 
-    def __init__(self, nodes: list[TreeNode]) -> None:
-        self.nodes = tuple(nodes)
-        self.ids: dict[Component, dict[Prefix, int]] = {}
+    def __init__(self, node: TreeNode, prefixes: Iterable[Prefix]) -> None:
+        self.node, self.prefixes = node, set(prefixes)
         self.runs: dict[Component, NodeRun] = {}
-
-    def note(self, component: Component, ids: Iterable[tuple[Prefix, int]]) -> None:
-        self.ids.setdefault(component, {}).update(ids)
 
 
 class ComponentDicts:
-    """A tree of pages, and what it should hold of each component on each tier."""
+    """A tree of pages, and what it should hold of each component."""
 
     def __init__(self) -> None:
         super().__init__()
-        names = (FULL, SWA, MAMBA)
-        self.held: dict[tuple[Component, Tier], dict[Prefix, int]] = {(n, tier): {} for n in names for tier in Tier}
-        self.locked: list[tuple[TreeNode, Tier]] = []
+        self.held: dict[Component, dict[Prefix, int]] = {name: {} for name in (FULL, SWA, MAMBA)}
+        self.locked: list[TreeNode] = []
         self.expected: list[Expectation] = []
-        self.prompts: list[tuple[str, list[int]]] = []  # that were committed or prefetched
-        self.backups: list[Copies] = []  # in flight, oldest first
-        self.loads: list[Copies] = []
+        self.prompts: list[tuple[str, list[int]]] = []  # that were committed
+        self.loads: list[LoadInFlight] = []
         self.next_id = 1
 
     def make_tree(self, page: int, window_pages: int, *others: Component) -> None:
@@ -62,7 +55,6 @@ class ComponentDicts:
         if self.mamba:
             components.append(MambaComponent())
         self.tree = RadixTree(page, PageHasher(b"identity", page), components)
-        self.lives = PageLives(self.tree)
 
     def tokens(self, pages: list[int]) -> Tokens:
         """Each number as a page of its own; pages differ in their last token."""
@@ -78,37 +70,31 @@ class ComponentDicts:
         self.next_id += count
         return made
 
-    def accepted(self, prefixes: list[Prefix], runs: Iterable[NodeRun]) -> int:
-        """Pages in front of the first that is being copied to where they were inserted."""
+    def accepted(self, prefixes: list[Prefix]) -> int:
+        """Pages in front of the first that is being loaded."""
+        runs = (run for load in self.loads for run in load.runs.values())
         in_flight = {prefix for run in runs for node in run.nodes for prefix in self.pages_of(node, FULL)}
         return next((at for at, prefix in enumerate(prefixes) if prefix in in_flight), len(prefixes))
 
-    def attach(self, node: TreeNode, component: Component, tier: Tier) -> None:
+    def attach(self, node: TreeNode, component: Component) -> None:
         """A component comes to where it is lacking, and nowhere else."""
         prefixes = list(self.pages_of(node, component))
-        value, held = self.ids(len(prefixes)), self.held[component, tier]
-        coming = tier is HOST and any(
-            prefix in copy.ids.get(component, ()) for copy in self.backups for prefix in prefixes
-        )
-        lacking = not coming and not any(prefix in held for prefix in prefixes)
-        assert self.tree.attach(node, component, tier, value) == lacking
+        value, held = self.ids(len(prefixes)), self.held[component]
+        lacking = not any(prefix in held for prefix in prefixes)
+        assert self.tree.attach(node, component, value) == lacking
         if lacking:
             held.update(zip(prefixes, value.tolist(), strict=True))
 
     def full_len(self, space: str, pages: list[int]) -> int:
-        """Pages from the front that either tier holds in full."""
-        held = [any(prefix in self.held[FULL, tier] for tier in Tier) for prefix in self.prefixes(space, pages)]
+        """Pages from the front that are held in full."""
+        held = [prefix in self.held[FULL] for prefix in self.prefixes(space, pages)]
         return held.index(False) if False in held else len(held)
 
-    def usable(self, space: str, pages: list[int], end: int, on_host: bool) -> bool:
-        def has(component: Component, prefix: Prefix) -> bool:
-            tiers = (DEVICE, HOST) if on_host else (DEVICE,)
-            return any(prefix in self.held[component, tier] for tier in tiers)
-
+    def usable(self, space: str, pages: list[int], end: int) -> bool:
         prefixes = self.prefixes(space, pages)[:end]
         start = max(0, end * self.page - self.window) // self.page
-        windows = not self.swa or all(has(SWA, p) for p in prefixes[start:])
-        return windows and (not self.mamba or has(MAMBA, prefixes[-1]))
+        windows = not self.swa or all(prefix in self.held[SWA] for prefix in prefixes[start:])
+        return windows and (not self.mamba or prefixes[-1] in self.held[MAMBA])
 
     def prompt(self, which: int, end: int = 6) -> tuple[str, list[int]]:
         """The first pages of one of the prompts that came last."""
@@ -119,7 +105,7 @@ class ComponentDicts:
         return self.tree.match(self.tokens(pages), space)
 
     def note(self, node: TreeNode, component: Component, ids: torch.Tensor) -> None:
-        self.held[component, DEVICE].update(zip(self.pages_of(node, component), ids.tolist(), strict=True))
+        self.held[component].update(zip(self.pages_of(node, component), ids.tolist(), strict=True))
 
     def pages_of(self, node: TreeNode, component: Component) -> Iterator[Prefix]:
         """The prefixes that a node's pages end, or that its state belongs to."""
@@ -128,41 +114,38 @@ class ComponentDicts:
         first = len(pages) - (1 if component == MAMBA else node.num_tokens // self.page)
         return iter(self.prefixes(node.namespace, pages)[first:])
 
-    def contents(self) -> dict[tuple[Component, Tier], dict[Prefix, int]]:
-        """What the tree holds of each component on each tier, by prefix."""
-        found: dict[tuple[Component, Tier], dict[Prefix, int]] = {key: {} for key in self.held}
+    def contents(self) -> dict[Component, dict[Prefix, int]]:
+        """What the tree holds of each component, by prefix."""
+        found: dict[Component, dict[Prefix, int]] = {name: {} for name in self.held}
         for node in self.tree.nodes():
             for name in self.names:
-                for tier in Tier:
-                    if node.holds(name, tier):
-                        ids = self.first_of_pages(name, tier, node.held(name, tier))
-                        found[name, tier].update(zip(self.pages_of(node, name), ids, strict=True))
+                if node.holds(name):
+                    ids = self.first_of_pages(name, node.held(name))
+                    found[name].update(zip(self.pages_of(node, name), ids, strict=True))
         return found
 
-    def drop(self, node: TreeNode, component: Component, tier: Tier) -> None:
-        dropped = self.tree.drop(node, component, tier)
-        num_windows = sum((released.component, released.tier) == (SWA, DEVICE) for released in dropped)
-        assert num_windows == ((component, tier) == (SWA, DEVICE)), "windows leave unreleased with their full slots"
+    def drop(self, node: TreeNode, component: Component) -> None:
+        dropped = self.tree.drop(node, component)
+        num_windows = sum(released.component == SWA for released in dropped)
+        assert num_windows == (component == SWA), "windows leave unreleased with their full slots"
         for released in dropped:
             self.forget(released)
-        self.lives.look(DROPPED)
 
     def protected(self) -> list[int]:
-        return [self.tree.protected(name, tier) for name in self.names for tier in Tier]
+        return [self.tree.protected(name) for name in self.names]
 
-    def first_of_pages(self, component: Component, tier: Tier, value: torch.Tensor) -> list[int]:
+    def first_of_pages(self, component: Component, value: torch.Tensor) -> list[int]:
         """One element a page, or the state."""
-        ids: list[int] = value[:: self.page if tier is DEVICE and component != MAMBA else 1].tolist()
+        ids: list[int] = value[:: self.page if component != MAMBA else 1].tolist()
         return ids
 
     def forget(self, released: Released) -> None:
-        component, tier = released.component, released.tier
-        gone = set(self.first_of_pages(component, tier, released.value))
+        component = released.component
+        gone = set(self.first_of_pages(component, released.value))
         assert released.size == (1 if component == MAMBA else len(gone) * self.page)
-        held = self.held[component, tier]
+        held = self.held[component]
         kept = {prefix: value for prefix, value in held.items() if value not in gone}
         assert len(kept) == len(held) - len(gone), "released what was not held"
-        self.held[component, tier] = kept
-        if (component, tier) == (FULL, DEVICE):  # their window slots go with them
-            windows = self.held[SWA, DEVICE]
-            self.held[SWA, DEVICE] = {prefix: value for prefix, value in windows.items() if value not in gone}
+        self.held[component] = kept
+        if component == FULL:  # their window slots go with them
+            self.held[SWA] = {prefix: value for prefix, value in self.held[SWA].items() if value not in gone}

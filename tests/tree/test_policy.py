@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.tiers import DEVICE, FULL, MAMBA, Component
+from hicache.tiers import FULL, MAMBA, Component
 from hicache.tree import MambaComponent, PageHasher, RadixTree, TreeNode
 
 # What each policy evicts first: the lowest.
@@ -36,25 +36,25 @@ def test_the_tree_names_the_lowest_evictable_node(name: str, component: Componen
     for _ in range(400):
         tokens = np.array([dice.randrange(3) for _ in range(dice.randrange(1, 9))])
         match = tree.match(tokens)
-        node = tree.node_at(match, match.device_len)
+        node = tree.node_at(match, match.full_len)
         for at in node.path():
             at.hit_count += 1
-        tree.lock(node, DEVICE)
-        rest = tokens[match.device_len :]
-        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64), DEVICE).node
-        tree.attach(new, MAMBA, DEVICE, torch.ones(1, dtype=torch.int64))
-        tree.move_lock(node, new, DEVICE)
+        tree.lock(node)
+        rest = tokens[match.full_len :]
+        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64)).node
+        tree.attach(new, MAMBA, torch.ones(1, dtype=torch.int64))
+        tree.move_lock(node, new)
         new.priority = dice.randrange(3)
         locked.append(new)
         while len(locked) > dice.randrange(6):
-            tree.unlock(locked.pop(dice.randrange(len(locked))), DEVICE)
-        while tree.evictable(component, DEVICE) > most:
-            free = [at for at in tree.nodes() if at.holds(component, DEVICE) and not at.locks(component, DEVICE)]
+            tree.unlock(locked.pop(dice.randrange(len(locked))))
+        while tree.evictable(component) > most:
+            free = [at for at in tree.nodes() if at.holds(component) and not at.locks(component)]
             if component == FULL:
                 free = [at for at in free if not at.children]
-            victim = tree.victim(component, DEVICE)
+            victim = tree.victim(component)
             assert victim in free and rank(victim) == min(map(rank, free))
-            tree.drop(victim, component, DEVICE)
+            tree.drop(victim, component)
             evictions += 1
         tree.check()
     assert evictions > 60
@@ -65,11 +65,11 @@ def test_what_a_queued_request_expects_goes_last(name: str) -> None:
     """Under every policy, and whenever it came."""
     for which in range(3):
         tree = RadixTree(1, PageHasher(b"identity", 1), policy=name)
-        nodes = [tree.insert(tree.root, np.array([n]), torch.tensor([n + 1]), DEVICE).node for n in range(3)]
+        nodes = [tree.insert(tree.root, np.array([n]), torch.tensor([n + 1])).node for n in range(3)]
         tree.expect(nodes[which])
         evicted = []
-        while (victim := tree.victim(FULL, DEVICE)) is not None:
-            tree.drop(victim, FULL, DEVICE)
+        while (victim := tree.victim(FULL)) is not None:
+            tree.drop(victim, FULL)
             evicted.append(victim)
         assert evicted[2:] == [nodes[which]]
 
@@ -80,14 +80,14 @@ def test_a_raised_priority_counts_at_once() -> None:
     nodes = []
     for first in range(3):
         tokens = np.array([first, 10, 11])
-        nodes.append(tree.insert(tree.root, tokens, torch.ones(3, dtype=torch.int64), DEVICE).node)
+        nodes.append(tree.insert(tree.root, tokens, torch.ones(3, dtype=torch.int64)).node)
         tree.split_suffix(nodes[-1], 1)
-    assert tree.victim(FULL, DEVICE) is nodes[0]
+    assert tree.victim(FULL) is nodes[0]
     for node, priority in ((nodes[0], 2), (nodes[1], 1), (nodes[0], 0)):
         tree.raise_priority(node, priority)
     evicted = []
-    while (victim := tree.victim(FULL, DEVICE)) is not None:
+    while (victim := tree.victim(FULL)) is not None:
         assert victim.run is not None
         evicted.append((victim.priority, victim.num_tokens))
-        tree.drop(victim, FULL, DEVICE)
+        tree.drop(victim, FULL)
     assert evicted == [(0, 2), (0, 1), (1, 2), (1, 1), (2, 2), (2, 1)]

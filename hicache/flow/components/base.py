@@ -2,9 +2,8 @@
 
     admit     refuse_impossible, needed, refuse_now, take, start
     evict     available, device_victim, count_eviction, free
-    restore   begin_load, fail_load
+    restore   first_required, pages_to_load, begin_load, fail_load
     commit    next_stop, commit_points, donate, release; track: due_to_track, prepare_to_track, track
-    disk      pages_to_prefetch
     check     device_violations
 
 The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
@@ -14,9 +13,9 @@ one's own is a subclass in a file of its own, and its counterpart in `hicache.tr
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, cast
 
 import torch
 
@@ -26,11 +25,11 @@ from hicache.device.base import KVCache, SlotSpace
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.load import Load, LoadPlan
-from hicache.host.pool import HostPagePool
+from hicache.flow.load import Load
+from hicache.host import HostPagePool, PageIndex
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
-from hicache.tiers import DEVICE, HOST, Component
+from hicache.tiers import Component
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.base import Match
@@ -59,14 +58,16 @@ class Base:
     allocator: BaseTokenToKVPoolAllocator
     tree: RadixTree
     metrics: Metrics
+    indexes: Mapping[Component, PageIndex] = field(default_factory=dict)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Admission:
-    """What one request is to get. Counted before anything changes; `plan` follows.
+    """What one request is to get. Counted before anything changes.
 
     Intervals of positions: [0, device_len) is on the device, [device_len, length) is to be loaded, [length, end) is to
-    be computed. `num_slots`: of [device_len, end) in whole device pages; `num_own`: of [length, end).
+    be computed. `num_slots`: of [device_len, end) in whole device pages; `num_own`: of [length, end). `to_load`: pages
+    of the prompt, by component, that the host has and the device lacks of what the prefix needs.
     """
 
     match: Match
@@ -75,7 +76,25 @@ class Admission:
     end: int
     num_slots: int
     num_own: int
-    plan: LoadPlan | None = None
+    to_load: Mapping[Component, Sequence[int]]
+
+    @property
+    def loads(self) -> bool:
+        return any(self.to_load.values())
+
+
+PageTest = Callable[["CacheComponent", int], bool]
+"""Whether page `index` of a prompt is somewhere."""
+
+
+class InMemory(Protocol):
+    """Where the pages of a prompt are: full ones up to `device_end` on the device. See `hicache.flow.located`."""
+
+    device_end: int
+
+    def on_device(self, component: CacheComponent, index: int) -> bool: ...
+
+    def on_host(self, component: CacheComponent, index: int) -> bool: ...
 
 
 class CacheComponent(ABC):
@@ -101,8 +120,9 @@ class CacheComponent(ABC):
         self.config, self.tree, self.rules = base.config, base.tree, rules
         self.name: Component = rules.name
         self.counter, self.has_host = link.counter, link.host is not None
-        # Its host pool, and what copies between it and the device: used only where `has_host`.
+        # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
+        self.index = cast(PageIndex, base.indexes.get(rules.name))
         # Elements of a device value that one host page holds.
         self.page_size = 1 if rules.at_node_end else base.tree.page_size
 
@@ -122,13 +142,10 @@ class CacheComponent(ABC):
 
     def device_victim(self, size: int) -> TreeNode | None:
         """The node that should lose its device value next; split where less than all of it is needed."""
-        return self.tree.victim(self.name, DEVICE, size)
-
-    def host_victim(self, num_pages: int) -> TreeNode | None:
-        return self.tree.victim(self.name, HOST, num_pages * self.page_size)
+        return self.tree.victim(self.name, size)
 
     def count_eviction(self, node: TreeNode) -> None:  # noqa: B027 - most count nothing
-        """`node` is about to lose its device value."""
+        """`node` lost its device value."""
 
     # Admit
 
@@ -137,15 +154,6 @@ class CacheComponent(ABC):
 
     def trim(self, node: TreeNode) -> None:  # noqa: B027
         """Split nodes above `node` such that no more than needed is kept for a prefix that ends there."""
-
-    def missing(self, node: TreeNode) -> tuple[TreeNode, ...]:
-        """Nodes, root side first, whose values have to be loaded for a prefix that ends with `node`."""
-        required = [at for at in self.rules.required_nodes(node) if not at.holds(self.name, DEVICE)]
-        return tuple(reversed(required))
-
-    def load_bytes(self, length: int, match: Match) -> int:
-        """About what a load of the first `length` tokens of a match brings."""
-        return 0
 
     @abstractmethod
     def needed(self, admission: Admission) -> int:
@@ -157,12 +165,12 @@ class CacheComponent(ABC):
 
     def shortage(self, needed: int) -> ResourceExhausted:
         """The error of a request that `needed` more than can be made free."""
-        return OutOfSlots(needed, self.available(), self.tree.evictable(self.name, DEVICE))
+        return OutOfSlots(needed, self.available(), self.tree.evictable(self.name))
 
     def refuse_now(self, admission: Admission) -> None:
         """Raise `shortage` where the request does not fit at this moment. Changes nothing."""
         needed = self.needed(admission)
-        evictable = self.tree.evictable(self.name, DEVICE) - self.kept(admission)
+        evictable = self.tree.evictable(self.name) - self.kept(admission)
         if needed > self.available() + max(0, evictable):
             raise self.shortage(needed)
 
@@ -173,14 +181,24 @@ class CacheComponent(ABC):
         """What `take` needs for new slots."""
         return 0
 
-    def start(self, lease: Lease, plan: LoadPlan) -> None:  # noqa: B027
+    def start(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
         """The load of the lease was submitted, if there is one: prepare what else its first forward needs."""
 
     # Restore
 
+    def first_required(self, end: int) -> int:
+        """Of a prefix of `end` pages pages [first_required, end) are needed: none, where the component is optional. It
+        does not fall as `end` grows."""
+        return end
+
+    def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
+        """Pages, ascending, that a prefix of `end` pages, which memory can serve, lacks on the device."""
+        return [index for index in range(self.first_required(end), end) if not pages.on_device(self, index)]
+
     @abstractmethod
-    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Enter what `load` brings into the tree or the lease; returns the slots or states that it writes to.
+    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """Enter what `load` brings, `pages_to_load`, into the tree behind `load.node`, or into the lease; returns the
+        slots or states that it writes to, in that order.
 
         `slots`: those of the tokens that the load brings, from the first on.
         """
@@ -221,15 +239,6 @@ class CacheComponent(ABC):
 
     def release(self, lease: Lease) -> None:  # noqa: B027
         """The lease ends: free what it holds."""
-
-    # Disk
-
-    @abstractmethod
-    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
-        """Pages, by index, that a prefix of `end` pages needs from the disk; None where the disk lacks one.
-
-        `in_memory[i]`, `on_disk[i]`: whether page i is held there.
-        """
 
     # Check
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
 
@@ -11,12 +12,11 @@ from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import PromptTooLong
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.load import Load
 from hicache.layout import ModelGeometry
-from hicache.tiers import DEVICE, FULL, HOST
-from hicache.tree.base import Match
+from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
 from hicache.tree.node import NodeRun, TreeNode
 
@@ -66,18 +66,16 @@ class FullAttention(CacheComponent):
         self.allocator.free_run(value)
 
     def count_eviction(self, node: TreeNode) -> None:
-        (self._demoted if node.holds(FULL, HOST) else self._lost).value += node.num_tokens
+        keys = self.tree.names.of(node) if self.has_host else ()
+        on_host = sum(key in self.index for key in keys) * self.page_size
+        self._demoted.value += on_host
+        self._lost.value += node.num_tokens - on_host
 
     def refuse_impossible(self, request: CacheRequest) -> None:
         num_tokens = len(request.tokens)
         for limit, setting in ((self.config.max_context_len, "max_context_len"), (self.capacity, "device_tokens")):
             if num_tokens > limit:
                 raise PromptTooLong(num_tokens, limit, setting)
-
-    def load_bytes(self, length: int, match: Match) -> int:
-        if not self.has_host:
-            return 0
-        return max(0, length - match.device_len) // self.page_size * self.host.page_bytes
 
     def needed(self, admission: Admission) -> int:
         return admission.num_slots
@@ -88,31 +86,44 @@ class FullAttention(CacheComponent):
     def size_of(self, num_slots: int) -> int:
         return num_slots
 
-    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        load.runs[FULL] = NodeRun(list(nodes), FULL, DEVICE)
-        start = 0
-        for node in nodes:
-            self.tree.begin_load(node, slots[start : start + node.num_tokens])
-            node.source = None
-            start += node.num_tokens
-        return slots[:start]
+    def first_required(self, end: int) -> int:
+        return 0
+
+    def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
+        return range(min(pages.device_end, end), end)
+
+    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """Nodes behind `load.node`, which matches see from now on."""
+        page, prompt = self.page_size, load.prompt
+        start, end = pages[0] * page, (pages[-1] + 1) * page
+        nodes, node = list[TreeNode](), load.node
+        with ExitStack() as undo:
+            at = start
+            for last_page, hit_count in self.index.used_alike(prompt.keys, pages[0], pages[-1] + 1):
+                tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
+                inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
+                undo.callback(self.tree.withdraw, inserted, ())
+                assert inserted.gained and not inserted.duplicates, "the tree had what was to be loaded"
+                nodes += inserted.gained
+                at, node = last_page * page, inserted.node
+            for new in nodes:
+                new.page_keys = prompt.keys[(new.depth_tokens - new.num_tokens) // page : new.depth_tokens // page]
+            load.runs[FULL] = NodeRun(nodes, FULL)
+            undo.pop_all()
+        load.node = node
+        return slots[: end - start]
 
     def fail_load(self, load: Load) -> None:
         """Its slots stay out of use as long as anyone reads them."""
         if FULL in load.runs:
-            begun = [node for node in reversed(load.runs[FULL].nodes) if node.holds(FULL, DEVICE)]
-            load.orphans += [self.tree.fail_load(node) for node in begun]
+            load.orphans += [self.tree.fail_load(node) for node in reversed(load.runs[FULL].nodes)]
 
     def release(self, lease: Lease) -> None:
         if lease.held_len > lease.tree_len:
             self.free(lease.held_slots(lease.tree_len, lease.held_len))
 
-    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
-        missing = [page for page in range(end) if not in_memory[page]]
-        return missing if all(on_disk[page] for page in missing) else None
-
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        held, owned = self.tree.values(FULL, DEVICE), owned_slots(leases, loads)
+        held, owned = self.tree.values(FULL), owned_slots(leases, loads)
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
         return account_violations("slots", sums, self.capacity, [*held, *owned])
 

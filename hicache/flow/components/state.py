@@ -18,10 +18,9 @@ from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.errors import OutOfStates, ResourceExhausted
 from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
 from hicache.flow.lease import Lease
-from hicache.flow.load import Load, LoadPlan
+from hicache.flow.load import Load
 from hicache.layout import ModelGeometry
-from hicache.tiers import DEVICE, MAMBA
-from hicache.tree.base import Match
+from hicache.tiers import MAMBA
 from hicache.tree.components import MambaComponent, TreeComponent
 from hicache.tree.node import TreeNode
 
@@ -61,9 +60,6 @@ class RecurrentState(CacheComponent):
     def count_eviction(self, node: TreeNode) -> None:
         self._evicted.value += 1
 
-    def load_bytes(self, length: int, match: Match) -> int:
-        return self.host.page_bytes if self.has_host else 0
-
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
 
@@ -73,20 +69,23 @@ class RecurrentState(CacheComponent):
         for node in admission.match.nodes:
             end += node.num_tokens
             if end == admission.length:
-                return int(node.holds(MAMBA, DEVICE) and not node.locks(MAMBA, DEVICE))
+                return int(node.holds(MAMBA) and not node.locks(MAMBA))
         return 0
 
     def shortage(self, needed: int) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available())
 
-    def start(self, lease: Lease, plan: LoadPlan) -> None:
+    def start(self, lease: Lease, admission: Admission) -> None:
         """Copy the state that the prefix left on the device to the request's own."""
-        if plan.missing[MAMBA] or plan.node.is_root:
+        if admission.to_load.get(MAMBA) or lease.node.is_root:
             return
         with self._copying():
-            self._pool.copy_from(plan.node.held(MAMBA, DEVICE), _running(lease))
+            self._pool.copy_from(lease.node.held(MAMBA), _running(lease))
 
-    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def first_required(self, end: int) -> int:
+        return max(0, end - 1)
+
+    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Straight to the request's own state: nobody else can use it while it advances."""
         lease.state_load = load
         return _running(lease)
@@ -149,13 +148,8 @@ class RecurrentState(CacheComponent):
         elif states:
             self.free(torch.cat(states))
 
-    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
-        if in_memory[end - 1]:
-            return []
-        return [end - 1] if on_disk[end - 1] else None
-
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        held = self.tree.values(MAMBA, DEVICE)
+        held = self.tree.values(MAMBA)
         of_leases = [state for lease in leases for state in (lease.mamba_pool_idx, lease.mamba_checkpoint_idx)]
         owned = [state.reshape(1) for state in of_leases if state is not None]
         owned += [state for load in loads for state in load.orphan_states.get(MAMBA, ())]

@@ -20,8 +20,7 @@ from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.load import Load
 from hicache.layout import ModelGeometry
-from hicache.tiers import DEVICE, FULL, SWA, joined
-from hicache.tree.base import Match
+from hicache.tiers import FULL, SWA, joined
 from hicache.tree.components import SwaComponent, TreeComponent
 from hicache.tree.node import NodeRun, TreeNode
 
@@ -77,7 +76,7 @@ class SlidingWindow(CacheComponent):
 
     def device_victim(self, size: int) -> TreeNode | None:
         """Of a node longer than the window the front goes first: no match at its end needs it."""
-        node = self.tree.victim(SWA, DEVICE)
+        node = self.tree.victim(SWA)
         surplus = 0 if node is None else self.rules.surplus_tokens(node)
         return self.tree.split_prefix(node, surplus) if node is not None and surplus else node
 
@@ -98,20 +97,20 @@ class SlidingWindow(CacheComponent):
             setting = "window_tokens (or acquire less with reserve_tokens)"
             raise PromptTooLong(len(request.tokens), self.max_tokens, setting)
 
-    def load_bytes(self, length: int, match: Match) -> int:
-        if not self.has_host:
-            return 0
-        return min(length, self.rules.window) // self.page_size * self.host.page_bytes
-
     def needed(self, admission: Admission) -> int:
         """A window slot for each token to be computed, and for each of the last window that the device lacks."""
-        own = admission.num_own
-        if admission.plan is not None:
-            return own + admission.plan.num_tokens(SWA)
-        return own + self._in_last_window(admission)[0]
+        return admission.num_own + len(admission.to_load.get(SWA, ())) * self.page_size
 
     def kept(self, admission: Admission) -> int:
-        return self._in_last_window(admission)[1]
+        """Of the last window before the end of the prefix, evictable tokens to be locked."""
+        length, kept, pos = admission.length, 0, 0
+        start = max(0, length - self.rules.window) // self.page_size * self.page_size
+        for node in admission.match.nodes:
+            overlap = min(pos + node.num_tokens, length) - max(pos, start)
+            if overlap > 0 and node.holds(SWA) and not node.locks(SWA):
+                kept += overlap
+            pos += node.num_tokens
+        return kept
 
     def take(self, slots: torch.Tensor) -> None:
         mapped = self._allocator.alloc_window(slots)
@@ -120,54 +119,41 @@ class SlidingWindow(CacheComponent):
     def size_of(self, num_slots: int) -> int:
         return num_slots
 
-    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        full_slots = [node.held(FULL, DEVICE) for node in nodes]
-        load.runs[SWA] = NodeRun(list(nodes), SWA, DEVICE)
-        joint = joined(full_slots)
+    def first_required(self, end: int) -> int:
+        return max(0, end * self.page_size - self.rules.window) // self.page_size
+
+    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        self.trim(load.node)
+        nodes = [node for node in reversed(self.rules.required_nodes(load.node)) if not node.holds(SWA)]
+        assert sum(node.num_tokens for node in nodes) == len(pages) * self.page_size, "nodes end where windows begin"
+        load.runs[SWA] = NodeRun(nodes, SWA)
+        joint = joined([node.held(FULL) for node in nodes])
         self.take(joint)
         with ExitStack() as undo:
             undo.callback(self.free, joint)
-            for node, value in zip(nodes, full_slots, strict=True):
-                self.tree.attach(node, SWA, DEVICE, value)
-                undo.callback(self.tree.detach, node, SWA, DEVICE)
+            for node in nodes:
+                self.tree.attach(node, SWA, node.held(FULL))
+                undo.callback(self.tree.detach, node, SWA)
             undo.pop_all()
         return joint
 
     def fail_load(self, load: Load) -> None:
-        """Windows of nodes whose full slots stay; the others left with those."""
-        nodes = [node for node in load.runs[SWA].nodes if node.holds(SWA, DEVICE)] if SWA in load.runs else []
+        """Windows of nodes whose full slots stay; the others leave with those."""
+        leaving = {*load.runs[FULL].nodes} if FULL in load.runs else set()
+        nodes = (
+            [node for node in load.runs[SWA].nodes if node not in leaving and node.holds(SWA)]
+            if SWA in load.runs
+            else []
+        )
         if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
             load.op.wait()
         for node in nodes:
-            self.free(self.tree.detach(node, SWA, DEVICE).value)
-
-    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
-        first = max(0, end - -(-self.rules.window // self.page_size))
-        missing: list[int] = []
-        for page in range(end - 1, first - 1, -1):
-            if not in_memory[page]:
-                if not on_disk[page]:
-                    return None
-                missing.append(page)
-        return missing[::-1]
+            self.free(self.tree.detach(node, SWA).value)
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
         """Window slots of the nodes that hold them, and those of leases' full slots."""
-        held = [self.device_ids(value) for value in self.tree.values(SWA, DEVICE)]
+        held = [self.device_ids(value) for value in self.tree.values(SWA)]
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
         owned = [slots[slots > 0] for slots in owned]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
         return account_violations("window slots", sums, self._capacity, [*held, *owned])
-
-    def _in_last_window(self, admission: Admission) -> tuple[int, int]:
-        """Of the last window before the end of the prefix: tokens to be loaded, and evictable tokens to be locked."""
-        length, missing, kept, pos = admission.length, 0, 0, 0
-        start = max(0, length - self.rules.window) // self.page_size * self.page_size
-        for node in admission.match.nodes:
-            overlap = min(pos + node.num_tokens, length) - max(pos, start)
-            if overlap > 0 and not node.holds(SWA, DEVICE):
-                missing += overlap
-            elif overlap > 0 and not node.locks(SWA, DEVICE):
-                kept += overlap
-            pos += node.num_tokens
-        return missing, kept

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import TransferError
-from hicache.host import HostPage, PageIndex, page_ids
 from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import HostTier, Part
+from hicache.integrations.sglang.linker_index import HostPage, PageIndex, page_ids
 from hicache.transfer import LayerTransferCounter, TransferOp
 
 log = logging.getLogger(__name__)

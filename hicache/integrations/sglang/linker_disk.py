@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hicache.host import HostPage, PageIndex, page_ids
 from hicache.integrations.server_store import ServerStore
+from hicache.integrations.sglang.linker_index import HostPage, PageIndex, page_ids
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 
 log = logging.getLogger(__name__)

@@ -12,7 +12,8 @@ import torch
 
 from hicache.config import AdvancedConfig, kernel_choice
 from hicache.errors import ConfigError
-from hicache.host import HostPage, HostPagePool, PageIndex
+from hicache.host import HostPagePool
+from hicache.integrations.sglang.linker_index import HostPage, PageIndex
 from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
 from hicache.integrations.sglang.linker_settings import LinkerConfig
 from hicache.kernels.page_copy import PageMover

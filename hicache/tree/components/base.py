@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import torch
 
-from hicache.tiers import HOST, Component, Tier, own
+from hicache.tiers import Component, own
 from hicache.tree.node import TreeNode
 
 
@@ -19,11 +19,8 @@ class MatchWalk(ABC):
     """One walk down a path, from the root: where may a match end, as far as this component is concerned?"""
 
     @abstractmethod
-    def ends_in(self, node: TreeNode, length: int, on_host: bool) -> bool:
-        """Whether a match may end after the first `length` tokens of `node`, the next on the path.
-
-        `on_host`: what only the host holds counts too, for it would be loaded.
-        """
+    def ends_in(self, node: TreeNode, length: int) -> bool:
+        """Whether a match may end after the first `length` tokens of `node`, the next on the path."""
 
 
 class TreeComponent(ABC):
@@ -45,31 +42,28 @@ class TreeComponent(ABC):
     def required_nodes(self, node: TreeNode) -> Iterable[TreeNode]:
         """The nodes whose values a prefix that ends with `node` needs, deepest first. Callers may stop half-way."""
 
-    def split(
-        self, value: torch.Tensor, at_tokens: int, tier: Tier, page_size: int
-    ) -> tuple[torch.Tensor | None, torch.Tensor]:
+    def split(self, value: torch.Tensor, at_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """A value as those of the two halves when its node is split after `at_tokens`; fresh tensors."""
         if self.at_node_end:
             return None, value
-        at = at_tokens // page_size if tier is HOST else at_tokens
-        return own(value[:at]), own(value[at:])
+        return own(value[:at_tokens]), own(value[at_tokens:])
 
-    def is_evictable(self, node: TreeNode, tier: Tier) -> bool:
-        """Whether an unlocked node may lose its value on `tier`."""
+    def is_evictable(self, node: TreeNode) -> bool:
+        """Whether an unlocked node may lose its value."""
         return True
 
     def is_dead(self, leaf: TreeNode) -> bool:
-        """Whether no match can end in a leaf any more, since it lacks this component on every tier."""
-        return not any(leaf.holds(self.name, tier) for tier in Tier)
+        """Whether no match can end in a leaf any more, since it lacks this component."""
+        return not leaf.holds(self.name)
 
-    def nodes_to_lock(self, node: TreeNode, tier: Tier) -> Iterable[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode) -> Iterable[TreeNode]:
         """The nodes that a lock at `node` is counted on."""
         return self.required_nodes(node)
 
-    def nodes_to_unlock(self, node: TreeNode, tier: Tier) -> Iterable[TreeNode]:
+    def nodes_to_unlock(self, node: TreeNode) -> Iterable[TreeNode]:
         """The nodes that a lock at `node` was counted on, with the parts that were split off them since."""
         return self.required_nodes(node)
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode, tier: Tier) -> tuple[list[TreeNode], list[TreeNode]]:
+    def nodes_to_move(self, old: TreeNode, new: TreeNode) -> tuple[list[TreeNode], list[TreeNode]]:
         """Nodes to lock and nodes to unlock where a lock at `old` becomes one at `new`."""
-        return list(self.nodes_to_lock(new, tier)), list(self.nodes_to_unlock(old, tier))
+        return list(self.nodes_to_lock(new)), list(self.nodes_to_unlock(old))

@@ -1,21 +1,21 @@
 """Full attention: every token from the root on is needed.
 
-match   anywhere: the tree's own walk ends where no tier holds a token
+match   anywhere: the tree's own walk ends where no token is held
 lock    the whole path to the root
-evict   nodes without a child on the tier, so that what a tier holds stays a prefix
+evict   nodes without a child, so that what is held stays a prefix
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
-from hicache.tiers import FULL, Tier
+from hicache.tiers import FULL
 from hicache.tree.components.base import MatchWalk, TreeComponent
 from hicache.tree.node import TreeNode
 
 
 class _Anywhere(MatchWalk):
-    def ends_in(self, node: TreeNode, length: int, on_host: bool) -> bool:
+    def ends_in(self, node: TreeNode, length: int) -> bool:
         return True
 
 
@@ -28,16 +28,16 @@ class FullComponent(TreeComponent):
     def required_nodes(self, node: TreeNode) -> Iterator[TreeNode]:
         return node.climb()
 
-    def nodes_to_lock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode) -> list[TreeNode]:
         return node.path()
 
-    def nodes_to_unlock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
+    def nodes_to_unlock(self, node: TreeNode) -> list[TreeNode]:
         return node.path()
 
-    def is_evictable(self, node: TreeNode, tier: Tier) -> bool:
-        return not node.children_on[tier]
+    def is_evictable(self, node: TreeNode) -> bool:
+        return not node.children
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode, tier: Tier) -> tuple[list[TreeNode], list[TreeNode]]:
+    def nodes_to_move(self, old: TreeNode, new: TreeNode) -> tuple[list[TreeNode], list[TreeNode]]:
         """The nodes between the two where `new` continues `old`: the cost of a chunk, not of its prompt."""
         between: list[TreeNode] = []
         node = new

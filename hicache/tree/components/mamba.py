@@ -7,19 +7,18 @@ evict   any state: an inner node becomes a tombstone, which later matches may pa
 
 from __future__ import annotations
 
-from hicache.tiers import DEVICE, HOST, MAMBA
+from hicache.tiers import MAMBA
 from hicache.tree.components.base import MatchWalk, TreeComponent
 from hicache.tree.node import TreeNode
 
 
 class _States(MatchWalk):
-    def ends_in(self, node: TreeNode, length: int, on_host: bool) -> bool:
-        held = node.holds(MAMBA, DEVICE) or (on_host and node.holds(MAMBA, HOST))
-        return held and length == node.num_tokens
+    def ends_in(self, node: TreeNode, length: int) -> bool:
+        return node.holds(MAMBA) and length == node.num_tokens
 
 
 class MambaComponent(TreeComponent):
-    """A state `[1]` on either tier."""
+    """A state `[1]`."""
 
     name = MAMBA
     at_node_end = ends_matches = True

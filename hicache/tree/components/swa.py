@@ -7,7 +7,7 @@ evict   any node: an inner one becomes a tombstone, which later matches may pass
 
 from __future__ import annotations
 
-from hicache.tiers import DEVICE, HOST, SWA, Tier
+from hicache.tiers import SWA
 from hicache.tree.components.base import MatchWalk, TreeComponent
 from hicache.tree.node import TreeNode, last_nodes
 
@@ -17,8 +17,8 @@ class _Window(MatchWalk):
         self._window = window
         self._run_len = window  # tokens with window state up to here; from the root on it is enough at once
 
-    def ends_in(self, node: TreeNode, length: int, on_host: bool) -> bool:
-        held = node.holds(SWA, DEVICE) or (on_host and node.holds(SWA, HOST))
+    def ends_in(self, node: TreeNode, length: int) -> bool:
+        held = node.holds(SWA)
         self._run_len = self._run_len + length if held else 0
         return held and self._run_len >= self._window
 
@@ -32,7 +32,7 @@ class SwaComponent(TreeComponent):
     def __init__(self, window: int, page_size: int) -> None:
         self.window, self._page_size = window, page_size
         # Tokens that each lock at a node was counted over. They are the same however the nodes were split since.
-        self._locked_tokens: dict[tuple[TreeNode, Tier], list[int]] = {}
+        self._locked_tokens: dict[TreeNode, list[int]] = {}
 
     def new_walk(self) -> MatchWalk:
         return _Window(self.window)
@@ -40,16 +40,16 @@ class SwaComponent(TreeComponent):
     def required_nodes(self, node: TreeNode) -> list[TreeNode]:
         return last_nodes(node, self.window)
 
-    def nodes_to_lock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode) -> list[TreeNode]:
         nodes = self.required_nodes(node)
-        self._locked_tokens.setdefault((node, tier), []).append(sum(at.num_tokens for at in nodes))
+        self._locked_tokens.setdefault(node, []).append(sum(at.num_tokens for at in nodes))
         return nodes
 
-    def nodes_to_unlock(self, node: TreeNode, tier: Tier) -> list[TreeNode]:
-        locks = self._locked_tokens[node, tier]
+    def nodes_to_unlock(self, node: TreeNode) -> list[TreeNode]:
+        locks = self._locked_tokens[node]
         num_tokens = locks.pop()
         if not locks:
-            del self._locked_tokens[node, tier]
+            del self._locked_tokens[node]
         return last_nodes(node, num_tokens)
 
     def surplus_tokens(self, node: TreeNode) -> int:

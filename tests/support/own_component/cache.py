@@ -13,11 +13,10 @@ import torch
 
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache, SlotSpace
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, InMemory, account_violations
 from hicache.flow.lease import Lease
 from hicache.flow.load import Load
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
-from hicache.tiers import DEVICE, HOST
 from hicache.tree.components import TreeComponent
 from hicache.tree.node import NodeRun, TreeNode
 from own_component.tree import LastHiddenComponent
@@ -61,7 +60,7 @@ class LastHidden(CacheComponent):
         """
         self.counter.wait_all()
         node = lease.node
-        return self._rows[int(node.held(self.name, DEVICE))].clone() if node.holds(self.name, DEVICE) else None
+        return self._rows[int(node.held(self.name))].clone() if node.holds(self.name) else None
 
     # Evict
 
@@ -76,30 +75,30 @@ class LastHidden(CacheComponent):
 
     # Admit
 
-    def missing(self, node: TreeNode) -> tuple[TreeNode, ...]:
-        """The node, where the host has what the device lacks and a row can be had for it."""
-        wanted = node.holds(self.name, HOST) and not node.holds(self.name, DEVICE)
-        has_row = bool(self._free) or self.tree.evictable(self.name, DEVICE) > 0
-        return (node,) if wanted and has_row and self.counter.can_begin() else ()
-
     def needed(self, admission: Admission) -> int:
-        return 0 if admission.plan is None else len(admission.plan.missing[self.name])
+        return len(admission.to_load.get(self.name, ()))
 
     # Restore
 
-    def begin_load(self, load: Load, nodes: Sequence[TreeNode], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def pages_to_load(self, end: int, pages: InMemory) -> list[int]:
+        """The last, where the host has what the device lacks and a row can be had for it."""
+        wanted = bool(end) and pages.on_host(self, end - 1) and not pages.on_device(self, end - 1)
+        has_row = bool(self._free) or self.tree.evictable(self.name) > 0
+        return [end - 1] if wanted and has_row and self.counter.can_begin() else []
+
+    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """To the tree, where the lease and later requests read it."""
-        rows = [self._take() for _ in nodes]
-        for node, row in zip(nodes, rows, strict=True):
-            self.tree.attach(node, self.name, DEVICE, row)
-        load.runs[self.name] = NodeRun(list(nodes), self.name, DEVICE)
-        return torch.cat(rows)
+        row = self._take()
+        self.tree.attach(load.node, self.name, row)
+        load.runs[self.name] = NodeRun([load.node], self.name)
+        return row
 
     def fail_load(self, load: Load) -> None:
         """The copy may still write to the row: it is freed when that has ended."""
         for node in load.runs[self.name].nodes if self.name in load.runs else ():
-            row = self.tree.detach(node, self.name, DEVICE).value
-            load.orphan_states.setdefault(self.name, []).append(row)
+            if node.holds(self.name):
+                row = self.tree.detach(node, self.name).value
+                load.orphan_states.setdefault(self.name, []).append(row)
 
     # Commit
 
@@ -116,15 +115,10 @@ class LastHidden(CacheComponent):
     def release(self, lease: Lease) -> None:
         self._offered.pop(lease.request_id, None)
 
-    # Disk
-
-    def pages_to_prefetch(self, end: int, in_memory: Sequence[bool], on_disk: Sequence[bool]) -> list[int] | None:
-        return [end - 1] if on_disk[end - 1] and not in_memory[end - 1] else []
-
     # Check
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        held = self.tree.values(self.name, DEVICE)
+        held = self.tree.values(self.name)
         orphans = [row for load in loads for row in load.orphan_states.get(self.name, ())]
         sums = (self.available(), len(held), len(orphans))
         free = torch.tensor(self._free, dtype=torch.int64)

@@ -14,12 +14,12 @@ from hicache.tree.node import TreeNode
 
 
 class _Anywhere(MatchWalk):
-    def ends_in(self, node: TreeNode, length: int, on_host: bool) -> bool:
+    def ends_in(self, node: TreeNode, length: int) -> bool:
         return True
 
 
 class LastHiddenComponent(TreeComponent):
-    """A row `[1]` on either tier."""
+    """A row `[1]`."""
 
     name = "last_hidden"
     at_node_end = True

@@ -1,0 +1,102 @@
+"""Which tier of memory has which page of a prompt: on the device the tree says it, on the host a map by page key.
+
+One loop says how far a prefix can be used: `last_end`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import cached_property
+
+from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import PageTest
+from hicache.flow.context import EngineContext
+from hicache.flow.prompt import Prompt
+from hicache.host import HostRun
+from hicache.tiers import FULL, Component
+from hicache.tree.base import Match
+from hicache.tree.node import TreeNode
+
+
+class Located:
+    """Where the pages of a prompt are in memory. Changes nothing; as of the moment that it is asked.
+
+    [0, device_end)          full pages on the device
+    [device_end, host_end)   full pages on the host, without a gap
+    """
+
+    def __init__(self, context: EngineContext, prompt: Prompt, match: Match) -> None:
+        self.context, self.prompt, self.match = context, prompt, match
+        self._page = context.tree.page_size
+        self.num_pages = len(prompt.keys)
+        self.device_end = min(match.full_len // self._page, self.num_pages)
+        # Made at once, for nodes of the match may be split later.
+        self._on_device = {at.name: self._device_pages(at) for at in context.components[1:]}
+
+    @cached_property
+    def host_end(self) -> int:
+        full = self.context.full
+        return full.index.held_end(self.prompt.keys, self.device_end) if full.has_host else self.device_end
+
+    def on_device(self, component: CacheComponent, index: int) -> bool:
+        if component.name == FULL:
+            return index < self.device_end
+        return self._on_device[component.name][index]
+
+    def on_host(self, component: CacheComponent, index: int) -> bool:
+        return component.has_host and self.prompt.key(component.name, index) in component.index
+
+    def in_memory(self, component: CacheComponent, index: int) -> bool:
+        """On the device or on the host."""
+        return self.on_device(component, index) or self.on_host(component, index)
+
+    def coming(self, component: CacheComponent, index: int) -> bool:
+        """In memory, or on its way to the host from the device."""
+        key = self.prompt.key(component.name, index)
+        return self.on_device(component, index) or component.index.is_coming(key)
+
+    def runs(self, component: CacheComponent, indices: Iterable[int]) -> list[HostRun]:
+        """The runs of the host that hold these pages."""
+        return component.index.runs_of(self.prompt.keys_of(component.name, indices))
+
+    def last_end(self, limit: int, floor: int, has: PageTest) -> int:
+        """The pages of the longest prefix of at most `limit` that all components can use; `floor` where none longer
+        is. Linear in what it skips: whatever lacks a page of [first_required(end), end) lacks it up to that page."""
+        end = limit
+        while end > floor and (missing := self._missing(end, has)) is not None:
+            end = missing
+        return max(end, floor)
+
+    def _missing(self, end: int, has: PageTest) -> int | None:
+        """A page that a prefix of `end` pages needs and that cannot be had."""
+        for component in self.context.components[1:]:
+            for index in range(end - 1, component.first_required(end) - 1, -1):
+                if not has(component, index):
+                    return index
+        return None
+
+    def _device_pages(self, component: CacheComponent) -> list[bool]:
+        """Which pages the device has of a component. Of the last node, pages behind the match are those of another
+        prompt."""
+        held, start = [False] * self.num_pages, 0
+        for node in self.match.nodes:
+            node_end = start + node.num_tokens // self._page
+            end = min(node_end, self.device_end)
+            first = node_end - 1 if component.rules.at_node_end else start
+            if first < end and node.holds(component.name):
+                held[first:end] = [True] * (end - first)
+            start = end
+        return held
+
+
+def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[bytes]]:
+    """By component: under which what the prefix that ends with `node` needs is known below the device, in order."""
+    names = context.tree.names
+    found = {FULL: [key for at in reversed(node.path()) for key in names.of(at)]}
+    for component in context.components[1:]:
+        keys: list[bytes] = []
+        for at in reversed(list(component.rules.required_nodes(node))):
+            of_node = names.of(at)
+            keys += names.of_component(component.name, of_node[-1:] if component.rules.at_node_end else of_node)
+        found[component.name] = keys
+    return found
