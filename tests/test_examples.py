@@ -1,16 +1,22 @@
-"""The examples run as they stand, and the small scheduler gives the answers of no cache."""
+"""The examples run as they stand; the small scheduler and the small engine serve what is computed without a cache."""
 
 from __future__ import annotations
 
+import ast
+import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from serving_case import plain_greedy, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
-EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLES = ROOT / "examples"
+TINY_ENGINE = EXAMPLES / "tiny_engine.py"
 
 
 @pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.py")), ids=lambda path: path.stem)
@@ -34,3 +40,70 @@ def test_the_small_scheduler_serves_what_a_model_generates() -> None:
             }
         assert engine.stats()["admit.device_hit_tokens"] > 0
         engine.check()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_the_small_engine_serves_what_was_computed(seed: int) -> None:
+    """Over random histories of requests that share beginnings and overlap, what comes from the cache is what a model
+    computes, every slot and page is free or has one owner, and who is refused leaves no trace."""
+    tiny, rng = runpy.run_path(str(TINY_ENGINE)), np.random.default_rng(seed)
+    engine, truth_of = tiny["TinyEngine"](num_slots=40, num_pages=12), tiny["kv_of"]
+    stems = [rng.integers(0, 3, 30) for _ in range(3)]
+    leases: list[Any] = []
+    hits, num_refused = np.zeros(2, np.int64), 0
+    for _ in range(300):
+        action = rng.choice(["admit", "commit", "end", "poll"])
+        if action == "poll":
+            engine.poll()
+        elif action == "admit":
+            tokens = np.append(stems[rng.integers(3)][: rng.integers(31)], rng.integers(0, 3, rng.integers(1, 9)))
+            before = _slots_in_use(engine, leases)
+            lease = engine.admit(tokens)
+            if lease is None:
+                num_refused += 1
+                assert _slots_in_use(engine, leases) == before
+            else:
+                start = sum(lease.hit)
+                engine.device[lease.slots[start:]] = truth_of(tokens)[start:]
+                leases.append(lease)
+                hits += lease.hit
+        elif leases:
+            at = int(rng.integers(len(leases)))
+            engine.commit(leases[at])
+            if action == "end":
+                engine.release(leases.pop(at))
+        assert all(torch.equal(engine.device[lease.slots], truth_of(lease.tokens)) for lease in leases)
+        assert sorted([*_slots_in_use(engine, leases), *engine.free]) == list(range(1, 41))
+        pages = [*engine.index.pages.values(), *engine.index.in_flight.values(), *engine.index.free]
+        assert sorted(pages) == list(range(1, 13))
+    assert hits.all() and num_refused
+
+
+def _slots_in_use(engine: Any, leases: list[Any]) -> list[int]:
+    """Those of the tree, and of leases behind what they have in it."""
+    nodes = [engine.root]
+    for node in nodes:
+        nodes.extend(node.children.values())
+    owned = [lease.slots[lease.tree_len :] for lease in leases]
+    return torch.cat([*(node.slots for node in nodes), *owned]).tolist()
+
+
+def test_the_tour_shows_the_whole_small_engine(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its blocks of code are the program, in its order, and what it says that the program prints is what it prints."""
+    tour = (ROOT / "docs/tour.md").read_text()
+    shown = "".join(re.findall(r"```python\n# examples/tiny_engine.py\n(.*?)```", tour, re.DOTALL)).splitlines()
+    program = TINY_ENGINE.read_text().splitlines()
+    assert [line for line in shown if line] == [line for line in program if line]
+    runpy.run_path(str(TINY_ENGINE), run_name="__main__")
+    printed = capsys.readouterr().out.splitlines()
+    assert "".join(f"    {line}\n" for line in printed) in tour
+
+
+def test_every_part_of_the_small_engine_names_its_counterpart() -> None:
+    """Each class, and each method but a constructor, says in its docstring what it is in the engine. That this exists
+    is held for all pages of the documentation, and the tour shows the docstrings."""
+    for node in ast.parse(TINY_ENGINE.read_text()).body:
+        if isinstance(node, ast.ClassDef):
+            methods = [at for at in node.body if isinstance(at, ast.FunctionDef) and at.name != "__init__"]
+            for part in (node, *methods):
+                assert re.search(r"`hicache/[\w/]+\.py: [\w.]+`", ast.get_docstring(part) or ""), part.name

@@ -1,0 +1,240 @@
+"""The engine in 150 lines: a tree has the pages on the device, a map by page key those on the host.
+
+python examples/tiny_engine.py
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field
+from itertools import count
+
+import numpy as np
+import torch
+
+from hicache.tree.key import PageHasher
+
+PAGE, ROW = 4, 3  # tokens of a page, numbers of a token
+
+
+@dataclass(eq=False)
+class TreeNode:
+    """A page on the device.
+    `hicache/tree/node.py: TreeNode` is a run of pages, and is split where prompts part."""
+
+    key: bytes = b""
+    slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
+    parent: TreeNode | None = None
+    children: dict[bytes, TreeNode] = field(default_factory=dict)
+    locks: int = 0
+    last_use: int = 0
+
+    def path(self) -> list[TreeNode]:
+        """It and those above it, deepest first. `hicache/tree/node.py: TreeNode.path`"""
+        return [] if self.parent is None else [self, *self.parent.path()]
+
+    def lock(self, change: int = 1) -> None:
+        """Somebody needs the prefix that ends here, or no longer (-1).
+        `hicache/tree/accounts.py: Accounts.lock`"""
+        for node in self.path():
+            node.locks += change
+
+
+class PageIndex:
+    """Which pages are on the host, by page key.
+    `hicache/host/index.py: PageIndex` keeps them in runs."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.free = list(range(num_pages, 0, -1))
+        self.in_flight: dict[bytes, int] = {}
+        self.pages: OrderedDict[bytes, int] = OrderedDict()  # published; the one used longest ago is the first
+
+    def held_end(self, keys: list[bytes], start: int) -> int:
+        """Where the published pages end that begin with `start`.
+        `hicache/host/index.py: PageIndex.held_end`"""
+        return next((at for at in range(start, len(keys)) if keys[at] not in self.pages), len(keys))
+
+    def reserve(self, key: bytes, keep: set[bytes]) -> int | None:
+        """A page to write to, for which one may leave, but for `keep`.
+        `hicache/host/index.py: PageIndex.reserve`"""
+        if not self.free and (victim := next((at for at in self.pages if at not in keep), None)):
+            self.free.append(self.pages.pop(victim))
+        if not self.free:
+            return None
+        self.in_flight[key] = self.free.pop()
+        return self.in_flight[key]
+
+    def publish(self, key: bytes) -> None:
+        """Its bytes are there: from now on it is found.
+        `hicache/host/index.py: PageIndex.publish`"""
+        self.pages[key] = self.in_flight.pop(key)
+
+    def use(self, keys: list[bytes]) -> None:
+        """A request used these; the end of a prompt leaves first.
+        `hicache/host/index.py: PageIndex.use`"""
+        for key in reversed(keys):
+            if key in self.pages:
+                self.pages.move_to_end(key)
+
+
+@dataclass(eq=False)
+class Lease:
+    """What a request holds: positions [0, tree_len) have slots of the tree, locked through `node`, and those behind
+    them slots of its own. `hit`: tokens that came from device and host. `hicache/flow/lease.py: Lease`"""
+
+    tokens: np.ndarray
+    keys: list[bytes]
+    node: TreeNode
+    slots: torch.Tensor
+    tree_len: int
+    hit: tuple[int, int]
+
+
+class TinyEngine:
+    """A device of `num_slots` tokens above a host of `num_pages` pages.
+    `hicache/engine.py: CacheEngine`"""
+
+    def __init__(self, num_slots: int, num_pages: int) -> None:
+        self.device = torch.zeros(num_slots + 1, ROW)  # slot 0 and page 0 are sinks for padding
+        self.host = torch.zeros(num_pages + 1, PAGE, ROW)
+        self.free = list(range(1, num_slots + 1))
+        self.root, self.index = TreeNode(), PageIndex(num_pages)
+        self.hasher, self.clock = PageHasher(b"model, dtype, layout", PAGE), count(1)
+        self.copies: deque[tuple[TreeNode, int]] = deque()  # to the host, in flight
+
+    def admit(self, tokens: np.ndarray) -> Lease | None:
+        """A lease; None, and nothing has changed, where the device has no room.
+        `hicache/flow/admit.py: Admit.acquire`
+
+        [0, device_end)          pages on the device: locked
+        [device_end, host_end)   pages on the host: loaded
+        [host_end, ...)          to be computed: the last token at least, for its logits
+        """
+        keys = self.hasher.chain(self.hasher.seed("tenant"), tokens)
+        cacheable = keys[: (len(tokens) - 1) // PAGE]
+        node, hits = self.match(cacheable)
+        device_end = len(hits) // PAGE
+        host_end = self.index.held_end(cacheable, device_end)
+        node.lock()
+        num_new = len(tokens) - len(hits)
+        if num_new > len(self.free) + PAGE * len(self.evictable()):
+            node.lock(-1)
+            return None
+        self.evict(num_new)
+        slots = torch.cat([hits, torch.tensor([self.free.pop() for _ in range(num_new)])])
+        lease = Lease(tokens, keys, node, slots, len(hits), (len(hits), (host_end - device_end) * PAGE))
+        self.load(lease, host_end * PAGE)
+        return lease
+
+    def match(self, keys: list[bytes]) -> tuple[TreeNode, torch.Tensor]:
+        """The end of the longest prefix on the device, and its slots.
+        `hicache/tree/core.py: RadixTree.match`"""
+        node, slots = self.root, [self.root.slots]
+        for key in keys:
+            if key not in node.children:
+                break
+            node = node.children[key]
+            slots.append(node.slots)
+        return node, torch.cat(slots)
+
+    def load(self, lease: Lease, end: int) -> None:
+        """Host to device: positions [tree_len, end).
+        `hicache/flow/restore.py: Restore.start` submits the copies and returns;
+        each layer of the forward pass waits for its own."""
+        for start in range(lease.tree_len, end, PAGE):
+            self.device[lease.slots[start : start + PAGE]] = self.host[self.index.pages[lease.keys[start // PAGE]]]
+            self.share(lease, start)
+
+    def commit(self, lease: Lease) -> None:
+        """All tokens are computed: others may hit their whole pages.
+        `hicache/flow/commit.py: Commit.commit`"""
+        for start in range(lease.tree_len, len(lease.keys) * PAGE, PAGE):
+            self.share(lease, start)
+        self.backup(lease.node)
+
+    def share(self, lease: Lease, start: int) -> None:
+        """The lease's page at `start` becomes the tree's. `hicache/tree/share.py: share`"""
+        key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
+        node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
+        if node.slots is not ours:  # another request was first: its slots are used, and ours are free
+            lease.slots[start : start + PAGE] = node.slots
+            self.free += ours.tolist()
+        node.locks += 1  # those above it have the lease's lock already
+        lease.node, lease.tree_len = node, start + PAGE
+
+    def backup(self, node: TreeNode) -> None:
+        """Device to host: what the map lacks of the path to `node`.
+        `hicache/flow/backup.py: Backup.maybe_backup`"""
+        path = node.path()[::-1]
+        for at in path:
+            if at.key not in self.index.pages and at.key not in self.index.in_flight:
+                page = self.index.reserve(at.key, keep={at.key for at in path})
+                if page is None:
+                    return
+                at.lock()
+                self.copies.append((at, page))
+
+    def poll(self) -> None:
+        """The copies have ended: their pages are published.
+        `hicache/engine.py: CacheEngine.poll`"""
+        while self.copies:
+            node, page = self.copies.popleft()
+            self.host[page] = self.device[node.slots]
+            self.index.publish(node.key)
+            node.lock(-1)
+
+    def evictable(self) -> list[TreeNode]:
+        """What nobody has locked, parents first.
+        `hicache/tree/accounts.py: Accounts.evictable` has counted it."""
+        nodes = [*self.root.children.values()]
+        for node in nodes:
+            nodes.extend(node.children.values())
+        return [node for node in nodes if not node.locks]
+
+    def evict(self, num_slots: int) -> None:
+        """Until so many are free, the leaf used longest ago leaves; an engine's order knows which that is.
+        `hicache/flow/device_eviction.py: DeviceEviction.make_available`"""
+        while len(self.free) < num_slots:
+            victim = min((node for node in self.evictable() if not node.children), key=lambda node: node.last_use)
+            assert victim.parent is not None
+            del victim.parent.children[victim.key]
+            self.free += victim.slots.tolist()
+
+    def release(self, lease: Lease) -> None:
+        """The request ends: its prefix was used, its own slots are free.
+        `hicache/flow/commit.py: Commit.release`"""
+        for node in lease.node.path():  # the deepest is the oldest
+            node.last_use = next(self.clock)
+        lease.node.lock(-1)
+        self.index.use(lease.keys)
+        self.free += lease.slots[lease.tree_len :].tolist()
+
+
+def kv_of(tokens: np.ndarray) -> torch.Tensor:
+    """What a model would compute `[tokens, ROW]`: numbers that depend on every token so far."""
+    sums = torch.from_numpy(np.cumsum(tokens * np.arange(1, len(tokens) + 1)))
+    return sums[:, None] * torch.arange(1.0, ROW + 1)
+
+
+def serve(engine: TinyEngine, name: str, tokens: np.ndarray) -> None:
+    """One request, from its arrival to its end."""
+    lease, truth = engine.admit(tokens), kv_of(tokens)
+    assert lease is not None, "nobody else holds anything"
+    start = sum(lease.hit)
+    engine.device[lease.slots[start:]] = truth[start:]  # the forward pass
+    assert torch.equal(engine.device[lease.slots], truth), "what came from the cache is what was computed"
+    engine.commit(lease)
+    engine.release(lease)
+    engine.poll()
+    print(f"{name}: device {lease.hit[0]}, host {lease.hit[1]}, computed {len(tokens) - start}")
+
+
+def main() -> None:
+    engine, rng = TinyEngine(num_slots=24, num_pages=16), np.random.default_rng(0)
+    document, other = rng.integers(0, 1000, 18), rng.integers(0, 1000, 18)
+    for name, tokens in {"first": document, "again": document, "other": other, "after": document}.items():
+        serve(engine, name, tokens)
+
+
+if __name__ == "__main__":
+    main()
