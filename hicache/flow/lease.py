@@ -29,6 +29,11 @@ class Hit:
         """Of all tiers."""
         return self.device + self.host + self.disk + self.remote
 
+    def __add__(self, other: Hit) -> Hit:
+        return Hit(
+            self.device + other.device, self.host + other.host, self.disk + other.disk, self.remote + other.remote
+        )
+
 
 @dataclass(frozen=True)
 class LookupResult:

@@ -238,7 +238,8 @@ def test_what_asks_whether_a_server_is_there(server: Server) -> None:
 
 
 def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
-    """Both tiers of memory, or one by name; what is no such tier, or no parameter, is named."""
+    """Both tiers of memory, or one by name, and the usage tells which had the prompt. What is no such tier, or no
+    parameter, is named."""
 
     def post(body: bytes = b"", path: str = "/reset_prefix_cache") -> Any:
         status, answer, _ = ask(server, "POST", path, body)
@@ -249,8 +250,13 @@ def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
         def tiers_hit() -> dict[str, float]:
             names = {tier: f'hicache_cached_tokens_total{{tier="{tier}"}}' for tier in ("device", "host")}
             before = {tier: server.metric(name) for tier, name in names.items()}
-            server.client().completions.create(model=MODEL, prompt=LONG, max_tokens=1)
-            return {tier: server.metric(name) - before[tier] for tier, name in names.items()}
+            done = server.client().completions.create(model=MODEL, prompt=LONG, max_tokens=1)
+            counted = {tier: server.metric(name) - before[tier] for tier, name in names.items()}
+            assert done.usage is not None and done.usage.prompt_tokens_details is not None
+            details = done.usage.prompt_tokens_details.to_dict()
+            assert details["cached_tokens_details"] == {**counted, "disk": 0, "remote": 0}
+            assert details["cached_tokens"] == sum(counted.values())
+            return counted
 
         num_tokens = len(LONG) // 16 * 16
         assert [tiers_hit(), tiers_hit()] == [{"device": 0, "host": 0}, {"device": num_tokens, "host": 0}]

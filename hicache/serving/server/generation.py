@@ -7,6 +7,7 @@ import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Sequence
 
+from hicache.engine import Hit
 from hicache.errors import HiCacheError, PromptTooLong, ResourceExhausted
 from hicache.serving.request import RequestOutput, TokenLogprobs
 from hicache.serving.server.engine_thread import EngineThread
@@ -101,19 +102,19 @@ class Generation:
         self._news = asyncio.Event()
         self._error: ApiError | None = None
         self.aborted = False
-        self._prompt_tokens = self._cached_tokens = 0
+        self._prompt_tokens, self._cached = 0, Hit()
 
     @property
     def usage(self) -> Usage:
         generated = sum(choice.num_tokens for choice in self._choices.values())
-        return Usage(self._prompt_tokens, generated, self._cached_tokens)
+        return Usage(self._prompt_tokens, generated, self._cached)
 
     def summary(self) -> dict[str, object]:
         """How it went, for the log."""
         usage = self.usage
         return {
             "prompt_tokens": usage.prompt,
-            "cached_tokens": usage.cached,
+            "cached_tokens": self._cached.tokens,
             "completion_tokens": usage.completion,
             "outcome": ",".join(sorted({choice.outcome or "abort" for choice in self._choices.values()})),
         }
@@ -137,7 +138,7 @@ class Generation:
         choice.end(output.finish_reason)
         if choice.is_first:
             self._prompt_tokens += output.prompt_tokens
-            self._cached_tokens += output.cached_len
+            self._cached += output.hit
         if choice.outcome not in ("stop", "length"):
             self._fail(_error_of(output, self._timeout_s))
         self._news.set()

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel
 
+from hicache.engine import Hit
 from hicache.serving.request import TokenLogprobs
 from hicache.serving.server.logprobs import LogprobsReply, TokenTexts
 from hicache.serving.server.protocol import ChatBody, GenerationBody
@@ -122,12 +123,12 @@ def unavailable(message: str, code: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, all of its prompts together. `cached`: of the prompts, found in any tier; None: not
-    known yet."""
+    """Tokens of one HTTP request, all of its prompts together. `cached`: of the prompts, by the tier that had them;
+    None: not known yet."""
 
     prompt: int
     completion: int
-    cached: int | None = None
+    cached: Hit | None = None
 
     def as_json(self) -> dict[str, Any]:
         counts = {
@@ -135,7 +136,10 @@ class Usage:
             "completion_tokens": self.completion,
             "total_tokens": self.prompt + self.completion,
         }
-        return counts if self.cached is None else {**counts, "prompt_tokens_details": {"cached_tokens": self.cached}}
+        if self.cached is None:
+            return counts
+        details = {"cached_tokens": self.cached.tokens, "cached_tokens_details": asdict(self.cached)}
+        return {**counts, "prompt_tokens_details": details}
 
 
 @dataclass(frozen=True)
