@@ -39,8 +39,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         tokens = args.document_tokens or (98304 if args.device.type == "cuda" else 12288)
         flags = ["demo", "--document-tokens", str(tokens), "--device", str(args.device), "--json", str(out)]
         flags += ["--documents", str(args.documents), "--turns", str(args.turns)]
-        if args.model:
-            flags += ["--model", args.model]
+        flags += ["--model", args.model or "random"]
         status = main(flags)
         if status not in (0, 1):
             raise BenchUnavailable(f"the demo ended with status {status}")

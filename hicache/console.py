@@ -1,5 +1,5 @@
 """What people write and read in a terminal: sizes, figures, plain columns, tables and bars of progress; and the files
-that commands write for them, like the FILE of `--json`.
+that they give to commands and get from them, like the FILE of `--json`.
 
 One place for all commands, benchmarks and messages. It stands below the stores, whose URLs have sizes too, and imports
 rich where a table or a bar is made: the command line must take Ctrl-C while it still loads.
@@ -194,6 +194,16 @@ def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
     with Progress(*parts, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def read_text(path: Path) -> str:
+    """A user's file. Raises ConfigError, which names it, where it cannot be read or is not UTF-8."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"cannot read {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error
 
 
 def require_writable(flag: str, path: Path) -> None:

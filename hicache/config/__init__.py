@@ -12,6 +12,7 @@ from hicache.config.environment import (
     disk_key,
     kernel_choice,
     mamba_ssm_dtype,
+    models_folder,
 )
 from hicache.config.stores import DiskConfig, RemoteConfig
 
@@ -33,4 +34,5 @@ __all__ = [
     "disk_key",
     "kernel_choice",
     "mamba_ssm_dtype",
+    "models_folder",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, get_args
 
 from hicache.errors import ConfigError
@@ -58,7 +59,8 @@ DISK_KEY = Variable(
 API_KEY = Variable(
     ("HICACHE_API_KEY",), "key that clients of `hicache serve` must send", "every client may ask", is_secret=True
 )
-VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY)
+CACHE_HOME = Variable(("XDG_CACHE_HOME",), "folder of caches, in which hicache/models has unpacked models", "~/.cache")
+VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY, CACHE_HOME)
 
 
 def debug_checks() -> bool:
@@ -90,6 +92,11 @@ def disk_key() -> bytes:
 def api_key() -> str:
     """The value of `HICACHE_API_KEY`, empty where it is unset. Never print it."""
     return API_KEY.read()[0]
+
+
+def models_folder() -> Path:
+    """Where unpacked models are kept, below `XDG_CACHE_HOME` or the user's `~/.cache`."""
+    return Path(CACHE_HOME.read()[0] or CACHE_HOME.default).expanduser() / "hicache" / "models"
 
 
 def dtype_named(name: str) -> torch.dtype:

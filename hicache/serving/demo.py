@@ -13,7 +13,7 @@ import json
 import logging
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -25,14 +25,17 @@ from hicache.build.sizing import row_bytes
 from hicache.config import EngineConfig
 from hicache.console import new_console, require_writable, write_whole
 from hicache.errors import ConfigError, PromptTooLong
+from hicache.serving.document_chats import chats_about_diaries, chats_about_files
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
 from hicache.serving.models import LoadedModel, device_named, load_local, random_model
-from hicache.serving.report import HEADER, Report
+from hicache.serving.packaged_model import choose_model
+from hicache.serving.report import HEADER, Report, Turn
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.support import check_supported
 from hicache.serving.workload import (
     Conversation,
     DocumentShape,
+    RecordedConversation,
     Workload,
     own_documents,
     recorded_session,
@@ -42,7 +45,9 @@ from hicache.serving.workload import (
 Say: TypeAlias = Callable[[str], object]
 
 AUDIT_FILE = "kv-audit.jsonl"
-_DEFAULT_TURNS = 3
+_SHAPE, _NEW_TOKENS = DocumentShape(documents=6, turns=3, document_tokens=12288), 16
+# A model that can answer has 40 times as many weights: about a minute of two CPU cores.
+_CHATS_SHAPE, _CHATS_NEW_TOKENS = DocumentShape(documents=4, turns=3, document_tokens=1024), 32
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -73,6 +78,7 @@ def run(flags: argparse.Namespace) -> int:
             serve_without_cache(workload, config, served.turns, lambda turn: say(turn.line()))
         if flags.check_against:
             serve_with_transformers(workload, served.turns)
+    _add_texts(workload, served.turns)
     report = Report(
         turns=served.turns,
         audit=served.audit,
@@ -88,6 +94,8 @@ def run(flags: argparse.Namespace) -> int:
         compared=flags.baseline,
         compared_generate=flags.check_against is not None,
     )
+    if report.answers():
+        say("\n" + report.answers())
     say("\n" + report.summary())
     if flags.json is not None:
         write_whole(Path(flags.json), json.dumps(report.to_json(), indent=1) + "\n")
@@ -96,9 +104,6 @@ def run(flags: argparse.Namespace) -> int:
 
 def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     """Load the model and the conversations. Raises ConfigError if a conversation is too long for the model."""
-    shape = DocumentShape(
-        flags.documents, flags.turns if flags.turns is not None else _DEFAULT_TURNS, flags.document_tokens
-    )
     temperature = flags.temperature if flags.temperature is not None else float(flags.sample)
     sampling_params = SamplingParams(temperature, flags.top_k, flags.top_p, flags.seed)
     if flags.check_against and temperature:
@@ -107,13 +112,21 @@ def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
         dtype = torch.bfloat16  # of the model; only the pool stores 8 bits
-    loaded = load_local(flags.model, dtype, device) if flags.model else random_model(flags.seed, dtype, device)
+    choice = choose_model(flags.model, say)
+    given = {name: getattr(flags, name) for name in ("documents", "turns", "document_tokens")}
+    shape = dataclasses.replace(
+        _CHATS_SHAPE if choice.is_packaged else _SHAPE, **{name: n for name, n in given.items() if n is not None}
+    )
+    path = choice.path
+    loaded = random_model(flags.seed, dtype, device) if path is None else load_local(path, dtype, device)
+    if choice.is_packaged:  # a small model has little to add to its first sentence
+        loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
     geometry = check_supported(loaded.model)
     workload = Workload(
         loaded=loaded,
         geometry=geometry,
-        conversations=_conversations(flags, shape, loaded, say),
-        max_new_tokens=flags.max_new_tokens,
+        conversations=_conversations(flags, shape, loaded, choice.is_packaged, say),
+        max_new_tokens=flags.max_new_tokens or (_CHATS_NEW_TOKENS if choice.is_packaged else _NEW_TOKENS),
         concurrency=flags.concurrency,
         chunk_tokens=flags.chunk,
         sampling_params=sampling_params,
@@ -127,8 +140,9 @@ def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
 
 
 def _conversations(
-    flags: argparse.Namespace, shape: DocumentShape, loaded: LoadedModel, say: Say
+    flags: argparse.Namespace, shape: DocumentShape, loaded: LoadedModel, as_chats: bool, say: Say
 ) -> list[Conversation]:
+    """`as_chats`: the model can answer, so it is asked about documents by its chat template."""
     conversations: list[Conversation] = []
     for path in flags.session or ():
         session, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer)
@@ -136,8 +150,18 @@ def _conversations(
         if skipped:
             say(f"{path}: {skipped} turns skipped (--turns, --max-prompt-tokens, or empty)")
     if flags.input:
-        conversations.extend(own_documents(flags.input, shape, loaded.tokenizer))
-    return conversations or list(standard_library(shape, loaded.tokenizer))
+        conversations.extend((chats_about_files if as_chats else own_documents)(flags.input, shape, loaded.tokenizer))
+    return conversations or [*(chats_about_diaries if as_chats else standard_library)(shape, loaded.tokenizer)]
+
+
+def _add_texts(workload: Workload, turns: Sequence[Turn]) -> None:
+    """Question and answer of each turn whose question is known."""
+    for turn in turns:
+        conversation = workload.conversations[turn.conversation]
+        if isinstance(conversation, RecordedConversation) and conversation.questions:
+            decoder = workload.loaded.tokenizer.decoder(turn.prompt.tolist())
+            answer = "".join(map(decoder.push, turn.cached.tokens)) + decoder.finish()
+            turn.question, turn.answer = conversation.questions[turn.number], answer.strip()
 
 
 def _configure(flags: argparse.Namespace, workload: Workload, temporary: str) -> EngineConfig:

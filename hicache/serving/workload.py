@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.config.settings import Text
+from hicache.console import read_text
 from hicache.errors import ConfigError
 from hicache.layout import ModelGeometry
 from hicache.serving.models import LoadedModel, Tokenizer
@@ -25,7 +26,7 @@ from hicache.serving.sampling import SamplingParams
 
 Tokens = npt.NDArray[np.int64]
 
-_QUESTIONS = (
+QUESTIONS = (
     "What is this document about?",
     "Which names does it define, and what is each one for?",
     "Which of its parts depend on one another?",
@@ -93,11 +94,12 @@ class DocumentConversation:
 
 @dataclass(frozen=True)
 class RecordedConversation:
-    """The prompts of a recorded session."""
+    """Prompts that do not depend on answers. `questions`: what each asks, where that is known."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
     branch_points: tuple[int, ...] = ()
+    questions: tuple[str, ...] = ()
 
     @property
     def num_turns(self) -> int:
@@ -112,7 +114,7 @@ class RecordedConversation:
     def distinct_tokens(self, max_new_tokens: int) -> int:
         distinct = 0
         for turn, prompt in enumerate(self.prompts):
-            shared = max((_common_len(prompt, other) for other in self.prompts[:turn]), default=0)
+            shared = max((common_len(prompt, other) for other in self.prompts[:turn]), default=0)
             distinct += len(prompt) - shared + max_new_tokens
         return distinct
 
@@ -195,14 +197,15 @@ def standard_library(shape: DocumentShape, tokenizer: Tokenizer) -> list[Documen
         if index < 0:
             raise ConfigError(f"{folder} has too few modules for --documents {shape.documents}; give --input FILE...")
         _, file = sizes.pop(index)
-        conversations.append(_document(file.stem, _read(file), num_tokens, shape.turns, tokenizer))
+        conversations.append(_document(file.stem, read_text(file), num_tokens, shape.turns, tokenizer))
     return conversations
 
 
 def own_documents(paths: Sequence[str], shape: DocumentShape, tokenizer: Tokenizer) -> list[DocumentConversation]:
     """One conversation per file, each cut to `document_tokens`. Raises ConfigError for an unreadable or empty file."""
     return [
-        _document(Path(path).name, _read(Path(path)), shape.document_tokens, shape.turns, tokenizer) for path in paths
+        _document(Path(path).name, read_text(Path(path)), shape.document_tokens, shape.turns, tokenizer)
+        for path in paths
     ]
 
 
@@ -216,7 +219,7 @@ def recorded_session(
     """
     prompts: list[tuple[int, ...]] = []
     skipped = 0
-    for number, line in enumerate(_read(Path(path)).split("\n"), start=1):
+    for number, line in enumerate(read_text(Path(path)).split("\n"), start=1):
         if not line.strip():
             continue
         try:
@@ -255,18 +258,10 @@ def _document(name: str, text: str, num_tokens: int, turns: int, tokenizer: Toke
     document = tuple(tokenizer.encode_prompt(text[: num_tokens * _BYTES_PER_TOKEN])[:num_tokens])
     if not document:
         raise ConfigError(f"{name}: the tokenizer returns no tokens for it; give another document or model")
-    questions = [f"\n\nQuestion {i + 1}: {_QUESTIONS[i % len(_QUESTIONS)]}\nAnswer: " for i in range(turns)]
+    questions = [f"\n\nQuestion {i + 1}: {QUESTIONS[i % len(QUESTIONS)]}\nAnswer: " for i in range(turns)]
     return DocumentConversation(name, document, tuple(tuple(tokenizer.encode(question)) for question in questions))
 
 
-def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
+def common_len(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
-
-
-def _read(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"cannot read {path}: not UTF-8 text ({error.reason} at byte {error.start})") from error

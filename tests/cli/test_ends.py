@@ -23,7 +23,7 @@ from storage_pages import open_store, put_numbers
 from waiting import eventually
 
 DEMO = ["demo", "--documents", "4", "--turns", "2", "--document-tokens", "600"]
-DEMO += ["--chunk", "256", "--max-new-tokens", "4"]
+DEMO += ["--model", "random", "--chunk", "256", "--max-new-tokens", "4"]
 
 
 @pytest.fixture(name="path")

@@ -168,8 +168,8 @@ def test_the_second_demo_hits_what_the_first_computed(tmp_path: Path) -> None:
     with RedisServer() as server:
         for number in range(2):
             report = tmp_path / f"{number}.json"
-            sizes = ("--documents", 2, "--document-tokens", 512, "--turns", 2)
-            with command("demo", *sizes, "--remote", f"{server.url}?timeout=60", "--json", report) as demo:
+            flags = ("--model", "random", "--documents", 2, "--document-tokens", 512, "--turns", 2)
+            with command("demo", *flags, "--remote", f"{server.url}?timeout=60", "--json", report) as demo:
                 _, errors = demo.communicate()
             assert demo.returncode == 0, errors
             reports.append(json.loads(report.read_text()))

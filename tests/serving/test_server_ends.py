@@ -38,13 +38,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def chat(server: Server, **more: Any) -> tuple[str, int]:
-    """The text and the cached tokens of one long chat."""
+    """The text and the cached tokens of one long chat, which its usage splits by tier."""
     messages: Any = [{"role": "user", "content": f"{SECRET} " * 60}]
     done = server.client().chat.completions.create(
         model=MODEL, messages=messages, temperature=0, max_tokens=20, extra_body={"ignore_eos": True, **more}
     )
     assert done.usage is not None and done.usage.prompt_tokens_details is not None
-    return done.choices[0].message.content or "", done.usage.prompt_tokens_details.cached_tokens or 0
+    details = done.usage.prompt_tokens_details.to_dict()
+    assert sum(details["cached_tokens_details"].values()) == details["cached_tokens"]
+    return done.choices[0].message.content or "", details["cached_tokens"]
 
 
 def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
@@ -125,7 +127,7 @@ def test_wrong_input_is_one_line(case: str, tmp_path: Path, capsys: pytest.Captu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         values = {"tmp": tmp_path, "port": taken.getsockname()[1]}
         try:
-            status = main(["serve", "--port", "0", *(flag.format(**values) for flag in flags)])
+            status = main(["serve", "--port", "0", "--model", "random", *(flag.format(**values) for flag in flags)])
         except SystemExit as exit:
             status = int(str(exit.code))
     out, err = capsys.readouterr()

@@ -92,12 +92,14 @@ class Server:
 
 @contextlib.contextmanager
 def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
-    """A server on a free port of the loopback. At the end it is told to stop, its check of the engine finds nothing,
-    and no line of its log has a prompt's text or the key."""
+    """A server on a free port of the loopback, of the random model unless the flags have another. At the end it is told
+    to stop, its check of the engine finds nothing, and no line of its log has a prompt's text or the key."""
     stderr, environment = folder / "stderr", {**os.environ, "HICACHE_API_KEY": api_key}
     with (
         stderr.open("w") as errors,
-        programs.command("serve", "--port", "0", *flags, stderr=errors, env=environment) as process,
+        programs.command(
+            "serve", "--port", "0", "--model", "random", *flags, stderr=errors, env=environment
+        ) as process,
     ):
         assert process.stdout is not None
         line = process.stdout.readline()

