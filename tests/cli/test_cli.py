@@ -90,7 +90,7 @@ def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None
 # In an interpreter of its own: what the extras bring is not there.
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys
-for name in "transformers fastapi starlette pydantic uvicorn prometheus_client jinja2 matplotlib".split():
+for name in "transformers fastapi starlette pydantic uvicorn prometheus_client openai jinja2 matplotlib".split():
     sys.modules[name] = None
 from hicache.cli import main
 
@@ -106,7 +106,7 @@ def call(*arguments):
 print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
 """
 STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "export", "import")
-HELP = [[], *([name] for name in ("demo", "serve", "plan", "top", "store", "replay", "bench", "config"))]
+HELP = [[], *([name] for name in ("demo", "serve", "chat", "plan", "top", "store", "replay", "bench", "config"))]
 
 
 def test_what_works_without_the_extras(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             "2 pages": ["store", "export", str(tmp_path / "store"), str(tmp_path / "archive")],
         }
         needs = {
-            "serve": [["demo"], ["serve"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
             "replay": [["replay", str(trace), "--report", str(tmp_path / "report.html")]],
         }
         lines = [*helps, *works.values(), *(line for group in needs.values() for line in group)]

@@ -1,0 +1,1 @@
+"""`hicache chat`: questions about files, and which tier had each prompt."""

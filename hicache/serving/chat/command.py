@@ -1,0 +1,87 @@
+"""`hicache chat`: ask about files, in a terminal or through a pipe. Loads no torch where the server runs elsewhere."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+
+import openai
+from rich.console import Console
+from rich.text import Text
+
+from hicache.config import EngineConfig, api_key
+from hicache.console import new_console, printable
+from hicache.errors import ConfigError
+from hicache.monitoring.client import MetricsClient
+from hicache.serving.chat.conversation import Conversation, documents_of
+
+_TIMEOUT_S = 600.0  # until the next part of an answer: a long prompt takes a while to compute
+
+
+def run(flags: argparse.Namespace) -> int:
+    """Chat until the end of the input; returns 0. Answers go to stdout, all else to stderr. Raises HiCacheError."""
+    documents, notes = documents_of(flags.files), new_console(sys.stderr)
+    interactive = sys.stdin is not None and sys.stdin.isatty()
+    piped = "" if interactive or sys.stdin is None else sys.stdin.read().strip()
+    if not interactive and not piped:
+        raise ConfigError("there is no question; write one on the standard input, or chat in a terminal")
+    with _server(flags, notes) as server:
+        key = flags.api_key or api_key() or "none"
+        client = openai.OpenAI(base_url=f"{server}/v1", api_key=key, max_retries=0, timeout=_TIMEOUT_S)
+        conversation = Conversation(client, server, flags.max_tokens, documents)
+        for question in _typed(notes) if interactive else [piped]:
+            _answer(conversation, question, notes)
+    return 0
+
+
+@contextlib.contextmanager
+def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
+    """The address of the server that was named, or of one that is started."""
+    if flags.url is None:
+        server = importlib.import_module("hicache.serving.server.embedded")
+        with server.embedded(flags, lambda line: _note(notes, line)) as url:
+            yield url.removesuffix("/v1")
+    elif flags.model is not None or EngineConfig.sources_of(flags):
+        raise ConfigError("the server at --url has a model and settings of its own; leave --url or the others out")
+    else:
+        client = MetricsClient(flags.url)
+        client.read()  # it is a server of ours
+        yield client.server
+
+
+def _typed(notes: Console) -> Iterator[str]:
+    with contextlib.suppress(ImportError):
+        importlib.import_module("readline")  # with it, input() has a history
+    _note(notes, "Ctrl-D ends the chat")
+    with contextlib.suppress(EOFError):
+        while True:
+            if question := input("> ").strip():
+                yield question
+    print()
+
+
+def _answer(conversation: Conversation, question: str, notes: Console) -> None:
+    """Print the answer as it comes, and a line about its prompt."""
+    out, shown = new_console(), False
+
+    def show(part: str) -> None:
+        nonlocal shown
+        if part:
+            waiting.stop()
+            lines, shown = map(printable, part.expandtabs(4).split("\n")), True
+            out.print("\n".join(lines), end="", markup=False, highlight=False, soft_wrap=True)
+
+    try:
+        with notes.status("computing the prompt") as waiting:
+            line = conversation.ask(question, show)
+    finally:
+        if shown:
+            out.print()
+    _note(notes, line)
+
+
+def _note(notes: Console, line: str) -> None:
+    notes.print(Text(line, style="dim"))

@@ -1,0 +1,91 @@
+"""One conversation with `hicache serve`: a question at a time, the answer as it is generated."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import openai
+
+from hicache.console import read_text
+from hicache.errors import ConfigError, HiCacheError, NoServer
+
+_MIN_TIMED_TOKENS = 512  # of a prompt whose time is that of its tokens, not of everything else
+
+
+@dataclass
+class Conversation:
+    """`server`: its address, for messages. `documents`: what stands before the first question."""
+
+    client: openai.OpenAI
+    server: str
+    max_tokens: int
+    documents: str = ""
+    _messages: list[Any] = field(default_factory=list)
+    _tokens_per_s: float | None = None  # of the first prompt
+
+    def ask(self, question: str, on_text: Callable[[str], object]) -> str:
+        """Hand the answer to `on_text` as it comes; returns a line about its prompt. Raises HiCacheError."""
+        if self.documents and not self._messages:
+            question = f"{self.documents}\n\nQuestion: {question}"
+        self._messages.append({"role": "user", "content": question})
+        try:
+            text, first_token_s, usage = self._answer(on_text)
+        except openai.APIError as error:
+            raise _as_own(error, self.server) from error
+        if usage is None:
+            raise NoServer(self.server, "the answer has no end")
+        self._messages.append({"role": "assistant", "content": text})
+        cached = usage.prompt_tokens_details.model_extra["cached_tokens_details"]
+        return self._line(usage.prompt_tokens, cached, first_token_s)
+
+    def _answer(self, on_text: Callable[[str], object]) -> tuple[str, float, Any]:
+        """The text, the seconds until its first token, and the usage that the server tells."""
+        begin_s, first_token_s, text, usage = time.perf_counter(), 0.0, "", None
+        with self.client.chat.completions.create(
+            model=self.client.models.list().data[0].id,
+            messages=self._messages,
+            max_tokens=self.max_tokens,
+            stream=True,
+            stream_options={"include_usage": True},
+        ) as events:
+            for event in events:
+                first_token_s = first_token_s or time.perf_counter() - begin_s
+                usage = event.usage or usage
+                for choice in event.choices:
+                    text += (part := choice.delta.content or "")
+                    on_text(part)
+        return text, first_token_s, usage
+
+    def _line(self, prompt_tokens: int, cached: Mapping[str, int], first_token_s: float) -> str:
+        """Where the prompt's tokens came from, and the time that this saved."""
+        sources = [f"{tokens:,} from {tier}" for tier, tokens in cached.items() if tokens]
+        computed = f"{prompt_tokens - sum(cached.values()):,} computed"
+        line = f"{prompt_tokens:,} prompt tokens: {', '.join([*sources, computed])}; first token {first_token_s:.2f} s"
+        if self._tokens_per_s is None and not sources and prompt_tokens >= _MIN_TIMED_TOKENS:
+            self._tokens_per_s = prompt_tokens / first_token_s
+        elif self._tokens_per_s is not None and sources:
+            line += f", at the first prompt's speed {prompt_tokens / self._tokens_per_s:.2f} s"
+        return line
+
+
+def documents_of(files: Sequence[Path]) -> str:
+    """The files one after another, each under its name. Raises ConfigError where one is empty or no text."""
+    texts = {file: read_text(file).strip() for file in files}
+    if empty := [str(file) for file, text in texts.items() if not text]:
+        raise ConfigError(f"{empty[0]} is empty; give a file with text")
+    return "\n\n".join(f"{file.name}:\n{text}" for file, text in texts.items())
+
+
+def _as_own(error: openai.APIError, server: str) -> HiCacheError:
+    """The client library's error in words that say what would do."""
+    if isinstance(error, openai.APIConnectionError):
+        return NoServer(server, str(error.__cause__ or error))
+    if error.code == "context_length_exceeded":
+        return ConfigError(f"{error.message}; give fewer or shorter files, or begin a new chat")
+    if isinstance(error, openai.AuthenticationError):
+        return ConfigError(f"{server} wants another key; give --api-key, or set HICACHE_API_KEY")
+    return ConfigError(f"{server}: {error.message}")

@@ -1,0 +1,20 @@
+"""The flags of `hicache chat`, apart from it, so that they show without the packages that it needs."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from hicache.config.settings import Whole, as_flag
+from hicache.serving.server.flags import add_server_flags
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Add the flags of `hicache chat`: its own, and those of the server that it starts unless there is a URL."""
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="texts that the chat is about")
+    parser.add_argument("--url", metavar="URL", help="address of a running server (default: one is started here)")
+    parser.add_argument(
+        "--max-tokens", type=as_flag(Whole("a number of tokens", 1, 1 << 20)), default=256, metavar="TOKENS",
+        help="longest answer (default 256)",
+    )  # fmt: skip
+    add_server_flags(parser, port=0)

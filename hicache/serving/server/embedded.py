@@ -1,0 +1,49 @@
+"""`hicache serve` inside another command: the same server, in threads of this process."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import concurrent.futures
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import TypeAlias
+
+from hicache.errors import ConfigError
+from hicache.serving.server.command import Parts, prepared, serve
+
+_Stop: TypeAlias = Callable[[], object]
+
+
+@contextlib.contextmanager
+def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[str]:
+    """Inside, a server runs; yields its URL. To be entered before this process has threads. Raises HiCacheError.
+
+    `flags`: those of `add_server_flags`. `say`: is told of the packaged model.
+    """
+    with prepared(flags, say) as parts:
+        listening: concurrent.futures.Future[tuple[str, _Stop]] = concurrent.futures.Future()
+        thread = threading.Thread(target=_serve, args=(flags, parts, listening), name="hicache-server", daemon=True)
+        thread.start()
+        url, stop = listening.result()
+        try:
+            yield url
+        finally:
+            stop()
+            thread.join()
+
+
+def _serve(flags: argparse.Namespace, parts: Parts, listening: concurrent.futures.Future[tuple[str, _Stop]]) -> None:
+    async def until_stopped() -> None:
+        signals = asyncio.Queue[int]()
+        stop = partial(asyncio.get_running_loop().call_soon_threadsafe, signals.put_nowait, signal.SIGTERM)
+        await serve(flags, parts, signals, lambda url: listening.set_result((url, stop)))
+
+    try:
+        asyncio.run(until_stopped())
+    finally:
+        if not listening.done():
+            listening.set_exception(ConfigError("the server did not start; 'hicache serve' tells why"))

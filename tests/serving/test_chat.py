@@ -1,0 +1,168 @@
+"""`hicache chat` in terminals and pipes, against a running server and against one of its own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pty
+import re
+import select
+import signal
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cli_case import refused
+from programs import PIPE, Program, command
+from server_case import KEY, SECRET, TINY, Server
+from waiting import BOUND_S, eventually
+
+SERVER = "hicache.serving.server.command"  # a chat that starts one imports it, which takes seconds
+LINE = re.compile(r"([\d,]+) prompt tokens: (?:([\d,]+) from (\w+), )?([\d,]+) computed; first token [\d.]+ s(.*)")
+
+
+def document(path: Path, name: str) -> Path:
+    """A file of which no prompt of another test has a page."""
+    path.write_text(f"{name} {SECRET} " * 60)
+    return path
+
+
+def chat(server: Server, *arguments: object, **settings: object) -> Program:
+    environment = {**os.environ, "HICACHE_API_KEY": KEY, "TERM": "dumb", "COLUMNS": "200"}
+    return command("chat", "--url", server.root, "--max-tokens", 8, *arguments, env=environment, **settings)
+
+
+def piped(program: Program, question: str) -> tuple[str, tuple[str, ...]]:
+    """The answer, and the groups of `LINE` in the one line about it, of a chat that must succeed."""
+    with program:
+        assert program.stdin is not None
+        program.stdin.write(question)
+        answer, notes = program.communicate()
+    assert program.returncode == 0, notes
+    found = LINE.fullmatch(notes.splitlines()[-1])
+    assert found is not None, notes
+    return answer, found.groups()
+
+
+def test_a_question_through_a_pipe(server: Server, tmp_path: Path) -> None:
+    """The answer alone is on the standard output. The line tells the tokens of the prompt, a chat of the file and the
+    question; asked again, all whole pages come from the device."""
+    file = document(tmp_path / "a.txt", "pipe")
+    prompt = (
+        len(f"user\na.txt:\n{file.read_text().strip()}\n\nQuestion: Which? assistant\n") + 3
+    )  # and four special ones
+    answer, (total, *hit, computed, saved) = piped(chat(server, file, stdin=PIPE), "Which?\n")
+    assert answer.endswith("\n") and len(answer) > 1 and hit == [None, None] and saved == ""
+    assert int(total.replace(",", "")) == int(computed.replace(",", "")) == prompt
+    _, (again, cached, tier, computed, _) = piped(chat(server, file, stdin=PIPE), "Which?\n")
+    assert (again, tier, int(cached)) == (total, "device", (prompt - 1) // 64 * 64)
+    assert int(computed) == prompt - int(cached)
+
+
+@contextlib.contextmanager
+def terminal(server: Server, *arguments: object) -> Iterator[tuple[Program, int]]:
+    """A chat in a terminal of its own, and our end of that."""
+    ours, theirs = pty.openpty()
+    program = chat(server, *arguments, stdin=theirs, stdout=theirs, stderr=theirs, start_new_session=True)
+    os.close(theirs)
+    with program:
+        yield program, ours
+    os.close(ours)
+
+
+def shown_until(ours: int, pattern: str) -> str:
+    """What the terminal shows up to the pattern, which must come; an empty one is the end."""
+    shown = ""
+    with contextlib.suppress(OSError):  # the other end is closed
+        while not (pattern and re.search(pattern, shown)):
+            assert select.select([ours], [], [], BOUND_S)[0], shown
+            shown += os.read(ours, 4096).decode(errors="replace")
+        return shown
+    assert not pattern, shown
+    return shown
+
+
+def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
+    """The second prompt begins with the first and its answer, so it has the first one's pages from the device, and the
+    line tells how long the whole would have taken. Ctrl-D ends the chat with status 0."""
+    with terminal(server, document(tmp_path / "a.txt", "terminal")) as (program, ours):
+        shown_until(ours, "> ")
+        os.write(ours, b"First?\n")
+        shown = shown_until(ours, r"first token [^>]+> ")
+        first = LINE.search(shown)
+        os.write(ours, b"\n Second? \n")
+        shown = shown_until(ours, r"first token [^>]+> ")
+        second = LINE.search(shown)
+        assert first and second, shown
+        assert first[2] is None and "first prompt" not in first[5]
+        assert int(second[1].replace(",", "")) > int(first[1].replace(",", "")) and second[3] == "device"
+        assert int(second[2].replace(",", "")) >= (int(first[1].replace(",", "")) - 1) // 64 * 64
+        assert re.match(r", at the first prompt's speed [\d.]+ s", second[5])
+        os.write(ours, b"\x04")
+        shown_until(ours, "")
+        assert program.wait(BOUND_S) == 0
+
+
+@pytest.mark.parametrize("answering", [False, True])
+def test_an_interrupt_ends_the_chat(answering: bool, server: Server) -> None:
+    """Ctrl-C at the prompt and in the middle of an answer: status 130 and one line; the server goes on without it."""
+    with terminal(server, "--max-tokens", 60_000) as (program, ours):
+        shown_until(ours, "> ")
+        if answering:
+            os.write(ours, b"Endless?\n")
+            server.wait_for("hicache_requests_running", 1)
+        else:  # the prompt shows before the program waits: a signal between them is seen with the next key
+            eventually(lambda: Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
+        program.send_signal(signal.SIGINT)
+        assert shown_until(ours, "").splitlines()[-1] == "hicache: interrupted; what was stored stays"
+        assert program.wait(BOUND_S) == 130
+    server.wait_idle()
+
+
+def test_a_server_of_its_own_keeps_pages_on_disk(tmp_path: Path) -> None:
+    """A chat that starts its server leaves its prompt on the disk, where the next one finds all whole pages of it."""
+    file = document(tmp_path / "a.txt", "own")
+    flags = ("--model", "random", "--max-tokens", 4, *TINY, "--device-tokens", 8192, "--disk-path", tmp_path / "disk")
+    first, second = (
+        piped(command("chat", file, *flags, "--host-bytes", "8MiB", stdin=PIPE, module=SERVER), "Which?")[1]
+        for _ in range(2)
+    )
+    assert first[1] is None and second[2] == "disk" and first[0] == second[0]
+    assert int(second[1].replace(",", "")) == (int(first[0].replace(",", "")) - 1) // 16 * 16
+
+
+BAD = {
+    "no file": ("{tmp}/missing {url}", "Hi", "missing"),
+    "a folder": ("{tmp} {url}", "Hi", "cannot read"),
+    "an empty file": ("{tmp}/empty {url}", "Hi", "empty"),
+    "no text": ("{tmp}/bytes {url}", "Hi", "UTF-8"),
+    "no question": ("{url}", " \n", "standard input"),
+    "too long a file": ("{tmp}/long {url}", "Hi", "fewer or shorter files"),
+    "a wrong key": ("{url} --api-key wrong", "Hi", "--api-key"),
+    "a model for another's server": ("{url} --model random", "Hi", "--url"),
+    "a setting for another's server": ("{url} --host-bytes 1GiB", "Hi", "--url"),
+    "no server": ("--url 127.0.0.1:{closed}", "Hi", "hicache serve"),
+    "no model": ("--model {tmp}/missing", "Hi", "missing"),
+    "no tokens": ("{url} --max-tokens 0", "Hi", "--max-tokens"),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_what_cannot_be_asked_is_one_line(
+    case: str, server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Exit status 2, nothing on the standard output, and one line that names the culprit or what would do."""
+    arguments, question, culprit = BAD[case]
+    (tmp_path / "empty").write_text(" \n")
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe")
+    (tmp_path / "long").write_text("x" * 200_000)
+    (tmp_path / "question").write_text(question)
+    monkeypatch.setenv("HICACHE_API_KEY", KEY)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        closed = listener.getsockname()[1]
+    with (tmp_path / "question").open() as typed:
+        monkeypatch.setattr("sys.stdin", typed)
+        words = arguments.format(tmp=tmp_path, url=f"--url {server.url}", closed=closed).split()
+        assert culprit in refused(capsys, "chat", *words)
