@@ -71,7 +71,7 @@ class PageIndex:
 
     def use(self, keys: list[bytes]) -> None:
         """A request used these; the end of a prompt leaves first.
-        `hicache/host/index.py: PageIndex.use`"""
+        `hicache/host/index.py: PageIndex.touch`"""
         for key in reversed(keys):
             if key in self.pages:
                 self.pages.move_to_end(key)

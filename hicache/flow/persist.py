@@ -48,7 +48,7 @@ class Persist(Movement):
         self._backlog: deque[WriteJob] = deque()
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
-        self._waiting: dict[HostRun, CacheComponent] = {}
+        self._waiting: deque[tuple[CacheComponent, list[bytes]]] = deque()  # of each run its keys
         name = _METRICS[store]
         count, gauge = context.metrics.counter, context.metrics.gauge
         moved, took = (
@@ -65,7 +65,7 @@ class Persist(Movement):
         """Send what is on the host and not yet in the store, or let it wait for its turn."""
         for run in runs:
             if self._waiting or not self._fits(run, component):
-                self._waiting[run] = component
+                self._waiting.append((component, [*run.keys]))
             else:
                 self._send(run, component)
         self._push()
@@ -119,20 +119,16 @@ class Persist(Movement):
         return run.is_published and not run.stored & self._store and run not in self._sent
 
     def _send_waiting(self) -> None:
-        """Send what waits and is still there, as far as it fits. A division may have left a part of a run before it;
-        others before it lose nothing by coming now."""
+        """Send what waits and is still there, as far as it fits; a run may have been divided meanwhile."""
         while self._waiting:
-            run, component = next(iter(self._waiting.items()))
-            parts: list[HostRun] = []
-            at: HostRun | None = run
-            while at is not None and self._is_unstored(at):
-                parts.append(at)
-                at = at.before
-            for part in reversed(parts):
-                if not self._fits(part, component):
+            component, keys = self._waiting[0]
+            for run in component.index.runs_of(keys):
+                if self._is_unstored(run) and not self._fits(run, component):
+                    first = next(at for at, key in enumerate(keys) if key in run.keys)
+                    self._waiting[0] = component, keys[first:]
                     return
-                self._send(part, component)
-            del self._waiting[run]
+                self._send(run, component)
+            self._waiting.popleft()
 
     def _take(self, write: _Write, done: WriteDone) -> None:
         component, run, written = write.component, write.run, sum(done.ok)
