@@ -37,7 +37,7 @@ OnToken = Callable[[int], None]
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
-    `branch_points`: see `CacheRequest`.
+    `branch_points`, `expected_uses`: see `CacheRequest`.
 
     Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
     seconds after the submission, with the tokens generated so far. Requests are served in the order of their
@@ -56,6 +56,7 @@ class Request:
     namespace: str = ""
     eos_ids: frozenset[int] = frozenset()
     branch_points: tuple[int, ...] = ()
+    expected_uses: int | None = None
     priority: int = 0
     deadline_s: float | None = None
     num_logprobs: int | None = None

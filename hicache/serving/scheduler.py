@@ -213,6 +213,7 @@ class Scheduler:
                 reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
                 branch_points=req.request.branch_points,
                 max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
+                expected_uses=req.request.expected_uses,
             )
         )
         req.lease, req.kv_len = lease, lease.cached_len
@@ -351,6 +352,7 @@ class Scheduler:
 
     def _requeue(self, req: ScheduledRequest) -> None:
         """Release what a running request holds; it waits again, in its old place."""
+        req.held_lease.expected_uses = None  # it is asked for again by itself
         self._engine.release(req.held_lease)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False

@@ -58,6 +58,21 @@ def test_priority_does_not_reach_the_cache() -> None:
         assert [engine.lookup(prompt(48, seed=seed)).device > 0 for seed in (0, 3)] == [False, True]
 
 
+def test_the_prompt_of_a_session_that_ends_leaves_first() -> None:
+    """Though it came after another, and was preempted once, which is no end."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, device_tokens=160, host_bytes=0, eviction_policy="auto", max_requests=1) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        scheduler.run([Request("goes on", prompt(48, seed=0), 1)])
+        scheduler.submit(Request("ends", prompt(48, seed=1), 4, expected_uses=0))
+        scheduler.step()
+        scheduler.submit(Request("high", prompt(17, seed=2), 1, priority=1))
+        outputs = _drain(scheduler)
+        assert outputs["ends"].preemptions == 1
+        scheduler.run([Request("new", prompt(88, seed=3), 1)])
+        assert [engine.lookup(prompt(48, seed=seed)).device for seed in (0, 1)] == [44, 8]
+
+
 @pytest.mark.parametrize("limit", ["max_requests", "max_running", "device_tokens"])
 def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
     """A request that finds no row, no place or no slots preempts one of lower priority, and none of its own; the

@@ -215,6 +215,7 @@ class Frontend:
             sampling,
             namespace=body.cache_salt or "",
             eos_ids=eos_ids.union(body.stop_token_ids or ()),
+            expected_uses=body.expected_reuse,
             priority=-(body.priority or 0),
             deadline_s=left_s,
             num_logprobs=body.num_logprobs,

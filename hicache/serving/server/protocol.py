@@ -131,6 +131,7 @@ class RefusedFields(Body):
     regex: Annotated[None, only()] = None
     response_format: Annotated[None, only({"type": "text"})] = None
     structured_outputs: Annotated[None, only()] = None
+    prompt_cache_retention: Annotated[None, only("in_memory")] = None
 
 
 class IgnoredFields(Body):
@@ -140,7 +141,6 @@ class IgnoredFields(Body):
     metadata: dict[str, Any] | None = None
     safety_identifier: Text | None = None
     prompt_cache_key: Text | None = None
-    prompt_cache_retention: Text | None = None
     service_tier: Literal["auto", "default"] | None = None
 
 
@@ -172,6 +172,9 @@ class GenerationBody(RefusedFields, IgnoredFields):
     ) = None
     priority: (
         Annotated[int, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="as in vLLM: lower is earlier")] | None
+    ) = None
+    expected_reuse: (
+        Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="how often it will be asked again")] | None
     ) = None
 
     @field_validator("stream_options")
