@@ -14,6 +14,8 @@ from hicache.tree.core import RadixTree
 from hicache.tree.key import Tokens
 from hicache.tree.names import PageNames, PromptPages
 
+_MAX_KEPT = 4096
+
 
 class Prompt:
     """The whole pages of `tokens`, by index from 0, and their keys. `match`: what the tree has of it now."""
@@ -64,7 +66,7 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of requests that wait to be admitted. Owned by the scheduler thread."""
+    """The prompts of requests that wait to be admitted, of the last 4096. Owned by the scheduler thread."""
 
     def __init__(self, tree: RadixTree) -> None:
         self._tree = tree
@@ -80,6 +82,8 @@ class Prompts:
         prompt = Prompt(tree.names, whole.copy(), namespace, match)
         if request_id is not None:
             self._by_request[request_id] = prompt
+            if len(self._by_request) > _MAX_KEPT:  # a request that was refused may never be cancelled
+                del self._by_request[next(iter(self._by_request))]
         return prompt
 
     def forget(self, request_id: str) -> None:
