@@ -4,8 +4,7 @@
 
 A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
 token of every request that decodes, and chunks of prompts with the rest of the budget. Requests are served in order of
-arrival, with a lead for each level of priority. A request that gets no slots waits. If a running request gets none, the
-one to serve last is retracted: its whole pages go to the cache, its slots are free, and it waits again.
+arrival, with a lead for each level of priority. If a running request gets no slots, the one to serve last is retracted.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ _MAX_RETRIES = 1  # per request, after its prefix failed to load
 class Scheduler:
     """Serves requests through `runner` over `engine`. All methods are called on one thread.
 
-    `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, and get at
-    least one. `max_running`: the maximum number of requests that hold slots. `stall_timeout_s`: how long a request
-    waits for slots while no other request could free any; then it fails. `priority_level_s`: waiting that a level of
-    priority is worth. `clock`: seconds. The engine must be started and stays open when the scheduler is dropped.
+    `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, at least
+    one. `max_running`: the maximum number of requests that hold slots. `stall_timeout_s`: how long a request waits for
+    slots while nobody could free any; then it fails. `priority_level_s`: waiting that a level of priority is worth.
+    `clock`: seconds. The engine must be started and stays open when the scheduler is dropped.
     """
 
     def __init__(
@@ -90,9 +89,8 @@ class Scheduler:
         """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use, and
         InvalidTokens; nothing is queued then.
 
-        `on_token` is called with each generated token, in order, as it is chosen. It may submit and abort, not step.
-        Where it raises, its request ends with the error CallbackFailed and the others go on. `logprobs` gets those that
-        the request asks for, before `on_token` hears of the token; the caller may take them out.
+        `on_token` is called with each token, in order, as it is chosen. It may submit and abort, not step. Where it
+        raises, its request ends with CallbackFailed. `logprobs` gets those that the request asks for, before that.
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
@@ -212,8 +210,8 @@ class Scheduler:
                 req.request.namespace,
                 reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
                 branch_points=req.request.branch_points,
-                max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
                 expected_uses=req.request.expected_uses,
+                max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
             )
         )
         req.lease, req.kv_len = lease, lease.cached_len
@@ -320,9 +318,9 @@ class Scheduler:
     def _preempt_below(self, req: ScheduledRequest) -> bool:
         """Preempt the last of the running requests if a waiting one of higher priority comes before it."""
         last = self._running_batch.last if self._running_batch else req
-        if comes_before := req.lead_s > last.lead_s and req.rank < last.rank:
+        if before := req.lead_s > last.lead_s and req.rank < last.rank:
             self._preempt(last)
-        return comes_before
+        return before
 
     def _preempt(self, req: ScheduledRequest) -> None:
         """Return a running request to the waiting queue. Its whole pages go to the host: others take its slots."""
