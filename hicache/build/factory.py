@@ -77,7 +77,8 @@ def build_engine(
     events = EventLog() if config.kv_events else None
     others = [found for found in present.values() if found.name != FULL]
     hasher = PageHasher(namespace_digest(config, layouts), page)
-    indexes = _indexes(config, links, metrics, events)
+    has_stores = any(at is not None for at in (store, remote, config.disk, config.remote))
+    indexes = _indexes(config, links, metrics, events, has_stores=has_stores)
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
         last = tree.names.of(node)[-1:]
@@ -228,12 +229,16 @@ def _links(
 
 
 def _indexes(
-    config: EngineConfig, links: dict[Component, HostLink], metrics: Metrics, events: EventLog | None
+    config: EngineConfig,
+    links: dict[Component, HostLink],
+    metrics: Metrics,
+    events: EventLog | None,
+    *,
+    has_stores: bool,
 ) -> dict[Component, PageIndex]:
-    """The map of each component's host pages. That of full pages is counted and told of."""
+    """The map of each component's host pages. What comes and leaves of full ones is counted and told of."""
     if not config.has_host:
         return {}
-    has_stores = config.disk is not None or config.remote is not None
     watch = HostWatch(metrics, config.cache_page_size, has_stores=has_stores, events=events)
     found = {}
     for name, link in links.items():

@@ -8,7 +8,7 @@ with the pages of their nodes; those that were added later are copied on their o
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import cached_property
 from itertools import takewhile
@@ -92,10 +92,11 @@ class Backup(CopyMovement[_Copy]):
         """What the host lacks of a node that is to lose something, with which all of it may leave."""
         return self._unsaved([node])
 
-    def save(self, unsaved: Iterable[Unsaved]) -> None:
-        """Copy what leaves the device, which nobody frees before that, and wait: the last moment before an eviction."""
+    def save(self, unsaved: Sequence[Unsaved]) -> None:
+        """Copy what leaves the device, which nobody frees before that, and wait: the last moment before an eviction.
+        `unsaved`: as nodes leave, those that others follow behind them."""
         by_component: dict[Component, Unsaved] = {}
-        for component, pages, values in unsaved:
+        for component, pages, values in reversed(unsaved):
             known = by_component.setdefault(component.name, Unsaved(component, [], []))
             known.pages.extend(pages)
             known.values.extend(values)

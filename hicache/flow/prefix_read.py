@@ -2,8 +2,8 @@
 
 A read asks the stores what they hold, the disk and then the remote tier for the rest, chooses the longest prefix that
 all components can use, reserves host pages, and publishes each batch when it has come. What was published stays,
-however the read ends. Pages that were given to a reader are freed only when the reader is done: a
-stalled one returns them later.
+however the read ends. Pages that were given to a reader are freed only when the reader is done: a stalled one returns
+them later.
 
     start -> (find, in each store) -> fetch: host pages -> (read, batch by batch) -> apply: published -> end
 """
@@ -156,7 +156,8 @@ class PrefixReads:
             read.failed = read.is_short = True
             return
         for name, indices in reads.items():
-            self._queue(read, found, components[name], indices)
+            if read.is_live:
+                self._queue(read, found, components[name], indices)
 
     def end(self, read: PrefixRead) -> None:
         """All readers are done, but stalled ones: give back what did not come and what they do not have."""

@@ -148,7 +148,8 @@ class PageIndex:
     # Coming
 
     def reserve(self, new: Sequence[NewPages]) -> list[HostRun] | None:
-        """Pages to write to, for which others leave; None, and none leaves, where too many are locked.
+        """Pages to write to, for which others leave; None, and none leaves, where too many are locked. What others of
+        `new` follow comes before them.
 
         Of keys that somebody has already, `publish` keeps what comes first.
         """
@@ -171,12 +172,11 @@ class PageIndex:
                     run = HostRun(keys, [next(free) for _ in keys], pages.about, pages.place + start)
                     run.priority = pages.priority
                     self._follow(run, before)
+                    self._runs.update(dict.fromkeys((key for key in keys if key not in self._ids), run))
                     runs.append(run)
                     before, start = run, end
         finally:
             self.unlock(befores)
-        for run in runs:
-            self._runs.update(dict.fromkeys((key for key in run.keys if key not in self._ids), run))
         return runs
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> bool:

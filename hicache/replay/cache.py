@@ -276,7 +276,7 @@ class CacheSimulation:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
                 unsaved.append(NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens))
             short -= sum(released.size for released in tree.drop(node, FULL))
-        self._save(unsaved)
+        self._save(unsaved[::-1])
 
 
 def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:

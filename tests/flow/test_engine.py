@@ -179,6 +179,23 @@ def test_a_store_serves_one_model_and_tells_salts_apart(tmp_path: Path) -> None:
         build_engine(config(disk=disk_at(tmp_path), model_id="another"), FULL)
 
 
+def test_what_leaves_the_device_together_stays_together_on_the_host() -> None:
+    """Under write_back the nodes of a prompt that are evicted at once follow each other on the host, so that its end
+    leaves first there; what was saved counts as demoted."""
+    with build_engine(config(device_tokens=128, host_bytes=60 * 8 * 192, write_policy="write_back"), FULL) as engine:
+        first = prompt(1, 57)
+        serve(engine, "a", first, FULL)
+        serve(engine, "b", np.concatenate([first[:24], prompt(2, 9)]), FULL)  # divides it
+        engine.release(engine.acquire(CacheRequest("c", prompt(3, 120))))  # takes the device
+        context = engine.inspect.context
+        keys = context.tree.names.of_prompt(context.tree.match(first[:0]), first[:56])
+        runs = [context.full.index.get(key) for key in keys]
+        assert all(runs[at] is runs[at - 1] or runs[at].before is runs[at - 1] for at in range(1, 7))  # type: ignore
+        stats = engine.stats()
+        assert stats["evict.device_lost_tokens"] == 0 < stats["evict.device_demoted_tokens"]
+        settled(engine)
+
+
 def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
     """Of a full host, the prompt of the request that ended last stays, whenever it came."""
     with build_engine(config(device_tokens=512, host_bytes=15 * 8 * 192), FULL) as engine:

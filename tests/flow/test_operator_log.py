@@ -58,6 +58,18 @@ def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
     assert "prefill_tokens_per_s" in line
 
 
+def test_a_disk_that_is_too_slow_for_the_host(caplog: pytest.LogCaptureFixture) -> None:
+    """The first tokens that leave the host before the store has them are reported, of a store of the caller's too."""
+    store = TroubledStore(MemoryPageStore(1 << 30))
+    store.trouble = lambda verb: verb != "put" or 1 / 0  # it takes none
+    with build_engine(config(device_tokens=256, host_bytes=20 * PAGE_BYTES), GEOMETRY, store=store) as engine:
+        for seed in range(4):
+            serve(engine, f"r{seed}", prompt(seed))
+            engine.flush()
+        assert engine.stats()["evict.host_lost_tokens"] >= 64
+    assert len(lines(caplog, "leave the host before a store has them")) == 1
+
+
 def test_a_share_that_is_exhausted(caplog: pytest.LogCaptureFixture) -> None:
     """The first prefetch that finds the share taken is reported with the share and what it allows."""
     store = TroubledStore(MemoryPageStore(1 << 30))

@@ -155,6 +155,20 @@ def test_of_prompts_the_one_used_longest_ago_leaves_first() -> None:
     model.index.abandon(run)
 
 
+def test_pieces_that_come_together_follow_each_other() -> None:
+    """Of two pieces of one prompt the second leaves first, though it is the younger."""
+    model, keys = Model("fifo", 0), [bytes([at]) for at in range(12)]
+    runs = model.index.reserve([NewPages(keys[:5]), NewPages(keys[5:], keys[4], 5)])
+    assert runs is not None and [run.before for run in runs] == [None, runs[0]]
+    for run in runs:
+        model.index.publish(run)
+    (new,) = model.index.reserve([NewPages([bytes([99, at]) for at in range(8)])] * 1) or ()
+    more = model.index.reserve([NewPages([bytes([98, at]) for at in range(NUM_PAGES - 12)])])
+    assert model.index.held_end(keys, 0) == 4 and more is not None
+    for run in (new, *more):
+        model.index.abandon(run)
+
+
 def test_the_audit_finds_planted_faults() -> None:
     """It can fail: a lock of nobody, a page in flight of nobody, and one counted as evictable that is not."""
     model = Model("lru", 0)
