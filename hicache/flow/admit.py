@@ -136,7 +136,7 @@ class Admit:
         self, admission: Admission, located: Located, runs: dict[Component, list[HostRun]], held: ExitStack
     ) -> None:
         """The host's part in the prefix is used, and what of it is to be loaded, `runs` of each component, stays while
-        room is made on the device."""
+        slots are made available on the device."""
         end = admission.length // self._context.tree.page_size
         for component in self._context.components:
             needed = range(component.first_required(end), end)

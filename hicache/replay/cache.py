@@ -199,8 +199,8 @@ class CacheSimulation:
         return runs is not None
 
     def _admit(self, node: TreeNode, blocks: Tokens, keys: list[bytes], length: int) -> TreeNode:
-        """Make room on the device for what the prefix of `length` blocks lacks behind `node` and what follows it, and
-        load it. Returns the prefix's end, which is locked."""
+        """Make slots available for what the prefix of `length` blocks lacks behind `node` and what follows it, and load
+        it. Returns the prefix's end, which is locked."""
         tree, start = self.tree, node.depth_tokens
         tree.lock(node)
         runs: list[HostRun] = []
@@ -208,7 +208,7 @@ class CacheSimulation:
             self.host.count_use(keys[:length])
             runs = self.host.runs_of(keys[start:length])
             self.host.lock(runs)
-        self._make_room(len(blocks) - start)
+        self._make_available(len(blocks) - start)
         for at in node.path():
             at.hit_count += 1
         end, done = node, start
@@ -268,7 +268,7 @@ class CacheSimulation:
         capacity = self.settings.device_blocks
         return _UNLIMITED if capacity is None else capacity - self.tree.account(FULL).held
 
-    def _make_room(self, num_blocks: int) -> None:
+    def _make_available(self, num_blocks: int) -> None:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:

@@ -56,7 +56,7 @@ log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
-class Parts:
+class ServerContext:
     """What is served: the model, the engine that is built for it, its names, the key that clients must send, what
     records, what tokenizes long prompts, and the port, which is bound."""
 
@@ -73,12 +73,12 @@ class Parts:
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    with logs.json_lines(), prepared(flags, log.info) as parts:
-        return asyncio.run(_until_signalled(flags, parts))
+    with logs.json_lines(), prepared(flags, log.info) as context:
+        return asyncio.run(_until_signalled(flags, context))
 
 
 @contextlib.contextmanager
-def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[Parts]:
+def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[ServerContext]:
     """What the flags ask for, loaded and built. `say` is told of the packaged model. Raises HiCacheError."""
     key = _checked_key(flags.api_key)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
@@ -94,7 +94,7 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
             config = engine_config(flags, loaded, geometry, basis)
             engine, length = build_engine(config, geometry), max_len(config, loaded)
             with _recording(flags.record, engine) as recorder:
-                yield Parts(loaded, geometry, engine, length, names, key, recorder, tokenizers, listener)
+                yield ServerContext(loaded, geometry, engine, length, names, key, recorder, tokenizers, listener)
 
 
 @contextlib.contextmanager
@@ -142,30 +142,30 @@ def _tokenizer_alone(choice: ModelChoice, listener: socket.socket) -> Tokenizer:
     return ByteTokenizer() if choice.path is None else local_tokenizer(choice.path)
 
 
-async def _until_signalled(flags: argparse.Namespace, parts: Parts) -> int:
+async def _until_signalled(flags: argparse.Namespace, context: ServerContext) -> int:
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    name = ", ".join(parts.names)
-    return await serve(flags, parts, signals, lambda url: print(f"hicache: serving {name} on {url}", flush=True))
+    name = ", ".join(context.names)
+    return await serve(flags, context, signals, lambda url: print(f"hicache: serving {name} on {url}", flush=True))
 
 
 async def serve(
-    flags: argparse.Namespace, parts: Parts, signals: asyncio.Queue[int], on_listening: Callable[[str], None]
+    flags: argparse.Namespace, context: ServerContext, signals: asyncio.Queue[int], on_listening: Callable[[str], None]
 ) -> int:
     """Serve until a signal comes, and a second one for requests that still run. `on_listening`: is told the URL once
     clients can connect. Returns the exit status."""
     loop = asyncio.get_running_loop()
-    loaded, engine = parts.loaded, parts.engine
+    loaded, engine = context.loaded, context.engine
     model = ServedModel(
-        names=parts.names,
+        names=context.names,
         tokenizer=loaded.tokenizer,
         vocab_size=int(loaded.model.config.get_text_config().vocab_size),
-        max_len=parts.max_len,
+        max_len=context.max_len,
         eos_ids=loaded.eos_ids,
         sampling=loaded.sampling,
     )
-    runner = ModelRunner(loaded.model, engine, parts.geometry, attention=flags.attention, compiled=flags.compile)
+    runner = ModelRunner(loaded.model, engine, context.geometry, attention=flags.attention, compiled=flags.compile)
     scheduler = Scheduler(
         engine,
         runner,
@@ -175,13 +175,13 @@ async def serve(
     )
     thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
-    frontend = Frontend(model, limits, thread, engine.describe(), parts.recorder)
+    frontend = Frontend(model, limits, thread, engine.describe(), context.recorder)
     encoder = PromptEncoder(model.tokenizer, PromptLimits(model.max_len, limits.max_open, model.vocab_size))
-    workers = PromptWorkers(encoder, parts.tokenizers)
+    workers = PromptWorkers(encoder, context.tokenizers)
     max_body_bytes = flags.max_body_bytes or min(
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )
-    app = create_app(frontend, workers, AppSettings(parts.api_key, max_body_bytes))
+    app = create_app(frontend, workers, AppSettings(context.api_key, max_body_bytes))
     max_connections, backlog = bounds_by_descriptors(flags.max_connections)
     connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S)
     server = _Server(
@@ -199,7 +199,7 @@ async def serve(
     )
     thread.start(lambda events: _on_loop(loop, frontend, events))
     try:
-        return await _until_stopped(server, parts, frontend, thread, flags.grace_s, signals, on_listening)
+        return await _until_stopped(server, context, frontend, thread, flags.grace_s, signals, on_listening)
     finally:
         workers.close()
 
@@ -219,7 +219,7 @@ def _on_loop(loop: asyncio.AbstractEventLoop, frontend: Frontend, events: Sequen
 
 async def _until_stopped(
     server: _Server,
-    parts: Parts,
+    context: ServerContext,
     frontend: Frontend,
     thread: EngineThread,
     grace_s: float,
@@ -230,14 +230,14 @@ async def _until_stopped(
 
     A second signal, or the end of the grace period, ends the open requests. Returns the exit status.
     """
-    listener = parts.listener
+    listener = context.listener
     serving = asyncio.create_task(server.serve([listener]))
     await _any(serving, server.listening.wait())
     if not serving.done():
         url = _url(listener)
-        if not parts.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
+        if not context.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
-        log.info("listening", extra={"fields": {"url": url, "model": ", ".join(parts.names)}})
+        log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
         on_listening(url)
         await _any(serving, signals.get())
     log.info("stopping", extra={"fields": {"grace_s": grace_s}})

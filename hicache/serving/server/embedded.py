@@ -13,7 +13,7 @@ from functools import partial
 from typing import TypeAlias
 
 from hicache.errors import ConfigError
-from hicache.serving.server.command import Parts, prepared, serve
+from hicache.serving.server.command import ServerContext, prepared, serve
 
 _Stop: TypeAlias = Callable[[], object]
 
@@ -24,9 +24,9 @@ def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
 
     `flags`: those of `add_server_flags`. `say`: is told of the packaged model.
     """
-    with prepared(flags, say) as parts:
+    with prepared(flags, say) as context:
         listening: concurrent.futures.Future[tuple[str, _Stop]] = concurrent.futures.Future()
-        thread = threading.Thread(target=_serve, args=(flags, parts, listening), name="hicache-server", daemon=True)
+        thread = threading.Thread(target=_serve, args=(flags, context, listening), name="hicache-server", daemon=True)
         thread.start()
         url, stop = listening.result()
         try:
@@ -36,11 +36,13 @@ def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
             thread.join()
 
 
-def _serve(flags: argparse.Namespace, parts: Parts, listening: concurrent.futures.Future[tuple[str, _Stop]]) -> None:
+def _serve(
+    flags: argparse.Namespace, context: ServerContext, listening: concurrent.futures.Future[tuple[str, _Stop]]
+) -> None:
     async def until_stopped() -> None:
         signals = asyncio.Queue[int]()
         stop = partial(asyncio.get_running_loop().call_soon_threadsafe, signals.put_nowait, signal.SIGTERM)
-        await serve(flags, parts, signals, lambda url: listening.set_result((url, stop)))
+        await serve(flags, context, signals, lambda url: listening.set_result((url, stop)))
 
     try:
         asyncio.run(until_stopped())
