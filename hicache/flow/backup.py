@@ -209,8 +209,8 @@ class Backup(CopyMovement[_Copy]):
             component.host.end_read(pages_of(runs))
             if confirmed:
                 # The last first: the beginning of a prompt is the more recent.
-                came = [run for run in reversed(runs) if component.index.publish(run)]
-                arrived.append((component, came[::-1]))
+                came = [component.index.publish(run) for run in reversed(runs)]
+                arrived.append((component, [run for published in reversed(came) for run in published]))
             else:
                 for run in reversed(runs):
                     component.index.abandon(run)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import torch
 
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun
+from hicache.host import RunPart
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
 from hicache.tree.node import NodeRun, TreeNode
@@ -46,21 +46,22 @@ class JointOp:
 
 
 class Load:
-    """A load in flight for the prefix of `prompt` that ends with `node`. `runs` follow the nodes that it brings to the
-    tree.
+    """A load in flight of `parts` of the host, for the prefix of `prompt` that ends with `node`. `runs` follow the
+    nodes that it brings to the tree.
 
     `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
     them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `reading`: the host
-    pages it reads, `locked`: their runs; `load_ids`: its number in the layer counter, `orphan_states`: values, by
+    pages it reads; `load_ids`: its number in the layer counter, `orphan_states`: values, by
     component, that left a lease or the tree before the load had written to them.
     """
 
-    def __init__(self, node: TreeNode, prompt: Prompt, depends_on: Sequence[Load]) -> None:
-        self.node, self.prompt, self.depends_on = node, prompt, tuple(depends_on)
+    def __init__(
+        self, node: TreeNode, prompt: Prompt, parts: Mapping[Component, Sequence[RunPart]], depends_on: Sequence[Load]
+    ) -> None:
+        self.node, self.prompt, self.parts, self.depends_on = node, prompt, parts, tuple(depends_on)
         self.runs: dict[Component, NodeRun] = {}
         self.load_ids: dict[Component, int] = {}
         self.reading: dict[Component, torch.Tensor] = {}
-        self.locked: dict[Component, list[HostRun]] = {}
         self.ops: list[TransferOp] = []
         self.readers = 0
         self.completed = self.abandoned = False

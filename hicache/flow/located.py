@@ -5,14 +5,15 @@ One loop says how far a prefix can be used: `last_end`.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from bisect import bisect_left
+from collections.abc import Sequence
 from functools import cached_property
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.components.base import PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun
+from hicache.host import RunPart, end_of, within
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.node import TreeNode
@@ -34,9 +35,14 @@ class Located:
         self._on_device = {at.name: self._device_pages(at) for at in context.components[1:]}
 
     @cached_property
+    def host(self) -> list[RunPart]:
+        """Full pages on the host, those included that the device has too."""
+        return self.context.full.index.parts(self.prompt.keys)
+
+    @cached_property
     def host_end(self) -> int:
-        full = self.context.full
-        return full.index.held_end(self.prompt.keys, self.device_end) if full.has_host else self.device_end
+        first = bisect_left(self.host, self.device_end, key=lambda part: part.end)
+        return end_of(self.host[first:], self.device_end)
 
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
@@ -55,9 +61,12 @@ class Located:
         key = self.prompt.key(component.name, index)
         return self.on_device(component, index) or component.index.is_coming(key)
 
-    def runs(self, component: CacheComponent, indices: Iterable[int]) -> list[HostRun]:
-        """The runs of the host that hold these pages."""
-        return component.index.runs_of(self.prompt.keys_of(component.name, indices))
+    def parts(self, component: CacheComponent, indices: Sequence[int]) -> list[RunPart]:
+        """Of these pages, ascending, those on the host: where they are."""
+        if component.name == FULL:
+            return within(self.host, indices)
+        parts = component.index.parts(self.prompt.keys_of(component.name, indices))
+        return [RunPart(at.run, at.skipped, indices[at.start], indices[at.end - 1] + 1) for at in parts]
 
     def last_end(self, limit: int, floor: int, has: PageTest) -> int:
         """The pages of the longest prefix of at most `limit` that all components can use; `floor` where none longer

@@ -141,8 +141,7 @@ class Persist(Movement):
             if done.removed:
                 events.removed(done.removed, "DISK")
             if component.name == FULL:
-                for pages, which in told_of(run, done.ok):
-                    events.stored(pages, "DISK", which)
+                events.stored(told_of(run), "DISK", done.ok)
         component.host.end_read(write.pages)
         run.stored = run.stored | self._store if all(done.ok) else run.stored & ~self._store
         self._sent.remove(run)

@@ -12,16 +12,16 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import groupby
 from typing import TypeAlias
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.read_state import Batch, PrefixRead
-from hicache.flow.store_prefix import Found, StorePrefix
+from hicache.flow.store_prefix import StorePrefix
 from hicache.flow.told import told_of
 from hicache.host import HostRun, pages_of
 from hicache.metrics import Histogram
@@ -75,9 +75,10 @@ class PrefixReads:
         """
         located, locked = prefix.located, dict[Component, list[HostRun]]()
         for component in self._context.components:
-            first = component.first_required(prefix.num_usable)
-            locked[component.name] = located.runs(component, range(first, prefix.num_usable))
-        locked[FULL] = located.runs(self._context.full, range(located.device_end, located.host_end))
+            pages = range(component.first_required(prefix.num_usable), prefix.num_usable)
+            if component.name == FULL:
+                pages = range(located.device_end, located.host_end)
+            locked[component.name] = [part.run for part in located.parts(component, pages)]
         ends = (prefix.start, prefix.num_pages, prefix.num_pages)
         read = PrefixRead(next(self._ids), prefix, locked, is_urgent, until_s, *ends, prefix.nothing)
         with ExitStack() as undo:
@@ -146,18 +147,20 @@ class PrefixReads:
         assert read.found is not None
         if read.cancelled.is_set():
             return
-        prefix, components, found = read.prefix, self._context.by_name, read.found
+        prefix, found = read.prefix, read.found
         num_pages = min(len(found.pages), max_pages, self._context.full.index.capacity)
         if num_pages < len(found.pages):
             read.end = prefix.usable_end(found, num_pages)
             read.is_short = read.end < read.found_end
-        reads = prefix.to_read(read.end, found)
-        if any(len(indices) > components[name].index.capacity for name, indices in reads.items()):
+        reads, needed = prefix.to_read(read.end, found), Counter[CacheComponent]()
+        for component, _, indices in reads:
+            needed[component] += len(indices)
+        if any(num_pages > component.index.capacity for component, num_pages in needed.items()):
             read.failed = read.is_short = True
             return
-        for name, indices in reads.items():
+        for component, store, indices in reads:
             if read.is_live:
-                self._queue(read, found, components[name], indices)
+                self._queue(read, component, store, indices)
 
     def end(self, read: PrefixRead) -> None:
         """All readers are done, but stalled ones: give back what did not come and what they do not have."""
@@ -201,58 +204,56 @@ class PrefixReads:
         read.end = read.found_end = read.prefix.usable_end(read.found, len(read.found.pages))
         return True
 
-    def _queue(self, read: PrefixRead, found: Found, component: CacheComponent, indices: list[int]) -> None:
-        """Reserve host pages and queue reads of them, those of one store after those of the other."""
-        start, prompt = 0, read.prefix.prompt
-        for store, group in groupby(indices, lambda index: read.prefix.store_of(found, component, index)):
-            end = start + len(list(group))
-            for part in self._parts(store, start, end, component.host.page_bytes):
-                runs = component.index.reserve(prompt.new_pages(component.name, indices[part]))
-                if runs is None:  # what it has reserved keeps others' pages from leaving
-                    read.failed = read.is_short = True
-                    self.stop(read)
-                    return
-                for run in runs:
-                    run.source = store
-                component.host.begin_read(pages_of(runs))
-                self._num_pages[component.name] += len(indices[part])
-                read.batches.append(Batch(store, component, indices[part], runs))
-                if not self._submit(read, store, len(read.batches) - 1):
-                    return
-            start = end
+    def _queue(self, read: PrefixRead, component: CacheComponent, store: Store, indices: list[int]) -> None:
+        """Reserve host pages and queue reads of them."""
+        for job in self._jobs(store, len(indices), component.host.page_bytes):
+            of_job = indices[job]
+            runs = component.index.reserve(read.prefix.prompt.new_pages(component.name, of_job))
+            if runs is None:  # what it has reserved keeps others' pages from leaving
+                read.failed = read.is_short = True
+                self.stop(read)
+                return
+            for run in runs:
+                run.source = store
+            batch = Batch(store, component, of_job, runs, pages_of(runs))
+            component.host.begin_read(batch.pages)
+            self._num_pages[component.name] += len(of_job)
+            read.batches.append(batch)
+            if not self._submit(read, len(read.batches) - 1):
+                return
 
-    def _submit(self, read: PrefixRead, store: Store, number: int) -> bool:
-        """Queue one job, of batch `number`; False where the readers' queue is full."""
+    def _submit(self, read: PrefixRead, number: int) -> bool:
+        """Queue the job of batch `number`; False where the readers' queue is full."""
         queue_class, batch = (
             ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
             read.batches[number],
         )
-        keys, views = (
-            tuple(key for run in batch.runs for key in run.keys),
-            batch.component.host.views(pages_of(batch.runs)),
-        )
+        component, store = batch.component, batch.store
+        keys = tuple(read.prefix.prompt.keys_of(component.name, batch.indices))
+        views = component.host.views(batch.pages)
         job = ReadJob(read.number, number, keys, views, read.cancelled, read.until_s, queue_class)
         if not self._context.stores[store].reads.submit(job):
             self._refused.value += 1
             read.is_short, batch.ok = True, ()
             return False
         read.outstanding += 1
-        if batch.component.name != FULL:
-            num_bytes = len(batch.indices) * batch.component.host.page_bytes
+        if component.name != FULL:
+            num_bytes = len(batch.indices) * component.host.page_bytes
             read.other_bytes[store] = read.other_bytes.get(store, 0) + num_bytes
         return True
 
-    def _parts(self, store: Store, start: int, end: int, page_bytes: int) -> Iterator[slice]:
-        """The pages of each job, of [start, end)."""
+    def _jobs(self, store: Store, num_pages: int, page_bytes: int) -> Iterator[slice]:
+        """The pages of each job, of `num_pages`."""
         tier = self._context.stores[store]
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         num_gauges = tier.num_readers if job_s is None else 0
         gauge_pages = min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes))
         job_pages = max(1, int(tier.job_pages * min(1.0, _MAX_JOB_S / (job_s or _MAX_JOB_S))))
-        while start < end:
-            part_end = min(end, start + (gauge_pages if num_gauges > 0 else job_pages))
-            yield slice(start, part_end)
-            start, num_gauges = part_end, num_gauges - 1
+        start = 0
+        while start < num_pages:
+            end = min(num_pages, start + (gauge_pages if num_gauges > 0 else job_pages))
+            yield slice(start, end)
+            start, num_gauges = end, num_gauges - 1
 
     def _advance(self, read: PrefixRead) -> None:
         """How far the full pages have come without a gap. What follows a gap is of no use to the request."""
@@ -273,25 +274,24 @@ class PrefixReads:
     def _publish(self, batch: Batch) -> None:
         """The pages of a batch that came are there from now on."""
         component, start, events = batch.component, 0, self._context.tree.events
-        component.host.end_read(pages_of(batch.runs))
+        component.host.end_read(batch.pages)
+        self._num_pages[component.name] -= len(batch.pages)
+        ok = [*(batch.ok or ())] + [False] * (len(batch.pages) - len(batch.ok or ()))
         runs, batch.runs = batch.runs, []
         for run in runs:
-            num_pages, ok = len(run.keys), batch.ok or ()
-            self._num_pages[component.name] -= num_pages
-            came = [i < len(ok) and ok[i] for i in range(start, start + num_pages)]
-            start += num_pages
-            if component.index.publish(run, came):
-                run.stored |= batch.store
+            end = start + len(run.keys)
+            came, start = ok[start:end], end
+            for published in component.index.publish(run, came):
+                published.stored |= batch.store
                 if component.name == FULL:
-                    self._landed.value += len(run.keys) * self._context.tree.page_size
+                    self._landed.value += len(published.keys) * self._context.tree.page_size
                     if events is not None and batch.store is DISK:
-                        for pages, _ in told_of(run):
-                            events.found_on_disk(pages)
+                        events.found_on_disk(told_of(published))
 
     def _free(self, batch: Batch | None) -> None:
         """Give back what was reserved for a batch that did not come."""
-        if batch is not None:
-            batch.component.host.end_read(pages_of(batch.runs))
+        if batch is not None and batch.runs:
+            batch.component.host.end_read(batch.pages)
             for run in reversed(batch.runs):
                 self._num_pages[batch.component.name] -= len(run.keys)
                 batch.component.index.abandon(run)

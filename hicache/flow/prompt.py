@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from hicache.host import NewPages
+from hicache.host import NewPages, spans
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.core import RadixTree
@@ -35,21 +35,22 @@ class Prompt:
             self._of_component[component, index] = found
         return found
 
-    def keys_of(self, component: Component, indices: Iterable[int]) -> list[bytes]:
-        if component == FULL:
-            return [self.keys[index] for index in indices]
-        return [self.key(component, index) for index in indices]
+    def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
+        if component != FULL:
+            return [self.key(component, index) for index in indices]
+        if isinstance(indices, range) and indices.step == 1:
+            return self.keys[indices.start : max(indices.start, indices.stop)]
+        return [self.keys[index] for index in indices]
 
     def new_pages(self, component: Component, indices: Sequence[int]) -> list[NewPages]:
         """These pages, ascending, in pieces without a gap, to be reserved on the host."""
-        found, start = list[NewPages](), 0
-        for end in range(1, len(indices) + 1):
-            if end == len(indices) or indices[end] != indices[end - 1] + 1:
-                first = indices[start]
-                keys = self.keys_of(component, indices[start:end])
-                before = self.keys[first - 1] if component == FULL and first else None
-                found.append(NewPages(keys, before, first, self.told() if component == FULL else None, first))
-                start = end
+        found = list[NewPages]()
+        for start, end in spans(indices):
+            keys = self.keys_of(component, range(start, end))
+            if component == FULL:
+                found.append(NewPages(keys, self.keys[start - 1] if start else None, start, self.told(), start))
+            else:
+                found.append(NewPages(keys, None, start))
         return found
 
     def told(self) -> PromptPages:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+import torch
+
 from hicache.flow.components import CacheComponent
 from hicache.flow.store_prefix import Found, StorePrefix
 from hicache.host import HostRun
@@ -13,13 +15,14 @@ from hicache.tiers import Component, Store
 
 @dataclass
 class Batch:
-    """Pages of a component that one job reads from a store: `indices` in the prompt, and the `runs` of host pages that
-    were reserved for them. `ok`: which came; None: not known."""
+    """Pages of a component that one job reads from a store: `indices` in the prompt, and the host pages that were
+    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known."""
 
     store: Store
     component: CacheComponent
     indices: list[int]
     runs: list[HostRun]
+    pages: torch.Tensor
     ok: tuple[bool, ...] | None = None
 
 

@@ -6,10 +6,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.located import Located
-from hicache.tiers import FULL, Component, Store
+from hicache.tiers import FULL, Store
 
 
 @dataclass(frozen=True)
@@ -90,22 +92,22 @@ class StorePrefix:
 
         return self.located.last_end(limit, min(limit, self.num_usable), has)
 
-    def to_read(self, end: int, found: Found) -> dict[Component, list[int]]:
-        """The pages to be read for a prefix of `end` pages, as `usable_end` gave it, by component."""
-        reads = {FULL: [index for index in self.missing if index < end]}
+    def to_read(self, end: int, found: Found) -> list[tuple[CacheComponent, Store, list[int]]]:
+        """The pages to be read for a prefix of `end` pages, as `usable_end` gave it: full ones first, and of a
+        component those of one store together."""
+        num_full = bisect_left(self.missing, end)
+        wanted: list[tuple[CacheComponent, list[int], list[Store | None]]]
+        wanted = [(self.located.context.full, self.missing[:num_full], [*found.pages[:num_full]])]
         for component in self._others if end > self.num_usable else ():
             first = min(component.first_required(end), end - 1)  # the last page of what is optional
-            wanted = [index for index in range(first, end) if not self.located.coming(component, index)]
-            reads[component.name] = [at for at in wanted if self._store_of(found, component, at) is not None]
-        return reads
-
-    def store_of(self, found: Found, component: CacheComponent, index: int) -> Store:
-        """Where page `index` of the prompt is read from, one of `to_read`."""
-        if component.name == FULL:
-            return found.pages[bisect_left(self.missing, index)]
-        store = self._store_of(found, component, index)
-        assert store is not None
-        return store
+            pages = [index for index in range(first, end) if not self.located.coming(component, index)]
+            wanted.append((component, pages, [self._store_of(found, component, index) for index in pages]))
+        return [
+            (component, store, [index for index, _ in group])
+            for component, pages, stores in wanted
+            for store, group in groupby(zip(pages, stores, strict=True), key=itemgetter(1))
+            if store is not None
+        ]
 
     def _store_of(self, found: Found, component: CacheComponent, index: int) -> Store | None:
         if index < self.num_usable or not found.others:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from hicache.host import HostRun
 from hicache.metrics import Metrics
@@ -13,16 +13,10 @@ from hicache.tree.names import PromptPages
 log = logging.getLogger(__name__)
 
 
-def told_of(run: HostRun, which: Sequence[bool] | None = None) -> Iterator[tuple[PromptPages, list[bool]]]:
-    """The pages of a run of full pages, those for which `which` is true (None: all), in pieces that follow each
-    other."""
+def told_of(run: HostRun) -> PromptPages:
+    """The pages of a run of full pages."""
     about: PromptPages = run.about
-    start = 0
-    for end in range(1, len(run.places) + 1):
-        if end == len(run.places) or run.places[end] != run.places[end - 1] + 1:
-            pages = about.part(run.places[start], run.places[end - 1] + 1)
-            yield pages, [True] * (end - start) if which is None else list(which[start:end])
-            start = end
+    return about.part(run.place, run.place + len(run.keys))
 
 
 class HostWatch:
@@ -40,8 +34,7 @@ class HostWatch:
 
     def came(self, run: HostRun) -> None:
         if self._events is not None:
-            for pages, which in told_of(run):
-                self._events.stored(pages, "CPU", which)
+            self._events.stored(told_of(run), "CPU")
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
         if self._has_stores and not run.stored and not self._lost.value:

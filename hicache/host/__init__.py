@@ -3,7 +3,7 @@
 from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
-from hicache.host.run import HostRun, NewPages, pages_of
+from hicache.host.run import HostRun, NewPages, RunPart, end_of, ids_of, pages_of, spans, used_alike, within
 
 __all__ = [
     "CudaRegistry",
@@ -13,6 +13,12 @@ __all__ = [
     "PageIndex",
     "PinnedArena",
     "PinnedRows",
+    "RunPart",
     "allocate_pinned",
+    "end_of",
+    "ids_of",
     "pages_of",
+    "spans",
+    "used_alike",
+    "within",
 ]

@@ -196,9 +196,9 @@ class CacheComponent(ABC):
         return [index for index in range(self.first_required(end), end) if not pages.on_device(self, index)]
 
     @abstractmethod
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Enter what `load` brings, `pages_to_load`, into the tree behind `load.node`, or into the lease; returns the
-        slots or states that it writes to, in that order.
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """Enter what `load` brings, its `parts` of this component, `pages_to_load`, into the tree behind `load.node`,
+        or into the lease; returns the slots or states that it writes to, in that order.
 
         `slots`: those of the tokens that the load brings, from the first on.
         """

@@ -15,6 +15,7 @@ from hicache.errors import PromptTooLong
 from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.load import Load
+from hicache.host import used_alike
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
@@ -92,14 +93,13 @@ class FullAttention(CacheComponent):
     def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
         return range(min(pages.device_end, end), end)
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Nodes behind `load.node`, which matches see from now on."""
-        page, prompt = self.page_size, load.prompt
-        start, end = pages[0] * page, (pages[-1] + 1) * page
+        page, prompt, parts = self.page_size, load.prompt, load.parts[FULL]
+        start = at = parts[0].start * page
         nodes, node = list[TreeNode](), load.node
         with ExitStack() as undo:
-            at = start
-            for last_page, hit_count in self.index.used_alike(prompt.keys, pages[0], pages[-1] + 1):
+            for last_page, hit_count in used_alike(parts):
                 tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
                 inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
                 undo.callback(self.tree.withdraw, inserted, ())
@@ -111,7 +111,7 @@ class FullAttention(CacheComponent):
             load.runs[FULL] = NodeRun(nodes, FULL)
             undo.pop_all()
         load.node = node
-        return slots[: end - start]
+        return slots[: at - start]
 
     def fail_load(self, load: Load) -> None:
         """Its slots stay out of use as long as anyone reads them."""

@@ -85,7 +85,7 @@ class RecurrentState(CacheComponent):
     def first_required(self, end: int) -> int:
         return max(0, end - 1)
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Straight to the request's own state: nobody else can use it while it advances."""
         lease.state_load = load
         return _running(lease)

@@ -122,10 +122,11 @@ class SlidingWindow(CacheComponent):
     def first_required(self, end: int) -> int:
         return max(0, end * self.page_size - self.rules.window) // self.page_size
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         self.trim(load.node)
         nodes = [node for node in reversed(self.rules.required_nodes(load.node)) if not node.holds(SWA)]
-        assert sum(node.num_tokens for node in nodes) == len(pages) * self.page_size, "nodes end where windows begin"
+        num_pages = sum(part.end - part.start for part in load.parts[SWA])
+        assert sum(node.num_tokens for node in nodes) == num_pages * self.page_size, "nodes end where windows begin"
         load.runs[SWA] = NodeRun(nodes, SWA)
         joint = joined([node.held(FULL) for node in nodes])
         self.take(joint)

@@ -86,7 +86,7 @@ class LastHidden(CacheComponent):
         has_row = bool(self._free) or self.tree.evictable(self.name) > 0
         return [end - 1] if wanted and has_row and self.counter.can_begin() else []
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """To the tree, where the lease and later requests read it."""
         row = self._take()
         self.tree.attach(load.node, self.name, row)
