@@ -153,7 +153,7 @@ class TinyEngine:
         self.backup(lease.node)
 
     def share(self, lease: Lease, start: int) -> None:
-        """The lease's page at `start` becomes the tree's. `hicache/tree/share.py: share`"""
+        """The lease's page at `start` becomes the tree's. `hicache/tree/core.py: RadixTree.insert`"""
         key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
         node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
         if node.slots is not ours:  # another request was first: its slots are used, and ours are free

@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation("hicache/tree/core.py", "self.account(FULL).order.update(parent.full)", "pass", TREE),
     Mutation("hicache/tree/accounts.py", "above.locks = 0 if component.at_node_end else below.locks",
              "above.locks = 0", TREE),
-    Mutation("hicache/tree/share.py", "if inserted.accepted_len < len(tokens) or not", "if not", TREE),
+    Mutation("hicache/tree/core.py", "donated is not None and pos == len(tokens)", "donated is not None", TREE),
     Mutation("hicache/tree/components/mamba.py", "return node.holds(MAMBA) and length == node.num_tokens",
              "return node.holds(MAMBA)", TREE),
     Mutation("hicache/tree/components/swa.py", "+ length if held else 0", "+ length if held else self._run_len", TREE),

@@ -102,8 +102,8 @@ class FullAttention(CacheComponent):
             for last_page, hit_count in used_alike(parts):
                 tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
                 inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
-                undo.callback(self.tree.withdraw, inserted, ())
-                assert inserted.gained and not inserted.duplicates, "the tree had what was to be loaded"
+                undo.callback(self.tree.withdraw, inserted)
+                assert inserted.gained and not len(inserted.held), "the tree had what was to be loaded"
                 nodes += inserted.gained
                 at, node = last_page * page, inserted.node
             for new in nodes:
