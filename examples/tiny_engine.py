@@ -193,7 +193,7 @@ class TinyEngine:
 
     def evict(self, num_slots: int) -> None:
         """Until so many are free, the leaf used longest ago leaves; an engine's order knows which that is.
-        `hicache/flow/device_eviction.py: DeviceEviction.make_available`"""
+        `hicache/flow/backup.py: DeviceEviction.make_available`"""
         while len(self.free) < num_slots:
             victim = min((node for node in self.evictable() if not node.children), key=lambda node: node.last_use)
             assert victim.parent is not None

@@ -65,7 +65,7 @@ MUTATIONS = (
     Mutation("hicache/tree/components/full.py", "return not node.children", "return True", TREE),
     Mutation("hicache/host/index.py", "if num_pages > self.capacity:",
              "if not num_pages:", "tests/flow"),
-    Mutation("hicache/flow/device_eviction.py", "                self._backup.save(unsaved)\n",
+    Mutation("hicache/flow/backup.py", "                self._backup.save(unsaved)\n",
              "                pass\n", "tests/flow"),
     # Transfer
     Mutation("hicache/transfer/plan.py", "skip = max(0, start - position)", "skip = 0", TRANSFER),

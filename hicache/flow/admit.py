@@ -21,10 +21,9 @@ from hicache.errors import (
     ResourceExhausted,
     TransferBusy,
 )
-from hicache.flow.backup import Backup
+from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
-from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
@@ -143,8 +142,9 @@ class Admit:
         are made available on the device."""
         end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
         for component in self._context.components:
-            needed = located.parts(component, range(component.first_required(end), end))
-            used, pages = component.index.count_use(needed), admission.to_load.get(component.name)
+            pages = admission.to_load.get(component.name)
+            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
+            used = component.index.count_use(located.parts(component, range(first, end)))
             if pages:
                 parts[component.name] = within(used, pages)
                 runs = [part.run for part in parts[component.name]]

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
-from hicache.flow.backup import Backup
-from hicache.flow.components import CacheComponent, SlidingWindow
+from hicache.flow.backup import Backup, DeviceEviction
+from hicache.flow.components import CacheComponent, RecurrentState, SlidingWindow
 from hicache.flow.context import EngineContext
-from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import Lease
 from hicache.flow.located import path_keys
 from hicache.flow.persist import Persist
@@ -63,17 +63,9 @@ class Commit:
     def track(self, leases: Sequence[Lease]) -> None:
         """See `CacheEngine.track`."""
         for component in self._context.components:
-            ready: list[Lease] = []
-            for lease in component.due_to_track(leases):
-                need = component.needed_to_track(lease)
-                if not need or self._eviction.make_available(component, need):
-                    if need:
-                        component.prepare_to_track(lease)
-                    ready.append(lease)
-                else:
-                    self._skipped_states.value += 1
-            if ready:
-                component.track(ready)
+            if isinstance(component, RecurrentState):
+                make_available = partial(self._eviction.make_available, component)
+                self._skipped_states.value += component.track(leases, make_available)
 
     def release(self, lease: Lease) -> None:
         """See `CacheEngine.release`."""

@@ -15,10 +15,10 @@ from contextlib import ExitStack
 
 import torch
 
-from hicache.flow.completion import Movement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.told import told_of
+from hicache.flow.movement import Movement
+from hicache.flow.prompt import told_of
 from hicache.host import HostRun, pages_of
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store

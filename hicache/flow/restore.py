@@ -12,12 +12,11 @@ from contextlib import ExitStack
 import torch
 
 from hicache.errors import TransferError
-from hicache.flow.completion import CopyMovement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions
 from hicache.flow.lease import Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
 from hicache.host import HostRun, RunPart, ids_of
 from hicache.tiers import FULL, Component

@@ -12,9 +12,9 @@ from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import PromptTooLong
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, InMemory, account_violations
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.host import used_alike
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL
@@ -29,20 +29,18 @@ class FullAttention(CacheComponent):
     def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
         return FullComponent()
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(base, rules, link)
-        self.allocator = allocator = base.allocator
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, rules, link)
+        self.allocator = allocator = parts.allocator
         # The full slots alone, where window slots are mapped to them.
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
-        self._demoted, self._lost = (
-            base.metrics.counter(f"evict.device_{outcome}_tokens", help, "evict_tokens", tier="device", outcome=outcome)
-            for outcome, help in (
-                ("demoted", "tokens evicted from the device that the host holds"),
-                ("lost", "tokens evicted from the device that the host does not hold"),
-            )
-        )
+        count, labels = parts.metrics.counter, {"family": "evict_tokens", "tier": "device"}
+        demoted, lost = "that the host holds", "that the host does not hold"
+        of = "tokens evicted from the device"
+        self._demoted = count("evict.device_demoted_tokens", f"{of} {demoted}", outcome="demoted", **labels)
+        self._lost = count("evict.device_lost_tokens", f"{of} {lost}", outcome="lost", **labels)
 
     def alloc(self, num_slots: int) -> torch.Tensor:
         """`num_slots` free slots, in whole device pages, without window slots."""

@@ -15,10 +15,10 @@ from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import PromptTooLong
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, account_violations
 from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL, SWA, joined
 from hicache.tree.components import SwaComponent, TreeComponent
@@ -36,14 +36,14 @@ class SlidingWindow(CacheComponent):
             return None
         return SwaComponent(model.window, config.cache_page_size)
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(base, rules, link)
-        assert isinstance(base.allocator, SWATokenToKVPoolAllocator)
-        self._allocator = base.allocator
-        self._evicted = base.metrics.counter(
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, rules, link)
+        assert isinstance(parts.allocator, SWATokenToKVPoolAllocator)
+        self._allocator = parts.allocator
+        self._evicted = parts.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
-        gauge, total = base.metrics.gauge, self._capacity
+        gauge, total = parts.metrics.gauge, self._capacity
         gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
         gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
 
