@@ -47,8 +47,8 @@ MUTATIONS = (
     Mutation("hicache/tree/accounts.py", "above.locks = 0 if component.at_node_end else below.locks",
              "above.locks = 0", TREE),
     Mutation("hicache/tree/core.py", "donated is not None and pos == len(tokens)", "donated is not None", TREE),
-    Mutation("hicache/tree/components/mamba.py", "return node.holds(MAMBA) and length == node.num_tokens",
-             "return node.holds(MAMBA)", TREE),
+    Mutation("hicache/tree/components/mamba.py", "return node.has(MAMBA) and length == node.num_tokens",
+             "return node.has(MAMBA)", TREE),
     Mutation("hicache/tree/components/swa.py", "+ length if held else 0", "+ length if held else self._run_len", TREE),
     # Eviction
     Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",

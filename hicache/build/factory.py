@@ -74,7 +74,7 @@ def build_engine(
     layouts = {name: space.layout for name, space in spaces.items()}
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
-    has_stores = any(at is not None for at in (store, remote, config.disk, config.remote))
+    has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
     links = _links(config, list(present.values()), spaces, host_setting, watch)
     hasher = PageHasher(namespace_digest(config, layouts), page)
@@ -109,8 +109,8 @@ def _present(
     config: EngineConfig, model: ModelGeometry | KVCache, components: Sequence[type[CacheComponent]]
 ) -> dict[type[CacheComponent], TreeComponent]:
     """The components of the model and `components`, each with its counterpart in the tree."""
-    rules = {kind: kind.rules_for(config, model) for kind in (*COMPONENTS, *components)}
-    present = {kind: found for kind, found in rules.items() if found is not None}
+    of_model = {kind: kind.tree_component_for(config, model) for kind in (*COMPONENTS, *components)}
+    present = {kind: found for kind, found in of_model.items() if found is not None}
     names = [found.name for found in present.values()]
     if len({*names}) < len(names):
         raise ConfigError(f"the components are named {', '.join(names)}; give each a name of its own")
@@ -188,7 +188,7 @@ def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.de
         config.torch_dtype,
         whole.head_num,
         whole.head_dim,
-        swa_attention_layer_ids=[at for at in geometry.window_layers if at not in full],
+        swa_attention_layer_ids=[layer for layer in geometry.window_layers if layer not in full],
         full_attention_layer_ids=full,
         device=device,
         v_head_dim=whole.v_head_dim,
@@ -205,7 +205,7 @@ def _whole_pages(config: EngineConfig) -> int:
 
 def _links(
     config: EngineConfig,
-    rules: Sequence[TreeComponent],
+    tree_components: Sequence[TreeComponent],
     spaces: dict[Component, SlotSpace],
     setting: str,
     watch: HostWatch | None,
@@ -214,7 +214,9 @@ def _links(
     of full pages that come and leave."""
     hosts: dict[Component, HostPagePool] = {}
     if config.has_host:
-        page_tokens = {component.name: 1 if component.at_node_end else config.host_page_size for component in rules}
+        page_tokens = {
+            component.name: 1 if component.at_node_end else config.host_page_size for component in tree_components
+        }
         page_bytes = {name: spaces[name].layout.page_bytes(tokens) for name, tokens in page_tokens.items()}
         shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)
         for name, space in spaces.items():

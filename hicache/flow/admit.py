@@ -244,12 +244,12 @@ class Admit:
         page, components = self._context.tree.page_size, self._context.components
 
         def to_load(end: int) -> dict[Component, Sequence[int]]:
-            return {at.name: at.pages_to_load(end, located) for at in components}
+            return {component.name: component.pages_to_load(end, located) for component in components}
 
         end = located.last_end(located.host_end, resident // page, located.in_memory)
         if end * page > resident:
             pages = to_load(end)
-            num_bytes = sum(len(pages[at.name]) * at.host.page_bytes for at in components)
+            num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
             if self._restore.is_worthwhile(num_bytes, resident, end * page):
                 return end * page, pages
         return resident, to_load(resident // page)
@@ -286,9 +286,9 @@ class Admit:
         """Everything is taken: record the slots of the prefix on the device."""
         path = lease.node.path()[::-1]
         if path:
-            lease.write(0, joined([at.held(FULL) for at in path]))
-        for at in path:
-            at.hit_count += 1
+            lease.write(0, joined([node.value_of(FULL) for node in path]))
+        for node in path:
+            node.hit_count += 1
         for component in self._context.components:
             component.trim(lease.node)
         lease.cached_len = admission.length

@@ -106,7 +106,7 @@ class Backup(CopyMovement[_Copy]):
             known.values.extend(values)
         if by_component:
             self._waits.value += 1
-            self._submit([by_component[at.name] for at in self._context.components if at.name in by_component], ())
+            self._submit([by_component[name] for name in self._context.by_name if name in by_component], ())
             self.wait_and_complete()
 
     def pages_in_flight(self, component: Component) -> int:
@@ -118,7 +118,7 @@ class Backup(CopyMovement[_Copy]):
     def _only_on_device(self, node: TreeNode) -> list[TreeNode]:
         """The end of the path to `node` of whose nodes the host has not the last page, root side first."""
         index, names = self._context.full.index, self._context.tree.names
-        return list(takewhile(lambda at: not index.is_coming(names.of(at)[-1]), node.climb()))[::-1]
+        return list(takewhile(lambda above: not index.is_coming(names.of(above)[-1]), node.climb()))[::-1]
 
     def _unsaved(self, nodes: Sequence[TreeNode]) -> list[Unsaved]:
         """What the host lacks of `nodes`, FULL first."""
@@ -126,7 +126,7 @@ class Backup(CopyMovement[_Copy]):
         for component in self._context.components:
             pages, values = list[NewPages](), list[torch.Tensor]()
             for node in nodes:
-                if node.holds(component.name):
+                if node.has(component.name):
                     self._add_unsaved(node, component, pages, values)
             if pages:
                 found.append(Unsaved(component, pages, values))
@@ -135,11 +135,11 @@ class Backup(CopyMovement[_Copy]):
     def _add_unsaved(
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
     ) -> None:
-        tree, value, size = self._context.tree, node.held(component.name), component.page_size
+        tree, value, size = self._context.tree, node.value_of(component.name), component.page_size
         keys, told = tree.names.of(node), None
         first = node.depth_tokens // tree.page_size - len(keys)
         before = tree.names.before(node) if first and component.name == FULL else None
-        if component.rules.at_node_end:
+        if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
         if component.name != FULL:
             keys = PageNames.of_component(component.name, keys)

@@ -1,7 +1,7 @@
 """Commit: what a request computed becomes the tree's. Release: what the request held is freed.
 
-The slots of whole pages are shared in chunks; where another request was first, its slots are used and ours freed. What
-belongs to exactly the tokens that were computed, like a recurrent state, is donated with them.
+The slots of whole pages are given in chunks; where another request was first, its slots are used, and those of this one
+freed. What belongs to exactly the tokens that were computed, like a recurrent state, is donated with them.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Commit:
         for length in sorted({*self._context.ending.commit_points(lease, len(tokens))}):
             donors = self._donors(lease, length)
             if donors is not None:
-                self._share(lease, tokens, length, donors)
+                self._insert(lease, tokens, length, donors)
 
     def track(self, leases: Sequence[Lease]) -> None:
         """See `CacheEngine.track`."""
@@ -110,13 +110,18 @@ class Commit:
                 donors.append(component)
                 continue
             self._skipped_states.value += 1
-            if component.rules.ends_matches:
+            if component.tree_component.ends_matches:
                 return None
         return donors
 
-    def _share(self, lease: Lease, tokens: Tokens, end: int, donors: Sequence[CacheComponent]) -> None:
+    def _insert(self, lease: Lease, tokens: Tokens, end: int, donors: Sequence[CacheComponent]) -> None:
         """Give positions [tree_len, end) to the tree, with the values that belong to their end: all of it, or nothing
-        where anything raises."""
+        where anything raises.
+
+        [tree_len, tree_len + len(existing))   the tree's slots replace the lease's, which are freed
+        [.., tree_len + accepted_len)          the lease's slots become the tree's
+        [.., end)                              another request is loading these: a later commit gives them
+        """
         context, tree, start = self._context, self._context.tree, lease.tree_len
         slots = own(lease.held_slots(start, end))  # the lease's are written over below
         window_from, donated = None if self._windows is None else 0, dict[Component, torch.Tensor]()
@@ -129,25 +134,24 @@ class Commit:
             inserted = tree.insert(lease.node, tokens[start:end], slots, lease.namespace, window_from, donated=donated)
             undo.callback(tree.withdraw, inserted)
             self._set_keys(inserted, lease)
-            theirs, ours = inserted.held, slots[: len(inserted.held)]
-            if len(theirs):
-                lease.write(start, theirs)
-                undo.callback(lease.write, start, ours)
+            existing, replaced = inserted.existing, slots[: len(inserted.existing)]
+            if len(existing):
+                lease.write(start, existing)
+                undo.callback(lease.write, start, replaced)
                 if isinstance(self._windows, SlidingWindow):
                     for first, last in inserted.adopted:
-                        self._windows.adopt(ours[first:last], theirs[first:last])
-                        undo.callback(self._windows.adopt, theirs[first:last], ours[first:last])
+                        self._windows.adopt(replaced[first:last], existing[first:last])
+                        undo.callback(self._windows.adopt, existing[first:last], replaced[first:last])
             for component in context.components:
                 component.trim(inserted.node)
             tree.move_lock(lease.node, inserted.node)
             undo.pop_all()
-        # What another request is loading is shared by a later commit, when it has arrived.
         lease.node, lease.tree_len = inserted.node, start + inserted.accepted_len
         with ExitStack() as steps:
             for name in donated.keys() - inserted.attached:
                 steps.callback(context.by_name[name].free, donated[name])
-            if len(theirs):
-                steps.callback(context.full.free, ours)
+            if len(existing):
+                steps.callback(context.full.free, replaced)
             if lease.tree_len > len(lease.tokens):
                 lease.tokens = TokenRun(tokens[: lease.tree_len])
         tree.raise_priority(inserted.node, lease.priority)

@@ -38,7 +38,7 @@ class EngineContext(EngineParts):
     @cached_property
     def ending(self) -> CacheComponent:
         """The component that decides at which tokens nodes may end."""
-        return next((component for component in self.components if component.rules.ends_matches), self.full)
+        return next((component for component in self.components if component.tree_component.ends_matches), self.full)
 
     @property
     def disk(self) -> StoreTier | None:

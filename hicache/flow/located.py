@@ -36,7 +36,7 @@ class Located:
         self.num_pages = len(prompt.keys)
         self.device_end = min(match.full_len // self._page, self.num_pages)
         # Made at once, for nodes of the match may be split later.
-        self._on_device = {at.name: self._device_pages(at) for at in context.components[1:]}
+        self._on_device = {other.name: self._device_pages(other) for other in context.components[1:]}
 
     @cached_property
     def host(self) -> list[RunPart]:
@@ -70,7 +70,7 @@ class Located:
         if component.name == FULL:
             return within(self.host, indices)
         parts = component.index.parts(self.prompt.keys_of(component.name, indices))
-        return [RunPart(at.run, at.skipped, indices[at.start], indices[at.end - 1] + 1) for at in parts]
+        return [part._replace(start=indices[part.start], end=indices[part.end - 1] + 1) for part in parts]
 
     def last_end(self, limit: int, floor: int, has: PageTest) -> int:
         """The pages of the longest prefix of at most `limit` that all components can use; `floor` where none longer
@@ -95,8 +95,8 @@ class Located:
         for node in self.match.nodes:
             node_end = start + node.num_tokens // self._page
             end = min(node_end, self.device_end)
-            first = node_end - 1 if component.rules.at_node_end else start
-            if first < end and node.holds(component.name):
+            first = node_end - 1 if component.tree_component.at_node_end else start
+            if first < end and node.has(component.name):
                 held[first:end] = [True] * (end - first)
             start = end
         return held
@@ -105,12 +105,14 @@ class Located:
 def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[bytes]]:
     """By component: under which what the prefix that ends with `node` needs is known below the device, in order."""
     names = context.tree.names
-    found = {FULL: [key for at in reversed(node.path()) for key in names.of(at)]}
+    found = {FULL: [key for above in reversed(node.path()) for key in names.of(above)]}
     for component in context.components[1:]:
         keys: list[bytes] = []
-        for at in reversed(list(component.rules.required_nodes(node))):
-            of_node = names.of(at)
-            keys += names.of_component(component.name, of_node[-1:] if component.rules.at_node_end else of_node)
+        for required in reversed(list(component.tree_component.required_nodes(node))):
+            of_node = names.of(required)
+            keys += names.of_component(
+                component.name, of_node[-1:] if component.tree_component.at_node_end else of_node
+            )
         found[component.name] = keys
     return found
 

@@ -232,7 +232,7 @@ class Prefetcher(Movement):
 
     def _undecided(self, waiters: Iterable[Waiter]) -> list[Waiter]:
         """Those that still wait, and may stop before the end."""
-        return [at for at in waiters if at.handle.waits and at.handle.mode == "auto" and self._is_waiting(at)]
+        return [w for w in waiters if w.handle.waits and w.handle.mode == "auto" and self._is_waiting(w)]
 
     def _start_queued(self) -> None:
         """Begin with those that wait for their turn, requests that wait before others, until enough was begun."""

@@ -65,10 +65,10 @@ class Prompt:
     def common_pages(self, other: Prompt) -> int:
         """With how many equal pages both begin. A key names all tokens up to its page, so the first that differs is
         found by bisection."""
-        ours, theirs = self.keys, other.keys
-        if ours[:1] != theirs[:1]:
+        keys, others = self.keys, other.keys
+        if keys[:1] != others[:1]:
             return 0
-        return bisect_left(range(min(len(ours), len(theirs))), True, key=lambda index: ours[index] != theirs[index])
+        return bisect_left(range(min(len(keys), len(others))), True, key=lambda index: keys[index] != others[index])
 
 
 class Prompts:

@@ -62,7 +62,7 @@ def check_engine(
     for component in context.components:
         if component.has_host:
             num_waiting = sum(movement.pages_in_flight(component.name) for movement in movements)
-            locks = Counter[HostRun](run for at in movements for run in at.host_locks(component.name))
+            locks = Counter[HostRun](run for movement in movements for run in movement.host_locks(component.name))
             checks.append(partial(component.index.check, num_waiting, locks))
     for check in checks:
         try:
@@ -75,7 +75,7 @@ def check_engine(
     if num_rows != len(leases):
         found.append(f"rows: {num_rows} are taken by {len(leases)} leases")
     found.extend(_lock_violations(context, leases, movements))
-    found += [f"{type(at).__name__}: what had ended was applied in part" for at in movements if at.is_torn]
+    found += [f"{type(movement).__name__}: applied in part" for movement in movements if movement.is_torn]
     if found:
         raise InvariantError("engine", found)
 
@@ -83,7 +83,7 @@ def check_engine(
 def _lock_violations(context: EngineContext, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
     """Of full pages, which each lock covers from the root on."""
     held = Counter[TreeNode]()
-    for node in chain((lease.node for lease in leases), *(at.locks() for at in movements)):
+    for node in chain((lease.node for lease in leases), *(movement.locks() for movement in movements)):
         held.update(node.path())
     return [
         f"{node} is locked {node.locks(FULL)} times, by {held[node]} holders"

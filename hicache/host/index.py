@@ -244,7 +244,7 @@ class PageIndex:
                 self.num_evictable += len(run.keys)
                 freed.append(run)
                 run = run.before
-        for run in sorted(freed, key=lambda at: at.stamp):  # each finds its place behind those used before it
+        for run in sorted(freed, key=lambda run: run.stamp):  # each finds its place behind those used before it
             self._order.unlock(run)
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:

@@ -265,11 +265,11 @@ class BasePrefixCache(ABC):
     def _drop(self, component: Component, target: int, released: list[Released]) -> None:
         """Drop nodes from the tree until it holds at most `target` of a component, or nothing unlocked is left."""
         tree, account = self._tree, self._tree.account(component)
-        while account.held > target and (victim := tree.victim(component)) is not None:
+        while account.total > target and (victim := tree.victim(component)) is not None:
             released += tree.drop(self._part_to_evict(victim, component), component)
 
     def _held(self, component: Component) -> int:
-        return self._tree.account(component).held
+        return self._tree.account(component).total
 
     def _flat(self, component: Component) -> torch.Tensor:
         values = self._tree.values(component)
@@ -290,7 +290,7 @@ class BasePrefixCache(ABC):
         end = cast(TreeNode, node)
         if node.is_root:
             return MatchResult(self._no_slots, end, end)
-        slots = [at.held(FULL) for at in node.path()]
+        slots = [at.value_of(FULL) for at in node.path()]
         return MatchResult(own(slots[0]) if len(slots) == 1 else joined(slots[::-1]), end, end)
 
     def _insert(
@@ -353,8 +353,8 @@ class BasePrefixCache(ABC):
         namespace = namespace_of(req.extra_key, self.is_eagle)
         window_from = self._window_from(self._evicted_window(req), start, end)
         inserted = self._tree.insert(old, run, slots, namespace, window_from)
-        if num_held := len(inserted.held):
-            self.req_to_token_pool.write((row, slice(start, start + num_held)), inserted.held)
+        if num_held := len(inserted.existing):
+            self.req_to_token_pool.write((row, slice(start, start + num_held)), inserted.existing)
             self._slots.free_replaced(slots, inserted, start)
         self._count_use(old, inserted, priority_of(req), chunked)
         if old.is_root:

@@ -105,7 +105,7 @@ class MambaRadixCache(BasePrefixCache):
                 f"{self.page_size}"
             )
         inserted, _ = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
-        return InsertResult(len(inserted.held), mamba_exist=MAMBA not in inserted.attached)
+        return InsertResult(len(inserted.existing), mamba_exist=MAMBA not in inserted.attached)
 
     def mamba_evictable_size(self) -> int:
         return self._tree.evictable(MAMBA)
@@ -183,7 +183,7 @@ class MambaRadixCache(BasePrefixCache):
                 for tensor in (*self._pool.mamba_cache.conv, self._pool.mamba_cache.temporal):
                     tensor.index_fill_(1, own.reshape(1), 0)
             return
-        state = node.held(MAMBA)
+        state = node.value_of(MAMBA)
         if own is not None:
             self._pool.copy_from(state, own.reshape(1))
             return
@@ -224,7 +224,7 @@ class MambaRadixCache(BasePrefixCache):
         self._share(req, tokens, length, chunked)
         node = req.last_node
         assert node.depth_tokens == length, "a state may be stored under exactly what it has consumed"
-        if not node.holds(MAMBA):
+        if not node.has(MAMBA):
             state = take()
             assert state is not None, "a state was free before"
             self._tree.attach(node, MAMBA, state)

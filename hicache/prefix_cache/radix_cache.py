@@ -36,7 +36,7 @@ class RadixCache(BasePrefixCache):
         if self.disable:
             return InsertResult(0)
         inserted, _ = self._insert(params)
-        return InsertResult(len(inserted.held))
+        return InsertResult(len(inserted.existing))
 
     def total_size(self) -> int:
         """Tokens held."""

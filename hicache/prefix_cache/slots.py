@@ -46,11 +46,11 @@ class AllocatorAdapter:
 
     def free_replaced(self, offered: torch.Tensor, inserted: Inserted, first_position: int) -> None:
         """Free the offered slots that the tree's replace, after their window slots went to those that have none."""
-        ours = offered[: len(inserted.held)]
+        replaced = offered[: len(inserted.existing)]
         if self._windows is not None:
             for start, end in inserted.adopted:
-                self._windows.move_window(ours[start:end], inserted.held[start:end])
-        self.free(ours, first_position)
+                self._windows.move_window(replaced[start:end], inserted.existing[start:end])
+        self.free(replaced, first_position)
 
     def available_str(self) -> str:
         """How many tokens the allocator has free, of each kind where there are two."""
@@ -93,8 +93,8 @@ class AllocatorAdapter:
             return []
         found = []
         for node in tree.nodes():
-            mapped = self._windows.translate_loc_from_full_to_swa(node.held(FULL)) > 0
-            holds = node.holds(SWA)
+            mapped = self._windows.translate_loc_from_full_to_swa(node.value_of(FULL)) > 0
+            holds = node.has(SWA)
             if not bool((mapped == holds).all()):
                 found.append(f"node {node.id}: {int(mapped.sum())} of {node.num_tokens} tokens have windows, {holds=}")
         return found

@@ -52,7 +52,7 @@ class SWARadixCache(BasePrefixCache):
             known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).full_len)
         inserted, offered = self._insert(params, known_len)
         self._slots.free_replaced(offered, inserted, known_len)
-        return InsertResult(known_len + len(inserted.held))
+        return InsertResult(known_len + len(inserted.existing))
 
     def inc_lock_ref(self, node: TreeNode) -> int | None:
         """Lock the prefix that ends with `node`. The result may be given to `dec_lock_ref`, which ignores it."""

@@ -163,7 +163,7 @@ class CacheSimulation:
     def check(self) -> None:
         """Raise `InvariantError` where the tree does not hold what it should, or a tier holds more than it may."""
         self.tree.check()
-        capacity, held = self.settings.device_blocks, self.tree.account(FULL).held
+        capacity, held = self.settings.device_blocks, self.tree.account(FULL).total
         assert capacity is None or held <= capacity, f"the device holds {held}"
         if self.host is not None:
             self.host.check(0, Counter())
@@ -265,7 +265,7 @@ class CacheSimulation:
 
     def _free(self) -> int:
         capacity = self.settings.device_blocks
-        return _UNLIMITED if capacity is None else capacity - self.tree.account(FULL).held
+        return _UNLIMITED if capacity is None else capacity - self.tree.account(FULL).total
 
     def _make_available(self, num_blocks: int) -> None:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""

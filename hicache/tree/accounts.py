@@ -39,7 +39,7 @@ class Account:
         self.evictable = self.protected = 0
 
     @property
-    def held(self) -> int:
+    def total(self) -> int:
         return self.evictable + self.protected
 
     def size(self, node: TreeNode) -> int:
@@ -146,16 +146,16 @@ class Accounts:
         if node.parent is None:
             return
         for account in self._accounts:
-            for at in account.component.nodes_to_lock(node):
-                account.lock(at)
+            for locked in account.component.nodes_to_lock(node):
+                account.lock(locked)
 
     def unlock(self, node: TreeNode) -> None:
         """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
         if node.parent is None:
             return
         for account in self._accounts:
-            for at in account.component.nodes_to_unlock(node):
-                account.unlock(at)
+            for locked in account.component.nodes_to_unlock(node):
+                account.unlock(locked)
 
     def move_lock(self, old: TreeNode, new: TreeNode) -> None:
         """A lock at `old` becomes one at `new`, at the cost of what lies between where `new` continues `old`."""
@@ -165,10 +165,10 @@ class Accounts:
             return
         for account in self._accounts:
             to_lock, to_unlock = account.component.nodes_to_move(old, new)
-            for at in to_lock:
-                account.lock(at)
-            for at in to_unlock:
-                account.unlock(at)
+            for locked in to_lock:
+                account.lock(locked)
+            for locked in to_unlock:
+                account.unlock(locked)
 
     def expect(self, node: TreeNode) -> Expectation:
         """A queued request will need the prefix that ends with `node`: it is evicted after what no queued request
@@ -176,17 +176,17 @@ class Accounts:
         num_tokens: dict[Component, int] = {}
         for account in self._accounts:
             nodes = list(account.component.required_nodes(node))
-            num_tokens[account.name] = sum(at.num_tokens for at in nodes)
-            for at in nodes:
-                account.expect(at, 1)
+            num_tokens[account.name] = sum(required.num_tokens for required in nodes)
+            for required in nodes:
+                account.expect(required, 1)
         return Expectation(node, num_tokens)
 
     def forget(self, expectation: Expectation) -> None:
         """Undo one `expect`."""
         for account in self._accounts:
             num_tokens = 1 if account.name in self._at_node_end else expectation.num_tokens[account.name]
-            for at in last_nodes(expectation.node, num_tokens):
-                account.expect(at, -1)
+            for required in last_nodes(expectation.node, num_tokens):
+                account.expect(required, -1)
 
     def expect_uses(self, node: TreeNode, num_uses: int, start: int) -> list[TreeNode]:
         """The prefix that ends with `node` will be asked for `num_uses` times. 0: what it has in common with no other,
@@ -210,9 +210,9 @@ class Accounts:
         """A request used the prefix that ends with `node`: tell the eviction orders."""
         for account in self._accounts:
             name, hit = account.name, account.order.hit
-            for at in account.component.required_nodes(node):
-                at.touch()
-                holding = at.holdings[name]
+            for required in account.component.required_nodes(node):
+                required.touch()
+                holding = required.holdings[name]
                 if holding.value is not None:
                     hit(holding)
 
@@ -236,7 +236,7 @@ class Accounts:
             if below.value is not None and not component.shares_full_slots:
                 above.value, below.value = component.split(below.value, at_tokens)
         for name in self._shares_full_slots:
-            if lower.holds(name):
+            if lower.has(name):
                 upper.holdings[name].value, lower.holdings[name].value = upper.full.value, lower.full.value
         for account in self._accounts:
             above, below = upper.holdings[account.name], lower.holdings[account.name]

@@ -56,12 +56,12 @@ def _link_violations(parent: TreeNode, child_key: ChildKey, node: TreeNode, page
 def _value_violations(node: TreeNode, component: TreeComponent) -> list[str]:
     found: list[str] = []
     where, name = f"node {node.id} at depth {node.depth_tokens}", component.name
-    if not node.holds(name):
+    if not node.has(name):
         return [f"{where}: holds no full slots"] if name == FULL else []
     size = 1 if component.at_node_end else node.num_tokens
-    if len(node.held(name)) != size:
-        found.append(f"{where}: {len(node.held(name))} elements of {name}, not {size}")
-    if component.shares_full_slots and node.held(name) is not node.full.value:
+    if len(node.value_of(name)) != size:
+        found.append(f"{where}: {len(node.value_of(name))} elements of {name}, not {size}")
+    if component.shares_full_slots and node.value_of(name) is not node.full.value:
         found.append(f"{where}: {name} slots are not the node's full slots")
     return found
 

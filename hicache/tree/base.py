@@ -11,7 +11,8 @@ from hicache.tree.node import TreeNode
 
 
 class Match(NamedTuple):
-    """The longest prefix whose full pages are held: `nodes` from the root on; of the last the first `last_len` tokens.
+    """The longest prefix whose full pages the device has: `nodes` from the root on; of the last the first `last_len`
+    tokens.
 
     How much of it every component can use says `RadixTree.usable_len`.
     """
@@ -25,17 +26,18 @@ class Match(NamedTuple):
 class Inserted(NamedTuple):
     """What became of tokens that were offered to the tree with slots of their own; `node` ends where it took the last.
 
-    [0, len(held))              it had them as slots `held`, to be used from now on: the offered ones are to be freed
-    [len(held), accepted_len)   it took them, in the nodes `gained`
-    [accepted_len, offered)     it took none of them: a load is in flight
+    [0, len(existing))              it had them as slots `existing`, to be used from now on; the offered ones are free
+    [len(existing), accepted_len)   it took them, in the nodes `gained`
+    [accepted_len, offered)         it took none of them: a load is in flight
 
     `adopted`: intervals of what it had without windows, which it takes: the window slots mapped to the offered slots
-    are to be mapped to those of `held` instead, before these are freed. `attached`: of donated values those it took.
+    are to be mapped to those of `existing` instead, before these are freed. `attached`: of donated values those it
+    took.
     """
 
     node: TreeNode
     gained: tuple[TreeNode, ...]
-    held: torch.Tensor
+    existing: torch.Tensor
     adopted: tuple[tuple[int, int], ...]
     accepted_len: int
     attached: frozenset[Component] = frozenset()

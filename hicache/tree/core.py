@@ -115,7 +115,7 @@ class RadixTree(Accounts):
 
     def values(self, component: Component) -> list[torch.Tensor]:
         """What every node holds of it: for audits, in no order."""
-        return [node.held(component) for node in self.nodes() if node.holds(component)]
+        return [node.value_of(component) for node in self.nodes() if node.has(component)]
 
     # Growing
 
@@ -148,7 +148,7 @@ class RadixTree(Accounts):
         on have window slots mapped to their slots; a split is made there. `donated`: values of components that belong
         to the end of `tokens`, like a recurrent state, see `attach`.
         """
-        gained, held, adopted = list[TreeNode](), list[torch.Tensor](), list[tuple[int, int]]()
+        gained, existing, adopted = list[TreeNode](), list[torch.Tensor](), list[tuple[int, int]]()
         raw, node, pos, account = bytes_of(tokens), parent, 0, self.account(FULL)
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
@@ -159,32 +159,32 @@ class RadixTree(Accounts):
             child = self._child(node, tokens, raw, pos, limit, namespace)
             if child.is_loading:
                 break
-            end = pos + child.num_tokens
-            adopts = window_from is not None and pos >= window_from and not child.holds(SWA)
-            if child.holds(FULL):  # what is new lies below it: held are [0, pos) until then
-                held.append(child.held(FULL))
+            end = pos + child.num_tokens  # the child is of tokens [pos, end)
+            adopts = window_from is not None and pos >= window_from and not child.has(SWA)
+            if child.has(FULL):  # what is new lies below it: existing are [0, pos) until then
+                existing.append(child.value_of(FULL))
             else:
                 child.hit_count = max(hit_count, child.hit_count)
                 self._gain(child, own(value if not pos and end == len(tokens) else value[pos:end]))
                 gained.append(child)
             if adopts:
-                self._enter(child, SWA, child.held(FULL))
+                self._enter(child, SWA, child.value_of(FULL))
                 adopted += [] if gained else [(pos, end)]
             node, pos = child, end
         offered = donated.items() if donated is not None and pos == len(tokens) else ()
         attached = frozenset(name for name, given in offered if self.attach(node, name, given))
-        return Inserted(node, tuple(gained), joined(held or [_NO_SLOTS]), tuple(adopted), pos, attached)
+        return Inserted(node, tuple(gained), joined(existing or [_NO_SLOTS]), tuple(adopted), pos, attached)
 
     def withdraw(self, inserted: Inserted) -> None:
         """Undo an insertion: what it gave is the caller's again. Only before anybody has locked it. Splits stay."""
         for component in inserted.attached:
             self.detach(inserted.node, component)
-        start, num_held = inserted.node.depth_tokens - inserted.accepted_len, len(inserted.held)
+        start, num_existing = inserted.node.depth_tokens - inserted.accepted_len, len(inserted.existing)
         for node in inserted.node.path():
             end = node.depth_tokens - start
             if end <= 0:
                 break
-            if end > num_held:
+            if end > num_existing:
                 self._remove(node, [])
             elif any(first < end <= last for first, last in inserted.adopted):
                 self._take_out(node, SWA)
@@ -195,10 +195,10 @@ class RadixTree(Accounts):
         A state has consumed exactly the tokens up to the end of `node`. Of windows `value` is not kept: the full slots
         of the node are, whose window slots are mapped.
         """
-        if node.holds(component):
+        if node.has(component):
             return False
         shares = self.account(component).component.shares_full_slots
-        self._enter(node, component, node.held(FULL) if shares else own(value.reshape(-1)))
+        self._enter(node, component, node.value_of(FULL) if shares else own(value.reshape(-1)))
         return True
 
     def detach(self, node: TreeNode, component: Component) -> Released:
@@ -262,7 +262,7 @@ class RadixTree(Accounts):
         found = structure_violations(self.root, self.components, self.page_size, self.num_nodes)
         nodes = self.nodes()
         for account in self._accounts:
-            found.extend(account_violations(account, [node for node in nodes if node.holds(account.name)]))
+            found.extend(account_violations(account, [node for node in nodes if node.has(account.name)]))
         if found:
             raise InvariantError("tree", found)
 
@@ -327,10 +327,10 @@ class RadixTree(Accounts):
         parent = node.parent
         assert parent is not None and not node.children
         for name in self._sharing_names:
-            if node.holds(name):
+            if node.has(name):
                 self._take_out(node, name)
         for name in reversed(self._names):
-            if node.holds(name):
+            if node.has(name):
                 if self.events is not None and name == FULL:
                     self.events.removed(self.names.of(node), "GPU")
                 released.append(self._take_out(node, name))

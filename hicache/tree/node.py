@@ -128,13 +128,13 @@ class TreeNode:
     def is_root(self) -> bool:
         return self.parent is None
 
-    def held(self, component: Component) -> torch.Tensor:
+    def value_of(self, component: Component) -> torch.Tensor:
         """What is held of it, which must be something."""
         value = self.holdings[component].value
         assert value is not None, f"the node holds no {component}"
         return value
 
-    def holds(self, component: Component) -> bool:
+    def has(self, component: Component) -> bool:
         return self.holdings[component].value is not None
 
     def locks(self, component: Component) -> int:

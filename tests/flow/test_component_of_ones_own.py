@@ -123,7 +123,7 @@ def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, p
         for n in (2, 3, 4):
             serve(engine, f"c{n}", prompt(n), model)
         match = engine.inspect.context.tree.match(first[:WHOLE])
-        assert match.full_len < WHOLE or not match.nodes[-1].holds("last_hidden")
+        assert match.full_len < WHOLE or not match.nodes[-1].has("last_hidden")
         hit, found = serve(engine, "d", continued(first, 98), model)
         assert hit.host > 0 and hit.device + hit.host == WHOLE and found
 
@@ -175,7 +175,7 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
             assert serve(engine, "d", third, FULL) == (Hit(), False)
             assert engine.stats()["commit.skipped_states"] == 2
             assert reuse(engine, reader, continued(second), FULL)  # nobody wrote to it meanwhile
-        assert not node_of(engine, third[:WHOLE]).holds("last_hidden")
+        assert not node_of(engine, third[:WHOLE]).has("last_hidden")
         evict(engine, second[:WHOLE], "last_hidden")
         assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 

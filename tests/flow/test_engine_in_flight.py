@@ -50,7 +50,7 @@ def push_to_host(engine: CacheEngine, transfers: SteppedTransfers, model: ModelG
 def push_windows_to_host(engine: CacheEngine, transfers: SteppedTransfers, tokens: np.ndarray) -> None:
     """Serve others until the end of a prompt, whose pages stay, has lost its windows."""
     for n in range(50, 60):
-        if not engine.inspect.context.tree.match(tokens[:40]).nodes[-1].holds(SWA):
+        if not engine.inspect.context.tree.match(tokens[:40]).nodes[-1].has(SWA):
             break
         serve(engine, transfers, f"other{n}", prompt(n, 41), WINDOWS)
 

@@ -119,8 +119,8 @@ class ComponentDicts:
         found: dict[Component, dict[Prefix, int]] = {name: {} for name in self.held}
         for node in self.tree.nodes():
             for name in self.names:
-                if node.holds(name):
-                    ids = self.first_of_pages(name, node.held(name))
+                if node.has(name):
+                    ids = self.first_of_pages(name, node.value_of(name))
                     found[name].update(zip(self.pages_of(node, name), ids, strict=True))
         return found
 

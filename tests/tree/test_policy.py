@@ -49,7 +49,7 @@ def test_the_tree_names_the_lowest_evictable_node(name: str, component: Componen
         while len(locked) > dice.randrange(6):
             tree.unlock(locked.pop(dice.randrange(len(locked))))
         while tree.evictable(component) > most:
-            free = [at for at in tree.nodes() if at.holds(component) and not at.locks(component)]
+            free = [at for at in tree.nodes() if at.has(component) and not at.locks(component)]
             if component == FULL:
                 free = [at for at in free if not at.children]
             victim = tree.victim(component)

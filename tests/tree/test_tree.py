@@ -116,13 +116,13 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
     tree.lock(loading)
     copy = NodeRun([loading], FULL)
     inserted = tree.insert(tree.root, tokens, offered, donated=state)
-    assert inserted.held.tolist() == [1, 2] and not inserted.gained
+    assert inserted.existing.tolist() == [1, 2] and not inserted.gained
     assert (inserted.accepted_len, inserted.attached) == (2, set())
     copy.detach()
     tree.unlock(loading)
     for attached in ({MAMBA}, set()):
         inserted = tree.insert(tree.root, tokens, offered, donated=state)
-        assert inserted.held.tolist() == [*range(1, 7)] and not inserted.gained
+        assert inserted.existing.tolist() == [*range(1, 7)] and not inserted.gained
         assert (inserted.accepted_len, inserted.attached) == (6, attached)
     tree.check()
 

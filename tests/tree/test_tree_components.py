@@ -43,7 +43,7 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
         accepted = self.accepted(all_prefixes)
         assert result.accepted_len == accepted * self.page
         adopted = {at for start, end in result.adopted for at in range(start, end)}
-        theirs = dict(enumerate(result.held.tolist()))
+        theirs = dict(enumerate(result.existing.tolist()))
         full, windows = self.held[FULL], self.held[SWA]
         for at, prefix in enumerate(all_prefixes[:accepted]):
             first = at * self.page
@@ -90,10 +90,10 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
             self.held[FULL].update(zip(rest, slots[:: self.page].tolist(), strict=True))
             load.runs[FULL], load.node = NodeRun(list(inserted.gained), FULL), inserted.node
         windows = list(self.windows.required_nodes(load.node))[::-1] if self.swa else []
-        windows = [at for at in windows if not at.holds(SWA)]
+        windows = [at for at in windows if not at.has(SWA)]
         for at in windows:
-            self.tree.attach(at, SWA, at.held(FULL))
-            self.note(at, SWA, at.held(SWA)[:: self.page])
+            self.tree.attach(at, SWA, at.value_of(FULL))
+            self.note(at, SWA, at.value_of(SWA)[:: self.page])
         load.runs[SWA] = NodeRun(windows, SWA)
         self.tree.lock(load.node)
         self.loads.append(load)
@@ -109,11 +109,11 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
             own = load.runs[FULL].nodes if FULL in load.runs else []
             assert {prefix for node in own for prefix in self.pages_of(node, FULL)} == load.prefixes
             for node in [] if ok else load.runs[SWA].nodes:
-                if node not in own and node.holds(SWA):
+                if node not in own and node.has(SWA):
                     self.forget(self.tree.detach(node, SWA))
             for node in [] if ok else reversed(own):
                 self.forget(Released(FULL, self.tree.fail_load(node), node.num_tokens))
-                assert not (self.swa and node.holds(SWA)), "windows share the slots that left"
+                assert not (self.swa and node.has(SWA)), "windows share the slots that left"
             for run in load.runs.values():
                 run.detach()
             self.tree.unlock(load.node)

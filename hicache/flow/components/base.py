@@ -104,28 +104,28 @@ class CacheComponent(ABC):
     A method that raises has changed nothing, but for what `fail_load` undoes of `begin_load`. `free`, `release` and
     `fail_load`, which end something, do not raise.
 
-    `rules`: its counterpart in the tree. Sizes are in tokens, or in states where `rules.at_node_end`.
+    `tree_component`: its counterpart in the tree. Sizes are in tokens, or in states where `tree_component.at_node_end`.
     """
 
     @classmethod
     @abstractmethod
-    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
+    def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         """Its counterpart in the tree; None where the model does not have this component."""
 
     @classmethod
-    def slot_space(cls, config: EngineConfig, rules: TreeComponent, pool: KVCache) -> SlotSpace:
+    def slot_space(cls, config: EngineConfig, tree_component: TreeComponent, pool: KVCache) -> SlotSpace:
         """The rows that are moved between the tiers: of the pool, or made here for a component with rows of its own."""
-        return next(space for space in pool.slot_spaces if space.name == rules.name)
+        return next(space for space in pool.slot_spaces if space.name == tree_component.name)
 
-    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
-        self.config, self.tree, self.rules = parts.config, parts.tree, rules
-        self.name: Component = rules.name
+    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        self.config, self.tree, self.tree_component = parts.config, parts.tree, tree_component
+        self.name: Component = tree_component.name
         self.counter, self.has_host = link.counter, link.host is not None
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
         self.index = cast(PageIndex, link.index)
         # Elements of a device value that one host page holds.
-        self.page_size = 1 if rules.at_node_end else parts.tree.page_size
+        self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""
@@ -160,7 +160,7 @@ class CacheComponent(ABC):
     def needed(self, admission: Admission) -> int:
         """What the request needs to be free on the device."""
 
-    def kept(self, admission: Admission) -> int:
+    def to_protect(self, admission: Admission) -> int:
         """Of what is evictable now, what the request's prefix keeps."""
         return 0
 
@@ -171,7 +171,7 @@ class CacheComponent(ABC):
     def refuse_now(self, admission: Admission) -> None:
         """Raise `shortage` where the request does not fit at this moment. Changes nothing."""
         needed = self.needed(admission)
-        evictable = self.tree.evictable(self.name) - self.kept(admission)
+        evictable = self.tree.evictable(self.name) - self.to_protect(admission)
         if needed > self.available() + max(0, evictable):
             raise self.shortage(needed)
 
@@ -214,7 +214,8 @@ class CacheComponent(ABC):
         return end
 
     def commit_points(self, lease: Lease, num_tokens: int) -> list[int]:
-        """Where `rules.ends_matches`: lengths, ascending, at which the tokens computed so far are given to the tree."""
+        """Where `tree_component.ends_matches`: lengths, ascending, at which the tokens computed so far are given to
+        the tree."""
         return [num_tokens // self.tree.page_size * self.tree.page_size]
 
     def needed_to_donate(self, lease: Lease, length: int) -> int:

@@ -26,11 +26,11 @@ class FullAttention(CacheComponent):
     """The component that every model has."""
 
     @classmethod
-    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
+    def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
         return FullComponent()
 
-    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, rules, link)
+    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, tree_component, link)
         self.allocator = allocator = parts.allocator
         # The full slots alone, where window slots are mapped to them.
         self._slots: BaseTokenToKVPoolAllocator = (
@@ -79,7 +79,7 @@ class FullAttention(CacheComponent):
     def needed(self, admission: Admission) -> int:
         return admission.num_slots
 
-    def kept(self, admission: Admission) -> int:
+    def to_protect(self, admission: Admission) -> int:
         return self.tree.unlocked_len(admission.match, admission.device_len)
 
     def size_of(self, num_slots: int) -> int:
@@ -101,7 +101,7 @@ class FullAttention(CacheComponent):
                 tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
                 inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
                 undo.callback(self.tree.withdraw, inserted)
-                assert inserted.gained and not len(inserted.held), "the tree had what was to be loaded"
+                assert inserted.gained and not len(inserted.existing), "the tree had what was to be loaded"
                 nodes += inserted.gained
                 at, node = last_page * page, inserted.node
             for new in nodes:

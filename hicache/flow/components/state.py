@@ -31,11 +31,11 @@ class RecurrentState(CacheComponent):
     """Of models with recurrent layers. The rows of their request table come with states."""
 
     @classmethod
-    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
+    def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         return MambaComponent() if isinstance(model, ModelGeometry) and model.recurrent_layers else None
 
-    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, rules, link)
+    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, tree_component, link)
         assert isinstance(parts.req_to_token, HybridReqToTokenPool)
         self._table, self._pool = parts.req_to_token, parts.req_to_token.mamba_pool
         self._pool.register_layer_transfer_counter(link.counter)
@@ -63,13 +63,13 @@ class RecurrentState(CacheComponent):
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
 
-    def kept(self, admission: Admission) -> int:
+    def to_protect(self, admission: Admission) -> int:
         """The state at the end of the prefix, where the device has it and nobody has locked it."""
         end = 0
         for node in admission.match.nodes:
             end += node.num_tokens
             if end == admission.length:
-                return int(node.holds(MAMBA) and not node.locks(MAMBA))
+                return int(node.has(MAMBA) and not node.locks(MAMBA))
         return 0
 
     def shortage(self, needed: int) -> ResourceExhausted:
@@ -80,7 +80,7 @@ class RecurrentState(CacheComponent):
         if admission.to_load.get(MAMBA) or lease.node.is_root:
             return
         with self._copying():
-            self._pool.copy_from(lease.node.held(MAMBA), _running(lease))
+            self._pool.copy_from(lease.node.value_of(MAMBA), _running(lease))
 
     def first_required(self, end: int) -> int:
         return max(0, end - 1)
@@ -124,7 +124,7 @@ class RecurrentState(CacheComponent):
     def track(self, leases: Sequence[Lease], make_available: Callable[[int], bool]) -> int:
         """Of those whose decoding has come to a point that is worth keeping, running states become the checkpoints, and
         the requests go on in copies of them. Returns for how many no state could be made available."""
-        due, ready = [at for at in leases if not at.length % self.config.mamba_track_interval], list[Lease]()
+        due, ready = [lease for lease in leases if not lease.length % self.config.mamba_track_interval], list[Lease]()
         for lease in due:
             if lease.mamba_checkpoint_idx is None:
                 if not make_available(1):

@@ -28,16 +28,16 @@ from hicache.tree.node import NodeRun, TreeNode
 class SlidingWindow(CacheComponent):
     """Of models with window layers."""
 
-    rules: SwaComponent
+    tree_component: SwaComponent
 
     @classmethod
-    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
+    def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         if not isinstance(model, ModelGeometry) or not model.window_layers:
             return None
         return SwaComponent(model.window, config.cache_page_size)
 
-    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, rules, link)
+    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, tree_component, link)
         assert isinstance(parts.allocator, SWATokenToKVPoolAllocator)
         self._allocator = parts.allocator
         self._evicted = parts.metrics.counter(
@@ -50,7 +50,7 @@ class SlidingWindow(CacheComponent):
     @property
     def max_tokens(self) -> int:
         """Tokens that one request may get slots for at a time, beside the window of its prefix."""
-        return self._capacity - self.rules.window - self.page_size
+        return self._capacity - self.tree_component.window - self.page_size
 
     @property
     def _capacity(self) -> int:
@@ -77,15 +77,15 @@ class SlidingWindow(CacheComponent):
     def device_victim(self, size: int) -> TreeNode | None:
         """Of a node longer than the window the front goes first: no match at its end needs it."""
         node = self.tree.victim(SWA)
-        surplus = 0 if node is None else self.rules.surplus_tokens(node)
+        surplus = 0 if node is None else self.tree_component.surplus_tokens(node)
         return self.tree.split_prefix(node, surplus) if node is not None and surplus else node
 
     def count_eviction(self, node: TreeNode) -> None:
         self._evicted.value += node.num_tokens
 
     def trim(self, node: TreeNode) -> None:
-        required = self.rules.required_nodes(node)
-        surplus = sum(at.num_tokens for at in required) - self.rules.window
+        required = self.tree_component.required_nodes(node)
+        surplus = sum(node.num_tokens for node in required) - self.tree_component.window
         if surplus >= self.page_size:
             self.tree.split_prefix(required[-1], surplus // self.page_size * self.page_size)
 
@@ -101,16 +101,16 @@ class SlidingWindow(CacheComponent):
         """A window slot for each token to be computed, and for each of the last window that the device lacks."""
         return admission.num_own + len(admission.to_load.get(SWA, ())) * self.page_size
 
-    def kept(self, admission: Admission) -> int:
+    def to_protect(self, admission: Admission) -> int:
         """Of the last window before the end of the prefix, evictable tokens to be locked."""
-        length, kept, pos = admission.length, 0, 0
-        start = max(0, length - self.rules.window) // self.page_size * self.page_size
+        length, to_protect, pos = admission.length, 0, 0
+        start = max(0, length - self.tree_component.window) // self.page_size * self.page_size
         for node in admission.match.nodes:
             overlap = min(pos + node.num_tokens, length) - max(pos, start)
-            if overlap > 0 and node.holds(SWA) and not node.locks(SWA):
-                kept += overlap
+            if overlap > 0 and node.has(SWA) and not node.locks(SWA):
+                to_protect += overlap
             pos += node.num_tokens
-        return kept
+        return to_protect
 
     def take(self, slots: torch.Tensor) -> None:
         mapped = self._allocator.alloc_window(slots)
@@ -120,20 +120,20 @@ class SlidingWindow(CacheComponent):
         return num_slots
 
     def first_required(self, end: int) -> int:
-        return max(0, end * self.page_size - self.rules.window) // self.page_size
+        return max(0, end * self.page_size - self.tree_component.window) // self.page_size
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         self.trim(load.node)
-        nodes = [node for node in reversed(self.rules.required_nodes(load.node)) if not node.holds(SWA)]
+        nodes = [node for node in reversed(self.tree_component.required_nodes(load.node)) if not node.has(SWA)]
         num_pages = sum(part.end - part.start for part in load.parts[SWA])
         assert sum(node.num_tokens for node in nodes) == num_pages * self.page_size, "nodes end where windows begin"
         load.runs[SWA] = NodeRun(nodes, SWA)
-        joint = joined([node.held(FULL) for node in nodes])
+        joint = joined([node.value_of(FULL) for node in nodes])
         self.take(joint)
         with ExitStack() as undo:
             undo.callback(self.free, joint)
             for node in nodes:
-                self.tree.attach(node, SWA, node.held(FULL))
+                self.tree.attach(node, SWA, node.value_of(FULL))
                 undo.callback(self.tree.detach, node, SWA)
             undo.pop_all()
         return joint
@@ -142,9 +142,7 @@ class SlidingWindow(CacheComponent):
         """Windows of nodes whose full slots stay; the others leave with those."""
         leaving = {*load.runs[FULL].nodes} if FULL in load.runs else set()
         nodes = (
-            [node for node in load.runs[SWA].nodes if node not in leaving and node.holds(SWA)]
-            if SWA in load.runs
-            else []
+            [node for node in load.runs[SWA].nodes if node not in leaving and node.has(SWA)] if SWA in load.runs else []
         )
         if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
             load.op.wait()

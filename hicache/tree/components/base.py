@@ -54,7 +54,7 @@ class TreeComponent(ABC):
 
     def is_dead(self, leaf: TreeNode) -> bool:
         """Whether no match can end in a leaf any more, since it lacks this component."""
-        return not leaf.holds(self.name)
+        return not leaf.has(self.name)
 
     def nodes_to_lock(self, node: TreeNode) -> Iterable[TreeNode]:
         """The nodes that a lock at `node` is counted on."""

@@ -14,7 +14,7 @@ from hicache.tree.node import TreeNode
 
 class _States(MatchWalk):
     def ends_in(self, node: TreeNode, length: int) -> bool:
-        return node.holds(MAMBA) and length == node.num_tokens
+        return node.has(MAMBA) and length == node.num_tokens
 
 
 class MambaComponent(TreeComponent):

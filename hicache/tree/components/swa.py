@@ -18,7 +18,7 @@ class _Window(MatchWalk):
         self._run_len = window  # tokens with window state up to here; from the root on it is enough at once
 
     def ends_in(self, node: TreeNode, length: int) -> bool:
-        held = node.holds(SWA)
+        held = node.has(SWA)
         self._run_len = self._run_len + length if held else 0
         return held and self._run_len >= self._window
 
@@ -42,7 +42,7 @@ class SwaComponent(TreeComponent):
 
     def nodes_to_lock(self, node: TreeNode) -> list[TreeNode]:
         nodes = self.required_nodes(node)
-        self._locked_tokens.setdefault(node, []).append(sum(at.num_tokens for at in nodes))
+        self._locked_tokens.setdefault(node, []).append(sum(required.num_tokens for required in nodes))
         return nodes
 
     def nodes_to_unlock(self, node: TreeNode) -> list[TreeNode]:

@@ -31,17 +31,17 @@ class LastHidden(CacheComponent):
     HIDDEN, NUM_ROWS = 16, 8
 
     @classmethod
-    def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
+    def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
         return LastHiddenComponent()
 
     @classmethod
-    def slot_space(cls, config: EngineConfig, rules: TreeComponent, pool: KVCache) -> SlotSpace:
+    def slot_space(cls, config: EngineConfig, tree_component: TreeComponent, pool: KVCache) -> SlotSpace:
         rows = torch.zeros(cls.NUM_ROWS + 1, cls.HIDDEN, device=pool.device)
         layout = PoolLayout((BufferSpec("last_hidden", rows.dtype, (cls.HIDDEN,), "request", (0,)),), 1)
-        return SlotSpace(rules.name, layout, len(rows), rows.device, lambda layer: (rows,))
+        return SlotSpace(tree_component.name, layout, len(rows), rows.device, lambda layer: (rows,))
 
-    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, rules, link)
+    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, tree_component, link)
         (self._rows,) = link.space.layer_buffers(0)
         self._free = list(range(1, len(self._rows)))
         self._offered: dict[str, tuple[int, torch.Tensor]] = {}
@@ -60,7 +60,7 @@ class LastHidden(CacheComponent):
         """
         self.counter.wait_all()
         node = lease.node
-        return self._rows[int(node.held(self.name))].clone() if node.holds(self.name) else None
+        return self._rows[int(node.value_of(self.name))].clone() if node.has(self.name) else None
 
     # Evict
 
@@ -96,7 +96,7 @@ class LastHidden(CacheComponent):
     def fail_load(self, load: Load) -> None:
         """The copy may still write to the row: it is freed when that has ended."""
         for node in load.runs[self.name].nodes if self.name in load.runs else ():
-            if node.holds(self.name):
+            if node.has(self.name):
                 row = self.tree.detach(node, self.name).value
                 load.orphan_states.setdefault(self.name, []).append(row)
 
