@@ -45,8 +45,7 @@ class Located:
 
     @cached_property
     def host_end(self) -> int:
-        first = bisect_left(self.host, self.device_end, key=lambda part: part.end)
-        return end_of(self.host[first:], self.device_end)
+        return end_of(self.host, self.device_end)
 
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:

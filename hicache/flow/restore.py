@@ -96,6 +96,8 @@ class Restore(CopyMovement[Load]):
 
     def loads_of(self, nodes: Sequence[TreeNode]) -> list[Load]:
         """The loads in flight that bring anything of `nodes`, oldest first. An abandoned one brings nothing."""
+        if not self._in_flight:
+            return []
         live = [load for load in self._in_flight if not load.abandoned]
         return [load for load in live if any(load.brings(node) for node in nodes)]
 

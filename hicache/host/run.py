@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
+from itertools import pairwise
+from operator import attrgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -71,29 +73,23 @@ class RunPart(NamedTuple):
     start: int
     end: int
 
-    @property
-    def ids(self) -> list[int]:
-        return self.run.ids[self.skipped : self.skipped + self.end - self.start]
+
+_START, _END = attrgetter("start"), attrgetter("end")
 
 
-def spans(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as half-open intervals."""
     if indices and indices[-1] - indices[0] + 1 == len(indices):
-        yield indices[0], indices[-1] + 1
-        return
-    start = 0
-    for end in range(1, len(indices) + 1):
-        if end == len(indices) or indices[end] != indices[end - 1] + 1:
-            yield indices[start], indices[end - 1] + 1
-            start = end
+        return [(indices[0], indices[-1] + 1)]
+    ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
+    return [(indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]
 
 
 def within(parts: Sequence[RunPart], indices: Sequence[int]) -> list[RunPart]:
     """What `parts`, ascending, have of these pages of their prompt, ascending."""
     found: list[RunPart] = []
     for start, end in spans(indices):
-        first = bisect_right(parts, start, key=lambda part: part.end)
-        last = bisect_left(parts, end, key=lambda part: part.start)
+        first, last = bisect_right(parts, start, key=_END), bisect_left(parts, end, key=_START)
         chosen = [*parts[first:last]]
         if chosen and chosen[-1].end > end:
             chosen[-1] = chosen[-1]._replace(end=end)
@@ -103,13 +99,13 @@ def within(parts: Sequence[RunPart], indices: Sequence[int]) -> list[RunPart]:
     return found
 
 
-def end_of(parts: Iterable[RunPart], start: int) -> int:
+def end_of(parts: Sequence[RunPart], start: int) -> int:
     """Where the pages of a prompt end that `parts`, ascending, have from `start` on without a gap."""
     end = start
-    for part in parts:
-        if part.start > end:
+    for index in range(bisect_right(parts, start, key=_END), len(parts)):
+        if parts[index].start > end:
             break
-        end = max(end, part.end)
+        end = parts[index].end
     return end
 
 
@@ -125,7 +121,10 @@ def used_alike(parts: Iterable[RunPart]) -> list[tuple[int, int]]:
 
 def ids_of(parts: Iterable[RunPart]) -> torch.Tensor:
     """Their pages in the host pool, int64 `[pages]`."""
-    return torch.tensor([page for part in parts for page in part.ids], dtype=torch.int64)
+    ids: list[int] = []
+    for run, skipped, start, end in parts:
+        ids += run.ids[skipped : skipped + end - start]
+    return torch.tensor(ids, dtype=torch.int64)
 
 
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:

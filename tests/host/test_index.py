@@ -106,7 +106,9 @@ class Model:
     def use(self) -> None:
         keys = self.prompt()
         used = self.index.count_use(self.index.parts(keys))
-        assert all(part.run.keys[part.skipped :][: len(part.ids)] == keys[part.start : part.end] for part in used)
+        assert all(
+            part.run.keys[part.skipped :][: part.end - part.start] == keys[part.start : part.end] for part in used
+        )
         for key in self.ids:  # the last run may have been divided
             run = self.index.get(key)
             assert run is not None and key in run.keys
