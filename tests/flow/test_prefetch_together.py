@@ -225,9 +225,10 @@ def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, cl
             return [handle.landed_tokens for handle in handles]
 
         for n, tokens in enumerate(prompts):
-            eventually(lambda n=n, length=len(tokens) - 1: landed()[n] == length)
+            length = len(tokens) - 1
+            eventually(lambda n=n, length=length: landed()[n] == length)
             assert not any(landed()[n + 1 :])
-            assert admitted(engine, str(n), tokens) == len(tokens) - 1
+            assert admitted(engine, str(n), tokens) == length
 
 
 @pytest.mark.parametrize(
