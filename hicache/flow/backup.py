@@ -106,8 +106,10 @@ class Backup(CopyMovement[_Copy]):
             known.values.extend(values)
         if by_component:
             self._waits.value += 1
-            self._submit([by_component[name] for name in self._context.by_name if name in by_component], ())
-            self.wait_and_complete()
+            try:
+                self._submit([by_component[name] for name in self._context.by_name if name in by_component], ())
+            finally:  # where the copy of one component raises, that of another is under way, and its source about to go
+                self.wait_and_complete()
 
     def pages_in_flight(self, component: Component) -> int:
         return sum(len(run.ids) for copy in self._in_flight for run in copy.runs.get(component, ()))

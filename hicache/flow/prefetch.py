@@ -365,4 +365,4 @@ class Prefetcher(Movement):
     def _room(self, handle: Prefetch) -> int:
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
         claimed, own = self._claimed(), self._claims.of(handle)
-        return (self._max_pages if claimed > own else self._context.full.host.num_pages) - claimed
+        return max(0, (self._max_pages if claimed > own else self._context.full.host.num_pages) - claimed)

@@ -9,7 +9,18 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, compute, config, prefill, verify
+from component_case import (
+    EACH_MODEL,
+    FULL,
+    MODELS,
+    STATES,
+    WINDOWS,
+    WITH_COMPONENTS,
+    compute,
+    config,
+    prefill,
+    verify,
+)
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
@@ -268,6 +279,27 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
     assert serve(engine, transfers, "d", longer, model) == 64
     assert engine.inspect.context.tree.protected(FULL_KV) == 0
     close(engine)
+
+
+@pytest.mark.parametrize("model", WITH_COMPONENTS)
+def test_victims_are_not_freed_under_a_copy_whose_companion_raised(
+    model: ModelGeometry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Under write_back the full pages of a victim are being copied when the copy of its windows or state cannot be
+    begun: the call fails when the first has ended, for whoever gets the slots next writes to them."""
+    engine, transfers = stepped(model, write_policy="write_back")
+    serve(engine, transfers, "a", prompt(1, 65), model)
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.inspect.context.components[1].transfer, "store", _raise)
+        with pytest.raises(RuntimeError, match="the link is down"):
+            engine.acquire(CacheRequest("b", prompt(2, 120)))
+    assert not transfers.links
+    engine.check()
+    close(engine)
+
+
+def _raise(*_: object) -> None:
+    raise DOWN
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -210,6 +210,27 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
         assert admitted(engine, "2", prompts[2]) == 192
 
 
+def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:
+    """Of prompts that come together the first alone may exceed the share, by more than the others have pages. They read
+    nothing until it is admitted, and then all of theirs."""
+    prompts = [tokens_of(1), *(tokens_of(n, 33) for n in range(2, 6))]
+    fill(store, *prompts)
+    with engine_of(store, prefetch_host_share=0.01) as engine:
+        handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
+
+        def landed() -> list[int]:
+            clock.now_s += 1.0  # longer than until a read is tried again
+            engine.poll()
+            engine.check()
+            return [handle.landed_tokens for handle in handles]
+
+        for n, tokens in enumerate(prompts):
+            length = len(tokens) - 1
+            eventually(lambda n=n, length=length: landed()[n] == length)
+            assert not any(landed()[n + 1 :])
+            assert admitted(engine, str(n), tokens) == length
+
+
 @pytest.mark.parametrize(
     ("mode", "host_pages", "share", "landed"),
     [

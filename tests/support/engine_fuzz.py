@@ -2,9 +2,9 @@
 as long as the draw says, fail or never come, a disk that fails and stalls, forwards and calls of the engine that raise.
 Roughly, forks, and Ctrl-C at the end.
 
-Every pass over a prompt compares what it reads with the truth, every account is proved after every step, and at the end
-everything is given back. Without a disk a history follows from its seed alone. As a program it takes a budget of steps
-or of seconds:
+Every pass over a prompt compares what it reads with the truth, every account is proved after every step, every page
+goes the ways of page_life.py, and at the end everything is given back. Without a disk a history follows from its seed
+alone. As a program it takes a budget of steps or of seconds:
 
     python tests/support/engine_fuzz.py --steps 500000 [--seconds 180] [--kind full] [--seed 0]
 """
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +29,7 @@ from hicache.errors import LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted
 from hicache.flow.movement import settle
 from hicache.storage import open_existing
 from memory_store import MemoryPageStore
+from page_life import PageLives
 from toy_model import settled
 from waiting import eventually
 
@@ -61,6 +63,8 @@ class EngineFuzz:
         with self.faults.patched():
             self.engine = build_engine(self._settings(folder), self.model, remote=remote)
         self.faults.attach(self.engine, device)
+        # On CUDA a look would wait for the copies whose lateness is the point.
+        self.lives = PageLives(self.engine) if device == "cpu" else None
         self.engine.start()
 
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:
@@ -252,6 +256,8 @@ class EngineFuzz:
         """Ctrl-C anywhere in a call: the engine takes no further ones, or every account holds and requests read the
         truth. It closes, and its store is whole."""
         self.heal()
+        if self.lives is not None:
+            self.lives.end()
         calls = (self.admit, self.grow, self.decode, self.finish, self.abort, self.poll, self.flush)
         call, number = calls[self.rng.integers(len(calls))], int(self.rng.integers(600))
         if fails_at(call, number, anywhere=True, error=KeyboardInterrupt):
@@ -367,8 +373,10 @@ class EngineFuzz:
         return list(names)[self.rng.integers(len(names))] if names else None
 
 
-def run(kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: bool = False) -> None:
-    """One history; over a disk in each second."""
+def run(
+    kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: bool = False
+) -> Counter[tuple[str, str, str]]:
+    """One history; over a disk in each second. Returns how often its pages took each row of page_life.py."""
     with tempfile.TemporaryDirectory() as folder:
         fuzz = EngineFuzz(kind, seed, Path(folder) if seed % 2 else None, device)
         fuzz.run(num_steps, is_rough=is_rough)
@@ -377,3 +385,4 @@ def run(kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: 
             store = open_existing(Path(folder) / "store")
             store.check()
             store.close()
+    return Counter() if fuzz.lives is None else fuzz.lives.seen

@@ -1,0 +1,120 @@
+"""The life of a page: the tables of docs/invariants.md are those that histories are held to, each row is taken, and
+what no row allows is found."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from component_case import FULL, MODELS, config, prefill
+from engine_fuzz import run
+from hicache import CacheEngine, CacheRequest, build_engine
+from page_life import DEVICE, HOST, TABLES, Held, PageLives, way
+from stepped_transfer import SteppedTransfers
+from toy_model import prompt
+
+PAGE = Path(__file__).parents[2] / "docs" / "invariants.md"
+
+
+def test_the_documentation_has_the_tables_that_histories_are_held_to() -> None:
+    """Row for row, in each tier."""
+    _, _, text = PAGE.read_text().partition("## The life of a page")
+    text, _, _ = text.partition("\n## ")
+    found: dict[str, list[tuple[str, str]]] = {}
+    for first, second in re.findall(r"^    (\w+) +(\w+) {2,}\S", text, re.MULTILINE):
+        if second == "to":
+            rows = found[first] = []
+        else:
+            rows.append((first, second))
+    assert found == {tier: list(table) for tier, table in TABLES.items()}
+
+
+def test_histories_take_each_row_of_memory() -> None:
+    """Those without a store, which follow from their seeds: in one or a few of them each way of a page occurs."""
+    wanted = {("device", *row) for row in DEVICE} | {("host", *row) for row in HOST if "READING" not in row}
+    assert _rows_of("window", range(0, 40, 2), wanted) == wanted
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("kind", MODELS)
+def test_histories_take_each_row(kind: str) -> None:
+    wanted = {(tier, *row) for tier, table in TABLES.items() for row in table}
+    assert _rows_of(kind, range(100), wanted) == wanted
+
+
+def _rows_of(kind: str, seeds: range, wanted: set[tuple[str, str, str]]) -> set[tuple[str, str, str]]:
+    """Rows that histories take, until those are among them that are `wanted`."""
+    seen = Counter[tuple[str, str, str]]()
+    for seed in seeds:
+        seen += run(kind, seed, 400)
+        if wanted <= seen.keys():
+            break
+    return wanted & seen.keys()
+
+
+@pytest.mark.parametrize(
+    ("tier", "call", "old", "new"),
+    [
+        ("device", "acquire", Held("OWNED"), Held("FREE")),
+        ("device", "commit", Held("LOADING", b"k"), Held("CACHED", b"k")),
+        ("device", "poll", Held("CACHED", b"k"), Held("FREE")),
+        ("device", "poll", Held("CACHED", b"k"), Held("CACHED", b"other")),
+        ("device", "acquire", Held("FREE"), Held("CACHED", b"k")),
+        ("host", "reserve", Held("NONE"), Held("PUBLISHED", b"k")),
+        ("host", "publish", Held("PUBLISHED", b"k"), Held("NONE")),
+        ("host", "reserve", Held("LOCKED", b"k"), Held("NONE")),
+        ("host", "clear", Held("COMING", b"k"), Held("NONE")),
+        ("host", "", Held("READING", b"k"), Held("COMING", b"k")),
+        ("store", "release", Held("STORING", b"k"), Held("STORED", b"k")),
+        ("store", "release", Held("STORED", b"k"), Held("STORING", b"k")),
+    ],
+)
+def test_what_no_row_allows_is_refused(tier: str, call: str, old: Held, new: Held) -> None:
+    assert way(tier, call, old, new) is None
+
+
+def test_a_call_may_take_several_rows() -> None:
+    """An admission evicts a page and gives its slots to another; a run that is published while others follow it is
+    locked at once."""
+    assert way("device", "acquire", Held("CACHED", b"k"), Held("LOADING", b"other")) == [
+        ("CACHED", "FREE"),
+        ("FREE", "LOADING"),
+    ]
+    assert way("host", "publish", Held("COMING", b"k"), Held("LOCKED", b"k")) == [
+        ("COMING", "PUBLISHED"),
+        ("PUBLISHED", "LOCKED"),
+    ]
+    assert way("device", "flush", Held("LOADING", b"k"), Held("CACHED", b"k")) == [("LOADING", "CACHED")]
+
+
+def _loading() -> tuple[CacheEngine, SteppedTransfers, np.ndarray]:
+    """An engine that is watched, with a load in flight."""
+    engine, first = build_engine(config(), FULL), prompt(1, 41)
+    PageLives(engine)
+    transfers = SteppedTransfers(engine)
+    engine.start()
+    for name, tokens in (("a", first), ("b", prompt(2, 100))):
+        with engine.acquire(CacheRequest(name, tokens)) as lease:
+            prefill(engine, lease, tokens, FULL)
+        engine.flush()
+    assert engine.acquire(CacheRequest("c", first)).hit.host
+    return engine, transfers, first
+
+
+def test_the_record_finds_planted_faults() -> None:
+    """A load that counts as arrived before it has, and one whose pages on the host may go."""
+    engine, _, tokens = _loading()
+    (load,) = engine.inspect.restore.in_flight()
+    load.detach()
+    with pytest.raises(AssertionError, match=r"device: .*LOADING.*CACHED"):
+        engine.expect("d", tokens)
+    engine, _, tokens = _loading()
+    (load,) = engine.inspect.restore.in_flight()
+    engine.inspect.context.full.index.unlock(load.locked["full"])
+    with pytest.raises(AssertionError, match="is loaded from the host, where nobody has locked it"):
+        engine.expect("d", tokens)
