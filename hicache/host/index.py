@@ -190,8 +190,12 @@ class PageIndex:
                 del self._runs[key]
         holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            child.before = holder
-            if holder is not None:
+            above = holder
+            while above is not None and above is not child:
+                above = above.before
+            # Who brought the same may follow the child: then the child follows nothing.
+            child.before = holder if above is None else None
+            if holder is not None and child.before is holder:
                 holder.after.add(child)
                 self.lock([holder] if child.locks else [])
         run.after.clear()

@@ -115,6 +115,6 @@ def test_the_record_finds_planted_faults() -> None:
         engine.expect("d", tokens)
     engine, _, tokens = _loading()
     (load,) = engine.inspect.restore.in_flight()
-    engine.inspect.context.full.index.unlock(load.locked["full"])
+    engine.inspect.context.full.index.unlock([part.run for part in load.parts["full"]])
     with pytest.raises(AssertionError, match="is loaded from the host, where nobody has locked it"):
         engine.expect("d", tokens)

@@ -177,6 +177,21 @@ def test_pieces_that_come_together_follow_each_other() -> None:
         model.index.abandon(run)
 
 
+@pytest.mark.parametrize("is_second_first", [False, True])
+def test_runs_of_the_same_pages_follow_each_other_once(is_second_first: bool) -> None:
+    """A read brings again what its own run follows: whichever comes first, no run follows itself, and all can leave."""
+    model, keys = Model("fifo", 0), [bytes([at]) for at in range(8)]
+    (first,) = model.index.reserve([NewPages(keys[:5])]) or ()
+    (second,) = model.index.reserve([NewPages(keys[2:], keys[1], 2)]) or ()
+    assert second.before is first
+    for run in (second, first) if is_second_first else (first, second):
+        model.index.publish(run)
+    assert model.index.held_end(keys, 0) == 8
+    model.index.check(0, Counter())
+    model.index.clear()
+    assert model.index.pool.available() == NUM_PAGES
+
+
 def test_the_audit_finds_planted_faults() -> None:
     """It can fail: a lock of nobody, a page in flight of nobody, and one counted as evictable that is not."""
     model = Model("lru", 0)

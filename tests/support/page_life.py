@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 
 from hicache import CacheEngine, Lease
 from hicache.flow.components import CacheComponent
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.host import HostRun
 from hicache.tiers import FULL, MAMBA, Component
 from hicache.tree.node import TreeNode
@@ -227,9 +227,9 @@ class PageLives:
         names = self._context.tree.names
         for component in self._context.components:
             name, size = component.name, component.page_size
-            if node.holds(name):
-                keys = names.of(node)[-1:] if component.rules.at_node_end else names.of(node)
-                ids = _ids(component.device_ids(node.held(name)))
+            if node.has(name):
+                keys = names.of(node)[-1:] if component.tree_component.at_node_end else names.of(node)
+                ids = _ids(component.device_ids(node.value_of(name)))
                 for i, key in enumerate(names.of_component(name, keys)):
                     yield _Page(name, key, node, ids[i * size : (i + 1) * size])
 
@@ -238,10 +238,10 @@ class PageLives:
         for run in self._coming[name]:
             state = "COMING" if run.source is None else "READING"
             yield from (((name, at), Held(state, key)) for key, at in zip(run.keys, run.ids, strict=True))
-        keys = list(index)
-        for key, at in zip(keys, _ids(index.ids_of(keys)), strict=True):
+        for key in index:
             run = index.get(key)
             assert run is not None
+            at = run.ids[run.keys.index(key)]
             yield (name, at), Held("LOCKED" if run.locks else "PUBLISHED", key)
 
     def _in_stores(self, component: CacheComponent) -> Iterator[tuple[Place, Held]]:

@@ -36,11 +36,13 @@ class FullAttention(CacheComponent):
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
-        count, labels = parts.metrics.counter, {"family": "evict_tokens", "tier": "device"}
+        count, family = parts.metrics.counter, "evict_tokens"
         demoted, lost = "that the host holds", "that the host does not hold"
         of = "tokens evicted from the device"
-        self._demoted = count("evict.device_demoted_tokens", f"{of} {demoted}", outcome="demoted", **labels)
-        self._lost = count("evict.device_lost_tokens", f"{of} {lost}", outcome="lost", **labels)
+        self._demoted = count(
+            "evict.device_demoted_tokens", f"{of} {demoted}", family, tier="device", outcome="demoted"
+        )
+        self._lost = count("evict.device_lost_tokens", f"{of} {lost}", family, tier="device", outcome="lost")
 
     def alloc(self, num_slots: int) -> torch.Tensor:
         """`num_slots` free slots, in whole device pages, without window slots."""
