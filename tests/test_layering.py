@@ -50,7 +50,7 @@ FLOW_LEVELS = (
     ("components",),
     ("lease", "completion"),
     ("load", "write_policy"),
-    ("prompt", "told"),
+    ("prompt", "told", "packing"),
 )
 FLOW_RANKS = {name: len(FLOW_LEVELS) - level for level, names in enumerate(FLOW_LEVELS) for name in names}
 

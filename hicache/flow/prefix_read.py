@@ -17,13 +17,15 @@ from contextlib import ExitStack
 from itertools import groupby
 from typing import TypeAlias
 
+import torch
+
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.read_state import Batch, PrefixRead
 from hicache.flow.store_prefix import Found, StorePrefix
 from hicache.flow.told import told_of
-from hicache.host import HostRun, pages_of
+from hicache.host import HostRun, held_by, kinds_of, pages_of, rest_keys
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -127,8 +129,7 @@ class PrefixReads:
             self._note_answer(read, done)
             return
         batch = read.batches[done.batch]
-        batch.ok = done.ok
-        if batch.component.name != FULL:
+        if batch.component.name != FULL and batch.first_ok is None:
             read.other_bytes[batch.store] -= len(batch.indices) * batch.component.host.page_bytes
         num_ok = sum(done.ok)
         num_bytes = num_ok * batch.component.host.page_bytes
@@ -137,6 +138,9 @@ class PrefixReads:
             self._bytes[batch.store].observe(num_bytes)
             self._seconds[batch.store].observe(done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, batch.store)
+        if batch.first_ok is None and batch.component.packing is not None and self._read_rest(read, done):
+            return
+        batch.ok = done.ok if batch.first_ok is None else batch.whole(done.ok)
         self._publish(batch)
         self._advance(read)
 
@@ -147,7 +151,8 @@ class PrefixReads:
         if read.cancelled.is_set():
             return
         prefix, components, found = read.prefix, self._context.by_name, read.found
-        num_pages = min(len(found.pages), max_pages, self._context.full.index.capacity)
+        # Second pages of raw ones may have taken more than others were to leave.
+        num_pages = max(0, min(len(found.pages), max_pages, self._context.full.index.capacity))
         if num_pages < len(found.pages):
             read.end = prefix.usable_end(found, num_pages)
             read.is_short = read.end < read.found_end
@@ -242,6 +247,32 @@ class PrefixReads:
             read.other_bytes[store] = read.other_bytes.get(store, 0) + num_bytes
         return True
 
+    def _read_rest(self, read: PrefixRead, done: ReadDone) -> bool:
+        """A batch of a component with packed pages has come: read the second parts of those of its pages that say that
+        they are raw, by a job of the same number. False: there are none, or none can be had."""
+        batch = read.batches[done.batch]
+        host, index = batch.component.host, batch.component.index
+        wanted = batch.take_first(done.ok, kinds_of(host, pages_of(batch.runs).tolist()))
+        for run, keys in wanted.items():
+            if not read.is_live or not index.reserve_rest(run, keys):
+                read.is_short = True
+                batch.lack(keys)
+        places = torch.tensor([page for run in wanted for page in run.rest.values()], dtype=torch.int64)
+        if not len(places):
+            return False
+        host.begin_read(places)
+        self._num_pages[batch.component.name] += len(places)
+        names = tuple(rest_keys(key for run in wanted for key in run.rest))
+        queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
+        job = ReadJob(read.number, done.batch, names, host.views(places), read.cancelled, read.until_s, queue_class)
+        if not self._context.stores[batch.store].reads.submit(job):
+            self._refused.value += 1
+            read.is_short = True
+            batch.lack([key for run in wanted for key in run.rest])
+            return False
+        read.outstanding += 1
+        return True
+
     def _parts(self, store: Store, start: int, end: int, page_bytes: int) -> Iterator[slice]:
         """The pages of each job, of [start, end)."""
         tier = self._context.stores[store]
@@ -273,11 +304,11 @@ class PrefixReads:
     def _publish(self, batch: Batch) -> None:
         """The pages of a batch that came are there from now on."""
         component, start, events = batch.component, 0, self._context.tree.events
-        component.host.end_read(pages_of(batch.runs))
+        component.host.end_read(held_by(batch.runs))
         runs, batch.runs = batch.runs, []
         for run in runs:
             num_pages, ok = len(run.keys), batch.ok or ()
-            self._num_pages[component.name] -= num_pages
+            self._num_pages[component.name] -= run.num_held
             came = [i < len(ok) and ok[i] for i in range(start, start + num_pages)]
             start += num_pages
             if component.index.publish(run, came):
@@ -291,8 +322,8 @@ class PrefixReads:
     def _free(self, batch: Batch | None) -> None:
         """Give back what was reserved for a batch that did not come."""
         if batch is not None:
-            batch.component.host.end_read(pages_of(batch.runs))
+            batch.component.host.end_read(held_by(batch.runs))
             for run in reversed(batch.runs):
-                self._num_pages[batch.component.name] -= len(run.keys)
+                self._num_pages[batch.component.name] -= run.num_held
                 batch.component.index.abandon(run)
             batch.runs = []

@@ -3,24 +3,47 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.store_prefix import Found, StorePrefix
-from hicache.host import HostRun
+from hicache.host import HostRun, PageKind
 from hicache.tiers import Component, Store
 
 
 @dataclass
 class Batch:
     """Pages of a component that one job reads from a store: `indices` in the prompt, and the `runs` of host pages that
-    were reserved for them. `ok`: which came; None: not known."""
+    were reserved for them. `ok`: which came; None: not known. `first_ok`: which packed pages came, and which first
+    parts of raw ones, whose second parts come next."""
 
     store: Store
     component: CacheComponent
     indices: list[int]
     runs: list[HostRun]
     ok: tuple[bool, ...] | None = None
+    first_ok: dict[bytes, bool] | None = None
+
+    def take_first(self, ok: Sequence[bool], kinds: Sequence[int]) -> dict[HostRun, list[bytes]]:
+        """The first job has brought pages of these kinds. Returns, by run, keys of those that have a second part."""
+        keys = [key for run in self.runs for key in run.keys]
+        whole = (PageKind.PACKED, PageKind.RAW)
+        self.first_ok = {key: at < len(ok) and ok[at] and kinds[at] in whole for at, key in enumerate(keys)}
+        raw = {key for key, kind in zip(keys, kinds, strict=True) if kind == PageKind.RAW and self.first_ok[key]}
+        return {run: found for run in self.runs if (found := [key for key in run.keys if key in raw])}
+
+    def lack(self, keys: Sequence[bytes]) -> None:
+        """The second parts of these cannot be had."""
+        assert self.first_ok is not None
+        self.first_ok.update(dict.fromkeys(keys, False))
+
+    def whole(self, rest_ok: Sequence[bool]) -> tuple[bool, ...]:
+        """Which pages came whole: with the second parts that came, in the order of the runs."""
+        assert self.first_ok is not None
+        raw = [key for run in self.runs for key in run.rest]
+        self.lack([key for at, key in enumerate(raw) if not (at < len(rest_ok) and rest_ok[at])])
+        return tuple(self.first_ok.values())
 
 
 @dataclass(eq=False)

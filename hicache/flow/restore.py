@@ -76,8 +76,8 @@ class Restore(CopyMovement[Load]):
                 if pages:
                     undo.callback(component.fail_load, load)
                     targets = component.begin_load(load, pages, lease, slots)
-                    ids = component.index.ids_of(prompt.keys_of(component.name, pages))
-                    self._submit(load, component, runs[component.name], ids, targets, undo)
+                    keys = prompt.keys_of(component.name, pages)
+                    self._submit(load, component, runs[component.name], keys, targets, undo)
             tree.lock(load.node)
             undo.callback(tree.unlock, load.node)
             tree.move_lock(lease.node, load.node)
@@ -137,22 +137,24 @@ class Restore(CopyMovement[Load]):
         load: Load,
         component: CacheComponent,
         runs: list[HostRun],
-        pages: torch.Tensor,
+        keys: Sequence[bytes],
         targets: torch.Tensor,
         undo: ExitStack,
     ) -> None:
         host, counter, index = component.host, component.counter, component.index
+        pages, rest = index.ids_of(keys), index.rest_of(keys)
+        held = pages if rest is None else torch.cat([pages, rest[rest > 0]])
         index.lock(runs)
         undo.callback(index.unlock, runs)
-        host.begin_read(pages)
-        undo.callback(host.end_read, pages)
+        host.begin_read(held)
+        undo.callback(host.end_read, held)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(pages, component.device_ids(targets), load_id)
+        op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
         load.ops.append(op)
-        load.reading[component.name], load.locked[component.name] = pages, runs
+        load.reading[component.name], load.locked[component.name] = held, runs
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name

@@ -2,17 +2,24 @@
 
 from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
 from hicache.host.index import PageIndex
+from hicache.host.kinds import TRAILER_BYTES, PageKind, kinds_of, mark, rest_keys
 from hicache.host.pool import HostPagePool
-from hicache.host.run import HostRun, NewPages, pages_of
+from hicache.host.run import HostRun, NewPages, held_by, pages_of
 
 __all__ = [
+    "TRAILER_BYTES",
     "CudaRegistry",
     "HostPagePool",
     "HostRun",
     "NewPages",
     "PageIndex",
+    "PageKind",
     "PinnedArena",
     "PinnedRows",
     "allocate_pinned",
+    "held_by",
+    "kinds_of",
+    "mark",
     "pages_of",
+    "rest_keys",
 ]

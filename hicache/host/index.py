@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Protocol
 
 import torch
 
@@ -21,23 +20,9 @@ from hicache.errors import InvariantError
 from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
-from hicache.host.run import HostRun, NewPages
+from hicache.host.run import HostRun, NewPages, Pages, held_by
 
 _RUN_PAGES = 16
-
-
-class Pages(Protocol):
-    """Whose pages an index keeps: a `HostPagePool`, or what counts like one."""
-
-    num_pages: int
-
-    def available(self) -> int: ...
-
-    def alloc(self, num_pages: int) -> torch.Tensor | None: ...
-
-    def free(self, pages: torch.Tensor) -> None: ...
-
-    def check(self) -> None: ...
 
 
 class PageIndex:
@@ -59,7 +44,8 @@ class PageIndex:
         self._ids: dict[bytes, int] = {}  # of published pages
         self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
         self._log = self._order.log if isinstance(self._order, FadingFrequency) else None
-        self.num_in_flight = self.num_evictable = 0
+        # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
+        self.num_in_flight = self.num_evictable = self.num_raw = 0
 
     def __len__(self) -> int:
         """Published pages."""
@@ -114,6 +100,13 @@ class PageIndex:
         """The pages of published keys, int64 `[keys]`."""
         return torch.tensor([self._ids[key] for key in keys], dtype=torch.int64)
 
+    def rest_of(self, keys: Iterable[bytes]) -> torch.Tensor | None:
+        """The second pages of published keys, int64 `[keys]`, 0 for those without; None where none has one."""
+        if not self.num_raw:
+            return None
+        rest = [self._runs[key].rest.get(key, 0) for key in keys]
+        return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
+
     def _walk(self, keys: Sequence[bytes], start: int) -> Iterator[tuple[HostRun, int, int]]:
         """(run, start, end) of the published ones of `keys`. A run that ends with the same page of a prompt, as many
         pages further, has all pages between."""
@@ -159,11 +152,7 @@ class PageIndex:
         try:
             if num_pages > self.capacity:
                 return None
-            self._evict(num_pages)
-            ids = self.pool.alloc(num_pages)
-            assert ids is not None
-            self.num_in_flight += num_pages
-            free, runs = iter(ids.tolist()), list[HostRun]()
+            free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
                 before, start = self._runs.get(pages.before) if pages.before else None, 0
                 while start < len(pages.keys):
@@ -179,6 +168,13 @@ class PageIndex:
             self.unlock(befores)
         return runs
 
+    def reserve_rest(self, run: HostRun, keys: Sequence[bytes]) -> bool:
+        """Second pages for `keys` of a reserved run; False, and none leaves, where too many are locked."""
+        if len(keys) > self.capacity:
+            return False
+        run.rest.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
+        return True
+
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> bool:
         """The bytes of a reserved run are there, of its pages those that are `ok`; False where that is none, or others
         brought them before."""
@@ -188,7 +184,8 @@ class PageIndex:
             return False
         if gone:
             self._forget(run, gone)
-        self.num_in_flight -= len(run.keys)
+        self.num_in_flight -= run.num_held
+        self.num_raw += len(run.rest)
         run.is_published = True
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
@@ -196,7 +193,7 @@ class PageIndex:
         if run.locks:
             self._order.hit(run)
         else:
-            self.num_evictable += len(run.keys)
+            self.num_evictable += run.num_held
             self._order.insert(run)
             if run.before is not None:
                 self.unlock([run.before])
@@ -242,7 +239,7 @@ class PageIndex:
                 run.locks += 1
                 if run.locks > 1:
                     break
-                self.num_evictable -= len(run.keys)
+                self.num_evictable -= run.num_held
                 self._order.lock(run)
                 run = run.before
 
@@ -256,7 +253,7 @@ class PageIndex:
                 assert run.locks >= 0, "unlocked more often than locked"
                 if run.locks:
                     break
-                self.num_evictable += len(run.keys)
+                self.num_evictable += run.num_held
                 freed.append(run)
                 run = run.before
         for run in sorted(freed, key=lambda at: at.stamp):  # each finds its place behind those used before it
@@ -293,11 +290,14 @@ class PageIndex:
         found = []
         runs = {run for run in self._runs.values() if run.is_published}
         known = {**locks, **dict.fromkeys(runs)}
-        if len({*self._ids.values()}) < len(self._ids) or sum(len(run.keys) for run in runs) != len(self._ids):
+        held = held_by(runs).tolist()
+        if len({*held}) < len(held) or len(held) - self.num_raw != len(self._ids):
             found.append("two keys share a host page, or a run and the index disagree")
-        if len(self._ids) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
-            found.append(f"{len(self._ids)} pages are held, {self.num_in_flight} in flight and "
+        if len(held) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
+            found.append(f"{len(held)} pages are held, {self.num_in_flight} in flight and "
                          f"{self.pool.available()} free of {self.pool.num_pages}")  # fmt: skip
+        if any(not run.rest.keys() <= {*run.keys} for run in runs):
+            found.append("a second page is kept for a page that left")
         if self.num_in_flight != in_flight:
             found.append(f"{self.num_in_flight} pages are in flight, {in_flight} of copies and reads")
         for run in known:
@@ -306,7 +306,7 @@ class PageIndex:
                 found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
         if {*self._order} != {run for run in runs if not run.locks}:
             found.append("the eviction order is not exactly the runs that are not locked")
-        if self.num_evictable != sum(len(run.keys) for run in runs if not run.locks):
+        if self.num_evictable != sum(run.num_held for run in runs if not run.locks):
             found.append(f"{self.num_evictable} pages were counted as evictable")
         if found:
             raise InvariantError("host index", found)
@@ -320,18 +320,24 @@ class PageIndex:
             before.after.add(run)
             self.lock([before])
 
-    def _evict(self, num_pages: int) -> None:
-        """Until `num_pages` are free."""
+    def _take(self, num_pages: int) -> torch.Tensor:
+        """`num_pages` pages of the pool, for which others leave."""
         while (short := num_pages - self.pool.available()) > 0:
             run = self._order.victim()
             assert run is not None, "counted as evictable"
             self._shrink(run, min(short, len(run.keys)))
+        ids = self.pool.alloc(num_pages)
+        assert ids is not None
+        self.num_in_flight += num_pages
+        return ids
 
     def _shrink(self, run: HostRun, num_pages: int) -> None:
         """The last pages of an unlocked run leave."""
         start, before = len(run.keys) - num_pages, run.before
         gone, ids = run.keys[start:], run.ids[start:]
-        self.num_evictable -= num_pages
+        rest = [run.rest.pop(key) for key in gone if key in run.rest]
+        self.num_evictable -= num_pages + len(rest)
+        self.num_raw -= len(rest)
         if start:
             self._order.lock(run)  # its size counts there
             del run.keys[start:], run.ids[start:], run.places[start:]
@@ -348,7 +354,7 @@ class PageIndex:
         for key in gone:
             del self._ids[key]
             del self._runs[key]
-        self.pool.free(torch.tensor(ids, dtype=torch.int64))
+        self.pool.free(torch.tensor(ids + rest, dtype=torch.int64))
         if self._on_leave is not None:
             self._on_leave(run, gone)
 
@@ -356,14 +362,11 @@ class PageIndex:
         """The first pages of a run that nobody has locked become a run of their own, before it."""
         first = HostRun(run.keys[:num_pages], run.ids[:num_pages], run.about, 0)
         first.places, first.locks, first.is_published = run.places[:num_pages], 0, True
-        first.hit_count, first.priority, first.stored, first.source = (
-            run.hit_count,
-            run.priority,
-            run.stored,
-            run.source,
-        )
+        first.hit_count, first.priority = run.hit_count, run.priority
+        first.stored, first.source = run.stored, run.source
         first.creation_time, first.last_access_time = run.creation_time, run.last_access_time
         first.follow(run)
+        first.rest = {key: run.rest.pop(key) for key in first.keys if key in run.rest}
         del run.keys[:num_pages], run.ids[:num_pages], run.places[:num_pages]
         run.key = run.keys[0]
         if run.before is not None:
@@ -384,8 +387,9 @@ class PageIndex:
     def _forget(self, run: HostRun, places: Sequence[int]) -> None:
         """These pages of a reserved run did not come, or are not needed."""
         gone = {*places}
-        self.num_in_flight -= len(gone)
-        self.pool.free(torch.tensor([run.ids[i] for i in places], dtype=torch.int64))
+        rest = [run.rest.pop(run.keys[i]) for i in places if run.keys[i] in run.rest]
+        self.num_in_flight -= len(gone) + len(rest)
+        self.pool.free(torch.tensor([run.ids[i] for i in places] + rest, dtype=torch.int64))
         for i in places:
             if self._runs.get(run.keys[i]) is run:
                 del self._runs[run.keys[i]]

@@ -26,7 +26,9 @@ from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.load import Load
+from hicache.flow.packing import Packing
 from hicache.host import HostPagePool, PageIndex
+from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.tiers import Component
@@ -40,12 +42,14 @@ from hicache.tree.node import TreeNode
 
 @dataclass(frozen=True)
 class HostLink:
-    """How the rows of a component move between device and host. Without a host tier: rows and counter alone."""
+    """How the rows of a component move between device and host. Without a host tier: rows and counter alone. `packing`:
+    the format of host pages that are packed."""
 
     space: SlotSpace
     counter: LayerTransferCounter
     host: HostPagePool | None = None
     transfer: TransferBackend | None = None
+    packing: PackFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -123,6 +127,7 @@ class CacheComponent(ABC):
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
         self.index = cast(PageIndex, base.indexes.get(rules.name))
+        self.packing = None if link.packing is None else Packing(rules.name, base.metrics)
         # Elements of a device value that one host page holds.
         self.page_size = 1 if rules.at_node_end else base.tree.page_size
 
