@@ -4,7 +4,11 @@ not, and what the tiers count are packed bytes."""
 from __future__ import annotations
 
 import logging
+import math
+import re
+import textwrap
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -84,6 +88,32 @@ def test_a_page_says_what_it_is(device: str) -> None:
         )
         places = [full.host.bytes_of[int(place), :-16].numpy().tobytes() for place in (pages[0], rest[0])]
         assert b"".join(places)[: len(raw)] == raw, "the bytes of a raw page, through both places"
+
+
+def test_the_documented_decoder_reads_a_page() -> None:
+    """The code of docs/disk_format.md, with the sizes that its text gives."""
+    text = (Path(__file__).parents[2] / "docs/disk_format.md").read_text()
+    (code,) = re.findall(r"\n    (def values\(.*?)\n\n", text, re.DOTALL)
+    decoder: dict[str, Any] = {}
+    exec(textwrap.dedent("    " + code), decoder)
+    for name, bits, shares in (("wide rows", 3, (0.03, 0.05)), ("mla", 4, (0.001,))):
+        with build_engine(config(kv_packing=str(bits)), MODELS[name]) as engine:
+            serve(engine, "a", TOKENS, "fit")
+            full = engine.inspect.context.full
+            page = full.host.bytes_of[full.index.ids_of([*full.index][:1])][0].numpy().tobytes()
+            slots = engine_slots(engine, TOKENS[:PAGE])
+            for layer in full_layers(engine):
+                for at, buffer in enumerate(layer):
+                    rows = buffer.flatten(1)[slots].view(torch.int16).numpy().view(np.uint16)
+                    for first in range(0, rows.shape[1], 128):
+                        width = min(128, rows.shape[1] - first)
+                        num_escapes = math.ceil(shares[min(at, len(shares) - 1)] * PAGE * width)
+                        num_escapes = -(-num_escapes // 16) * 16
+                        size = width + num_escapes + PAGE * width + bits * PAGE // 8 * width
+                        found = list(decoder["values"](page[:size], PAGE, width, bits, num_escapes))
+                        assert found == rows[:, first : first + width].flatten().tolist()
+                        page = page[size:]
+            assert page == bytes(16)
 
 
 def full_layers(engine: CacheEngine) -> list[tuple[torch.Tensor, ...]]:
