@@ -23,6 +23,7 @@ from hicache.bench.common import Report, interleave
 from hicache.build.factory import build_engine
 from hicache.config import EngineConfig, RemoteConfig
 from hicache.engine import CacheEngine, CacheRequest
+from hicache.host import ids_of
 from hicache.layout import ModelGeometry
 from hicache.storage import PageFormat, PageStore, open_store
 from hicache.stores import identity_of
@@ -105,7 +106,7 @@ def _compare(engine: CacheEngine, seed: int, prompt: np.ndarray) -> None:
     """Every page of the prompt on the host holds what the other process stored."""
     tree, full = engine.inspect.context.tree, engine.inspect.context.full
     keys = tree.names.of_prompt(tree.match(prompt[:-1]), prompt[:-1])
-    rows = np.stack(full.host.views(full.index.ids_of(keys)))
+    rows = np.stack(full.host.views(ids_of(full.index.parts(keys))))
     if not np.array_equal(rows, np.broadcast_to(_content(seed), rows.shape)):
         raise AssertionError("a page of the other process came back changed")
 

@@ -153,7 +153,7 @@ class TinyEngine:
         self.backup(lease.node)
 
     def share(self, lease: Lease, start: int) -> None:
-        """The lease's page at `start` becomes the tree's. `hicache/tree/share.py: share`"""
+        """The lease's page at `start` becomes the tree's. `hicache/tree/core.py: RadixTree.insert`"""
         key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
         node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
         if node.slots is not ours:  # another request was first: its slots are used, and ours are free
@@ -193,7 +193,7 @@ class TinyEngine:
 
     def evict(self, num_slots: int) -> None:
         """Until so many are free, the leaf used longest ago leaves; an engine's order knows which that is.
-        `hicache/flow/device_eviction.py: DeviceEviction.make_available`"""
+        `hicache/flow/backup.py: DeviceEviction.make_available`"""
         while len(self.free) < num_slots:
             victim = min((node for node in self.evictable() if not node.children), key=lambda node: node.last_use)
             assert victim.parent is not None

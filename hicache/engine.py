@@ -25,23 +25,18 @@ from hicache.errors import (
     ResourceExhausted,
 )
 from hicache.flow.admit import Admit
-from hicache.flow.backup import Backup
-from hicache.flow.check import check_engine
+from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
-from hicache.flow.completion import Movement, land, settle
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.device_eviction import DeviceEviction
-from hicache.flow.inspection import Inspection
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
+from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
-from hicache.flow.prefetch_waiter import Prefetch
 from hicache.flow.prompt import Prompts
-from hicache.flow.reset import MemoryTier, reset
 from hicache.flow.restore import Restore
-from hicache.flow.usage import register_usage
+from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
     valid_count,
     valid_leases,
@@ -53,6 +48,7 @@ from hicache.flow.validation import (
     valid_request_id,
     valid_tokens,
 )
+from hicache.flow.waiting import Prefetch
 from hicache.kv_events import EventPublisher
 from hicache.life import EngineLife, exclusive
 from hicache.metrics import MetricInfo, MetricValue, flattened

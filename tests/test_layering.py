@@ -36,21 +36,18 @@ SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 
 # Within flow/, from the top down: a movement imports those of lower levels.
 FLOW_LEVELS = (
-    ("inspection", "validation"),
+    ("upkeep", "validation"),
     ("admit", "commit"),
-    ("device_eviction",),
     ("backup",),
     ("persist", "prefetch", "restore"),
-    ("prefetch_weigh",),
-    ("prefix_read", "prefetch_waiter"),
-    ("read_state", "prefetch_counters", "prefetch_claims"),
-    ("store_prefix",),
-    ("located", "check", "cost", "usage", "reset"),
+    ("waiting",),
+    ("prefix_read",),
+    ("located", "cost"),
     ("context",),
     ("components",),
-    ("lease", "completion"),
-    ("load", "write_policy"),
-    ("prompt", "told", "packing"),
+    ("lease",),
+    ("movement", "write_policy"),
+    ("prompt", "packing"),
 )
 FLOW_RANKS = {name: len(FLOW_LEVELS) - level for level, names in enumerate(FLOW_LEVELS) for name in names}
 

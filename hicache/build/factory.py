@@ -31,9 +31,9 @@ from hicache.device import (
 from hicache.device.base import SlotSpace
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
-from hicache.flow.components import COMPONENTS, Base, CacheComponent, HostLink
+from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, HostLink
 from hicache.flow.context import EngineContext
-from hicache.flow.told import HostWatch
+from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
 from hicache.host import HostPagePool, PageIndex
 from hicache.host.memory import available_bytes
@@ -73,23 +73,23 @@ def build_engine(
     pool = _pool(config, model, device, table) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
     present = _present(config, model, components)
     spaces = {found.name: kind.slot_space(config, found, pool) for kind, found in present.items()}
-    links = _links(config, list(present.values()), spaces, host_setting)
     layouts = {name: space.layout for name, space in spaces.items()}
-    packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
-    others = [found for found in present.values() if found.name != FULL]
-    hasher = PageHasher(namespace_digest(config, layouts, packed), page)
     has_stores = any(at is not None for at in (store, remote, config.disk, config.remote))
-    indexes = _indexes(config, links, metrics, events, has_stores=has_stores)
+    watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
+    links = _links(config, list(present.values()), spaces, host_setting, watch)
+    packed = {name: link.packing for name, link in links.items() if link.packing is not None}
+    hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
-        last = tree.names.of(node)[-1:]
-        return name in indexes and tree.names.of_component(name, last)[0] in indexes[name]
+        index, last = links[name].index, tree.names.of(node)[-1:]
+        return index is not None and tree.names.of_component(name, last)[0] in index
 
+    others = [found for found in present.values() if found.name != FULL]
     tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)
-    base = Base(config, pool, table, _allocator(config, pool, device), tree, metrics, indexes)
-    built = tuple(kind(base, found, links[found.name]) for kind, found in present.items())
+    parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
+    built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     hosts = {component.name: component.host for component in built if component.has_host}
     given = {DISK: store, REMOTE: remote}
@@ -97,7 +97,7 @@ def build_engine(
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)
-        context = EngineContext(config, pool, table, base.tree, metrics, built, write_policy, stores)
+        context = EngineContext(**vars(parts), components=built, write_policy=write_policy, stores=stores)
         engine = CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
         opened.pop_all()
     return engine
@@ -207,53 +207,44 @@ def _whole_pages(config: EngineConfig) -> int:
 
 
 def _links(
-    config: EngineConfig, rules: Sequence[TreeComponent], spaces: dict[Component, SlotSpace], setting: str
+    config: EngineConfig,
+    rules: Sequence[TreeComponent],
+    spaces: dict[Component, SlotSpace],
+    setting: str,
+    watch: HostWatch | None,
 ) -> dict[Component, HostLink]:
-    """How each component moves between device and host. `setting`: what gave the bytes of the host tier."""
-    if not config.has_host:
-        return {name: build_link(config, space, None) for name, space in spaces.items()}
-    page_tokens = {component.name: 1 if component.at_node_end else config.host_page_size for component in rules}
-    packers = {name: packer_of(config, name, spaces[name], tokens) for name, tokens in page_tokens.items()}
-    page_bytes = {
-        name: spaces[name].layout.page_bytes(page_tokens[name]) if packer is None else place_bytes(packer)
-        for name, packer in packers.items()
-    }
-    shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)
+    """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
+    of full pages that come and leave."""
+    hosts: dict[Component, HostPagePool] = {}
+    packers: dict[Component, PagePacker | None] = {}
+    if config.has_host:
+        page_tokens = {component.name: 1 if component.at_node_end else config.host_page_size for component in rules}
+        packers = {name: packer_of(config, name, spaces[name], tokens) for name, tokens in page_tokens.items()}
+        page_bytes = {
+            name: spaces[name].layout.page_bytes(page_tokens[name]) if packer is None else place_bytes(packer)
+            for name, packer in packers.items()
+        }
+        shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)
+        for name, space in spaces.items():
+            hosts[name] = HostPagePool(
+                space.layout,
+                page_tokens[name],
+                shares[name],
+                pin=space.device.type == "cuda",
+                device=space.device,
+                setting=setting,
+                shared=config.disk is not None or config.remote is not None,
+                page_bytes=page_bytes[name],
+            )
     links: dict[Component, HostLink] = {}
     for name, space in spaces.items():
-        pin = space.device.type == "cuda"
-        host = HostPagePool(
-            space.layout,
-            page_tokens[name],
-            shares[name],
-            pin=pin,
-            device=space.device,
-            setting=setting,
-            shared=config.disk is not None or config.remote is not None,
-            page_bytes=page_bytes[name],
-        )
-        links[name] = build_link(config, space, host, packers[name])
+        host, index, packer = hosts.get(name), None, packers.get(name)
+        if host is not None:
+            told = (watch.came, watch.left) if name == FULL and watch is not None else (None, None)
+            index = PageIndex(host, config.eviction_policy, *told)
+        transfer, counter = build_transfer(config, space, host, packer)
+        links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links
-
-
-def _indexes(
-    config: EngineConfig,
-    links: dict[Component, HostLink],
-    metrics: Metrics,
-    events: EventLog | None,
-    *,
-    has_stores: bool,
-) -> dict[Component, PageIndex]:
-    """The map of each component's host pages. What comes and leaves of full ones is counted and told of."""
-    if not config.has_host:
-        return {}
-    watch = HostWatch(metrics, config.cache_page_size, has_stores=has_stores, events=events)
-    found = {}
-    for name, link in links.items():
-        told = (watch.came, watch.left) if name == FULL else (None, None)
-        assert link.host is not None
-        found[name] = PageIndex(link.host, config.eviction_policy, *told)
-    return found
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:
@@ -297,13 +288,6 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
     if config.page_size == 1:
         return TokenToKVPoolAllocator(pool.size, pool.dtype, "cpu", pool, need_sort=True)
     return PagedTokenToKVPoolAllocator(pool.size, config.page_size, pool.dtype, "cpu", pool, need_sort=True)
-
-
-def build_link(
-    config: EngineConfig, space: SlotSpace, host: HostPagePool | None, packer: PagePacker | None = None
-) -> HostLink:
-    transfer, counter = build_transfer(config, space, host, packer)
-    return HostLink(space, counter, host, transfer, None if packer is None else packer.format)
 
 
 def build_transfer(

@@ -21,15 +21,14 @@ from hicache.errors import (
     ResourceExhausted,
     TransferBusy,
 )
-from hicache.flow.backup import Backup
+from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
-from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.host import HostRun
+from hicache.host import HostRun, RunPart, within
 from hicache.tiers import FULL, Component, Store, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
@@ -121,31 +120,37 @@ class Admit:
             tree.lock(node)
             undo.callback(lambda: tree.unlock(lease.node))
             with ExitStack() as held:
-                runs: dict[Component, list[HostRun]] = {}
+                parts = dict[Component, list[RunPart]]()
                 if located is not None:
                     lease.keys = located.prompt.keys
-                    self._hold(admission, located, runs, held)
-                self._start(lease, admission, located, runs, self._take(lease, admission))
+                    parts = self._hold(admission, located, held)
+                slots = self._take(lease, admission)
+                self._prepare(lease, admission)
+                lease.hit = self._hit(admission, parts.get(FULL, ()))
+                if located is not None and parts:
+                    lease.read([self._restore.start(lease, located.prompt, parts, slots)])
+                    held.pop_all()  # these locks are the load's now
+                self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
             self._note_admitted(lease)
             undo.pop_all()
         return lease
 
-    def _hold(
-        self, admission: Admission, located: Located, runs: dict[Component, list[HostRun]], held: ExitStack
-    ) -> None:
-        """The host's part in the prefix is used, and what of it is to be loaded, `runs` of each component, stays while
-        slots are made available on the device."""
-        end = admission.length // self._context.tree.page_size
+    def _hold(self, admission: Admission, located: Located, held: ExitStack) -> dict[Component, list[RunPart]]:
+        """The host's part in the prefix is used, and what of it is to be loaded, which this returns, stays while slots
+        are made available on the device."""
+        end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
         for component in self._context.components:
-            needed = range(component.first_required(end), end)
-            component.index.count_use(located.prompt.keys_of(component.name, needed))
             pages = admission.to_load.get(component.name)
+            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
+            used = component.index.count_use(located.parts(component, range(first, end)))
             if pages:
-                runs[component.name] = of_component = located.runs(component, pages)
-                component.index.lock(of_component)
-                held.callback(component.index.unlock, of_component)
+                parts[component.name] = within(used, pages)
+                runs = [part.run for part in parts[component.name]]
+                component.index.lock(runs)
+                held.callback(component.index.unlock, runs)
+        return parts
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
         """Tokens of a prompt that the device would serve, and memory; and where its pages are, with a host tier."""
@@ -172,7 +177,7 @@ class Admit:
             end = located.last_end(located.host_end, 0, located.in_memory)
             for component in context.components:
                 pages = range(component.first_required(end), end)
-                runs[component.name] = located.runs(component, pages)
+                runs[component.name] = [part.run for part in located.parts(component, pages)]
         node = tree.node_at(match, tree.usable_len(match, match.full_len))
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
@@ -277,47 +282,33 @@ class Admit:
         lease.held_len += num_slots
         return slots
 
-    def _start(
-        self,
-        lease: Lease,
-        admission: Admission,
-        located: Located | None,
-        runs: Mapping[Component, list[HostRun]],
-        slots: torch.Tensor,
-    ) -> None:
-        """Everything is taken: record the slots of the prefix, and start the load, of `runs` of the host."""
-        context, tree = self._context, self._context.tree
+    def _prepare(self, lease: Lease, admission: Admission) -> None:
+        """Everything is taken: record the slots of the prefix on the device."""
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([at.held(FULL) for at in path]))
         for at in path:
             at.hit_count += 1
-        for component in context.components:
+        for component in self._context.components:
             component.trim(lease.node)
-        loads = []
-        if located is not None and admission.loads:
-            lease.hit = self._hit(admission, located, runs.get(FULL, ()))
-            loads.append(self._restore.start(lease, located.prompt, admission.to_load, runs, slots))
-        else:
-            lease.hit = Hit(admission.device_len)
         lease.cached_len = admission.length
-        lease.read(loads)
-        for component in context.components:
+
+    def _start(self, lease: Lease, admission: Admission) -> None:
+        """Its load, if it has one, was submitted."""
+        for component in self._context.components:
             component.start(lease, admission)
         if not lease.node.is_root:
             lease.read(self._restore.loads_of(lease.node.path()))
-            tree.raise_priority(lease.node, lease.priority)
+            self._context.tree.raise_priority(lease.node, lease.priority)
 
-    def _hit(self, admission: Admission, located: Located, runs: Sequence[HostRun]) -> Hit:
+    def _hit(self, admission: Admission, parts: Sequence[RunPart]) -> Hit:
         """Where the prefix came from. What a read had brought counts once as that."""
         page = self._context.tree.page_size
         pages = dict.fromkeys(Store, 0)
-        read = [run for run in runs if run.source is not None]
-        wanted = {*located.prompt.keys_of(FULL, admission.to_load[FULL])} if read else set()
-        for run in read:
-            assert run.source is not None
-            pages[run.source] += page * sum(key in wanted for key in run.keys)
-            run.source = None
+        for part in parts:
+            if part.run.source is not None:
+                pages[part.run.source] += page * (part.end - part.start)
+                part.run.source = None
         loaded = admission.length - admission.device_len
         disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
         return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)

@@ -1,8 +1,12 @@
-"""Device to host.
+"""Device to host, and capacity on the device.
 
 A backup locks its nodes, reserves host pages for what the host has not, and submits one copy for each component. Only
 when the copy is confirmed are the pages published; a failed copy gives them back. Window slots and states are copied
 with the pages of their nodes; those that were added later are copied on their own.
+
+Where the device lacks capacity, what is least worth keeping leaves. What the host has is loaded again when it is
+needed; what it has not is copied there first where the write policy says so, all victims together, and is lost
+otherwise.
 """
 
 from __future__ import annotations
@@ -16,15 +20,15 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.flow.completion import CopyMovement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.load import JointOp
+from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.host import HostRun, NewPages, held_by, mark, pages_of
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
+from hicache.tree.base import Released
 from hicache.tree.names import PageNames
 from hicache.tree.node import TreeNode
 
@@ -227,7 +231,8 @@ class Backup(CopyMovement[_Copy]):
         if packing is not None:
             mark(component.host, here)
         # The last first: the beginning of a prompt is the more recent.
-        return [run for run in reversed(here) if index.publish(run, ok.get(run))][::-1]
+        came = [index.publish(run, ok.get(run)) for run in reversed(here)]
+        return [run for published in reversed(came) for run in published]
 
     def _skip(self, unsaved: Unsaved) -> None:
         num_pages = sum(len(pages.keys) for pages in unsaved.pages)
@@ -270,3 +275,34 @@ class Backup(CopyMovement[_Copy]):
         for persist in self._persists:
             for component, runs in reversed(arrived):  # states and windows first: the disk evicts them first
                 persist.store(component, runs)
+
+
+class DeviceEviction:
+    """Owned by the scheduler thread. `backup`: None without a host tier."""
+
+    def __init__(self, context: EngineContext, backup: Backup | None) -> None:
+        self._context = context
+        self._backup = backup if context.write_policy.at_eviction else None
+
+    def make_available(self, component: CacheComponent, size: int) -> bool:
+        """Evict until `size` tokens or states of a component are free; False when that cannot be."""
+        tree, name = self._context.tree, component.name
+        released, unsaved, victims = list[Released](), list[Unsaved](), list[TreeNode]()
+        short = size - component.available()
+        if short <= 0:
+            return True
+        try:
+            while short > 0 and (node := component.device_victim(short)) is not None:
+                if self._backup is not None:
+                    unsaved += self._backup.unsaved(node)
+                victims.append(node)
+                left = tree.drop(node, name)
+                released += left
+                short -= sum(item.size for item in left if item.component == name)
+            if self._backup is not None:
+                self._backup.save(unsaved)
+            for node in victims:
+                component.count_eviction(node)
+        finally:
+            self._context.free(released)
+        return size <= component.available()

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
-from hicache.flow.backup import Backup
-from hicache.flow.components import CacheComponent, SlidingWindow
+from hicache.flow.backup import Backup, DeviceEviction
+from hicache.flow.components import CacheComponent, RecurrentState, SlidingWindow
 from hicache.flow.context import EngineContext
-from hicache.flow.device_eviction import DeviceEviction
 from hicache.flow.lease import Lease
 from hicache.flow.located import path_keys
 from hicache.flow.persist import Persist
@@ -23,7 +23,6 @@ from hicache.flow.restore import Restore
 from hicache.tiers import SWA, Component, own
 from hicache.tree.base import Inserted
 from hicache.tree.key import TokenRun, Tokens, bytes_of
-from hicache.tree.share import share
 
 
 class Commit:
@@ -64,17 +63,9 @@ class Commit:
     def track(self, leases: Sequence[Lease]) -> None:
         """See `CacheEngine.track`."""
         for component in self._context.components:
-            ready: list[Lease] = []
-            for lease in component.due_to_track(leases):
-                need = component.needed_to_track(lease)
-                if not need or self._eviction.make_available(component, need):
-                    if need:
-                        component.prepare_to_track(lease)
-                    ready.append(lease)
-                else:
-                    self._skipped_states.value += 1
-            if ready:
-                component.track(ready)
+            if isinstance(component, RecurrentState):
+                make_available = partial(self._eviction.make_available, component)
+                self._skipped_states.value += component.track(leases, make_available)
 
     def release(self, lease: Lease) -> None:
         """See `CacheEngine.release`."""
@@ -135,33 +126,33 @@ class Commit:
                 if value is not None:
                     donated[component.name] = value
                     undo.callback(component.free, value)
-            shared = share(tree, lease.node, tokens[start:end], slots, lease.namespace, window_from, donated)
-            attached = donated.keys() - set(shared.refused)
-            undo.callback(tree.withdraw, shared.inserted, attached)
-            self._set_keys(shared.inserted, lease)
-            if len(shared.ours):
-                lease.write(start, shared.theirs)
-                undo.callback(lease.write, start, shared.ours)
+            inserted = tree.insert(lease.node, tokens[start:end], slots, lease.namespace, window_from, donated=donated)
+            undo.callback(tree.withdraw, inserted)
+            self._set_keys(inserted, lease)
+            theirs, ours = inserted.held, slots[: len(inserted.held)]
+            if len(theirs):
+                lease.write(start, theirs)
+                undo.callback(lease.write, start, ours)
                 if isinstance(self._windows, SlidingWindow):
-                    for ours, theirs in shared.adopted:
-                        self._windows.adopt(ours, theirs)
-                        undo.callback(self._windows.adopt, theirs, ours)
+                    for first, last in inserted.adopted:
+                        self._windows.adopt(ours[first:last], theirs[first:last])
+                        undo.callback(self._windows.adopt, theirs[first:last], ours[first:last])
             for component in context.components:
-                component.trim(shared.node)
-            tree.move_lock(lease.node, shared.node)
+                component.trim(inserted.node)
+            tree.move_lock(lease.node, inserted.node)
             undo.pop_all()
         # What another request is loading is shared by a later commit, when it has arrived.
-        lease.node, lease.tree_len = shared.node, start + shared.accepted_len
+        lease.node, lease.tree_len = inserted.node, start + inserted.accepted_len
         with ExitStack() as steps:
-            for name in shared.refused:
+            for name in donated.keys() - inserted.attached:
                 steps.callback(context.by_name[name].free, donated[name])
-            if len(shared.ours):
-                steps.callback(context.full.free, shared.ours)
+            if len(theirs):
+                steps.callback(context.full.free, ours)
             if lease.tree_len > len(lease.tokens):
                 lease.tokens = TokenRun(tokens[: lease.tree_len])
-        tree.raise_priority(shared.node, lease.priority)
+        tree.raise_priority(inserted.node, lease.priority)
         if self._backup is not None:
-            self._backup.maybe_backup(shared.node)
+            self._backup.maybe_backup(inserted.node)
 
     def _set_keys(self, inserted: Inserted, lease: Lease) -> None:
         """New nodes get the keys that were made for the prompt."""

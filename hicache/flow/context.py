@@ -9,28 +9,18 @@ from functools import cached_property
 
 import torch
 
-from hicache.config import EngineConfig
-from hicache.device.base import KVCache
-from hicache.device.req_to_token import ReqToTokenPool
-from hicache.flow.components import CacheComponent, FullAttention
+from hicache.flow.components import CacheComponent, EngineParts, FullAttention
 from hicache.flow.write_policy import WritePolicy
-from hicache.metrics import Metrics
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, Component, Store, joined
 from hicache.tree.base import Released
-from hicache.tree.core import RadixTree
 
 
 @dataclass(frozen=True)
-class EngineContext:
+class EngineContext(EngineParts):
     """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
     them."""
 
-    config: EngineConfig
-    pool: KVCache
-    req_to_token: ReqToTokenPool
-    tree: RadixTree
-    metrics: Metrics
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)

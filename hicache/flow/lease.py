@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.tiers import FULL, Component
 from hicache.tree.key import TokenRun
 from hicache.tree.node import TreeNode

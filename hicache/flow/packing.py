@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hicache.host import HostRun
+from hicache.host import HostRun, PageIndex, PageKind
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 
@@ -38,6 +38,35 @@ class MisfitPages:
         places = [(run.ids[run.keys.index(key)], run.rest[key]) for run in runs for key in self.keys[run]]
         first, rest = torch.tensor(places, dtype=torch.int64).unbind(1)
         return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), rest.contiguous()
+
+
+class FirstParts:
+    """Of `runs` that a store was asked for: which packed pages came, and which first parts of raw ones; `ok` as the
+    store answered, `kinds` as the pages say."""
+
+    def __init__(self, runs: Sequence[HostRun], ok: Sequence[bool], kinds: Sequence[int]) -> None:
+        keys, good = [key for run in runs for key in run.keys], (PageKind.PACKED, PageKind.RAW)
+        self._runs = tuple(runs)
+        self._ok = {key: at < len(ok) and ok[at] and kinds[at] in good for at, key in enumerate(keys)}
+        raw = {key for key, kind in zip(keys, kinds, strict=True) if kind == PageKind.RAW and self._ok[key]}
+        self._raw = {run: found for run in runs if (found := [key for key in run.keys if key in raw])}
+
+    def reserve_rest(self, index: PageIndex | None) -> dict[bytes, int]:
+        """Second host pages for the raw pages, by key, as far as `index` has capacity (None: for none)."""
+        for run, keys in self._raw.items():
+            if index is None or not index.reserve_rest(run, keys):
+                self.lack(keys)
+        return {key: page for run in self._raw for key, page in run.rest.items()}
+
+    def lack(self, keys: Sequence[bytes]) -> None:
+        """The second parts of these cannot be had."""
+        self._ok.update(dict.fromkeys(keys, False))
+
+    def whole(self, rest_ok: Sequence[bool]) -> tuple[bool, ...]:
+        """Which pages came whole: with the second parts that came, in the order of the runs."""
+        raw = [key for run in self._runs for key in run.rest]
+        self.lack([key for at, key in enumerate(raw) if not (at < len(rest_ok) and rest_ok[at])])
+        return tuple(self._ok.values())
 
 
 def whole_pages(run: HostRun, ok: Sequence[bool]) -> list[bool]:

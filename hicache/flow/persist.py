@@ -15,11 +15,11 @@ from contextlib import ExitStack
 
 import torch
 
-from hicache.flow.completion import Movement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.movement import Movement
 from hicache.flow.packing import whole_pages
-from hicache.flow.told import told_of
+from hicache.flow.prompt import told_of
 from hicache.host import HostRun, held_by, rest_keys
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -147,8 +147,7 @@ class Persist(Movement):
             if done.removed:
                 events.removed(done.removed, "DISK")
             if component.name == FULL:
-                for pages, which in told_of(run, ok):
-                    events.stored(pages, "DISK", which)
+                events.stored(told_of(run), "DISK", ok)
         component.host.end_read(write.pages)
         run.stored = run.stored | self._store if all(ok) else run.stored & ~self._store
         self._sent.remove(run)

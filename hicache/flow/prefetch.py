@@ -24,18 +24,13 @@ from collections.abc import Iterable, Sequence
 
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
-from hicache.flow.completion import Movement
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.located import Located
-from hicache.flow.prefetch_claims import Claims
-from hicache.flow.prefetch_counters import PrefetchCounters
-from hicache.flow.prefetch_waiter import Prefetch, Waiter
-from hicache.flow.prefetch_weigh import Weigher
-from hicache.flow.prefix_read import PrefixReads
+from hicache.flow.located import Located, StorePrefix
+from hicache.flow.movement import Movement
+from hicache.flow.prefix_read import PrefixRead, PrefixReads
 from hicache.flow.prompt import Prompts
-from hicache.flow.read_state import PrefixRead
-from hicache.flow.store_prefix import StorePrefix
+from hicache.flow.waiting import Claims, Prefetch, PrefetchCounters, Waiter, Weigher
 from hicache.host import HostRun
 from hicache.storage.process.jobs import Stalled
 from hicache.tiers import DISK, FULL, Component, Store

@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
-from itertools import groupby
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -22,13 +24,89 @@ import torch
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.read_state import Batch, PrefixRead
-from hicache.flow.store_prefix import Found, StorePrefix
-from hicache.flow.told import told_of
+from hicache.flow.located import Found, StorePrefix
+from hicache.flow.packing import FirstParts
+from hicache.flow.prompt import told_of
 from hicache.host import HostRun, held_by, kinds_of, pages_of, rest_keys
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
+
+
+@dataclass
+class Batch:
+    """Pages of a component that one job reads from a store: `indices` in the prompt, and the host pages that were
+    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known. `first`: of packed pages that came,
+    where the second parts of raw ones come next."""
+
+    store: Store
+    component: CacheComponent
+    indices: list[int]
+    runs: list[HostRun]
+    pages: torch.Tensor
+    ok: tuple[bool, ...] | None = None
+    first: FirstParts | None = None
+
+
+@dataclass(eq=False)
+class PrefixRead:
+    """One read in flight.
+
+    [prefix.start, landed_end)   full pages of the prompt that have landed, or were there
+    [landed_end, end)            full pages that are read
+    [end, found_end)             pages of use that the stores hold, and for which no host page was free
+
+    `locked`: runs of the host that it continues, by component. `found`: the stores' answers, from which `end` and
+    `found_end` follow; before, they are all pages of the prompt. `partial`: the answers so far; `asked`: how many
+    stores were asked. `batches`: jobs that read, full pages first; `next_batch`: the first of full pages that has not
+    ended. `outstanding`: jobs that were not answered; `stalled`: the batches of those whose thread is stalled.
+    `failed`: nothing more is of use. `other_bytes`: of windows and states that are being read, by store. `is_short`:
+    another read could bring more.
+    """
+
+    number: int
+    prefix: StorePrefix
+    locked: dict[Component, list[HostRun]]
+    is_urgent: bool
+    until_s: float
+    landed_end: int
+    end: int
+    found_end: int
+    partial: Found
+    asked: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    batches: list[Batch] = field(default_factory=list)
+    stalled: set[int] = field(default_factory=set)
+    found: Found | None = None
+    next_batch: int = 0
+    outstanding: int = 0
+    other_bytes: dict[Store, int] = field(default_factory=dict)
+    failed: bool = False
+    is_short: bool = False
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it may bring anything more."""
+        return not (self.failed or self.cancelled.is_set())
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all its readers are done, but for stalled ones."""
+        return self.outstanding == len(self.stalled)
+
+    @property
+    def has_landed(self) -> bool:
+        """Whether it has brought anything."""
+        return self.landed_end > self.prefix.start
+
+    def bytes_left(self, end: int, store: Store) -> int:
+        """Bytes that have not landed of the first `end` pages, and come from `store`."""
+        if self.found is None:
+            return 0
+        stores = self.prefix.stores_of(self.found, self.landed_end, min(end, self.end))
+        others = self.other_bytes.get(store, 0) if end >= self.end else 0
+        return list(stores).count(store) * self.prefix.located.context.full.host.page_bytes + others
+
 
 Answer: TypeAlias = FindDone | ReadDone | Stalled
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
@@ -77,9 +155,10 @@ class PrefixReads:
         """
         located, locked = prefix.located, dict[Component, list[HostRun]]()
         for component in self._context.components:
-            first = component.first_required(prefix.num_usable)
-            locked[component.name] = located.runs(component, range(first, prefix.num_usable))
-        locked[FULL] = located.runs(self._context.full, range(located.device_end, located.host_end))
+            pages = range(component.first_required(prefix.num_usable), prefix.num_usable)
+            if component.name == FULL:
+                pages = range(located.device_end, located.host_end)
+            locked[component.name] = [part.run for part in located.parts(component, pages)]
         ends = (prefix.start, prefix.num_pages, prefix.num_pages)
         read = PrefixRead(next(self._ids), prefix, locked, is_urgent, until_s, *ends, prefix.nothing)
         with ExitStack() as undo:
@@ -129,18 +208,17 @@ class PrefixReads:
             self._note_answer(read, done)
             return
         batch = read.batches[done.batch]
-        if batch.component.name != FULL and batch.first_ok is None:
+        if batch.component.name != FULL and batch.first is None:
             read.other_bytes[batch.store] -= len(batch.indices) * batch.component.host.page_bytes
-        num_ok = sum(done.ok)
-        num_bytes = num_ok * batch.component.host.page_bytes
+        num_ok, num_bytes = sum(done.ok), sum(done.ok) * batch.component.host.page_bytes
         self._lost.value += done.asked - num_ok
         if num_ok:
             self._bytes[batch.store].observe(num_bytes)
             self._seconds[batch.store].observe(done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, batch.store)
-        if batch.first_ok is None and batch.component.packing is not None and self._read_rest(read, done):
+        if batch.first is None and batch.component.packing is not None and self._read_rest(read, done):
             return
-        batch.ok = done.ok if batch.first_ok is None else batch.whole(done.ok)
+        batch.ok = done.ok if batch.first is None else batch.first.whole(done.ok)
         self._publish(batch)
         self._advance(read)
 
@@ -150,19 +228,20 @@ class PrefixReads:
         assert read.found is not None
         if read.cancelled.is_set():
             return
-        prefix, components, found = read.prefix, self._context.by_name, read.found
-        # Second pages of raw ones may have taken more than others were to leave.
+        prefix, found = read.prefix, read.found
         num_pages = max(0, min(len(found.pages), max_pages, self._context.full.index.capacity))
         if num_pages < len(found.pages):
             read.end = prefix.usable_end(found, num_pages)
             read.is_short = read.end < read.found_end
-        reads = prefix.to_read(read.end, found)
-        if any(len(indices) > components[name].index.capacity for name, indices in reads.items()):
+        reads, needed = prefix.to_read(read.end, found), Counter[CacheComponent]()
+        for component, _, indices in reads:
+            needed[component] += len(indices)
+        if any(num_pages > component.index.capacity for component, num_pages in needed.items()):
             read.failed = read.is_short = True
             return
-        for name, indices in reads.items():
+        for component, store, indices in reads:
             if read.is_live:
-                self._queue(read, found, components[name], indices)
+                self._queue(read, component, store, indices)
 
     def end(self, read: PrefixRead) -> None:
         """All readers are done, but stalled ones: give back what did not come and what they do not have."""
@@ -206,84 +285,76 @@ class PrefixReads:
         read.end = read.found_end = read.prefix.usable_end(read.found, len(read.found.pages))
         return True
 
-    def _queue(self, read: PrefixRead, found: Found, component: CacheComponent, indices: list[int]) -> None:
-        """Reserve host pages and queue reads of them, those of one store after those of the other."""
-        start, prompt = 0, read.prefix.prompt
-        for store, group in groupby(indices, lambda index: read.prefix.store_of(found, component, index)):
-            end = start + len(list(group))
-            for part in self._parts(store, start, end, component.host.page_bytes):
-                runs = component.index.reserve(prompt.new_pages(component.name, indices[part]))
-                if runs is None:  # what it has reserved keeps others' pages from leaving
-                    read.failed = read.is_short = True
-                    self.stop(read)
-                    return
-                for run in runs:
-                    run.source = store
-                component.host.begin_read(pages_of(runs))
-                self._num_pages[component.name] += len(indices[part])
-                read.batches.append(Batch(store, component, indices[part], runs))
-                if not self._submit(read, store, len(read.batches) - 1):
-                    return
-            start = end
+    def _queue(self, read: PrefixRead, component: CacheComponent, store: Store, indices: list[int]) -> None:
+        """Reserve host pages and queue reads of them."""
+        for job in self._jobs(store, len(indices), component.host.page_bytes):
+            of_job = indices[job]
+            runs = component.index.reserve(read.prefix.prompt.new_pages(component.name, of_job))
+            if runs is None:  # what it has reserved keeps others' pages from leaving
+                read.failed = read.is_short = True
+                self.stop(read)
+                return
+            for run in runs:
+                run.source = store
+            batch = Batch(store, component, of_job, runs, pages_of(runs))
+            component.host.begin_read(batch.pages)
+            self._num_pages[component.name] += len(of_job)
+            read.batches.append(batch)
+            if not self._submit(read, len(read.batches) - 1):
+                return
 
-    def _submit(self, read: PrefixRead, store: Store, number: int) -> bool:
-        """Queue one job, of batch `number`; False where the readers' queue is full."""
-        queue_class, batch = (
-            ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
-            read.batches[number],
-        )
-        keys, views = (
-            tuple(key for run in batch.runs for key in run.keys),
-            batch.component.host.views(pages_of(batch.runs)),
-        )
-        job = ReadJob(read.number, number, keys, views, read.cancelled, read.until_s, queue_class)
-        if not self._context.stores[store].reads.submit(job):
-            self._refused.value += 1
-            read.is_short, batch.ok = True, ()
+    def _submit(self, read: PrefixRead, number: int) -> bool:
+        """Queue the job of batch `number`; False where the readers' queue is full."""
+        batch = read.batches[number]
+        component, keys = batch.component, read.prefix.prompt.keys_of(batch.component.name, batch.indices)
+        if not self._submit_job(read, number, keys, batch.pages):
+            batch.ok = ()
             return False
-        read.outstanding += 1
-        if batch.component.name != FULL:
-            num_bytes = len(batch.indices) * batch.component.host.page_bytes
-            read.other_bytes[store] = read.other_bytes.get(store, 0) + num_bytes
+        if component.name != FULL:
+            num_bytes = len(batch.indices) * component.host.page_bytes
+            read.other_bytes[batch.store] = read.other_bytes.get(batch.store, 0) + num_bytes
         return True
 
-    def _read_rest(self, read: PrefixRead, done: ReadDone) -> bool:
-        """A batch of a component with packed pages has come: read the second parts of those of its pages that say that
-        they are raw, by a job of the same number. False: there are none, or none can be had."""
-        batch = read.batches[done.batch]
-        host, index = batch.component.host, batch.component.index
-        wanted = batch.take_first(done.ok, kinds_of(host, pages_of(batch.runs).tolist()))
-        for run, keys in wanted.items():
-            if not read.is_live or not index.reserve_rest(run, keys):
-                read.is_short = True
-                batch.lack(keys)
-        places = torch.tensor([page for run in wanted for page in run.rest.values()], dtype=torch.int64)
-        if not len(places):
-            return False
-        host.begin_read(places)
-        self._num_pages[batch.component.name] += len(places)
-        names = tuple(rest_keys(key for run in wanted for key in run.rest))
-        queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
-        job = ReadJob(read.number, done.batch, names, host.views(places), read.cancelled, read.until_s, queue_class)
+    def _submit_job(self, read: PrefixRead, number: int, keys: list[bytes], pages: torch.Tensor) -> bool:
+        batch, queue_class = (
+            read.batches[number],
+            ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
+        )
+        views = batch.component.host.views(pages)
+        job = ReadJob(read.number, number, tuple(keys), views, read.cancelled, read.until_s, queue_class)
         if not self._context.stores[batch.store].reads.submit(job):
             self._refused.value += 1
             read.is_short = True
-            batch.lack([key for run in wanted for key in run.rest])
             return False
         read.outstanding += 1
         return True
 
-    def _parts(self, store: Store, start: int, end: int, page_bytes: int) -> Iterator[slice]:
-        """The pages of each job, of [start, end)."""
+    def _read_rest(self, read: PrefixRead, done: ReadDone) -> bool:
+        """A batch of packed pages has come: read the second parts of raw ones by a job of the same number. False: there
+        are none, or none can be had."""
+        batch, host = read.batches[done.batch], read.batches[done.batch].component.host
+        batch.first = FirstParts(batch.runs, done.ok, kinds_of(host, batch.pages.tolist()))
+        if rest := batch.first.reserve_rest(batch.component.index if read.is_live else None):
+            pages = torch.tensor([*rest.values()], dtype=torch.int64)
+            host.begin_read(pages)
+            self._num_pages[batch.component.name] += len(pages)
+            if self._submit_job(read, done.batch, rest_keys(rest), pages):
+                return True
+            batch.first.lack([*rest])
+        return False
+
+    def _jobs(self, store: Store, num_pages: int, page_bytes: int) -> Iterator[slice]:
+        """The pages of each job, of `num_pages`."""
         tier = self._context.stores[store]
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         num_gauges = tier.num_readers if job_s is None else 0
         gauge_pages = min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes))
         job_pages = max(1, int(tier.job_pages * min(1.0, _MAX_JOB_S / (job_s or _MAX_JOB_S))))
-        while start < end:
-            part_end = min(end, start + (gauge_pages if num_gauges > 0 else job_pages))
-            yield slice(start, part_end)
-            start, num_gauges = part_end, num_gauges - 1
+        start = 0
+        while start < num_pages:
+            end = min(num_pages, start + (gauge_pages if num_gauges > 0 else job_pages))
+            yield slice(start, end)
+            start, num_gauges = end, num_gauges - 1
 
     def _advance(self, read: PrefixRead) -> None:
         """How far the full pages have come without a gap. What follows a gap is of no use to the request."""
@@ -304,24 +375,24 @@ class PrefixReads:
     def _publish(self, batch: Batch) -> None:
         """The pages of a batch that came are there from now on."""
         component, start, events = batch.component, 0, self._context.tree.events
-        component.host.end_read(held_by(batch.runs))
+        held = held_by(batch.runs)
+        component.host.end_read(held)
+        self._num_pages[component.name] -= len(held)
+        ok = [*(batch.ok or ())] + [False] * (len(batch.pages) - len(batch.ok or ()))
         runs, batch.runs = batch.runs, []
         for run in runs:
-            num_pages, ok = len(run.keys), batch.ok or ()
-            self._num_pages[component.name] -= run.num_held
-            came = [i < len(ok) and ok[i] for i in range(start, start + num_pages)]
-            start += num_pages
-            if component.index.publish(run, came):
-                run.stored |= batch.store
+            end = start + len(run.keys)
+            came, start = ok[start:end], end
+            for published in component.index.publish(run, came):
+                published.stored |= batch.store
                 if component.name == FULL:
-                    self._landed.value += len(run.keys) * self._context.tree.page_size
+                    self._landed.value += len(published.keys) * self._context.tree.page_size
                     if events is not None and batch.store is DISK:
-                        for pages, _ in told_of(run):
-                            events.found_on_disk(pages)
+                        events.found_on_disk(told_of(published))
 
     def _free(self, batch: Batch | None) -> None:
         """Give back what was reserved for a batch that did not come."""
-        if batch is not None:
+        if batch is not None and batch.runs:
             batch.component.host.end_read(held_by(batch.runs))
             for run in reversed(batch.runs):
                 self._num_pages[batch.component.name] -= run.num_held

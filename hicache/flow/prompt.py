@@ -1,16 +1,21 @@
-"""The pages of a prompt and their keys, which are made once and kept while its request waits."""
+"""The pages of a prompt and their keys, which are made once and kept while its request waits, and what events tell of
+them.
+"""
 
 from __future__ import annotations
 
+import logging
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
-from hicache.host import NewPages
+from hicache.host import HostRun, NewPages, spans
+from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.core import RadixTree
+from hicache.tree.events import EventLog
 from hicache.tree.key import Tokens
 from hicache.tree.names import PageNames, PromptPages
 
@@ -35,21 +40,22 @@ class Prompt:
             self._of_component[component, index] = found
         return found
 
-    def keys_of(self, component: Component, indices: Iterable[int]) -> list[bytes]:
-        if component == FULL:
-            return [self.keys[index] for index in indices]
-        return [self.key(component, index) for index in indices]
+    def keys_of(self, component: Component, indices: Sequence[int]) -> list[bytes]:
+        if component != FULL:
+            return [self.key(component, index) for index in indices]
+        if isinstance(indices, range) and indices.step == 1:
+            return self.keys[indices.start : max(indices.start, indices.stop)]
+        return [self.keys[index] for index in indices]
 
     def new_pages(self, component: Component, indices: Sequence[int]) -> list[NewPages]:
         """These pages, ascending, in pieces without a gap, to be reserved on the host."""
-        found, start = list[NewPages](), 0
-        for end in range(1, len(indices) + 1):
-            if end == len(indices) or indices[end] != indices[end - 1] + 1:
-                first = indices[start]
-                keys = self.keys_of(component, indices[start:end])
-                before = self.keys[first - 1] if component == FULL and first else None
-                found.append(NewPages(keys, before, first, self.told() if component == FULL else None, first))
-                start = end
+        found = list[NewPages]()
+        for start, end in spans(indices):
+            keys = self.keys_of(component, range(start, end))
+            if component == FULL:
+                found.append(NewPages(keys, self.keys[start - 1] if start else None, start, self.told(), start))
+            else:
+                found.append(NewPages(keys, None, start))
         return found
 
     def told(self) -> PromptPages:
@@ -89,3 +95,37 @@ class Prompts:
     def forget(self, request_id: str) -> None:
         """The request waits no more."""
         self._by_request.pop(request_id, None)
+
+
+log = logging.getLogger(__name__)
+
+
+def told_of(run: HostRun) -> PromptPages:
+    """The pages of a run of full pages."""
+    about: PromptPages = run.about
+    return about.part(run.place, run.place + len(run.keys))
+
+
+class HostWatch:
+    """Counts full pages that leave the host, and tells events of those that come and leave."""
+
+    def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
+        self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
+        self._demoted, self._lost = (
+            metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
+            for outcome, help in (
+                ("demoted", "tokens evicted from the host that a store holds"),
+                ("lost", "tokens evicted from the host that no store is known to hold"),
+            )
+        )
+
+    def came(self, run: HostRun) -> None:
+        if self._events is not None:
+            self._events.stored(told_of(run), "CPU")
+
+    def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
+        if self._has_stores and not run.stored and not self._lost.value:
+            log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
+        (self._demoted if run.stored else self._lost).value += len(keys) * self._page_tokens
+        if self._events is not None:
+            self._events.removed(keys, "CPU")

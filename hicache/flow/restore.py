@@ -12,14 +12,13 @@ from contextlib import ExitStack
 import torch
 
 from hicache.errors import TransferError
-from hicache.flow.completion import CopyMovement
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions
 from hicache.flow.lease import Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun
+from hicache.host import HostRun, RunPart, ids_of, rest_of
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -60,24 +59,21 @@ class Restore(CopyMovement[Load]):
         self,
         lease: Lease,
         prompt: Prompt,
-        to_load: Mapping[Component, Sequence[int]],
-        runs: Mapping[Component, list[HostRun]],
+        parts: Mapping[Component, list[RunPart]],
         slots: torch.Tensor,
     ) -> Load:
-        """Bring pages of `prompt`, by component, which `runs` of the host hold, to what follows the lease's node; the
-        full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix.
+        """Bring pages of `prompt`, by component, of which the host has `parts`, to what follows the lease's node; the
+        full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix,
+        and the locks of `parts` are the load's from now on.
 
         Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
-        tree, load = self._context.tree, Load(lease.node, prompt, self.loads_of(lease.node.path()))
+        tree, load = self._context.tree, Load(lease.node, prompt, parts, self.loads_of(lease.node.path()))
         with ExitStack() as undo:
             undo.callback(load.detach)
             for component in self._context.components:
-                pages = to_load.get(component.name)
-                if pages:
+                if component.name in parts:
                     undo.callback(component.fail_load, load)
-                    targets = component.begin_load(load, pages, lease, slots)
-                    keys = prompt.keys_of(component.name, pages)
-                    self._submit(load, component, runs[component.name], keys, targets, undo)
+                    self._submit(load, component, component.begin_load(load, lease, slots), undo)
             tree.lock(load.node)
             undo.callback(tree.unlock, load.node)
             tree.move_lock(lease.node, load.node)
@@ -125,7 +121,7 @@ class Restore(CopyMovement[Load]):
         return [load.node for load in self._in_flight]
 
     def host_locks(self, component: Component) -> Iterable[HostRun]:
-        return (run for load in self._in_flight for run in load.locked.get(component, ()))
+        return (part.run for load in self._in_flight for part in load.parts.get(component, ()))
 
     def stop_reading(self, load: Load) -> None:
         """A lease, or a load that depends on it, stops reading what `load` brought."""
@@ -133,19 +129,10 @@ class Restore(CopyMovement[Load]):
         self._free_unread(load)
 
     @staticmethod
-    def _submit(
-        load: Load,
-        component: CacheComponent,
-        runs: list[HostRun],
-        keys: Sequence[bytes],
-        targets: torch.Tensor,
-        undo: ExitStack,
-    ) -> None:
-        host, counter, index = component.host, component.counter, component.index
-        pages, rest = index.ids_of(keys), index.rest_of(keys)
+    def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
+        host, counter, parts = component.host, component.counter, load.parts[component.name]
+        pages, rest = ids_of(parts), rest_of(parts)
         held = pages if rest is None else torch.cat([pages, rest[rest > 0]])
-        index.lock(runs)
-        undo.callback(index.unlock, runs)
         host.begin_read(held)
         undo.callback(host.end_read, held)
         load.load_ids[component.name] = load_id = counter.begin()
@@ -154,7 +141,7 @@ class Restore(CopyMovement[Load]):
         op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
         load.ops.append(op)
-        load.reading[component.name], load.locked[component.name] = held, runs
+        load.reading[component.name] = held
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name
@@ -163,7 +150,7 @@ class Restore(CopyMovement[Load]):
         load.complete()
         for name, pages in load.reading.items():
             components[name].host.end_read(pages)
-            components[name].index.unlock(load.locked[name])
+            components[name].index.unlock([part.run for part in load.parts[name]])
         if load.error is None:
             self._count(load)
             load.detach()

@@ -11,8 +11,10 @@ left, and is locked while one of them is: of a prompt the end leaves first, what
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import filterfalse, groupby, islice
 
 import torch
 
@@ -20,7 +22,7 @@ from hicache.errors import InvariantError
 from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
-from hicache.host.run import HostRun, NewPages, Pages, held_by
+from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, spans
 
 _RUN_PAGES = 16
 
@@ -68,14 +70,26 @@ class PageIndex:
         run = self._runs.get(key)
         return run is not None and (run.is_published or run.source is None)
 
+    def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
+        """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+        found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
+        while at < end:
+            run = get(keys[at])
+            if run is None or not run.is_published:
+                at += 1
+                continue
+            skipped = 0 if run.keys[0] == keys[at] else run.keys.index(keys[at])
+            last = min(end, at + len(run.keys) - skipped)
+            if run.keys[skipped + last - at - 1] != keys[last - 1]:  # the prompts part within the run
+                shift = skipped - at
+                last = bisect_left(range(at, last), True, key=lambda i: run.keys[i + shift] != keys[i]) + at
+            found.append(RunPart(run, skipped, at, last))
+            at = last
+        return found
+
     def held_end(self, keys: Sequence[bytes], start: int) -> int:
         """Where the published pages end that begin with `keys[start]`, which follow each other in a prompt."""
-        end = start
-        for _, first, last in self._walk(keys, start):
-            if first != end:
-                break
-            end = last
-        return end
+        return end_of(self.parts(keys, start), start)
 
     def lacking(self, keys: Sequence[bytes], start: int) -> list[int]:
         """Which of `keys` from `start` on are not `is_coming`."""
@@ -85,49 +99,12 @@ class PageIndex:
 
     def runs_of(self, keys: Sequence[bytes]) -> list[HostRun]:
         """The runs of those of `keys`, which follow each other in a prompt, that are published, each once."""
-        return list(dict.fromkeys(run for run, _, _ in self._walk(keys, 0)))
-
-    def used_alike(self, keys: Sequence[bytes], start: int, end: int) -> list[tuple[int, int]]:
-        """Published `keys[start:end]` in pieces that requests used equally often: (end, number of requests)."""
-        found: list[tuple[int, int]] = []
-        for run, _, last in self._walk(keys[:end], start):
-            if found and found[-1][1] == run.hit_count:
-                found.pop()
-            found.append((last, run.hit_count))
-        return found
-
-    def ids_of(self, keys: Iterable[bytes]) -> torch.Tensor:
-        """The pages of published keys, int64 `[keys]`."""
-        return torch.tensor([self._ids[key] for key in keys], dtype=torch.int64)
-
-    def rest_of(self, keys: Iterable[bytes]) -> torch.Tensor | None:
-        """The second pages of published keys, int64 `[keys]`, 0 for those without; None where none has one."""
-        if not self.num_raw:
-            return None
-        rest = [self._runs[key].rest.get(key, 0) for key in keys]
-        return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
-
-    def _walk(self, keys: Sequence[bytes], start: int) -> Iterator[tuple[HostRun, int, int]]:
-        """(run, start, end) of the published ones of `keys`. A run that ends with the same page of a prompt, as many
-        pages further, has all pages between."""
-        at, end, runs = start, len(keys), self._runs
-        while at < end:
-            run = runs.get(keys[at])
-            if run is None or not run.is_published:
-                at += 1
-                continue
-            last = at + len(run.keys)
-            whole = last <= end and run.keys[0] == keys[at] and run.keys[-1] == keys[last - 1]
-            last = last if whole else at + 1
-            yield run, at, last
-            at = last
+        return [part.run for part in self.parts(keys)]
 
     def absent(self, pages: NewPages) -> list[NewPages]:
         """Those of `pages` that are not `is_coming`, in pieces without a gap."""
-        found, keys, missing = list[NewPages](), pages.keys, self.lacking(pages.keys, 0)
-        starts = [at for i, at in enumerate(missing) if not i or missing[i - 1] != at - 1]
-        ends = [at + 1 for i, at in enumerate(missing) if i + 1 == len(missing) or missing[i + 1] != at + 1]
-        for start, end in zip(starts, ends, strict=True):
+        found, keys = list[NewPages](), pages.keys
+        for start, end in spans(self.lacking(keys, 0)):
             before = keys[start - 1] if start else pages.before
             first, place = pages.first + start, pages.place + start
             found.append(pages._replace(keys=keys[start:end], before=before, first=first, place=place))
@@ -158,10 +135,10 @@ class PageIndex:
                 while start < len(pages.keys):
                     end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
                     keys = list(pages.keys[start:end])
-                    run = HostRun(keys, [next(free) for _ in keys], pages.about, pages.place + start)
+                    run = HostRun(keys, list(islice(free, len(keys))), pages.about, pages.place + start)
                     run.priority = pages.priority
                     self._follow(run, before)
-                    self._runs.update(dict.fromkeys((key for key in keys if key not in self._ids), run))
+                    self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, keys), run))
                     runs.append(run)
                     before, start = run, end
         finally:
@@ -175,37 +152,41 @@ class PageIndex:
         run.rest.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
         return True
 
-    def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> bool:
-        """The bytes of a reserved run are there, of its pages those that are `ok`; False where that is none, or others
-        brought them before."""
-        gone = [i for i, key in enumerate(run.keys) if key in self._ids or not (ok is None or ok[i])]
-        if len(gone) == len(run.keys):
-            self.abandon(run)
-            return False
-        if gone:
-            self._forget(run, gone)
-        self.num_in_flight -= run.num_held
-        self.num_raw += len(run.rest)
-        run.is_published = True
-        self._runs.update(dict.fromkeys(run.keys, run))
-        self._ids.update(zip(run.keys, run.ids, strict=True))
-        run.locks -= 1
-        if run.locks:
-            self._order.hit(run)
-        else:
-            self.num_evictable += run.num_held
-            self._order.insert(run)
-            if run.before is not None:
-                self.unlock([run.before])
-        if self._on_come is not None:
-            self._on_come(run)
-        return True
+    def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
+        """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
+        nobody brought before: `run`, or what is left of it, divided where pages are missing."""
+        came = [key not in self._ids and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
+        if all(came):
+            self._publish(run)
+            return [run]
+        pieces = [(has_come, len(list(group))) for has_come, group in groupby(came)]
+        parts = [(self._divide(run, num_pages), has_come) for has_come, num_pages in pieces[:-1]]
+        published = []
+        for part, has_come in [*parts, (run, pieces[-1][0])]:
+            if has_come:
+                self._publish(part)
+                published.append(part)
+            else:
+                self.abandon(part)
+        return published
 
     def abandon(self, run: HostRun) -> None:
         """Give a reserved run back."""
-        self._forget(run, list(range(len(run.keys))))
+        self.num_in_flight -= run.num_held
+        self.pool.free(held_by([run]))
+        for key in run.keys:
+            if self._runs.get(key) is run:
+                del self._runs[key]
+        holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            child.before = None
+            above = holder
+            while above is not None and above is not child:
+                above = above.before
+            # Who brought the same may follow the child: then the child follows nothing.
+            child.before = holder if above is None else None
+            if holder is not None and child.before is holder:
+                holder.after.add(child)
+                self.lock([holder] if child.locks else [])
         run.after.clear()
         if (before := run.before) is not None:
             self._leave(run, before)
@@ -213,17 +194,17 @@ class PageIndex:
 
     # Use
 
-    def count_use(self, keys: Sequence[bytes]) -> None:
-        """One more request uses what is there of these, from wherever: it counts when it ends, see `touch`. A run that
-        it uses the beginning of is divided there, for the rest was used less often."""
-        runs = self.runs_of(keys)
-        if runs and not (runs[-1].locks or runs[-1].expected):
-            wanted, last = {*keys[-len(runs[-1].keys) :]}, runs[-1]
-            num_used = sum(key in wanted for key in last.keys)
-            if num_used < len(last.keys) and last.keys[num_used - 1] in wanted:
-                runs[-1] = self._divide(last, num_used)
-        for run in runs:
-            run.hit_count += 1
+    def count_use(self, parts: list[RunPart]) -> list[RunPart]:
+        """One more request uses these pages of its prompt, from wherever: it counts when it ends, see `touch`. A run
+        that it uses the beginning of is divided there, for the rest was used less often; returns where they are now."""
+        if parts:
+            run, skipped, start, end = parts[-1]
+            num_used = skipped + end - start
+            if num_used < len(run.keys) and not (run.locks or run.expected):
+                parts = [*parts[:-1], RunPart(self._divide(run, num_used), skipped, start, end)]
+        for part in parts:
+            part.run.hit_count += 1
+        return parts
 
     def touch(self, runs: Sequence[HostRun]) -> None:
         """A request that used these has ended; they are in the order of its prompt. What it brought is used once."""
@@ -256,7 +237,7 @@ class PageIndex:
                 self.num_evictable += run.num_held
                 freed.append(run)
                 run = run.before
-        for run in sorted(freed, key=lambda at: at.stamp):  # each finds its place behind those used before it
+        for run in sorted(freed, key=lambda run: run.stamp):  # each finds its place behind those used before it
             self._order.unlock(run)
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
@@ -293,11 +274,11 @@ class PageIndex:
         held = held_by(runs).tolist()
         if len({*held}) < len(held) or len(held) - self.num_raw != len(self._ids):
             found.append("two keys share a host page, or a run and the index disagree")
+        if any(not run.rest.keys() <= {*run.keys} for run in runs):
+            found.append("a second page is kept for a page that left")
         if len(held) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
             found.append(f"{len(held)} pages are held, {self.num_in_flight} in flight and "
                          f"{self.pool.available()} free of {self.pool.num_pages}")  # fmt: skip
-        if any(not run.rest.keys() <= {*run.keys} for run in runs):
-            found.append("a second page is kept for a page that left")
         if self.num_in_flight != in_flight:
             found.append(f"{self.num_in_flight} pages are in flight, {in_flight} of copies and reads")
         for run in known:
@@ -340,7 +321,7 @@ class PageIndex:
         self.num_raw -= len(rest)
         if start:
             self._order.lock(run)  # its size counts there
-            del run.keys[start:], run.ids[start:], run.places[start:]
+            del run.keys[start:], run.ids[start:]
             self._order.unlock(run)
             if self._log is not None:  # what comes back was used as this
                 left = HostRun(gone, ids, None, 0)
@@ -358,24 +339,37 @@ class PageIndex:
         if self._on_leave is not None:
             self._on_leave(run, gone)
 
+    def _publish(self, run: HostRun) -> None:
+        """All of a reserved run is there, and was not before."""
+        self.num_in_flight -= run.num_held
+        self.num_raw += len(run.rest)
+        run.is_published = True
+        self._runs.update(dict.fromkeys(run.keys, run))
+        self._ids.update(zip(run.keys, run.ids, strict=True))
+        run.locks -= 1
+        if run.locks:
+            self._order.hit(run)
+        else:
+            self.num_evictable += run.num_held
+            self._order.insert(run)
+            if run.before is not None:
+                self.unlock([run.before])
+        if self._on_come is not None:
+            self._on_come(run)
+
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
-        """The first pages of a run that nobody has locked become a run of their own, before it."""
-        first = HostRun(run.keys[:num_pages], run.ids[:num_pages], run.about, 0)
-        first.places, first.locks, first.is_published = run.places[:num_pages], 0, True
-        first.hit_count, first.priority = run.hit_count, run.priority
-        first.stored, first.source = run.stored, run.source
-        first.creation_time, first.last_access_time = run.creation_time, run.last_access_time
-        first.follow(run)
-        first.rest = {key: run.rest.pop(key) for key in first.keys if key in run.rest}
-        del run.keys[:num_pages], run.ids[:num_pages], run.places[:num_pages]
-        run.key = run.keys[0]
-        if run.before is not None:
-            run.before.after.remove(run)
-            run.before.after.add(first)
-        first.before, run.before = run.before, first
+        """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has
+        locked."""
+        first, before = run.take_first(num_pages), run.before
+        first.locks = 0 if run.is_published else 2  # its writer's, and that of the run behind it
+        if before is not None:
+            before.after.remove(run)
+            before.after.add(first)
+        first.before, run.before = before, first
         first.after.add(run)
-        self._runs.update(dict.fromkeys(first.keys, first))
-        self._order.split(first, run)
+        self._runs.update((key, first) for key in first.keys if self._runs.get(key) is run)
+        if run.is_published:
+            self._order.split(first, run)
         return first
 
     def _leave(self, run: HostRun, before: HostRun) -> None:
@@ -383,16 +377,3 @@ class PageIndex:
         before.after.remove(run)
         if not before.after and before.is_published:
             self._order.update(before)
-
-    def _forget(self, run: HostRun, places: Sequence[int]) -> None:
-        """These pages of a reserved run did not come, or are not needed."""
-        gone = {*places}
-        rest = [run.rest.pop(run.keys[i]) for i in places if run.keys[i] in run.rest]
-        self.num_in_flight -= len(gone) + len(rest)
-        self.pool.free(torch.tensor([run.ids[i] for i in places] + rest, dtype=torch.int64))
-        for i in places:
-            if self._runs.get(run.keys[i]) is run:
-                del self._runs[run.keys[i]]
-        kept = [i for i in range(len(run.keys)) if i not in gone]
-        run.keys, run.ids = [run.keys[i] for i in kept], [run.ids[i] for i in kept]
-        run.places = [run.places[i] for i in kept]

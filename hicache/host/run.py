@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from bisect import bisect_left, bisect_right
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -39,22 +40,22 @@ class NewPages(NamedTuple):
 
 
 class HostRun(CountedRecord):
-    """Pages of the pool: `ids[i]` for the bytes of `keys[i]`. Only the index changes it, but for `stored` and `source`.
+    """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only
+    the index changes it, but for `stored` and `source`.
 
     `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
-    `before`: the run that it follows, `after`: those that follow it. `stored`: bits of the stores that are known to
-    have all of it. `source`: the store that a read brought it from, until a request uses it. `about`, `places`: what
-    `reserve` was told of its pages. `rest`: by key the second pages of those that did not fit one when packed.
+    `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
+    are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
+    `place`: what `reserve` was told of it. `rest`: by key the second pages of those that did not fit one when packed.
     """
 
     __slots__ = (
-        "about", "after", "before", "ids", "is_published", "keys", "locks", "places", "rest", "source", "stored",
+        "about", "after", "before", "ids", "is_published", "keys", "locks", "place", "rest", "source", "stored",
     )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
         super().__init__(keys[0])
-        self.keys, self.ids, self.about = keys, ids, about
-        self.places = list(range(place, place + len(keys)))
+        self.keys, self.ids, self.about, self.place = keys, ids, about, place
         self.locks, self.stored, self.hit_count = 1, 0, 1
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
@@ -71,6 +72,95 @@ class HostRun(CountedRecord):
     def num_held(self) -> int:
         """Pages of the pool, second ones included."""
         return len(self.ids) + len(self.rest)
+
+    def take_first(self, num_pages: int) -> HostRun:
+        """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
+        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place)
+        first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
+        first.hit_count, first.priority = self.hit_count, self.priority
+        first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
+        first.follow(self)
+        first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
+        del self.keys[:num_pages], self.ids[:num_pages]
+        self.key, self.place = self.keys[0], self.place + num_pages
+        return first
+
+
+class RunPart(NamedTuple):
+    """Pages [start, end) of a prompt, which are those of `run` from its `skipped`-th on."""
+
+    run: HostRun
+    skipped: int
+    start: int
+    end: int
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self.run.keys[self.skipped : self.skipped + self.end - self.start]
+
+    @property
+    def ids(self) -> list[int]:
+        return self.run.ids[self.skipped : self.skipped + self.end - self.start]
+
+
+def spans(indices: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Ascending numbers as half-open intervals."""
+    if indices and indices[-1] - indices[0] + 1 == len(indices):
+        yield indices[0], indices[-1] + 1
+        return
+    start = 0
+    for end in range(1, len(indices) + 1):
+        if end == len(indices) or indices[end] != indices[end - 1] + 1:
+            yield indices[start], indices[end - 1] + 1
+            start = end
+
+
+def within(parts: Sequence[RunPart], indices: Sequence[int]) -> list[RunPart]:
+    """What `parts`, ascending, have of these pages of their prompt, ascending."""
+    found: list[RunPart] = []
+    for start, end in spans(indices):
+        first = bisect_right(parts, start, key=lambda part: part.end)
+        last = bisect_left(parts, end, key=lambda part: part.start)
+        chosen = [*parts[first:last]]
+        if chosen and chosen[-1].end > end:
+            chosen[-1] = chosen[-1]._replace(end=end)
+        if chosen and (missing := start - chosen[0].start) > 0:
+            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + missing, start=start)
+        found += chosen
+    return found
+
+
+def end_of(parts: Iterable[RunPart], start: int) -> int:
+    """Where the pages of a prompt end that `parts`, ascending, have from `start` on without a gap."""
+    end = start
+    for part in parts:
+        if part.start > end:
+            break
+        end = max(end, part.end)
+    return end
+
+
+def used_alike(parts: Iterable[RunPart]) -> list[tuple[int, int]]:
+    """Pieces of `parts`, which leave no gap, that requests used equally often: (end, number of requests)."""
+    found: list[tuple[int, int]] = []
+    for part in parts:
+        if found and found[-1][1] == part.run.hit_count:
+            found.pop()
+        found.append((part.end, part.run.hit_count))
+    return found
+
+
+def ids_of(parts: Iterable[RunPart]) -> torch.Tensor:
+    """Their pages in the host pool, int64 `[pages]`."""
+    return torch.tensor([page for part in parts for page in part.ids], dtype=torch.int64)
+
+
+def rest_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
+    """Their second pages, int64 `[pages]`, 0 for those without; None where none has one."""
+    if not any(part.run.rest for part in parts):
+        return None
+    rest = [part.run.rest.get(key, 0) for part in parts for key in part.keys]
+    return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
 
 
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:

@@ -28,13 +28,12 @@ from hicache.prefix_cache.protocols import CachedRequest, priority_of
 from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, joined_tokens, namespace_of, neighbours
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
 from hicache.tiers import FULL, MAMBA, SWA, Component, joined, own
-from hicache.tree.base import Match, Released
+from hicache.tree.base import Inserted, Match, Released
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog, KVCacheEvent
 from hicache.tree.key import PageHasher, Tokens
 from hicache.tree.node import TreeNode as Node
-from hicache.tree.share import Shared, share
 
 # Blocks are identified across processes by their tokens alone.
 _IDENTITY = b""
@@ -296,8 +295,9 @@ class BasePrefixCache(ABC):
 
     def _insert(
         self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
-    ) -> Shared:
-        """Insert the whole pages of a key after its first `known_len` tokens, which are held; `donated` as `share`."""
+    ) -> tuple[Inserted, torch.Tensor]:
+        """Insert the whole pages of a key after its first `known_len` tokens, which are held; `donated` as
+        `RadixTree.insert`. Returns the slots that were offered, too."""
         tokens, namespace = self._packed(params.key)
         num_tokens = self._whole_pages(len(tokens))
         slots = self._offered(params, num_tokens)
@@ -306,11 +306,11 @@ class BasePrefixCache(ABC):
             parent = self._tree.node_at(self._tree.match(tokens[:known_len], namespace), known_len)
             slots = slots[known_len:]
         window_from = self._window_from(params.swa_evicted_seqlen, known_len, num_tokens)
-        shared = share(self._tree, parent, run, slots, namespace, window_from, donated)
-        self._count_use(self._tree.root, shared, params.priority, params.chunked)
-        self._raise_priority(shared.node, params.priority)
-        self._tree.touch(shared.node)
-        return shared
+        inserted = self._tree.insert(parent, run, slots, namespace, window_from, donated=donated)
+        self._count_use(self._tree.root, inserted, params.priority, params.chunked)
+        self._raise_priority(inserted.node, params.priority)
+        self._tree.touch(inserted.node)
+        return inserted, slots
 
     def _offered(self, params: InsertParams, num_tokens: int) -> torch.Tensor:
         value = params.value
@@ -352,20 +352,20 @@ class BasePrefixCache(ABC):
         run = neighbours(tokens(start, end + 1)) if self.is_eagle else tokens(start, end)
         namespace = namespace_of(req.extra_key, self.is_eagle)
         window_from = self._window_from(self._evicted_window(req), start, end)
-        shared = share(self._tree, old, run, slots, namespace, window_from)
-        if shared.ours.numel():
-            self.req_to_token_pool.write((row, slice(start, start + len(shared.ours))), shared.theirs)
-            self._slots.free_replaced(shared, start)
-        self._count_use(old, shared, priority_of(req), chunked)
+        inserted = self._tree.insert(old, run, slots, namespace, window_from)
+        if num_held := len(inserted.held):
+            self.req_to_token_pool.write((row, slice(start, start + num_held)), inserted.held)
+            self._slots.free_replaced(slots, inserted, start)
+        self._count_use(old, inserted, priority_of(req), chunked)
         if old.is_root:
-            self._tree.lock(shared.node)
+            self._tree.lock(inserted.node)
         else:
-            self._tree.move_lock(old, shared.node)
-        req.last_node, req.cache_protected_len = cast(TreeNode, shared.node), end
+            self._tree.move_lock(old, inserted.node)
+        req.last_node, req.cache_protected_len = cast(TreeNode, inserted.node), end
 
-    def _count_use(self, above: Node, shared: Shared, priority: int, chunked: bool) -> None:
+    def _count_use(self, above: Node, inserted: Inserted, priority: int, chunked: bool) -> None:
         """Count a use of the nodes below `above` that were there before, and give new ones a priority below 0."""
-        held, gained = shared.node, shared.inserted.gained
+        held, gained = inserted.node, inserted.gained
         if gained and gained[0].parent is not None:
             held = gained[0].parent  # what is new is below what was held
         if priority < 0:

@@ -104,8 +104,8 @@ class MambaRadixCache(BasePrefixCache):
                 f"a state that has consumed {len(params.key)} tokens cannot be stored: they are not whole pages of "
                 f"{self.page_size}"
             )
-        shared = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
-        return InsertResult(shared.ours.numel(), mamba_exist=MAMBA in shared.refused)
+        inserted, _ = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
+        return InsertResult(len(inserted.held), mamba_exist=MAMBA not in inserted.attached)
 
     def mamba_evictable_size(self) -> int:
         return self._tree.evictable(MAMBA)

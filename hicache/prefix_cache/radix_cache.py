@@ -35,7 +35,8 @@ class RadixCache(BasePrefixCache):
         """As the base's. The slots offered for the first `prefix_len` tokens stay the caller's."""
         if self.disable:
             return InsertResult(0)
-        return InsertResult(self._insert(params).ours.numel())
+        inserted, _ = self._insert(params)
+        return InsertResult(len(inserted.held))
 
     def total_size(self) -> int:
         """Tokens held."""

@@ -14,9 +14,8 @@ from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import InvariantError
 from hicache.prefix_cache.protocols import CachedRequest, SlotAllocator
 from hicache.tiers import FULL, SWA, joined
-from hicache.tree.base import Released
+from hicache.tree.base import Inserted, Released
 from hicache.tree.core import RadixTree
-from hicache.tree.share import Shared
 
 
 class AllocatorAdapter:
@@ -45,12 +44,13 @@ class AllocatorAdapter:
         if slots:
             self.free(joined(slots))
 
-    def free_replaced(self, shared: Shared, first_position: int) -> None:
-        """Free the slots that the tree's replace, after their window slots went to those that have none."""
+    def free_replaced(self, offered: torch.Tensor, inserted: Inserted, first_position: int) -> None:
+        """Free the offered slots that the tree's replace, after their window slots went to those that have none."""
+        ours = offered[: len(inserted.held)]
         if self._windows is not None:
-            for ours, theirs in shared.adopted:
-                self._windows.move_window(ours, theirs)
-        self.free(shared.ours, first_position)
+            for start, end in inserted.adopted:
+                self._windows.move_window(ours[start:end], inserted.held[start:end])
+        self.free(ours, first_position)
 
     def available_str(self) -> str:
         """How many tokens the allocator has free, of each kind where there are two."""

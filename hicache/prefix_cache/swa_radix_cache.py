@@ -50,9 +50,9 @@ class SWARadixCache(BasePrefixCache):
         # The caller has these from a match: the slots are the tree's own, tombstones without window slots among them.
         if known_len:
             known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).full_len)
-        shared = self._insert(params, known_len)
-        self._slots.free_replaced(shared, known_len)
-        return InsertResult(known_len + shared.ours.numel())
+        inserted, offered = self._insert(params, known_len)
+        self._slots.free_replaced(offered, inserted, known_len)
+        return InsertResult(known_len + len(inserted.held))
 
     def inc_lock_ref(self, node: TreeNode) -> int | None:
         """Lock the prefix that ends with `node`. The result may be given to `dec_lock_ref`, which ignores it."""

@@ -10,7 +10,7 @@ from bisect import bisect_left
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,7 @@ import torch
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
-from hicache.host import HostRun, NewPages, PageIndex
+from hicache.host import NewPages, PageIndex, RunPart, spans, used_alike, within
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
 from hicache.tree import PageHasher, RadixTree, TreeNode
@@ -203,22 +203,21 @@ class CacheSimulation:
         it. Returns the prefix's end, which is locked."""
         tree, start = self.tree, node.depth_tokens
         tree.lock(node)
-        runs: list[HostRun] = []
+        parts: list[RunPart] = []
         if self.host is not None:
-            self.host.count_use(keys[:length])
-            runs = self.host.runs_of(keys[start:length])
-            self.host.lock(runs)
+            parts = within(self.host.count_use(self.host.parts(keys[:length])), range(start, length))
+            self.host.lock(part.run for part in parts)
         self._make_available(len(blocks) - start)
         for at in node.path():
             at.hit_count += 1
         end, done = node, start
-        for last, hit_count in self.host.used_alike(keys, start, length) if self.host is not None else ():
+        for last, hit_count in used_alike(parts):
             end = tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
             done = last
         tree.move_lock(node, end)
         self._maybe_backup(end, keys)
         if self.host is not None:
-            self.host.unlock(runs)
+            self.host.unlock(part.run for part in parts)
         return end
 
     def _commit(self, node: TreeNode, computed: Tokens, keys: list[bytes]) -> TreeNode:
@@ -286,5 +285,4 @@ def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:
 
 def _pieces(keys: Sequence[bytes], indices: Sequence[int]) -> list[NewPages]:
     """These blocks, ascending, in pieces without a gap."""
-    ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
-    return [_piece(keys, indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]
+    return [_piece(keys, start, end) for start, end in spans(indices)]

@@ -1,18 +1,16 @@
 """Which prefix is where: the radix tree over token pages, its components, its page keys and its accounts."""
 
-from hicache.tree.base import Duplicate, Inserted, Match, Released
+from hicache.tree.base import Inserted, Match, Released
 from hicache.tree.components import FullComponent, MambaComponent, SwaComponent, TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.events import AllBlocksCleared, BlockRemoved, BlockStored, EventLog, KVCacheEvent, PageChange
 from hicache.tree.key import PageHasher
 from hicache.tree.node import NodeRun, TreeNode
-from hicache.tree.share import Shared, share
 
 __all__ = [
     "AllBlocksCleared",
     "BlockRemoved",
     "BlockStored",
-    "Duplicate",
     "EventLog",
     "FullComponent",
     "Inserted",
@@ -24,9 +22,7 @@ __all__ = [
     "PageHasher",
     "RadixTree",
     "Released",
-    "Shared",
     "SwaComponent",
     "TreeComponent",
     "TreeNode",
-    "share",
 ]

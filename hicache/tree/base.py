@@ -22,29 +22,23 @@ class Match(NamedTuple):
     full_len: int
 
 
-class Duplicate(NamedTuple):
-    """Tokens [start, end) of an insertion that the tree already held, as `value`.
-
-    `adopts_window`: the tree had no window state of them and takes that of the insertion: the window slots mapped to
-    the offered slots are to be mapped to `value` instead.
-    """
-
-    start: int
-    end: int
-    value: torch.Tensor
-    adopts_window: bool = False
-
-
 class Inserted(NamedTuple):
-    """`node` ends where the insertion did; `gained` took the new value, `duplicates` kept theirs.
+    """What became of tokens that were offered to the tree with slots of their own; `node` ends where it took the last.
 
-    `accepted_len`: tokens inserted; less than offered where a load is in flight.
+    [0, len(held))              it had them as slots `held`, to be used from now on: the offered ones are to be freed
+    [len(held), accepted_len)   it took them, in the nodes `gained`
+    [accepted_len, offered)     it took none of them: a load is in flight
+
+    `adopted`: intervals of what it had without windows, which it takes: the window slots mapped to the offered slots
+    are to be mapped to those of `held` instead, before these are freed. `attached`: of donated values those it took.
     """
 
     node: TreeNode
     gained: tuple[TreeNode, ...]
-    duplicates: tuple[Duplicate, ...]
+    held: torch.Tensor
+    adopted: tuple[tuple[int, int], ...]
     accepted_len: int
+    attached: frozenset[Component] = frozenset()
 
 
 class Released(NamedTuple):

@@ -12,21 +12,23 @@ What holds after every call (`check()` proves it):
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
 
 from hicache.errors import InvariantError
-from hicache.tiers import FULL, SWA, Component, own
+from hicache.tiers import FULL, SWA, Component, joined, own
 from hicache.tree.accounts import Accounts
 from hicache.tree.audit import account_violations, structure_violations
-from hicache.tree.base import Duplicate, Inserted, Match, Released
+from hicache.tree.base import Inserted, Match, Released
 from hicache.tree.components import FullComponent, TreeComponent
 from hicache.tree.events import EventLog
 from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
 from hicache.tree.names import PageNames
 from hicache.tree.node import ChildKey, TreeNode
+
+_NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
 class RadixTree(Accounts):
@@ -137,16 +139,16 @@ class RadixTree(Accounts):
         namespace: str = "",
         window_from: int | None = None,
         hit_count: int = 1,
+        donated: Mapping[Component, torch.Tensor] | None = None,
     ) -> Inserted:
         """Hold whole pages `tokens`, which follow `parent`, as slots `value`, which are copied. `hit_count`: requests
-        that used them.
+        that used them. Locks are the caller's.
 
         Stops where a load is in flight, for that may fail (`Inserted.accepted_len`). `window_from`: tokens from there
-        on have window slots mapped to their slots; a split is made there. A recurrent state is attached to
-        `Inserted.node` by `attach`.
+        on have window slots mapped to their slots; a split is made there. `donated`: values of components that belong
+        to the end of `tokens`, like a recurrent state, see `attach`.
         """
-        gained: list[TreeNode] = []
-        duplicates: list[Duplicate] = []
+        gained, held, adopted = list[TreeNode](), list[torch.Tensor](), list[tuple[int, int]]()
         raw, node, pos, account = bytes_of(tokens), parent, 0, self.account(FULL)
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
@@ -159,31 +161,32 @@ class RadixTree(Accounts):
                 break
             end = pos + child.num_tokens
             adopts = window_from is not None and pos >= window_from and not child.holds(SWA)
-            if child.holds(FULL):
-                duplicates.append(Duplicate(pos, end, child.held(FULL), adopts))
+            if child.holds(FULL):  # what is new lies below it: held are [0, pos) until then
+                held.append(child.held(FULL))
             else:
                 child.hit_count = max(hit_count, child.hit_count)
                 self._gain(child, own(value if not pos and end == len(tokens) else value[pos:end]))
                 gained.append(child)
             if adopts:
                 self._enter(child, SWA, child.held(FULL))
+                adopted += [] if gained else [(pos, end)]
             node, pos = child, end
-        return Inserted(node, tuple(gained), tuple(duplicates), pos)
+        offered = donated.items() if donated is not None and pos == len(tokens) else ()
+        attached = frozenset(name for name, given in offered if self.attach(node, name, given))
+        return Inserted(node, tuple(gained), joined(held or [_NO_SLOTS]), tuple(adopted), pos, attached)
 
-    def withdraw(self, inserted: Inserted, attached: Iterable[Component]) -> None:
-        """Undo an insertion, and what was `attached` to its end: what it gave is the caller's again. Only before
-        anybody has locked it. Splits stay."""
-        for component in attached:
+    def withdraw(self, inserted: Inserted) -> None:
+        """Undo an insertion: what it gave is the caller's again. Only before anybody has locked it. Splits stay."""
+        for component in inserted.attached:
             self.detach(inserted.node, component)
-        start = inserted.node.depth_tokens - inserted.accepted_len
+        start, num_held = inserted.node.depth_tokens - inserted.accepted_len, len(inserted.held)
         for node in inserted.node.path():
             end = node.depth_tokens - start
             if end <= 0:
                 break
-            duplicate = next((at for at in inserted.duplicates if at.start < end <= at.end), None)
-            if duplicate is None:
+            if end > num_held:
                 self._remove(node, [])
-            elif duplicate.adopts_window:
+            elif any(first < end <= last for first, last in inserted.adopted):
                 self._take_out(node, SWA)
 
     def attach(self, node: TreeNode, component: Component, value: torch.Tensor) -> bool:

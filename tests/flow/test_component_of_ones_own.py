@@ -104,7 +104,7 @@ def test_it_is_two_files() -> None:
     assert {name for name in ours if name.startswith("hicache.flow")} == {
         "hicache.flow.components.base",
         "hicache.flow.lease",
-        "hicache.flow.load",
+        "hicache.flow.movement",
     }
     assert not {name for name in ours if name.split(".")[1] in {"engine", "factory", "transfer", "host", "disk"}}
 

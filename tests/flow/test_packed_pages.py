@@ -19,7 +19,7 @@ from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_
 from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
 from hicache.errors import ConfigError
-from hicache.host import PageKind, kinds_of, rest_keys
+from hicache.host import PageKind, ids_of, kinds_of, rest_keys, rest_of
 from hicache.storage import open_existing
 from hicache.storage.base import StoreMismatch
 from packed_case import MODELS, PAGE, Kind, config, prompt, serve
@@ -73,7 +73,8 @@ def test_a_page_says_what_it_is(device: str) -> None:
         serve(engine, "a", TOKENS, "some")
         full = engine.inspect.context.full
         keys = [*full.index]
-        pages, rest = full.index.ids_of(keys), full.index.rest_of(keys)
+        parts = full.index.parts(keys)
+        pages, rest = ids_of(parts), rest_of(parts)
         assert rest is not None
         kinds = [PageKind.RAW, PageKind.PACKED] * 3
         assert kinds_of(full.host, pages.tolist()) == kinds
@@ -100,7 +101,7 @@ def test_the_documented_decoder_reads_a_page() -> None:
         with build_engine(config(kv_packing=str(bits)), MODELS[name]) as engine:
             serve(engine, "a", TOKENS, "fit")
             full = engine.inspect.context.full
-            page = full.host.bytes_of[full.index.ids_of([*full.index][:1])][0].numpy().tobytes()
+            page = full.host.bytes_of[ids_of(full.index.parts([*full.index][:1]))][0].numpy().tobytes()
             slots = engine_slots(engine, TOKENS[:PAGE])
             for layer in full_layers(engine):
                 for at, buffer in enumerate(layer):

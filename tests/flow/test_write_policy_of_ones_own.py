@@ -9,6 +9,7 @@ import torch
 import priority_write
 from hicache import CacheEngine, build_engine
 from hicache.flow.write_policy import POLICIES
+from hicache.host import ids_of
 from priority_write import PriorityWriteThrough
 from toy_model import GEOMETRY, config, expected_kv, prompt, serve
 
@@ -38,7 +39,7 @@ def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
             if key not in context.full.index:
                 continue
             end = node.depth_tokens - (len(keys) - 1 - number) * PAGE
-            (page,) = context.full.index.ids_of([key])
+            (page,) = ids_of(context.full.index.parts([key]))
             held = context.full.host.bytes_of[page].view(torch.float32)  # [layer][k, v][token][head][dim]
             assert torch.equal(held, expected_kv(tokens[:end])[end - PAGE :].permute(1, 2, 0, 3, 4).flatten())
             found.add(tuple(tokens[:end].tolist()))

@@ -11,7 +11,7 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.eviction.policy import ORDERS
-from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, pages_of
+from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, ids_of, pages_of, rest_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.tiers import DISK
 
@@ -80,7 +80,7 @@ class Model:
         assert wanted <= room and chain <= {*self.runs.values()}
         for run in runs:
             run.source = DISK if is_read else None
-            assert [run.about[place] for place in run.places] == run.keys and len(run.keys) <= RUN_PAGES
+            assert run.about[run.place :][: len(run.keys)] == run.keys and len(run.keys) <= RUN_PAGES
             assert is_read or all(self.index.is_coming(key) for key in run.keys)
         self.in_flight += runs
 
@@ -106,8 +106,9 @@ class Model:
             good = [key for i, key in enumerate(run.keys) if ok is None or ok[i]]
             self.twice += any(key in self.ids for key in good)
             wanted = [key for key in good if key not in self.ids]
-            assert self.index.publish(run, ok) == bool(wanted)
-            assert not wanted or run.keys == wanted
+            published = self.index.publish(run, ok)
+            assert [key for part in published for key in part.keys] == wanted
+            assert all(part.about[part.place :][: len(part.keys)] == part.keys for part in published)
 
     def lock(self) -> None:
         self.locked.append(self.index.runs_of(self.prompt()))
@@ -119,7 +120,8 @@ class Model:
 
     def use(self) -> None:
         keys = self.prompt()
-        self.index.count_use(keys)
+        used = self.index.count_use(self.index.parts(keys))
+        assert all(part.run.keys[part.skipped :][: len(part.ids)] == keys[part.start : part.end] for part in used)
         for key in self.ids:  # the last run may have been divided
             run = self.index.get(key)
             assert run is not None and key in run.keys
@@ -129,12 +131,15 @@ class Model:
     def check(self) -> None:
         locks = Counter(run for runs in self.locked for run in runs)
         self.index.check(sum(run.num_held for run in self.in_flight), locks)
-        assert len(self.index) == len(self.ids)
-        assert self.index.ids_of(self.ids).tolist() == list(self.ids.values())
-        rest = self.index.rest_of(self.ids)
-        assert (rest is None) == (not self.rest) and self.index.num_raw == len(self.rest)
-        assert rest is None or rest.tolist() == [self.rest.get(key, 0) for key in self.ids]
+        assert len(self.index) == len(self.ids) and self.index.num_raw == len(self.rest)
         for keys in PROMPTS:
+            parts = self.index.parts(keys)
+            assert ids_of(parts).tolist() == [self.ids[key] for key in keys if key in self.ids]
+            rest, wanted = rest_of(parts), [self.rest.get(key, 0) for key in keys if key in self.ids]
+            assert (rest is None) == (not any(wanted)) and (rest is None or rest.tolist() == wanted)
+            assert [i for part in parts for i in range(part.start, part.end)] == [
+                i for i, key in enumerate(keys) if key in self.ids
+            ]
             end = next((at for at, key in enumerate(keys) if key not in self.ids), len(keys))
             assert self.index.held_end(keys, 0) == end
 

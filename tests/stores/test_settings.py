@@ -13,6 +13,7 @@ import torch
 from disk_case import PATIENCE_S
 from hicache import CacheEngine, DiskConfig, RemoteConfig, build_engine
 from hicache.errors import ConfigError
+from hicache.host import ids_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreError, StoreMismatch
 from hicache.stores import cipher_of, page_filter
@@ -69,7 +70,7 @@ def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
         serve(engine, "a", tokens)
         engine.flush()
         tree, index = engine.inspect.context.tree, engine.inspect.context.full.index
-        (first,) = index.ids_of(tree.names.of_prompt(tree.match(tokens), tokens)[:1])
+        (first,) = ids_of(index.parts(tree.names.of_prompt(tree.match(tokens), tokens)[:1]))
         page = host.bytes_of[first].view(torch.float32)
         segments = page.reshape(-1, how.tokens, how.channels)
         assert len(segments) == 2 * GEOMETRY.layer_num

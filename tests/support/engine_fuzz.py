@@ -25,7 +25,7 @@ from failing_calls import fails_at
 from faults import Faults
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, Prefetch, build_engine
 from hicache.errors import LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
-from hicache.flow.completion import settle
+from hicache.flow.movement import settle
 from hicache.storage import open_existing
 from memory_store import MemoryPageStore
 from toy_model import settled

@@ -12,7 +12,7 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.tiers import FULL, MAMBA, SWA
-from hicache.tree import MambaComponent, NodeRun, PageHasher, RadixTree, SwaComponent, TreeComponent, share
+from hicache.tree import MambaComponent, NodeRun, PageHasher, RadixTree, SwaComponent, TreeComponent
 
 
 def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:
@@ -115,15 +115,15 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
     loading = tree.insert(tree.root, tokens, torch.arange(1, 7)).node
     tree.lock(loading)
     copy = NodeRun([loading], FULL)
-    shared = share(tree, tree.root, tokens, offered, donated=state)
-    assert (shared.theirs.tolist(), shared.ours.tolist()) == ([1, 2], [11, 12])
-    assert (shared.accepted_len, shared.refused) == (2, (MAMBA,))
+    inserted = tree.insert(tree.root, tokens, offered, donated=state)
+    assert inserted.held.tolist() == [1, 2] and not inserted.gained
+    assert (inserted.accepted_len, inserted.attached) == (2, set())
     copy.detach()
     tree.unlock(loading)
-    for refused in ((), (MAMBA,)):
-        shared = share(tree, tree.root, tokens, offered, donated=state)
-        assert (shared.theirs.tolist(), shared.ours.tolist()) == ([*range(1, 7)], offered.tolist())
-        assert (shared.accepted_len, shared.refused) == (6, refused)
+    for attached in ({MAMBA}, set()):
+        inserted = tree.insert(tree.root, tokens, offered, donated=state)
+        assert inserted.held.tolist() == [*range(1, 7)] and not inserted.gained
+        assert (inserted.accepted_len, inserted.attached) == (6, attached)
     tree.check()
 
 

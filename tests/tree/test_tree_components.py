@@ -42,8 +42,8 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
         all_prefixes = self.prefixes(space, pages)
         accepted = self.accepted(all_prefixes)
         assert result.accepted_len == accepted * self.page
-        adopted = {at for dup in result.duplicates if dup.adopts_window for at in range(dup.start, dup.end)}
-        theirs = {dup.start + at: slot for dup in result.duplicates for at, slot in enumerate(dup.value.tolist())}
+        adopted = {at for start, end in result.adopted for at in range(start, end)}
+        theirs = dict(enumerate(result.held.tolist()))
         full, windows = self.held[FULL], self.held[SWA]
         for at, prefix in enumerate(all_prefixes[:accepted]):
             first = at * self.page

@@ -1,6 +1,6 @@
 """What each component adds to the movements: one file a component."""
 
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink
 from hicache.flow.components.full import FullAttention
 from hicache.flow.components.state import RecurrentState
 from hicache.flow.components.window import SlidingWindow
@@ -11,8 +11,8 @@ COMPONENTS: tuple[type[CacheComponent], ...] = (FullAttention, SlidingWindow, Re
 __all__ = [
     "COMPONENTS",
     "Admission",
-    "Base",
     "CacheComponent",
+    "EngineParts",
     "FullAttention",
     "HostLink",
     "RecurrentState",

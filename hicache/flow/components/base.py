@@ -3,7 +3,7 @@
     admit     refuse_impossible, needed, refuse_now, take, start
     evict     available, device_victim, count_eviction, free
     restore   first_required, pages_to_load, begin_load, fail_load
-    commit    next_stop, commit_points, donate, release; track: due_to_track, prepare_to_track, track
+    commit    next_stop, commit_points, donate, release
     check     device_violations
 
 The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol, cast
 
 import torch
@@ -25,7 +25,7 @@ from hicache.device.base import KVCache, SlotSpace
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.flow.packing import Packing
 from hicache.host import HostPagePool, PageIndex
 from hicache.kernels.pack import PackFormat
@@ -42,18 +42,19 @@ from hicache.tree.node import TreeNode
 
 @dataclass(frozen=True)
 class HostLink:
-    """How the rows of a component move between device and host. Without a host tier: rows and counter alone. `packing`:
-    the format of host pages that are packed."""
+    """How the rows of a component move between device and host, and which pages the host has of them. Without a host
+    tier: rows and counter alone. `packing`: the format of host pages that are packed."""
 
     space: SlotSpace
     counter: LayerTransferCounter
     host: HostPagePool | None = None
     transfer: TransferBackend | None = None
+    index: PageIndex | None = None
     packing: PackFormat | None = None
 
 
 @dataclass(frozen=True)
-class Base:
+class EngineParts:
     """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them."""
 
     config: EngineConfig
@@ -62,7 +63,6 @@ class Base:
     allocator: BaseTokenToKVPoolAllocator
     tree: RadixTree
     metrics: Metrics
-    indexes: Mapping[Component, PageIndex] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -120,16 +120,16 @@ class CacheComponent(ABC):
         """The rows that are moved between the tiers: of the pool, or made here for a component with rows of its own."""
         return next(space for space in pool.slot_spaces if space.name == rules.name)
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        self.config, self.tree, self.rules = base.config, base.tree, rules
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        self.config, self.tree, self.rules = parts.config, parts.tree, rules
         self.name: Component = rules.name
         self.counter, self.has_host = link.counter, link.host is not None
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
-        self.index = cast(PageIndex, base.indexes.get(rules.name))
-        self.packing = None if link.packing is None else Packing(rules.name, base.metrics)
+        self.index = cast(PageIndex, link.index)
+        self.packing = None if link.packing is None else Packing(rules.name, parts.metrics)
         # Elements of a device value that one host page holds.
-        self.page_size = 1 if rules.at_node_end else base.tree.page_size
+        self.page_size = 1 if rules.at_node_end else parts.tree.page_size
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""
@@ -201,9 +201,9 @@ class CacheComponent(ABC):
         return [index for index in range(self.first_required(end), end) if not pages.on_device(self, index)]
 
     @abstractmethod
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Enter what `load` brings, `pages_to_load`, into the tree behind `load.node`, or into the lease; returns the
-        slots or states that it writes to, in that order.
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+        """Enter what `load` brings, its `parts` of this component, `pages_to_load`, into the tree behind `load.node`,
+        or into the lease; returns the slots or states that it writes to, in that order.
 
         `slots`: those of the tokens that the load brings, from the first on.
         """
@@ -228,19 +228,6 @@ class CacheComponent(ABC):
     def donate(self, lease: Lease, length: int) -> torch.Tensor | None:
         """A device value that belongs to exactly the first `length` tokens, for the tree; None for none."""
         return None
-
-    def due_to_track(self, leases: Sequence[Lease]) -> list[Lease]:
-        """Leases whose decoding has come to a point that is worth keeping."""
-        return []
-
-    def needed_to_track(self, lease: Lease) -> int:
-        return 0
-
-    def track(self, leases: Sequence[Lease]) -> None:  # noqa: B027
-        """Keep what `due_to_track` named."""
-
-    def prepare_to_track(self, lease: Lease) -> None:  # noqa: B027
-        """Take what `needed_to_track` named, which is free."""
 
     def release(self, lease: Lease) -> None:  # noqa: B027
         """The lease ends: free what it holds."""

@@ -12,9 +12,10 @@ from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import PromptTooLong
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, InMemory, account_violations
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
+from hicache.host import used_alike
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
@@ -28,20 +29,18 @@ class FullAttention(CacheComponent):
     def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
         return FullComponent()
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(base, rules, link)
-        self.allocator = allocator = base.allocator
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, rules, link)
+        self.allocator = allocator = parts.allocator
         # The full slots alone, where window slots are mapped to them.
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
-        self._demoted, self._lost = (
-            base.metrics.counter(f"evict.device_{outcome}_tokens", help, "evict_tokens", tier="device", outcome=outcome)
-            for outcome, help in (
-                ("demoted", "tokens evicted from the device that the host holds"),
-                ("lost", "tokens evicted from the device that the host does not hold"),
-            )
-        )
+        count, labels = parts.metrics.counter, {"family": "evict_tokens", "tier": "device"}
+        demoted, lost = "that the host holds", "that the host does not hold"
+        of = "tokens evicted from the device"
+        self._demoted = count("evict.device_demoted_tokens", f"{of} {demoted}", outcome="demoted", **labels)
+        self._lost = count("evict.device_lost_tokens", f"{of} {lost}", outcome="lost", **labels)
 
     def alloc(self, num_slots: int) -> torch.Tensor:
         """`num_slots` free slots, in whole device pages, without window slots."""
@@ -92,18 +91,17 @@ class FullAttention(CacheComponent):
     def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
         return range(min(pages.device_end, end), end)
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Nodes behind `load.node`, which matches see from now on."""
-        page, prompt = self.page_size, load.prompt
-        start, end = pages[0] * page, (pages[-1] + 1) * page
+        page, prompt, parts = self.page_size, load.prompt, load.parts[FULL]
+        start = at = parts[0].start * page
         nodes, node = list[TreeNode](), load.node
         with ExitStack() as undo:
-            at = start
-            for last_page, hit_count in self.index.used_alike(prompt.keys, pages[0], pages[-1] + 1):
+            for last_page, hit_count in used_alike(parts):
                 tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
                 inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
-                undo.callback(self.tree.withdraw, inserted, ())
-                assert inserted.gained and not inserted.duplicates, "the tree had what was to be loaded"
+                undo.callback(self.tree.withdraw, inserted)
+                assert inserted.gained and not len(inserted.held), "the tree had what was to be loaded"
                 nodes += inserted.gained
                 at, node = last_page * page, inserted.node
             for new in nodes:
@@ -111,7 +109,7 @@ class FullAttention(CacheComponent):
             load.runs[FULL] = NodeRun(nodes, FULL)
             undo.pop_all()
         load.node = node
-        return slots[: end - start]
+        return slots[: at - start]
 
     def fail_load(self, load: Load) -> None:
         """Its slots stay out of use as long as anyone reads them."""

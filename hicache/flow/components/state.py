@@ -7,7 +7,7 @@ checkpoint, a second state, is donated without a copy.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import torch
@@ -16,9 +16,9 @@ from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.errors import OutOfStates, ResourceExhausted
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, account_violations
 from hicache.flow.lease import Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
 from hicache.tiers import MAMBA
 from hicache.tree.components import MambaComponent, TreeComponent
@@ -34,17 +34,17 @@ class RecurrentState(CacheComponent):
     def rules_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         return MambaComponent() if isinstance(model, ModelGeometry) and model.recurrent_layers else None
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(base, rules, link)
-        assert isinstance(base.req_to_token, HybridReqToTokenPool)
-        self._table, self._pool = base.req_to_token, base.req_to_token.mamba_pool
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, rules, link)
+        assert isinstance(parts.req_to_token, HybridReqToTokenPool)
+        self._table, self._pool = parts.req_to_token, parts.req_to_token.mamba_pool
         self._pool.register_layer_transfer_counter(link.counter)
         # States are kept where a page ends and the model's kernels can return one.
-        self._step = math.lcm(base.tree.page_size, base.config.mamba_chunk_tokens)
-        self._evicted = base.metrics.counter(
+        self._step = math.lcm(parts.tree.page_size, parts.config.mamba_chunk_tokens)
+        self._evicted = parts.metrics.counter(
             "evict.states", "recurrent states evicted from the device before their pages"
         )
-        gauge, total = base.metrics.gauge, self._pool.size
+        gauge, total = parts.metrics.gauge, self._pool.size
         gauge("device.total_states", "recurrent states of the device tier", lambda: total)
         gauge("device.used_states", "recurrent states that the cache or a request holds", self._used)
 
@@ -85,7 +85,7 @@ class RecurrentState(CacheComponent):
     def first_required(self, end: int) -> int:
         return max(0, end - 1)
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Straight to the request's own state: nobody else can use it while it advances."""
         lease.state_load = load
         return _running(lease)
@@ -121,24 +121,24 @@ class RecurrentState(CacheComponent):
         assert copy is not None, "made available before"
         return copy
 
-    def due_to_track(self, leases: Sequence[Lease]) -> list[Lease]:
-        interval = self.config.mamba_track_interval
-        return [lease for lease in leases if not lease.length % interval]
-
-    def needed_to_track(self, lease: Lease) -> int:
-        return int(lease.mamba_checkpoint_idx is None)
-
-    def prepare_to_track(self, lease: Lease) -> None:
-        state = self._pool.alloc(1)
-        assert state is not None, "made available before"
-        lease.mamba_checkpoint_idx, lease.checkpoint_len = state[0], 0
-
-    def track(self, leases: Sequence[Lease]) -> None:
-        """The running states become the checkpoints, and the requests go on in copies of them."""
-        with self._copying(*leases):
-            self._table.checkpoint(list(leases))
-        for lease in leases:
+    def track(self, leases: Sequence[Lease], make_available: Callable[[int], bool]) -> int:
+        """Of those whose decoding has come to a point that is worth keeping, running states become the checkpoints, and
+        the requests go on in copies of them. Returns for how many no state could be made available."""
+        due, ready = [at for at in leases if not at.length % self.config.mamba_track_interval], list[Lease]()
+        for lease in due:
+            if lease.mamba_checkpoint_idx is None:
+                if not make_available(1):
+                    continue
+                state = self._pool.alloc(1)
+                assert state is not None, "made available before"
+                lease.mamba_checkpoint_idx, lease.checkpoint_len = state[0], 0
+            ready.append(lease)
+        if ready:
+            with self._copying(*ready):
+                self._table.checkpoint(ready)
+        for lease in ready:
             lease.checkpoint_len = lease.length
+        return len(due) - len(ready)
 
     def release(self, lease: Lease) -> None:
         """Free the lease's states; where a load may still write to one, when that has ended."""

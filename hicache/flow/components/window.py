@@ -15,10 +15,10 @@ from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import PromptTooLong
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, account_violations
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, account_violations
 from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL, SWA, joined
 from hicache.tree.components import SwaComponent, TreeComponent
@@ -36,14 +36,14 @@ class SlidingWindow(CacheComponent):
             return None
         return SwaComponent(model.window, config.cache_page_size)
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(base, rules, link)
-        assert isinstance(base.allocator, SWATokenToKVPoolAllocator)
-        self._allocator = base.allocator
-        self._evicted = base.metrics.counter(
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, rules, link)
+        assert isinstance(parts.allocator, SWATokenToKVPoolAllocator)
+        self._allocator = parts.allocator
+        self._evicted = parts.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
-        gauge, total = base.metrics.gauge, self._capacity
+        gauge, total = parts.metrics.gauge, self._capacity
         gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
         gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
 
@@ -122,10 +122,11 @@ class SlidingWindow(CacheComponent):
     def first_required(self, end: int) -> int:
         return max(0, end * self.page_size - self.rules.window) // self.page_size
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         self.trim(load.node)
         nodes = [node for node in reversed(self.rules.required_nodes(load.node)) if not node.holds(SWA)]
-        assert sum(node.num_tokens for node in nodes) == len(pages) * self.page_size, "nodes end where windows begin"
+        num_pages = sum(part.end - part.start for part in load.parts[SWA])
+        assert sum(node.num_tokens for node in nodes) == num_pages * self.page_size, "nodes end where windows begin"
         load.runs[SWA] = NodeRun(nodes, SWA)
         joint = joined([node.held(FULL) for node in nodes])
         self.take(joint)

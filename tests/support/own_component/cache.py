@@ -13,9 +13,9 @@ import torch
 
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache, SlotSpace
-from hicache.flow.components.base import Admission, Base, CacheComponent, HostLink, InMemory, account_violations
+from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import Lease
-from hicache.flow.load import Load
+from hicache.flow.movement import Load
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
 from hicache.tree.components import TreeComponent
 from hicache.tree.node import NodeRun, TreeNode
@@ -40,12 +40,12 @@ class LastHidden(CacheComponent):
         layout = PoolLayout((BufferSpec("last_hidden", rows.dtype, (cls.HIDDEN,), "request", (0,)),), 1)
         return SlotSpace(rules.name, layout, len(rows), rows.device, lambda layer: (rows,))
 
-    def __init__(self, base: Base, rules: TreeComponent, link: HostLink) -> None:
-        super().__init__(base, rules, link)
+    def __init__(self, parts: EngineParts, rules: TreeComponent, link: HostLink) -> None:
+        super().__init__(parts, rules, link)
         (self._rows,) = link.space.layer_buffers(0)
         self._free = list(range(1, len(self._rows)))
         self._offered: dict[str, tuple[int, torch.Tensor]] = {}
-        self._evicted = base.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
+        self._evicted = parts.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
 
     # What a model runner calls
 
@@ -86,7 +86,7 @@ class LastHidden(CacheComponent):
         has_row = bool(self._free) or self.tree.evictable(self.name) > 0
         return [end - 1] if wanted and has_row and self.counter.can_begin() else []
 
-    def begin_load(self, load: Load, pages: Sequence[int], lease: Lease, slots: torch.Tensor) -> torch.Tensor:
+    def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """To the tree, where the lease and later requests read it."""
         row = self._take()
         self.tree.attach(load.node, self.name, row)

@@ -1,0 +1,200 @@
+"""What movements between tiers have in common: copies as one, loads, and how they land.
+
+What has ended lands when it is polled: of every movement, and copies in the order of their submission.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from typing import Generic, Protocol, TypeVar
+
+import torch
+
+from hicache.flow.prompt import Prompt
+from hicache.host import HostRun, RunPart
+from hicache.tiers import Component
+from hicache.transfer.base import TransferOp
+from hicache.tree.node import NodeRun, TreeNode
+
+
+class JointOp:
+    """Copies that belong together, one a component: done when all are, failed when one is."""
+
+    def __init__(self, ops: Sequence[TransferOp]) -> None:
+        self._ops = tuple(ops)
+        self.num_bytes = sum(op.num_bytes for op in ops)
+
+    @property
+    def error(self) -> Exception | None:
+        return next((op.error for op in self._ops if op.error is not None), None)
+
+    def done(self) -> bool:
+        return all(op.done() for op in self._ops)
+
+    def wait(self) -> None:
+        for op in self._ops:
+            op.wait()
+
+    def wait_outcome(self) -> None:
+        for op in self._ops:
+            op.wait_outcome()
+
+    @property
+    def is_undelayed(self) -> bool:
+        return all(op.is_undelayed for op in self._ops)
+
+    def seconds(self) -> float:
+        """Of the longest."""
+        return max(op.seconds() for op in self._ops)
+
+
+class Load:
+    """A load in flight of `parts` of the host, for the prefix of `prompt` that ends with `node`. `runs` follow the
+    nodes that it brings to the tree.
+
+    `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
+    them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `reading`: the host
+    pages it reads; `load_ids`: its number in the layer counter, `orphan_states`: values, by
+    component, that left a lease or the tree before the load had written to them.
+    """
+
+    def __init__(
+        self, node: TreeNode, prompt: Prompt, parts: Mapping[Component, Sequence[RunPart]], depends_on: Sequence[Load]
+    ) -> None:
+        self.node, self.prompt, self.parts, self.depends_on = node, prompt, parts, tuple(depends_on)
+        self.runs: dict[Component, NodeRun] = {}
+        self.load_ids: dict[Component, int] = {}
+        self.reading: dict[Component, torch.Tensor] = {}
+        self.ops: list[TransferOp] = []
+        self.readers = 0
+        self.completed = self.abandoned = False
+        self._cause: Exception | None = None
+        self.orphans: list[torch.Tensor] = []
+        self.orphan_states: dict[Component, list[torch.Tensor]] = {}
+
+    @cached_property
+    def op(self) -> JointOp:
+        return JointOp(self.ops)
+
+    @property
+    def error(self) -> Exception | None:
+        """Why it failed; of a load that failed with another, why that did. Final after `wait_outcome`."""
+        below = (load.error for load in self.depends_on)
+        return self._cause or self.op.error or next((error for error in below if error is not None), None)
+
+    def complete(self) -> None:
+        """It has ended, and so has all that it depends on."""
+        self._cause, self.depends_on, self.completed = self.error, (), True
+
+    def brings(self, node: TreeNode) -> bool:
+        return any(node in run.nodes for run in self.runs.values())
+
+    def detach(self) -> None:
+        for run in self.runs.values():
+            run.detach()
+        self.runs = {}
+
+
+class HasOp(Protocol):
+    @property
+    def op(self) -> JointOp: ...
+
+
+T = TypeVar("T", bound=HasOp)
+
+
+class Movement(ABC):
+    """What moves pages and states between tiers, and ends later than it began. Scheduler thread.
+
+    `is_torn`: what had ended was applied in part, so something counts as under way that never ends.
+    """
+
+    is_torn = False
+
+    @abstractmethod
+    def poll(self) -> bool:
+        """Apply what has ended; whether there was anything. Never blocks."""
+
+    @abstractmethod
+    def is_busy(self) -> bool:
+        """Whether anything has not ended."""
+
+    @abstractmethod
+    def locks(self) -> Iterable[TreeNode]:
+        """Each lock that it holds on the tree: the node whose prefix has to stay."""
+
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        """Each lock that it holds on published pages of the host."""
+        return ()
+
+    def pages_in_flight(self, component: Component) -> int:
+        """Host pages of a component that it has reserved."""
+        return 0
+
+
+class CopyMovement(Movement, Generic[T]):
+    """A movement by copies, which end and are completed in the order of their submission."""
+
+    def __init__(self) -> None:
+        self._in_flight: deque[T] = deque()
+
+    def poll(self) -> bool:
+        completed = False
+        while self._in_flight and self._in_flight[0].op.done():
+            self._end_first()
+            completed = True
+        return completed
+
+    def num_in_flight(self) -> int:
+        """Copies that were submitted and not completed. Any thread."""
+        return len(self._in_flight)
+
+    def is_busy(self) -> bool:
+        return bool(self._in_flight)
+
+    def wait(self) -> None:
+        """Block until everything submitted has ended (it still has to be completed)."""
+        for operation in self._in_flight:
+            operation.op.wait()
+
+    def wait_and_complete(self) -> None:
+        self.wait()
+        while self._in_flight:
+            self._end_first()
+
+    def _end_first(self) -> None:
+        self.is_torn = True
+        self._end(self._in_flight.popleft())
+        self.is_torn = False
+
+    @abstractmethod
+    def _end(self, operation: T) -> None:
+        """Apply a copy that has ended."""
+
+
+def land(movements: Iterable[Movement]) -> bool:
+    """Poll each of them; whether there was anything."""
+    landed = False
+    for movement in movements:
+        landed |= movement.poll()
+    return landed
+
+
+def settle(movements: Sequence[Movement], patience_s: float) -> bool:
+    """Poll until nothing is under way. False: nothing has ended for `patience_s`."""
+    landed_s = time.monotonic()
+    while time.monotonic() - landed_s < patience_s:
+        for movement in movements:
+            if isinstance(movement, CopyMovement):
+                movement.wait()
+        if land(movements):
+            landed_s = time.monotonic()
+        elif any(movement.is_busy() for movement in movements):
+            time.sleep(0.0005)
+        else:
+            return True
+    return False

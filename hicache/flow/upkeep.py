@@ -1,0 +1,177 @@
+"""What is asked of a whole engine: whether every slot, page, state and row is accounted for, how full its tiers are,
+and to forget what they hold.
+
+    device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
+    host     free + published + in flight = all pages of each component's pool, and no page twice
+    locks    of each node and of each run of host pages as many as leases and movements hold
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from itertools import chain
+from typing import Literal, NamedTuple
+
+from hicache.errors import InvalidArgument, InvariantError
+from hicache.flow.backup import Backup
+from hicache.flow.context import EngineContext
+from hicache.flow.lease import Lease
+from hicache.flow.movement import Load, Movement
+from hicache.flow.persist import Persist
+from hicache.flow.prefetch import Prefetcher
+from hicache.flow.restore import Restore
+from hicache.host import HostRun
+from hicache.metrics import MetricType
+from hicache.tiers import FULL
+from hicache.transfer.base import TransferBackend
+from hicache.tree.base import Released
+from hicache.tree.node import TreeNode
+
+MemoryTier = Literal["device", "host"]
+_TIERS = ("device", "host")
+_TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
+    "copies": ("counter", "copies made by this method"),
+    "delayed_copies": ("counter", "copies to the host that waited for the first layer of a load"),
+    "bytes_per_second": ("gauge", "rate of the link by this method, measured at the start"),
+    "piece_seconds": ("gauge", "what a piece costs beside its bytes by this method, measured at the start"),
+    "issue_seconds": ("gauge", "what a piece costs the host by this method, measured at the start"),
+}
+
+
+class Inspection(NamedTuple):
+    """The movements of an engine, and what they work on. None: the engine lacks that tier."""
+
+    context: EngineContext
+    backup: Backup | None
+    restore: Restore
+    persists: tuple[Persist, ...]
+    prefetcher: Prefetcher | None
+
+
+def check_engine(
+    context: EngineContext, leases: Sequence[Lease], loads: Sequence[Load], movements: Sequence[Movement]
+) -> None:
+    """Raise `InvariantError` with every violation, those that the parts find in themselves included.
+
+    `loads`: those that have not completed.
+    """
+    found: list[str] = []
+    checks: list[Callable[[], None]] = [context.tree.check, context.full.allocator.check, context.req_to_token.check]
+    for component in context.components:
+        if component.has_host:
+            num_waiting = sum(movement.pages_in_flight(component.name) for movement in movements)
+            locks = Counter[HostRun](run for at in movements for run in at.host_locks(component.name))
+            checks.append(partial(component.index.check, num_waiting, locks))
+    for check in checks:
+        try:
+            check()
+        except InvariantError as error:
+            found.extend(error.violations)
+    for component in context.components:
+        found.extend(component.device_violations(leases, loads))
+    num_rows = context.req_to_token.size - context.req_to_token.available_size()
+    if num_rows != len(leases):
+        found.append(f"rows: {num_rows} are taken by {len(leases)} leases")
+    found.extend(_lock_violations(context, leases, movements))
+    found += [f"{type(at).__name__}: what had ended was applied in part" for at in movements if at.is_torn]
+    if found:
+        raise InvariantError("engine", found)
+
+
+def _lock_violations(context: EngineContext, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
+    """Of full pages, which each lock covers from the root on."""
+    held = Counter[TreeNode]()
+    for node in chain((lease.node for lease in leases), *(at.locks() for at in movements)):
+        held.update(node.path())
+    return [
+        f"{node} is locked {node.locks(FULL)} times, by {held[node]} holders"
+        for node in context.tree.nodes()
+        if node.locks(FULL) != held[node]
+    ]
+
+
+def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
+    """Drop what nobody uses from these tiers, saved elsewhere or not. Returns whether nothing is left there."""
+    for name in names:
+        if name not in _TIERS:
+            raise InvalidArgument(f"tier={name!r}: choose one of {', '.join(_TIERS)}")
+    tree, left = context.tree, 0
+    for component in context.components:
+        if "device" in names:
+            released: list[Released] = []
+            try:
+                while (node := tree.victim(component.name)) is not None:
+                    released += tree.drop(node, component.name)
+            finally:
+                context.free(released)
+        if "host" in names and component.has_host:
+            component.index.clear()
+            left += len(component.index) + component.index.num_in_flight
+    if "device" in names:
+        left += sum(tree.protected(component.name) for component in context.components)
+    return not left
+
+
+def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> None:
+    """Enter how full the tiers and the tree are, and the numbers of the transfer backends, in the engine's metrics."""
+    tree, gauge, full = context.tree, context.metrics.gauge, context.full
+    total, available, of_tier = full.capacity, full.available, _gauges_of(context, "device")
+    of_tier("total_tokens", "slots of the device tier", lambda: total)
+    gauge("device.free_tokens", "slots nobody holds", available)
+    of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
+    of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - available() / total)
+    of_tier("evictable_tokens", "tokens cached and needed by no request", lambda: tree.evictable(FULL))
+    gauge(
+        "device.protected_tokens",
+        "tokens cached and needed by a request or a copy",
+        lambda: tree.protected(FULL),
+    )
+    gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
+    gauge("engine.leases", "requests admitted and not released", num_leases)
+    if context.has_host:
+        _register_host(context)
+    for component in context.components:
+        if component.has_host:
+            part = "transfer" if component.name == FULL else f"transfer_{component.name}"
+            _register_transfer(context, part, component.name, component.transfer)
+
+
+def _register_host(context: EngineContext) -> None:
+    index, host, of_tier = context.full.index, context.full.host, _gauges_of(context, "host")
+    total, free = host.num_pages, host.available
+    of_tier("total_tokens", "tokens that the host tier can hold", lambda: total * host.page_tokens)
+    of_tier("used_tokens", "tokens of host pages that somebody holds", lambda: (total - free()) * host.page_tokens)
+    of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - free() / total)
+    context.metrics.gauge("host.free_pages", "host pages nobody holds", free)
+    of_tier("evictable_tokens", "tokens on the host, needed by nobody", lambda: index.num_evictable * host.page_tokens)
+
+
+def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callable[[], float]], None]:
+    """Enters what every tier has, as one family with the tier for a label."""
+
+    def gauge(name: str, help: str, read: Callable[[], float]) -> None:
+        context.metrics.gauge(f"{tier}.{name}", help, read, f"tier_{name}", tier=tier)
+
+    return gauge
+
+
+def _register_transfer(context: EngineContext, part: str, component: str, transfer: TransferBackend) -> None:
+    """Metrics by the names of the backend's `stats`: `up_strided_bytes_per_second` is `transfer.up_strided_...`."""
+    metrics: dict[str, tuple[MetricType, str]] = {}
+    families: dict[str, tuple[str, dict[str, str]]] = {}
+    for name in transfer.stats():
+        kind = name if name in _TRANSFER_HELP else next(kind for kind in _TRANSFER_HELP if name.endswith(f"_{kind}"))
+        metrics[f"{part}.{name}"] = _TRANSFER_HELP[kind]
+        *direction, method = name.removesuffix(f"_{kind}").split("_", kind != "copies")
+        if kind == "copies":
+            families[f"{part}.{name}"] = "transfer_copies", {"component": component, "method": method}
+        elif direction:
+            labels = {"component": component, "direction": direction[0], "method": method}
+            families[f"{part}.{name}"] = f"transfer_link_{kind}", labels
+
+    def read() -> Mapping[str, float]:
+        return {f"{part}.{name}": value for name, value in transfer.stats().items()}
+
+    context.metrics.read_from(metrics, read, families)
