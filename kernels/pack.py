@@ -14,7 +14,7 @@ of 16 bits comes back: zeros, denormals, infinities, and NaNs with what they car
 share of its values, rounded up to 16 bytes. Where more values escape the tile does not fit, and its bytes mean nothing;
 the page is counted, and its owner keeps it as it is.
 
-A packed page is `[layer][buffer][tile]`, so one layer of it is contiguous. No tier keeps packed pages yet.
+A packed page is `[layer][buffer][tile]`, so one layer of it is contiguous. docs/disk_format.md describes it for others.
 """
 
 from __future__ import annotations
@@ -203,6 +203,8 @@ class PagePacker:
     two of tokens, at least 8; others raise ValueError. It has no state between calls, so threads may share it.
     """
 
+    LEAST_TOKENS = _PARTS
+
     def __init__(
         self, layer_buffers: Sequence[Sequence[torch.Tensor]], page_tokens: int, kernels: Kernels, format: PackFormat
     ) -> None:
@@ -224,6 +226,7 @@ class PagePacker:
         self._offsets = [sum(sizes[:buffer]) for buffer in range(self._num_buffers)]
         self.layer_bytes = sum(sizes)
         self.page_bytes = self.layer_bytes * self.num_layers
+        self.ends = [self.layer_bytes * layer for layer in range(self.num_layers + 1)]
         self._rows = self._table()
 
     def _table(self) -> torch.Tensor:

@@ -73,8 +73,9 @@ def _word_of(staging: torch.Tensor) -> int:
 class PageMover:
     """Gathers pages from, and scatters them into, the buffers of one pool.
 
-    Owns the table of buffer addresses (`table`), and keeps the buffers alive. It has no state between calls, so threads
-    may share it. Kernels run on the current stream of the pool's device.
+    Owns the table of buffer addresses (`table`), and keeps the buffers alive. Layer l of a page is its bytes `[ends[l],
+    ends[l + 1])`. It has no state between calls, so threads may share it. Kernels run on the current stream of the
+    pool's device.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class PageMover:
         self.table = PageTable(layer_buffers, page_tokens, kernels, spans)
         self.page_tokens = page_tokens
         self.num_layers = len(self.table.segments)
-        self.uniform = self.table.uniform
+        self.uniform, self.ends = self.table.uniform, self.table.ends
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
         """Bytes of layers [first_layer, first_layer + num_layers) of one page; ValueError if the pool has fewer."""

@@ -155,7 +155,7 @@ class PageCodec:
 
     def _compress(self, page: PageBuffer, lag: float) -> bytes | None:
         """The page shuffled and compressed; None when it is to be stored raw."""
-        if not self._level or lag >= _RAW_FROM:
+        if not self._level or lag >= _RAW_FROM or self._filter.kind == "uncompressed":
             return None
         contexts, source = self._contexts, page
         if self._filter.kind != "none":

@@ -18,8 +18,8 @@ import numpy.typing as npt
 from hicache.storage.base import PageBuffer
 from hicache.storage.memory import Scratch
 
-FilterKind: TypeAlias = Literal["none", "byte_shuffle", "channel_byte_shuffle"]
-FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle", "channel_byte_shuffle")
+FilterKind: TypeAlias = Literal["none", "byte_shuffle", "channel_byte_shuffle", "uncompressed"]
+FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle", "channel_byte_shuffle")  # by number, in values
 _ELEMENT_BYTES = (1, 2, 4, 8)
 
 # Channels are transposed in blocks that fit a core's second-level cache.
@@ -38,6 +38,7 @@ class PageFilter:
         none                  unchanged
         byte_shuffle          [elements, element_bytes] -> [element_bytes, elements]
         channel_byte_shuffle  [segments, tokens, channels, element_bytes] -> [element_bytes, segments, channels, tokens]
+        uncompressed          unchanged, and there is no zstd
 
     `element_bytes` is 1, 2, 4 or 8; `tokens` and `channels` are the shape of a segment, 0 for the other kinds.
     """
@@ -50,9 +51,9 @@ class PageFilter:
     def mismatch(self, page_bytes: int) -> str:
         """Why this filter does not fit pages of `page_bytes`; "" if it does."""
         shape = (self.tokens, self.channels)
-        if self.kind not in FILTER_KINDS:
-            return f"filter kind {self.kind!r}: choose one of {', '.join(FILTER_KINDS)}"
-        if self.element_bytes not in _ELEMENT_BYTES or (self.kind == "none" and self.element_bytes != 1):
+        if self.kind not in (*FILTER_KINDS, "uncompressed"):
+            return f"filter kind {self.kind!r}: choose one of {', '.join((*FILTER_KINDS, 'uncompressed'))}"
+        if self.element_bytes not in _ELEMENT_BYTES or ("shuffle" not in self.kind and self.element_bytes != 1):
             return f"filter {self.kind} with element_bytes={self.element_bytes}: choose 1, 2, 4 or 8, and 1 for none"
         if self.kind != "channel_byte_shuffle" and shape != (0, 0):
             return f"filter {self.kind} with a segment of {shape}: leave tokens and channels 0"

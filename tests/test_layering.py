@@ -47,7 +47,7 @@ FLOW_LEVELS = (
     ("components",),
     ("lease",),
     ("movement", "write_policy"),
-    ("prompt",),
+    ("prompt", "packing"),
 )
 FLOW_RANKS = {name: len(FLOW_LEVELS) - level for level, names in enumerate(FLOW_LEVELS) for name in names}
 

@@ -55,12 +55,13 @@ def test_names_come_sorted_and_described() -> None:
 
 
 def test_the_metrics_of_an_engine_have_one_vocabulary(tmp_path: Path, device: str) -> None:
-    """With windows, states and all tiers: counters count, ratios and rates are gauges, and the metrics of a family have
-    one type and the same labels, with other values."""
+    """With windows, states, packed pages and all tiers: counters count, ratios and rates are gauges, and the metrics of
+    a family have one type and the same labels, with other values."""
     described: dict[str, MetricInfo] = {}
     for model in (WINDOWS, STATES):
         disk = DiskConfig(path=tmp_path / str(model.window), budget_bytes=1 << 26)
-        with build_engine(config(disk=disk, device=device), model, remote=MemoryPageStore(1 << 20)) as engine:
+        settings = config(disk=disk, device=device, dtype="bfloat16", kv_packing="4")
+        with build_engine(settings, model, remote=MemoryPageStore(1 << 20)) as engine:
             assert engine.metrics().keys() == engine.describe().keys() == engine.stats().keys()
             described |= engine.describe()
     assert len(described) > 100

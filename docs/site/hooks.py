@@ -103,7 +103,7 @@ def _table(header: str, rows: list[str]) -> str:
 
 @functools.cache
 def _metrics() -> dict[str, MetricInfo]:
-    """Those of engines with windows, states and all tiers."""
+    """Those of engines with windows, states, packed pages and all tiers."""
     from component_case import STATES, WINDOWS, config
     from memory_store import MemoryPageStore
 
@@ -111,7 +111,8 @@ def _metrics() -> dict[str, MetricInfo]:
     with tempfile.TemporaryDirectory() as folder:
         for model in (WINDOWS, STATES):
             disk = DiskConfig(path=f"{folder}/{model.window}", budget_bytes=1 << 26)
-            with build_engine(config(disk=disk), model, remote=MemoryPageStore(1 << 20)) as engine:
+            settings = config(disk=disk, dtype="bfloat16", kv_packing="4")
+            with build_engine(settings, model, remote=MemoryPageStore(1 << 20)) as engine:
                 found |= engine.describe()
     return dict(sorted(found.items()))
 

@@ -13,6 +13,7 @@ from hicache.alloc import (
     SWATokenToKVPoolAllocator,
     TokenToKVPoolAllocator,
 )
+from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, require_one_each
 from hicache.config import EngineConfig, kernel_choice
@@ -36,6 +37,7 @@ from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
 from hicache.host import HostPagePool, PageIndex
 from hicache.host.memory import available_bytes
+from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
@@ -77,7 +79,8 @@ def build_engine(
     has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
     links = _links(config, list(present.values()), spaces, host_setting, watch)
-    hasher = PageHasher(namespace_digest(config, layouts), page)
+    packed = {name: link.packing for name, link in links.items() if link.packing is not None}
+    hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
         index, last = links[name].index, tree.names.of(node)[-1:]
@@ -90,7 +93,7 @@ def build_engine(
     _register_counters(pool, {component.name: component.counter for component in built})
     hosts = {component.name: component.host for component in built if component.has_host}
     given = {DISK: store, REMOTE: remote}
-    stores = build_stores(config, given, layouts, hosts, metrics, tells_removed=events is not None)
+    stores = build_stores(config, given, layouts, packed, hosts, metrics, tells_removed=events is not None)
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)
@@ -213,11 +216,16 @@ def _links(
     """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
     of full pages that come and leave."""
     hosts: dict[Component, HostPagePool] = {}
+    packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
         page_tokens = {
             component.name: 1 if component.at_node_end else config.host_page_size for component in tree_components
         }
-        page_bytes = {name: spaces[name].layout.page_bytes(tokens) for name, tokens in page_tokens.items()}
+        packers = {name: packer_of(config, name, spaces[name], tokens) for name, tokens in page_tokens.items()}
+        page_bytes = {
+            name: spaces[name].layout.page_bytes(page_tokens[name]) if packer is None else place_bytes(packer)
+            for name, packer in packers.items()
+        }
         shares = host_shares(config, page_bytes, config.host_states if MAMBA in spaces else None)
         for name, space in spaces.items():
             hosts[name] = HostPagePool(
@@ -228,15 +236,16 @@ def _links(
                 device=space.device,
                 setting=setting,
                 shared=config.disk is not None or config.remote is not None,
+                page_bytes=page_bytes[name],
             )
     links: dict[Component, HostLink] = {}
     for name, space in spaces.items():
-        host, index = hosts.get(name), None
+        host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
             told = (watch.came, watch.left) if name == FULL and watch is not None else (None, None)
             index = PageIndex(host, config.eviction_policy, *told)
-        transfer, counter = build_transfer(config, space, host)
-        links[name] = HostLink(space, counter, host, transfer, index)
+        transfer, counter = build_transfer(config, space, host, packer)
+        links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links
 
 
@@ -284,9 +293,10 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
 
 
 def build_transfer(
-    config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None
+    config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None, packer: PagePacker | None = None
 ) -> tuple[TransferBackend | None, LayerTransferCounter]:
-    """The backend for the pool's device, and the layer counter it reports to; no backend without a host tier."""
+    """The backend for the pool's device, and the layer counter it reports to; no backend without a host tier. `packer`
+    where the pages of `host` are packed."""
     layers, on_cuda = pool.layout.layers, pool.device.type == "cuda"
     counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
     if host is None:
@@ -294,7 +304,7 @@ def build_transfer(
     buffers, spans = [pool.layer_buffers(i) for i in layers], [pool.layout.spans_of(i) for i in layers]
     mover = PageMover(buffers, host.page_tokens, kernel_choice(pool.device), spans)
     if not on_cuda:
-        return CpuTransfer(host.bytes_of, mover, counter), counter
+        return CpuTransfer(host.bytes_of, mover, counter, packer), counter
     backend = CudaTransfer(
         host.bytes_of,
         mover,
@@ -303,5 +313,6 @@ def build_transfer(
         device_page_tokens=pool.layout.device_page_size,
         staging_bytes=config.advanced.staging_bytes,
         chunk_tokens=config.advanced.transfer_chunk_tokens,
+        packer=packer,
     )
     return backend, counter

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 
 import torch
 
+from hicache.build import packing
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, require
 from hicache.layout import ModelGeometry
-from hicache.tiers import MAMBA
+from hicache.tiers import FULL, MAMBA, SWA, Component
 
 STATES_PER_REQUEST = 2
 HOST_RATIO = 2
@@ -52,22 +53,28 @@ class RowBytes:
 
 def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
     """What the pools of a model store in `dtype`. A model with windows in every layer keeps its first layer whole."""
-    full_dims, window_dims = geometry.full_heads.row_dims, geometry.window_heads.row_dims
-    if geometry.latent is not None:
-        full_dims = geometry.latent.row_dim
-    if not geometry.full_layers:
-        full_dims = window_dims
-    num_full = len(geometry.full_layers) or min(1, len(geometry.window_layers))
-    num_window = len(geometry.full_layers) + len(geometry.window_layers) - num_full
+    (full_dims, num_full), (window_dims, num_window) = _rows_of(geometry)
     state_bytes = 0
     if (state := geometry.state) is not None:
         conv = sum(math.prod(shape) for shape in state.conv) * state.conv_dtype.itemsize
         state_bytes = conv + math.prod(state.temporal) * state.temporal_dtype.itemsize
     return RowBytes(
-        num_full * full_dims * dtype.itemsize,
-        num_window * window_dims * dtype.itemsize,
+        num_full * sum(full_dims) * dtype.itemsize,
+        num_window * sum(window_dims) * dtype.itemsize,
         len(geometry.recurrent_layers) * state_bytes,
     )
+
+
+def host_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> dict[Component, int]:
+    """Of each component of a model: bytes of a host page, packed where that is so, and of a state. The configuration
+    has a dtype."""
+    full, window = _rows_of(geometry)
+    found = {FULL: packing.page_bytes(config, *full)}
+    if geometry.window_layers and window[1]:
+        found[SWA] = packing.page_bytes(config, *window)
+    if state_bytes := row_bytes(geometry, config.torch_dtype).state:
+        found[MAMBA] = state_bytes
+    return found
 
 
 def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int) -> EngineConfig:
@@ -93,7 +100,7 @@ def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int
         config = dataclasses.replace(config, window_tokens=window_tokens(config, model.window, rows))
     if rows.state:
         config = dataclasses.replace(config, mamba_size=mamba_size(config, rows))
-    page_bytes = [num_bytes * config.host_page_size for num_bytes in (rows.full, rows.window) if num_bytes]
+    page_bytes = [num_bytes for name, num_bytes in host_page_bytes(config, model).items() if name != MAMBA]
     return _with_host(config, device_bytes(config, rows), page_bytes, rows.state, available)
 
 
@@ -192,6 +199,18 @@ def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states:
     others = {name: num_bytes for name, num_bytes in page_bytes.items() if name not in shares}
     num_pages = (total - sum(shares.values())) // sum(others.values())
     return {**{name: num_pages * num_bytes for name, num_bytes in others.items()}, **shares}
+
+
+def _rows_of(geometry: ModelGeometry) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
+    """Of layers kept whole, and of window layers: elements of a token in each buffer of a layer, and their number. A
+    model with windows in every layer keeps its first layer whole."""
+    full, window = ((at.head_num * at.head_dim, at.head_num * at.v_head_dim)
+                    for at in (geometry.full_heads, geometry.window_heads))  # fmt: skip
+    if not geometry.full_layers:
+        full = window
+    num_full = len(geometry.full_layers) or min(1, len(geometry.window_layers))
+    num_window = len(geometry.full_layers) + len(geometry.window_layers) - num_full
+    return (full if geometry.latent is None else (geometry.latent.row_dim,), num_full), (window, num_window)
 
 
 def _with_host(

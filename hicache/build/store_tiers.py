@@ -11,6 +11,7 @@ from hicache.config import DiskConfig, EngineConfig, RemoteConfig
 from hicache.config.stores import Filter
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
+from hicache.kernels.pack import PackFormat
 from hicache.layout import PoolLayout
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, PageFormat, PageStore
@@ -30,27 +31,30 @@ _MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again 
 
 _Layouts = dict[Component, PoolLayout]
 _Hosts = dict[Component, HostPagePool]
+_Packed = dict[Component, PackFormat]
 
 
 def build_stores(
     config: EngineConfig,
     given: Mapping[Store, PageStore | None],
     layouts: _Layouts,
+    packed: _Packed,
     hosts: _Hosts,
     metrics: Metrics,
     *,
     tells_removed: bool,
 ) -> dict[Store, StoreTier]:
     """The tiers that an engine has, in the order in which reads ask them. `given`: stores of the caller, which closes
-    them. `tells_removed`: answers of writes name the pages that the disk lost."""
+    them. `packed`: the formats of those components whose pages are packed. `tells_removed`: answers of writes name the
+    pages that the disk lost."""
     stores: dict[Store, StoreTier] = {}
     try:
         if (store := given[DISK]) is not None:
             stores[DISK] = given_tier(store, _disk_settings(config, hosts))
         elif config.disk is not None:
-            stores[DISK] = _disk(config, config.disk, layouts, hosts, tells_removed=tells_removed)
+            stores[DISK] = _disk(config, config.disk, layouts, packed, hosts, tells_removed=tells_removed)
         if config.remote is not None or given[REMOTE] is not None:
-            stores[REMOTE] = _remote(config, given[REMOTE], layouts, hosts)
+            stores[REMOTE] = _remote(config, given[REMOTE], layouts, packed, hosts)
         for tier in stores.values():
             tier.register(metrics)
             for host in hosts.values():
@@ -73,24 +77,23 @@ def require_one_each(config: EngineConfig, store: PageStore | None, remote: Page
             config.require_store_tier(name)
 
 
-def _formats(wanted: Filter, layouts: _Layouts, hosts: _Hosts) -> list[PageFormat]:
+def _formats(wanted: Filter, layouts: _Layouts, packed: _Packed, hosts: _Hosts) -> list[PageFormat]:
     """Of the host pages of all components; where two share a size, the first decides."""
     formats: dict[int, PageFormat] = {}
     for name, host in hosts.items():
         kind: Filter = wanted if name == FULL or wanted == "none" else "auto"
-        formats.setdefault(
-            host.page_bytes, PageFormat(host.page_bytes, page_filter(kind, layouts[name], host.page_tokens))
-        )
+        filter = page_filter(kind, layouts[name], host.page_tokens, is_packed=name in packed)
+        formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))
     return list(formats.values())
 
 
 def _disk(
-    config: EngineConfig, disk: DiskConfig, layouts: _Layouts, hosts: _Hosts, *, tells_removed: bool
+    config: EngineConfig, disk: DiskConfig, layouts: _Layouts, packed: _Packed, hosts: _Hosts, *, tells_removed: bool
 ) -> StoreTier:
     request = StoreRequest(
         disk.url,
-        identity_of(config, layouts),
-        _formats(disk.filter, layouts, hosts),
+        identity_of(config, layouts, packed),
+        _formats(disk.filter, layouts, packed, hosts),
         key_of(disk),
         tells_removed,
         _disk_settings(config, hosts),
@@ -119,7 +122,9 @@ def num_remote_readers(remote: RemoteConfig) -> int:
     return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
 
 
-def _remote(config: EngineConfig, store: PageStore | None, layouts: _Layouts, hosts: _Hosts) -> StoreTier:
+def _remote(
+    config: EngineConfig, store: PageStore | None, layouts: _Layouts, packed: _Packed, hosts: _Hosts
+) -> StoreTier:
     remote, advanced = config.remote or RemoteConfig(url="given:"), config.advanced
     largest_bytes = max(host.page_bytes for host in hosts.values())
     job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // largest_bytes))
@@ -141,8 +146,8 @@ def _remote(config: EngineConfig, store: PageStore | None, layouts: _Layouts, ho
         for host in hosts.values():
             store.register_memory(_bytes_of(host))
         return given_tier(store, settings, job_pages=job_pages)
-    formats = _formats("auto", layouts, hosts)
-    request = StoreRequest(remote.url, identity_of(config, layouts), formats, key_of(remote), settings=settings)
+    formats, identity = _formats("auto", layouts, packed, hosts), identity_of(config, layouts, packed)
+    request = StoreRequest(remote.url, identity, formats, key_of(remote), settings=settings)
     return open_tier(request, in_process=remote.transport == "inline", job_pages=job_pages)
 
 

@@ -18,6 +18,7 @@ from hicache.config.settings import (
     Choice,
     Layer,
     Number,
+    Packing,
     Share,
     Size,
     Text,
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     import torch  # importing it takes a second, which the command line does not always need
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
+KvPacking = Literal["off", "auto", "3", "4"]
 Auto = Literal["auto"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -104,6 +106,13 @@ class EngineConfig:
     dtype: Annotated[str, Choice("dtype of keys and values", ("auto", *_DTYPES), computed_from="the model's dtype")] = (
         "auto"
     )
+    kv_packing: Annotated[
+        KvPacking,
+        Packing(
+            "bits for an exponent in host pages of bfloat16, which get a fourth smaller; auto: 4 on CUDA",
+            get_args(KvPacking),
+        ),
+    ] = "auto"
     write_policy: Annotated[
         str, Text("when pages are backed up to the host: write_through, write_through_selective, write_back")
     ] = "write_through"

@@ -252,6 +252,16 @@ class Choice(Setting):
         return given
 
 
+@dataclass(frozen=True)
+class Packing(Choice):
+    """A `Choice` whose words YAML may read as something else: off as false, 4 as a number."""
+
+    def _value(self, given: object) -> str:
+        if given is False:
+            return super()._value("off")
+        return super()._value(str(given) if isinstance(given, int) and not isinstance(given, bool) else given)
+
+
 def settings_of(cls: type) -> Mapping[str, Setting]:
     """The settings of a dataclass by field name; fields without a `Setting` are left out."""
     hints = get_type_hints(cls, include_extras=True)

@@ -23,8 +23,9 @@ import torch
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import CopyMovement, JointOp
+from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
-from hicache.host import HostRun, NewPages, pages_of
+from hicache.host import HostRun, NewPages, held_by, mark, pages_of
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -43,11 +44,12 @@ class Unsaved(NamedTuple):
 
 
 class _Copy:
-    """Copies that were submitted together: to `runs`, by component; `locked` nodes are to unlock."""
+    """Copies that were submitted together: to `runs`, from `slots`, by component; `locked` nodes are to unlock."""
 
     def __init__(self, locked: Sequence[TreeNode]) -> None:
         self.locked = tuple(locked)
         self.runs: dict[Component, list[HostRun]] = {}
+        self.slots: dict[Component, torch.Tensor] = {}
         self.ops: list[TransferOp] = []
 
     @cached_property
@@ -112,7 +114,7 @@ class Backup(CopyMovement[_Copy]):
                 self.wait_and_complete()
 
     def pages_in_flight(self, component: Component) -> int:
-        return sum(len(run.ids) for copy in self._in_flight for run in copy.runs.get(component, ()))
+        return sum(run.num_held for copy in self._in_flight for run in copy.runs.get(component, ()))
 
     def locks(self) -> list[TreeNode]:
         return [node for copy in self._in_flight for node in copy.locked]
@@ -175,21 +177,64 @@ class Backup(CopyMovement[_Copy]):
     def _start(self, copy: _Copy, unsaved: Unsaved) -> bool:
         """Submit one component's copy; False where the host has no capacity for it."""
         component, new, values = unsaved
-        index, host = component.index, component.host
+        index = component.index
         runs = index.reserve(new)
         if runs is None:
             return False
         with ExitStack() as undo:
             for run in runs:
                 undo.callback(index.abandon, run)
-            pages = pages_of(runs)
-            host.begin_read(pages)
-            undo.callback(host.end_read, pages)
-            op = component.transfer.store(component.device_ids(joined(values)), pages)
+            if component.packing is None or component.packing.is_on:
+                rest = None
+            elif all(index.reserve_rest(run, run.keys) for run in runs):
+                rest = torch.tensor([page for run in runs for page in run.rest.values()], dtype=torch.int64)
+            else:
+                return False
+            self._copy(copy, component, runs, component.device_ids(joined(values)), pages_of(runs), rest)
+            undo.pop_all()
+        return True
+
+    @staticmethod
+    def _copy(
+        copy: _Copy,
+        component: CacheComponent,
+        runs: list[HostRun],
+        slots: torch.Tensor,
+        pages: torch.Tensor,
+        rest: torch.Tensor | None,
+    ) -> None:
+        """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
+        host, held = component.host, held_by(runs)
+        with ExitStack() as undo:
+            host.begin_read(held)
+            undo.callback(host.end_read, held)
+            op = component.transfer.store(slots, pages, rest)
             undo.pop_all()
         copy.ops.append(op)
-        copy.runs[component.name] = runs
-        return True
+        copy.runs[component.name], copy.slots[component.name] = runs, slots
+
+    def _publish(
+        self, again: _Copy, component: CacheComponent, runs: list[HostRun], slots: torch.Tensor, op: TransferOp
+    ) -> list[HostRun]:
+        """Runs whose copy has ended: those that are there. Of the others `again` copies what did not fit, raw."""
+        index, packing, raw = component.index, component.packing, MisfitPages(runs, op.misfits)
+        if packing is not None and not runs[0].rest:
+            packing.count(raw.num_pages, len(op.misfits))
+        ok: dict[HostRun, list[bool]] = {}
+        for run, keys in raw.keys.items():
+            if not index.reserve_rest(run, keys):
+                assert packing is not None
+                packing.drop(len(keys))
+                ok[run] = [key not in keys for key in run.keys]
+        copied = [run for run in raw.keys if run not in ok]
+        if copied:
+            self._copy(again, component, copied, *raw.of(copied, slots))
+        here = [run for run in runs if run not in raw.keys or run in ok]
+        if packing is not None:
+            mark(component.host, here)
+        # The last first: the beginning of a prompt is the more recent.
+        came = [index.publish(run, ok.get(run)) for run in reversed(here)]
+        return [run for published in reversed(came) for run in published]
 
     def _skip(self, unsaved: Unsaved) -> None:
         num_pages = sum(len(pages.keys) for pages in unsaved.pages)
@@ -210,13 +255,12 @@ class Backup(CopyMovement[_Copy]):
         copy.op.wait()  # before its end nothing is known of its error
         confirmed = copy.op.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
-        for name, runs in copy.runs.items():
+        again = _Copy(copy.locked)
+        for (name, runs), op in zip(copy.runs.items(), copy.ops, strict=True):
             component = self._context.by_name[name]
-            component.host.end_read(pages_of(runs))
+            component.host.end_read(held_by(runs))
             if confirmed:
-                # The last first: the beginning of a prompt is the more recent.
-                came = [component.index.publish(run) for run in reversed(runs)]
-                arrived.append((component, [run for published in reversed(came) for run in published]))
+                arrived.append((component, self._publish(again, component, runs, copy.slots[name], op)))
             else:
                 for run in reversed(runs):
                     component.index.abandon(run)
@@ -225,8 +269,11 @@ class Backup(CopyMovement[_Copy]):
             self._seconds.observe(copy.op.seconds())
         else:
             self._failures.value += 1
-        for node in copy.locked:
-            tree.unlock(node)
+        if again.ops:
+            self._in_flight.append(again)  # which has the locks
+        else:
+            for node in copy.locked:
+                tree.unlock(node)
         for persist in self._persists:
             for component, runs in reversed(arrived):  # states and windows first: the disk evicts them first
                 persist.store(component, runs)

@@ -18,8 +18,9 @@ import torch
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
+from hicache.flow.packing import whole_pages
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, pages_of
+from hicache.host import HostRun, held_by, rest_keys
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.node import TreeNode
@@ -76,7 +77,11 @@ class Persist(Movement):
 
         A prefix counts as used after what continues it, pages after windows and states: these are evicted first.
         """
-        self._tier.used([key for of_component in keys.values() for key in of_component])
+        used = [key for of_component in keys.values() for key in of_component]
+        for component in self._context.components if self._context.has_host else ():
+            if component.index.num_raw:
+                used += rest_keys(key for run in component.index.runs_of(keys[component.name]) for key in run.rest)
+        self._tier.used(used)
         # While others wait for their turn, so may these: a run is to wait once, however often it is used.
         if not self._waiting and not self._tier.writes.refuses():
             for component in reversed(self._context.components):
@@ -135,15 +140,16 @@ class Persist(Movement):
         if written:
             self._bytes.observe(written * component.host.page_bytes)
             self._seconds.observe(done.seconds)
-        self._failures.value += len(done.ok) - written
+        ok = whole_pages(run, done.ok)
+        self._failures.value += len(ok) - sum(ok)
         events = self._context.tree.events
         if events is not None and self._store is DISK:
             if done.removed:
                 events.removed(done.removed, "DISK")
             if component.name == FULL:
-                events.stored(told_of(run), "DISK", done.ok)
+                events.stored(told_of(run), "DISK", ok)
         component.host.end_read(write.pages)
-        run.stored = run.stored | self._store if all(done.ok) else run.stored & ~self._store
+        run.stored = run.stored | self._store if all(ok) else run.stored & ~self._store
         self._sent.remove(run)
         component.index.unlock([run])
 
@@ -155,8 +161,8 @@ class Persist(Movement):
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):
             return
-        host, index, ticket, pages = component.host, component.index, next(self._tickets), pages_of([run])
-        job = WriteJob(ticket, tuple(run.keys), host.views(pages))
+        host, index, ticket, pages = component.host, component.index, next(self._tickets), held_by([run])
+        job = WriteJob(ticket, (*run.keys, *rest_keys(run.rest)), host.views(pages))
         with ExitStack() as undo:
             index.lock([run])
             undo.callback(index.unlock, [run])

@@ -25,8 +25,9 @@ from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.located import Found, StorePrefix
+from hicache.flow.packing import FirstParts
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, pages_of
+from hicache.host import HostRun, held_by, kinds_of, pages_of, rest_keys
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -35,7 +36,8 @@ from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 @dataclass
 class Batch:
     """Pages of a component that one job reads from a store: `indices` in the prompt, and the host pages that were
-    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known."""
+    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known. `first`: of packed pages that came,
+    where the second parts of raw ones come next."""
 
     store: Store
     component: CacheComponent
@@ -43,6 +45,7 @@ class Batch:
     runs: list[HostRun]
     pages: torch.Tensor
     ok: tuple[bool, ...] | None = None
+    first: FirstParts | None = None
 
 
 @dataclass(eq=False)
@@ -205,16 +208,17 @@ class PrefixReads:
             self._note_answer(read, done)
             return
         batch = read.batches[done.batch]
-        batch.ok = done.ok
-        if batch.component.name != FULL:
+        if batch.component.name != FULL and batch.first is None:
             read.other_bytes[batch.store] -= len(batch.indices) * batch.component.host.page_bytes
-        num_ok = sum(done.ok)
-        num_bytes = num_ok * batch.component.host.page_bytes
+        num_ok, num_bytes = sum(done.ok), sum(done.ok) * batch.component.host.page_bytes
         self._lost.value += done.asked - num_ok
         if num_ok:
             self._bytes[batch.store].observe(num_bytes)
             self._seconds[batch.store].observe(done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, batch.store)
+        if batch.first is None and batch.component.packing is not None and self._read_rest(read, done):
+            return
+        batch.ok = done.ok if batch.first is None else batch.first.whole(done.ok)
         self._publish(batch)
         self._advance(read)
 
@@ -225,7 +229,7 @@ class PrefixReads:
         if read.cancelled.is_set():
             return
         prefix, found = read.prefix, read.found
-        num_pages = min(len(found.pages), max_pages, self._context.full.index.capacity)
+        num_pages = max(0, min(len(found.pages), max_pages, self._context.full.index.capacity))
         if num_pages < len(found.pages):
             read.end = prefix.usable_end(found, num_pages)
             read.is_short = read.end < read.found_end
@@ -301,23 +305,43 @@ class PrefixReads:
 
     def _submit(self, read: PrefixRead, number: int) -> bool:
         """Queue the job of batch `number`; False where the readers' queue is full."""
-        queue_class, batch = (
-            ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
-            read.batches[number],
-        )
-        component, store = batch.component, batch.store
-        keys = tuple(read.prefix.prompt.keys_of(component.name, batch.indices))
-        views = component.host.views(batch.pages)
-        job = ReadJob(read.number, number, keys, views, read.cancelled, read.until_s, queue_class)
-        if not self._context.stores[store].reads.submit(job):
-            self._refused.value += 1
-            read.is_short, batch.ok = True, ()
+        batch = read.batches[number]
+        component, keys = batch.component, read.prefix.prompt.keys_of(batch.component.name, batch.indices)
+        if not self._submit_job(read, number, keys, batch.pages):
+            batch.ok = ()
             return False
-        read.outstanding += 1
         if component.name != FULL:
             num_bytes = len(batch.indices) * component.host.page_bytes
-            read.other_bytes[store] = read.other_bytes.get(store, 0) + num_bytes
+            read.other_bytes[batch.store] = read.other_bytes.get(batch.store, 0) + num_bytes
         return True
+
+    def _submit_job(self, read: PrefixRead, number: int, keys: list[bytes], pages: torch.Tensor) -> bool:
+        batch, queue_class = (
+            read.batches[number],
+            ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
+        )
+        views = batch.component.host.views(pages)
+        job = ReadJob(read.number, number, tuple(keys), views, read.cancelled, read.until_s, queue_class)
+        if not self._context.stores[batch.store].reads.submit(job):
+            self._refused.value += 1
+            read.is_short = True
+            return False
+        read.outstanding += 1
+        return True
+
+    def _read_rest(self, read: PrefixRead, done: ReadDone) -> bool:
+        """A batch of packed pages has come: read the second parts of raw ones by a job of the same number. False: there
+        are none, or none can be had."""
+        batch, host = read.batches[done.batch], read.batches[done.batch].component.host
+        batch.first = FirstParts(batch.runs, done.ok, kinds_of(host, batch.pages.tolist()))
+        if rest := batch.first.reserve_rest(batch.component.index if read.is_live else None):
+            pages = torch.tensor([*rest.values()], dtype=torch.int64)
+            host.begin_read(pages)
+            self._num_pages[batch.component.name] += len(pages)
+            if self._submit_job(read, done.batch, rest_keys(rest), pages):
+                return True
+            batch.first.lack([*rest])
+        return False
 
     def _jobs(self, store: Store, num_pages: int, page_bytes: int) -> Iterator[slice]:
         """The pages of each job, of `num_pages`."""
@@ -351,8 +375,9 @@ class PrefixReads:
     def _publish(self, batch: Batch) -> None:
         """The pages of a batch that came are there from now on."""
         component, start, events = batch.component, 0, self._context.tree.events
-        component.host.end_read(batch.pages)
-        self._num_pages[component.name] -= len(batch.pages)
+        held = held_by(batch.runs)
+        component.host.end_read(held)
+        self._num_pages[component.name] -= len(held)
         ok = [*(batch.ok or ())] + [False] * (len(batch.pages) - len(batch.ok or ()))
         runs, batch.runs = batch.runs, []
         for run in runs:
@@ -368,8 +393,8 @@ class PrefixReads:
     def _free(self, batch: Batch | None) -> None:
         """Give back what was reserved for a batch that did not come."""
         if batch is not None and batch.runs:
-            batch.component.host.end_read(batch.pages)
+            batch.component.host.end_read(held_by(batch.runs))
             for run in reversed(batch.runs):
-                self._num_pages[batch.component.name] -= len(run.keys)
+                self._num_pages[batch.component.name] -= run.num_held
                 batch.component.index.abandon(run)
             batch.runs = []

@@ -18,7 +18,7 @@ from hicache.flow.cost import CostModel, LoadDecisions
 from hicache.flow.lease import Lease
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart, ids_of
+from hicache.host import HostRun, RunPart, ids_of, rest_of
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -132,16 +132,18 @@ class Restore(CopyMovement[Load]):
 
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
-        host, counter, pages = component.host, component.counter, ids_of(load.parts[component.name])
-        host.begin_read(pages)
-        undo.callback(host.end_read, pages)
+        host, counter, parts = component.host, component.counter, load.parts[component.name]
+        pages, rest = ids_of(parts), rest_of(parts)
+        held = pages if rest is None else torch.cat([pages, rest[rest > 0]])
+        host.begin_read(held)
+        undo.callback(host.end_read, held)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(pages, component.device_ids(targets), load_id)
+        op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
         load.ops.append(op)
-        load.reading[component.name] = pages
+        load.reading[component.name] = held
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name

@@ -2,22 +2,42 @@
 
 from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
 from hicache.host.index import PageIndex
+from hicache.host.kinds import TRAILER_BYTES, PageKind, kinds_of, mark, rest_keys
 from hicache.host.pool import HostPagePool
-from hicache.host.run import HostRun, NewPages, RunPart, end_of, ids_of, pages_of, spans, used_alike, within
+from hicache.host.run import (
+    HostRun,
+    NewPages,
+    RunPart,
+    end_of,
+    held_by,
+    ids_of,
+    pages_of,
+    rest_of,
+    spans,
+    used_alike,
+    within,
+)
 
 __all__ = [
+    "TRAILER_BYTES",
     "CudaRegistry",
     "HostPagePool",
     "HostRun",
     "NewPages",
     "PageIndex",
+    "PageKind",
     "PinnedArena",
     "PinnedRows",
     "RunPart",
     "allocate_pinned",
     "end_of",
+    "held_by",
     "ids_of",
+    "kinds_of",
+    "mark",
     "pages_of",
+    "rest_keys",
+    "rest_of",
     "spans",
     "used_alike",
     "within",

@@ -15,7 +15,6 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import filterfalse, groupby, islice
-from typing import Protocol
 
 import torch
 
@@ -23,23 +22,9 @@ from hicache.errors import InvariantError
 from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
-from hicache.host.run import HostRun, NewPages, RunPart, end_of, spans
+from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, spans
 
 _RUN_PAGES = 16
-
-
-class Pages(Protocol):
-    """Whose pages an index keeps: a `HostPagePool`, or what counts like one."""
-
-    num_pages: int
-
-    def available(self) -> int: ...
-
-    def alloc(self, num_pages: int) -> torch.Tensor | None: ...
-
-    def free(self, pages: torch.Tensor) -> None: ...
-
-    def check(self) -> None: ...
 
 
 class PageIndex:
@@ -61,7 +46,8 @@ class PageIndex:
         self._ids: dict[bytes, int] = {}  # of published pages
         self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
         self._log = self._order.log if isinstance(self._order, FadingFrequency) else None
-        self.num_in_flight = self.num_evictable = 0
+        # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
+        self.num_in_flight = self.num_evictable = self.num_raw = 0
 
     def __len__(self) -> int:
         """Published pages."""
@@ -143,11 +129,7 @@ class PageIndex:
         try:
             if num_pages > self.capacity:
                 return None
-            self._evict(num_pages)
-            ids = self.pool.alloc(num_pages)
-            assert ids is not None
-            self.num_in_flight += num_pages
-            free, runs = iter(ids.tolist()), list[HostRun]()
+            free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
                 before, start = self._runs.get(pages.before) if pages.before else None, 0
                 while start < len(pages.keys):
@@ -162,6 +144,13 @@ class PageIndex:
         finally:
             self.unlock(befores)
         return runs
+
+    def reserve_rest(self, run: HostRun, keys: Sequence[bytes]) -> bool:
+        """Second pages for `keys` of a reserved run; False, and none leaves, where too many are locked."""
+        if len(keys) > self.capacity:
+            return False
+        run.rest.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
+        return True
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
         """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
@@ -183,8 +172,8 @@ class PageIndex:
 
     def abandon(self, run: HostRun) -> None:
         """Give a reserved run back."""
-        self.num_in_flight -= len(run.keys)
-        self.pool.free(torch.tensor(run.ids, dtype=torch.int64))
+        self.num_in_flight -= run.num_held
+        self.pool.free(held_by([run]))
         for key in run.keys:
             if self._runs.get(key) is run:
                 del self._runs[key]
@@ -231,7 +220,7 @@ class PageIndex:
                 run.locks += 1
                 if run.locks > 1:
                     break
-                self.num_evictable -= len(run.keys)
+                self.num_evictable -= run.num_held
                 self._order.lock(run)
                 run = run.before
 
@@ -245,7 +234,7 @@ class PageIndex:
                 assert run.locks >= 0, "unlocked more often than locked"
                 if run.locks:
                     break
-                self.num_evictable += len(run.keys)
+                self.num_evictable += run.num_held
                 freed.append(run)
                 run = run.before
         for run in sorted(freed, key=lambda run: run.stamp):  # each finds its place behind those used before it
@@ -282,10 +271,13 @@ class PageIndex:
         found = []
         runs = {run for run in self._runs.values() if run.is_published}
         known = {**locks, **dict.fromkeys(runs)}
-        if len({*self._ids.values()}) < len(self._ids) or sum(len(run.keys) for run in runs) != len(self._ids):
+        held = held_by(runs).tolist()
+        if len({*held}) < len(held) or len(held) - self.num_raw != len(self._ids):
             found.append("two keys share a host page, or a run and the index disagree")
-        if len(self._ids) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
-            found.append(f"{len(self._ids)} pages are held, {self.num_in_flight} in flight and "
+        if any(not run.rest.keys() <= {*run.keys} for run in runs):
+            found.append("a second page is kept for a page that left")
+        if len(held) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
+            found.append(f"{len(held)} pages are held, {self.num_in_flight} in flight and "
                          f"{self.pool.available()} free of {self.pool.num_pages}")  # fmt: skip
         if self.num_in_flight != in_flight:
             found.append(f"{self.num_in_flight} pages are in flight, {in_flight} of copies and reads")
@@ -295,7 +287,7 @@ class PageIndex:
                 found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
         if {*self._order} != {run for run in runs if not run.locks}:
             found.append("the eviction order is not exactly the runs that are not locked")
-        if self.num_evictable != sum(len(run.keys) for run in runs if not run.locks):
+        if self.num_evictable != sum(run.num_held for run in runs if not run.locks):
             found.append(f"{self.num_evictable} pages were counted as evictable")
         if found:
             raise InvariantError("host index", found)
@@ -309,18 +301,24 @@ class PageIndex:
             before.after.add(run)
             self.lock([before])
 
-    def _evict(self, num_pages: int) -> None:
-        """Until `num_pages` are free."""
+    def _take(self, num_pages: int) -> torch.Tensor:
+        """`num_pages` pages of the pool, for which others leave."""
         while (short := num_pages - self.pool.available()) > 0:
             run = self._order.victim()
             assert run is not None, "counted as evictable"
             self._shrink(run, min(short, len(run.keys)))
+        ids = self.pool.alloc(num_pages)
+        assert ids is not None
+        self.num_in_flight += num_pages
+        return ids
 
     def _shrink(self, run: HostRun, num_pages: int) -> None:
         """The last pages of an unlocked run leave."""
         start, before = len(run.keys) - num_pages, run.before
         gone, ids = run.keys[start:], run.ids[start:]
-        self.num_evictable -= num_pages
+        rest = [run.rest.pop(key) for key in gone if key in run.rest]
+        self.num_evictable -= num_pages + len(rest)
+        self.num_raw -= len(rest)
         if start:
             self._order.lock(run)  # its size counts there
             del run.keys[start:], run.ids[start:]
@@ -337,13 +335,14 @@ class PageIndex:
         for key in gone:
             del self._ids[key]
             del self._runs[key]
-        self.pool.free(torch.tensor(ids, dtype=torch.int64))
+        self.pool.free(torch.tensor(ids + rest, dtype=torch.int64))
         if self._on_leave is not None:
             self._on_leave(run, gone)
 
     def _publish(self, run: HostRun) -> None:
         """All of a reserved run is there, and was not before."""
-        self.num_in_flight -= len(run.keys)
+        self.num_in_flight -= run.num_held
+        self.num_raw += len(run.rest)
         run.is_published = True
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
@@ -351,7 +350,7 @@ class PageIndex:
         if run.locks:
             self._order.hit(run)
         else:
-            self.num_evictable += len(run.keys)
+            self.num_evictable += run.num_held
             self._order.insert(run)
             if run.before is not None:
                 self.unlock([run.before])

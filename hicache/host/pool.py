@@ -116,8 +116,8 @@ class HostPagePool:
 
     Owned by the scheduler thread; the bytes of a page belong to whoever the flows handed it to. `device` is the GPU
     near which the memory should lie (None: the current one), `setting` what an error about the size names. `shared`: a
-    store process may map the pages too. ConfigError when not one page fits, OutOfMemory when the machine has less
-    memory.
+    store process may map the pages too. `page_bytes`: of packed pages; None: they are as `layout` has them. ConfigError
+    when not one page fits, OutOfMemory when the machine has less memory.
     """
 
     def __init__(
@@ -130,9 +130,10 @@ class HostPagePool:
         device: torch.device | None = None,
         setting: str = "host_bytes",
         shared: bool = False,
+        page_bytes: int | None = None,
     ) -> None:
         self.layout, self.page_tokens = layout, page_tokens
-        self.page_bytes = layout.page_bytes(page_tokens)
+        self.page_bytes = layout.page_bytes(page_tokens) if page_bytes is None else page_bytes
         self.num_pages = host_bytes // self.page_bytes - 1
         if self.num_pages < 1:
             raise ConfigError(

@@ -6,12 +6,26 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
+
+
+class Pages(Protocol):
+    """Whose pages an index keeps: a `HostPagePool`, or what counts like one."""
+
+    num_pages: int
+
+    def available(self) -> int: ...
+
+    def alloc(self, num_pages: int) -> torch.Tensor | None: ...
+
+    def free(self, pages: torch.Tensor) -> None: ...
+
+    def check(self) -> None: ...
 
 
 class NewPages(NamedTuple):
@@ -34,16 +48,19 @@ class HostRun(CountedRecord):
     `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
     `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
     are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
-    `place`: what `reserve` was told of it.
+    `place`: what `reserve` was told of it. `rest`: by key the second pages of those that did not fit one when packed.
     """
 
-    __slots__ = ("about", "after", "before", "ids", "is_published", "keys", "locks", "place", "source", "stored")
+    __slots__ = (
+        "about", "after", "before", "ids", "is_published", "keys", "locks", "place", "rest", "source", "stored",
+    )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
         super().__init__(keys[0])
         self.keys, self.ids, self.about, self.place = keys, ids, about, place
         self.locks, self.stored, self.hit_count = 1, 0, 1
         self.source: Store | None = None
+        self.rest: dict[bytes, int] = {}
         self.is_published = False
         self.before: HostRun | None = None
         self.after: set[HostRun] = set()
@@ -53,6 +70,11 @@ class HostRun(CountedRecord):
         """Its size for eviction orders, in pages."""
         return len(self.keys)
 
+    @property
+    def num_held(self) -> int:
+        """Pages of the pool, second ones included."""
+        return len(self.ids) + len(self.rest)
+
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
         first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place)
@@ -60,6 +82,7 @@ class HostRun(CountedRecord):
         first.hit_count, first.priority = self.hit_count, self.priority
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)
+        first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
         del self.keys[:num_pages], self.ids[:num_pages]
         self.key, self.place = self.keys[0], self.place + num_pages
         return first
@@ -72,6 +95,10 @@ class RunPart(NamedTuple):
     skipped: int
     start: int
     end: int
+
+    @property
+    def keys(self) -> list[bytes]:
+        return self.run.keys[self.skipped : self.skipped + self.end - self.start]
 
 
 _START, _END = attrgetter("start"), attrgetter("end")
@@ -127,6 +154,19 @@ def ids_of(parts: Iterable[RunPart]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
+def rest_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
+    """Their second pages, int64 `[pages]`, 0 for those without; None where none has one."""
+    if not any(part.run.rest for part in parts):
+        return None
+    rest = [part.run.rest.get(key, 0) for part in parts for key in part.keys]
+    return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
+
+
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
-    """Their pages in the host pool, int64 `[pages]`."""
+    """Their pages in the host pool, int64 `[pages]`, without second ones."""
     return torch.tensor([page for run in runs for page in run.ids], dtype=torch.int64)
+
+
+def held_by(runs: Iterable[HostRun]) -> torch.Tensor:
+    """Their pages in the host pool, int64 `[pages]`: of each run, those of `pages_of`, then second ones."""
+    return torch.tensor([page for run in runs for page in (*run.ids, *run.rest.values())], dtype=torch.int64)

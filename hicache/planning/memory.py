@@ -17,6 +17,7 @@ from hicache.build.sizing import (
     MAX_TOKENS,
     RowBytes,
     device_bytes,
+    host_page_bytes,
     host_shares,
     host_states,
     largest_device_tokens,
@@ -64,13 +65,15 @@ class Tier:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`rows`: what one GPU stores. `tiers`: device, and host and disk where there are any. `config`: with every size,
-    `start`: without those that the engine computes to the same values."""
+    """`rows`: what one GPU stores; `moved`: the same below it, where pages may be packed. `tiers`: device, and host and
+    disk where there are any. `config`: with every size, `start`: without those that the engine computes to the same
+    values."""
 
     weight_bytes: int
     pool_bytes: int
     workspace_bytes: int
     rows: RowBytes
+    moved: RowBytes
     tiers: tuple[Tier, ...]
     config: EngineConfig
     start: EngineConfig
@@ -124,15 +127,17 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
     config = resolve(start, geometry, _PLENTY)
     rows = row_bytes(geometry, config.torch_dtype)
     pool_bytes = device_bytes(config, rows)
+    page_bytes, page = host_page_bytes(config, geometry), config.host_page_size
+    moved = RowBytes(-(-page_bytes[FULL] // page), -(-page_bytes.get(SWA, 0) // page), rows.state)
     if config.host_bytes:
         start = dataclasses.replace(start, host_bytes=config.host_bytes)
     tiers = [Tier("device", pool_bytes * wanted.num_gpus, num_tokens, config.mamba_size)]
     if isinstance(config.host_bytes, int) and config.host_bytes:
-        tiers.append(_tier("host", config, rows, config.host_bytes, wanted.num_gpus))
+        tiers.append(_tier("host", config, geometry, config.host_bytes, wanted.num_gpus))
     if wanted.disk_bytes:
-        tiers.append(_tier("disk", config, rows, wanted.disk_bytes // wanted.num_gpus, wanted.num_gpus))
+        tiers.append(_tier("disk", config, geometry, wanted.disk_bytes // wanted.num_gpus, wanted.num_gpus))
     return MemoryPlan(
-        weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, tuple(tiers), config, start
+        weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, moved, tuple(tiers), config, start
     )
 
 
@@ -154,16 +159,11 @@ def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
     )
 
 
-def _tier(name: str, config: EngineConfig, rows: RowBytes, num_bytes: int, num_gpus: int) -> Tier:
+def _tier(name: str, config: EngineConfig, geometry: ModelGeometry, num_bytes: int, num_gpus: int) -> Tier:
     """What a tier of `num_bytes` for each GPU holds: pages, and states in the proportions of the host tier."""
-    page = config.host_page_size
-    page_bytes = {FULL: rows.full * page}
-    if rows.window:
-        page_bytes[SWA] = rows.window * page
-    states = None
-    if rows.state:
-        page_bytes[MAMBA] = rows.state
-        states = host_states(dataclasses.replace(config, host_states=0), num_bytes, rows.full * page, rows.state)
+    page, states, page_bytes = config.host_page_size, None, host_page_bytes(config, geometry)
+    if (state_bytes := page_bytes.get(MAMBA)) is not None:
+        states = host_states(dataclasses.replace(config, host_states=0), num_bytes, page_bytes[FULL], state_bytes)
     shares = host_shares(dataclasses.replace(config, host_bytes=num_bytes), page_bytes, states)
     num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # where a page is a sink for padding
     if num_pages < 1:

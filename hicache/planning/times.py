@@ -4,7 +4,7 @@
     load      bytes of a GPU's rows / link_bytes_per_s
     disk      max(load, bytes of all GPUs' rows / disk_bytes_per_s)
 
-The bytes of n tokens are `full * n + window * min(n, window tokens) + state`.
+The bytes of n tokens are `full * n + window * min(n, window tokens) + state`, those below the GPU of packed pages.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from hicache.build.sizing import RowBytes
 from hicache.planning.gpus import Gpu
 from hicache.planning.memory import MemoryPlan
 from hicache.planning.presets import PlannedModel
@@ -51,10 +52,10 @@ class Times:
         self._longest = max(_LEAST_TOKENS, min(model.max_context_len, _MOST_TOKENS))
 
     def at(self, num_tokens: int) -> LengthTimes:
-        rows, gpus = self._plan.rows, self._machine.num_gpus
-        num_bytes = rows.full * num_tokens + rows.window * min(num_tokens, self._model.geometry.window) + rows.state
-        load_s = _over(num_bytes, self._machine.gpu.link_bytes_per_s)
-        read_s = _over(num_bytes * gpus, self._machine.disk_bytes_per_s)
+        gpus, num_bytes = self._machine.num_gpus, self._bytes(self._plan.rows, num_tokens)
+        moved_bytes = self._bytes(self._plan.moved, num_tokens)
+        load_s = _over(moved_bytes, self._machine.gpu.link_bytes_per_s)
+        read_s = _over(moved_bytes * gpus, self._machine.disk_bytes_per_s)
         disk_s = None if load_s is None or read_s is None else max(load_s, read_s)
         return LengthTimes(num_tokens, num_bytes * gpus, self._compute_s(num_tokens), load_s, disk_s)
 
@@ -75,6 +76,10 @@ class Times:
                 break
             found = num_tokens
         return found
+
+    def _bytes(self, rows: RowBytes, num_tokens: int) -> int:
+        """Of one GPU."""
+        return rows.full * num_tokens + rows.window * min(num_tokens, self._model.geometry.window) + rows.state
 
     def _compute_s(self, num_tokens: int) -> float | None:
         gpu, plan = self._machine.gpu, self._plan

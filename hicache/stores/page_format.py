@@ -6,27 +6,31 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
+from types import MappingProxyType
 
 from hicache.config import EngineConfig
 from hicache.config.stores import Filter
 from hicache.errors import ConfigError, IdentityError
+from hicache.kernels.pack import PackFormat
 from hicache.layout import PoolLayout
 from hicache.storage.filters import PageFilter
 
 PAGE_FORMAT_VERSION = 1
 
 
-def identity_of(config: EngineConfig, layouts: Mapping[str, PoolLayout]) -> dict[str, str | int]:
+def identity_of(
+    config: EngineConfig, layouts: Mapping[str, PoolLayout], packed: Mapping[str, PackFormat] = MappingProxyType({})
+) -> dict[str, str | int]:
     """Everything that decides whether stored bytes may serve this engine, readable, for the store's own record.
 
-    The salt is part of the page keys only: tenants may share a store, never a page. `layouts`: by component.
-    IdentityError without a model_id.
+    The salt is part of the page keys only: tenants may share a store, never a page. `layouts`: by component; `packed`:
+    of those whose pages are packed. IdentityError without a model_id.
     """
     if not config.model_id:
         raise IdentityError(
             "model_id is empty: pages could be served to another model; set it to a digest of the weights"
         )
-    return {
+    fields: dict[str, str | int] = {
         "model": config.model_id,
         "dtype": config.dtype,
         "layout": _digests(layouts),
@@ -34,25 +38,37 @@ def identity_of(config: EngineConfig, layouts: Mapping[str, PoolLayout]) -> dict
         "parallel": "tp=1/0,pp=1/0",
         "format": PAGE_FORMAT_VERSION,
     }
+    if packed:
+        fields["packing"] = _packing(packed)
+    return fields
 
 
-def namespace_digest(config: EngineConfig, layouts: Mapping[str, PoolLayout]) -> bytes:
+def namespace_digest(
+    config: EngineConfig, layouts: Mapping[str, PoolLayout], packed: Mapping[str, PackFormat] = MappingProxyType({})
+) -> bytes:
     """The digest of identity and salt that seeds every page key.
 
     An engine without a disk may leave model_id empty; its keys never leave the process.
     """
     fields: dict[str, str | int] = {"salt": config.salt, "layout": _digests(layouts)}
+    if packed:
+        fields["packing"] = _packing(packed)
     if config.model_id:
-        fields.update(identity_of(config, layouts))
+        fields.update(identity_of(config, layouts, packed))
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
 
-def page_filter(wanted: Filter, layout: PoolLayout, page_tokens: int) -> PageFilter:
+def page_filter(wanted: Filter, layout: PoolLayout, page_tokens: int, *, is_packed: bool = False) -> PageFilter:
     """The filter for host pages of `page_tokens` tokens.
+
+    "auto" leaves packed pages as they are: zstd would cost a processor a second for each 0.8 GB. Any other filter
+    compresses them, but orders no bytes.
 
     "auto" shuffles by the bytes of an element, which compresses nearly as well as shuffling by channels and
     decompresses twice as fast. ConfigError for channels unless every buffer is [page_tokens, channels] of one size.
     """
+    if is_packed:
+        return PageFilter("uncompressed" if wanted == "auto" else "none")
     widths = {spec.dtype.itemsize for spec in layout.buffers}
     rows = {(spec.per, math.prod(spec.shape)) for spec in layout.buffers}
     [(per, channels), *others] = rows
@@ -67,6 +83,14 @@ def page_filter(wanted: Filter, layout: PoolLayout, page_tokens: int) -> PageFil
             "disk filter='channel_byte_shuffle' needs buffers of one shape, a row a token; set it to 'auto'"
         )
     return PageFilter("channel_byte_shuffle", widths.pop(), page_tokens, channels)
+
+
+def _packing(packed: Mapping[str, PackFormat]) -> str:
+    """Bits and shares of escapes of each component."""
+    return ",".join(
+        f"{name}={format.bits}/{'/'.join(f'{share:g}' for share in format.escapes)}"
+        for name, format in sorted(packed.items())
+    )
 
 
 def _digests(layouts: Mapping[str, PoolLayout]) -> str:

@@ -9,6 +9,7 @@ of its destination are undefined then.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -19,11 +20,17 @@ class TransferOp(Protocol):
 
     `is_undelayed`: neither earlier work on the device nor the host held the copy up: `seconds` shows the speed of the
     link.
+
+    `misfits`: of a store of packed pages, once `done()`, the positions of those that do not fit, ascending; the bytes
+    of these host pages mean nothing.
     """
 
     num_bytes: int
     error: Exception | None
     is_undelayed: bool
+
+    @property
+    def misfits(self) -> Sequence[int]: ...
 
     def done(self) -> bool:
         """Whether source and destination may be used by others; never blocks."""
@@ -43,17 +50,27 @@ class TransferOp(Protocol):
 
 
 class TransferBackend(Protocol):
-    """Owned by the scheduler thread; owns its streams or threads."""
+    """Owned by the scheduler thread; owns its streams or threads.
 
-    def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> TransferOp:
+    `rest`, where pages are packed: the second places of those that are raw (`hicache.transfer.raw_pages`), int64 CPU
+    [p].
+    """
+
+    def load(
+        self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None
+    ) -> TransferOp:
         """Copy host `pages` (int64 CPU [p]) to device `slots` (int64 [p * page_tokens]), reporting layers of `load_id`.
 
-        Waits, on the device, for the work that is queued on the current stream and may use the slots.
+        Waits, on the device, for the work that is queued on the current stream and may use the slots. `rest`: 0 for
+        packed pages; None: all are.
         """
         ...
 
-    def store(self, slots: torch.Tensor, pages: torch.Tensor) -> TransferOp:
-        """Copy device `slots` to host `pages`, after the work queued on the current stream, which wrote the slots."""
+    def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> TransferOp:
+        """Copy device `slots` to host `pages`, after the work queued on the current stream, which wrote the slots.
+
+        `rest`: all pages are stored raw; None: none is.
+        """
         ...
 
     def stats(self) -> dict[str, float]:

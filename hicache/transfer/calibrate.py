@@ -31,11 +31,12 @@ _SAMPLES = 7
 
 
 def measured_rates(
-    host: torch.Tensor, buffer: torch.Tensor, layer_bytes: int, zero_copy: ZeroCopyMover, mover: PageMover
+    host: torch.Tensor, buffer: torch.Tensor, layer_bytes: int, zero_copy: ZeroCopyMover | None, mover: PageMover
 ) -> Rates:
     """The rates between host pages `[pages, page_bytes]` and `buffer`, device memory that nobody uses.
 
-    `layer_bytes`: of the widest layer of a page; `zero_copy` copies without staging, between the buffers of `mover`.
+    `layer_bytes`: of the widest layer of a page; `zero_copy` copies without staging, between the buffers of `mover`
+    (None: nothing does).
     The assumed rates when there are too few pages to measure, or when a measurement fails, which is logged.
     """
     layers = -(-MIN_PIECE_BYTES // layer_bytes)  # narrower pieces are avoided, and their costs differ
@@ -46,6 +47,8 @@ def measured_rates(
     try:
         with torch.cuda.device(buffer.device):
             link = _Link(host, buffer, list(zip(widths, counts, strict=True)))
+            if zero_copy is None:
+                return Rates(up=link.direction(True), down=link.direction(False))
             ids = torch.zeros(counts[1], dtype=torch.int64, device=buffer.device)  # all of them the sink
             slots = torch.zeros(len(ids) * mover.page_tokens, dtype=torch.int64, device=buffer.device)
             (up_s, _), (down_s, _) = link.seconds(
@@ -68,12 +71,13 @@ class _Link:
         self._stream = torch.cuda.Stream(buffer.device)
         self._blocker = torch.empty(_BYTES, dtype=torch.uint8, device=buffer.device)
 
-    def direction(self, up: bool, zero_copy_s: float) -> LinkDirection:
+    def direction(self, up: bool, zero_copy_s: float | None = None) -> LinkDirection:
         assumed = ASSUMED.up if up else ASSUMED.down
         strided = replace(self._cost(self._strided, up), issue_s=0.0)  # one call for any number of pieces
         batched = self._cost(self._batched, up) if can_batch() else assumed.batched
-        pages = self._pieces[1][1]
-        return LinkDirection(strided, batched, CopyCost(pages * self._page_bytes / zero_copy_s))
+        if zero_copy_s is None:
+            return LinkDirection(strided, batched, assumed.zero_copy)
+        return LinkDirection(strided, batched, CopyCost(self._pieces[1][1] * self._page_bytes / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
         """Of each copy, timed in turns, the minimum seconds on the device and of issuing on the host: other work on the

@@ -11,13 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
 from hicache.errors import TransferError
+from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.counter import LayerSink
 from hicache.transfer.plan import intervals
+from hicache.transfer.raw_pages import CpuRawPages, RawPart, divided, gather
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +39,7 @@ class CpuOp:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
         self.is_undelayed = True  # its time begins when the worker takes it
+        self.misfits: list[int] = []
         self._seconds = 0.0
         self._ended = threading.Event()
 
@@ -90,13 +94,18 @@ class Worker:
 
 
 class CpuTransfer:
-    """See `TransferBackend`. `host`: uint8 [pages, page_bytes]; `mover` knows the device buffers."""
+    """See `TransferBackend`. `host`: uint8 [pages, page_bytes]; `mover` knows the device buffers, `packer` packs their
+    pages."""
 
-    def __init__(self, host: torch.Tensor, mover: PageMover, counter: LayerSink) -> None:
-        self.mover, self._counter = mover, counter
+    def __init__(
+        self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
+    ) -> None:
+        self.mover: PageMover | PagePacker = mover if packer is None else packer
+        self._counter = counter
         # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()
-        self._ends = mover.table.ends  # bytes of layer l of a page: [ends[l], ends[l + 1])
+        self.raw = None if packer is None else CpuRawPages(self._host, mover, packer.page_bytes)
+        self._ends = self.mover.ends  # bytes of layer l of a page: [ends[l], ends[l + 1])
         self._groups = intervals(mover.num_layers, max(1, _GROUP_BYTES // self._ends[1]))
         self.up, self.down = Worker("hicache-load"), Worker("hicache-store")
         self._abandoned = threading.Event()
@@ -117,11 +126,13 @@ class CpuTransfer:
     def stats(self) -> dict[str, float]:
         return {}  # no link to measure
 
-    def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CpuOp:
-        op, ids = CpuOp(len(pages) * self._ends[-1]), pages.numpy()
+    def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CpuOp:
+        raw, packed, slots = divided(pages, slots, rest)
+        op, ids = self._op(len(packed), raw), packed.numpy()
 
         def copy() -> None:
             try:
+                self._move_raw(raw, up=True)
                 for layer in range(self.mover.num_layers):
                     self._require_wanted()
                     staging = self._host[ids, self._ends[layer] : self._ends[layer + 1]]
@@ -135,19 +146,36 @@ class CpuTransfer:
         self.up.put(op, copy)
         return op
 
-    def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CpuOp:
-        op, ids = CpuOp(len(pages) * self._ends[-1]), pages.numpy()
+    def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> CpuOp:
+        if rest is not None:
+            raw = RawPart(pages.numpy(), rest.numpy(), slots)
+            op = self._op(0, raw)
+            self.down.put(op, partial(self._move_raw, raw, up=False))
+            return op
+        op, ids = self._op(len(pages)), pages.numpy()
 
         def copy() -> None:
+            misfits = torch.zeros(len(pages), dtype=torch.int32)
             for first, end in self._groups:
                 self._require_wanted()
                 begin, stop = self._ends[first], self._ends[end]
                 staging = torch.empty(len(pages), stop - begin, dtype=torch.uint8)
-                self.mover.gather(slots, staging, first, end - first)
+                gather(self.mover, slots, staging, first, end - first, misfits)
                 self._host[ids, begin:stop] = staging.numpy()
+            op.misfits = misfits.nonzero().flatten().tolist()
 
         self.down.put(op, copy)
         return op
+
+    def _op(self, num_pages: int, raw: RawPart | None = None) -> CpuOp:
+        raw_bytes = 0 if raw is None or self.raw is None else len(raw.first) * self.raw.page_bytes
+        return CpuOp(num_pages * self._ends[-1] + raw_bytes)
+
+    def _move_raw(self, raw: RawPart | None, *, up: bool) -> None:
+        for at in range(0 if raw is None else len(raw.first)):
+            self._require_wanted()
+            assert raw is not None and self.raw is not None, "raw pages beside packed ones alone"
+            (self.raw.load if up else self.raw.store)(raw, at)
 
     def _require_wanted(self) -> None:
         if self._abandoned.is_set():

@@ -24,19 +24,20 @@ import numpy as np
 import torch
 
 from hicache.errors import TransferError
+from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
-from hicache.kernels.upload import IdUploader
 from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
 from hicache.transfer.plan import Ids, PageRuns, Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
+from hicache.transfer.raw_pages import CudaRawPages, RawPart, divided, gather
+from hicache.transfer.streams import Buffer, CudaOp, StreamPair
 from hicache.transfer.unstaged import SlotRuns, UnstagedCopier
 
 log = logging.getLogger(__name__)
 
-_RING = 3
 _MAX_LAST_BYTES = 32 << 20  # of the last chunk of a load, whose scatter of 20 us overlaps no copy
 _STEPS_AT_ONCE = 2  # of a store: while they run, a load submitted right after it brings its first layer
 _SUBMIT_S = 1.5e-3  # of the host, for steps of loads in one call: less than a long load's first layer takes
@@ -44,95 +45,22 @@ _AHEAD = 4  # layers that are queued when a forward waits for the first of them
 _ENDED = object()
 
 
-class CudaOp:
-    """A copy on the streams: done when its last event is. Keeps the slots alive, which streams may still read.
-
-    `issue(force)` queues steps of copies, with `force` all of this one; whoever asks for the state of an operation
-    calls it.
-    """
-
-    def __init__(self, num_bytes: int, slots: torch.Tensor, issue: Callable[[bool], None]) -> None:
-        self.num_bytes = num_bytes
-        self.error: Exception | None = None
-        self.is_undelayed = False
-        self._slots, self._issue = slots, issue
-        self._begin = torch.cuda.Event(enable_timing=True)
-        self._end: torch.cuda.Event | None = None  # until the whole copy is queued
-
-    def began(self, stream: torch.cuda.Stream) -> None:
-        self._begin.record(stream)
-
-    def ended(self, stream: torch.cuda.Stream) -> None:
-        self._end = torch.cuda.Event(enable_timing=True)
-        self._end.record(stream)
-
-    @property
-    def is_queued(self) -> bool:
-        """Whether all of it is on the streams."""
-        return self._end is not None
-
-    def done(self) -> bool:
-        self._issue(False)
-        return self._end is not None and bool(self._end.query())
-
-    def wait(self) -> None:
-        self.wait_outcome()
-        assert self._end is not None
-        self._end.synchronize()
-
-    def wait_outcome(self) -> None:
-        """A copy can fail only while it is queued."""
-        if self._end is None:
-            self._issue(True)
-
-    def seconds(self) -> float:
-        assert self._end is not None
-        return float(self._begin.elapsed_time(self._end)) / 1e3
-
-
-class _Buffer:
-    """One staging buffer of a ring, and the events of its two users."""
-
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
-        self.address = self.bytes.data_ptr()
-        self.filled = torch.cuda.Event()
-        self.free = torch.cuda.Event()  # never recorded counts as free
-
-
-class _StreamPair:
-    """One direction: a copy stream, a kernel stream and a ring of staging buffers between them.
-
-    Used by one thread at a time, which may be another one for the other direction.
-    """
-
-    def __init__(self, ring_bytes: int, device: torch.device, priority: int, page_bytes: int, mover: PageMover) -> None:
-        self.copy = torch.cuda.Stream(device, priority=priority)
-        self.kernel = torch.cuda.Stream(device, priority=priority)
-        self.buffer_bytes = max(ring_bytes // _RING, page_bytes)
-        self.ring = [_Buffer(self.buffer_bytes, device) for _ in range(_RING)]
-        self.upload = IdUploader(device, mover.table.kernels)
-        self._turn = 0
-
-    def next(self) -> _Buffer:
-        self._turn += 1
-        return self.ring[self._turn % _RING]
-
-
 @dataclass
 class _Copy:
-    """A copy that is being queued. Kernels need `slots` on the device; of the runs, `plan.method` uses one or none."""
+    """A copy that is being queued. Kernels need `slots` on the device; of the runs, `plan.method` uses one or none.
+    `misfits`: of a store of packed pages, int32 `[pages]` on the device."""
 
     plan: Plan
     ids: Ids
     slots: torch.Tensor
     runs: PageRuns | None = None
     slot_runs: SlotRuns | None = None
+    misfits: torch.Tensor | None = None
 
 
 class CudaTransfer:
     """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes]; pages may lie apart. `staging_bytes` is shared
-    by both directions."""
+    by both directions. `packer` packs the pages of `mover`'s pool: then all of them go through staging."""
 
     def __init__(
         self,
@@ -144,27 +72,34 @@ class CudaTransfer:
         device_page_tokens: int,
         staging_bytes: int,
         chunk_tokens: int,
+        packer: PagePacker | None = None,
     ) -> None:
         need_bindings()
-        self._host, self._mover, self._counter, self._device = host, mover, counter, mover.table.device
-        self._zero_copy, self._host_address = ZeroCopyMover(mover, host), host.data_ptr()
-        self._unstaged = UnstagedCopier(mover, host, rows_per_chunk, device_page_tokens)
+        self._mover: PageMover | PagePacker = mover if packer is None else packer
+        self._host, self._counter, self._device = host, counter, mover.table.device
+        self._zero_copy, self._host_address = None if packer else ZeroCopyMover(mover, host), host.data_ptr()
+        self._unstaged = None if packer else UnstagedCopier(mover, host, rows_per_chunk, device_page_tokens)
         self._rows_per_chunk, self._page_tokens = rows_per_chunk, mover.page_tokens
         self._chunk_pages = max(1, chunk_tokens // self._page_tokens)
-        self._offsets = mover.table.ends
-        widest = max(mover.group_bytes(layer, 1) for layer in range(mover.num_layers))
+        self._offsets = self._mover.ends
+        widest = max(self._mover.group_bytes(layer, 1) for layer in range(mover.num_layers))
         self._shape = partial(
             Shape,
             layer_bytes=widest,
             num_layers=mover.num_layers,
             grouped=mover.uniform,
-            num_parts=self._unstaged.num_parts,
-            part_bytes=self._unstaged.piece_bytes,
+            num_parts=self._unstaged.num_parts if self._unstaged else 0,
+            part_bytes=self._unstaged.piece_bytes if self._unstaged else 0,
+            is_packed=packer is not None,
         )
         with torch.cuda.device(self._device):
             # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
-            self.up = _StreamPair(staging_bytes * 3 // 4, self._device, -1, widest, mover)
-            self.down = _StreamPair(staging_bytes // 4, self._device, 0, widest, mover)
+            self.up = StreamPair(staging_bytes * 3 // 4, self._device, -1, widest, self._mover)
+            self.down = StreamPair(staging_bytes // 4, self._device, 0, widest, self._mover)
+        self._raw_up, self._raw_down = (
+            None if packer is None else CudaRawPages(host, mover, packer.page_bytes, pair.copy, pair.kernel)
+            for pair in (self.up, self.down)
+        )
         buffer = self.up.ring[0].bytes
         self._rates = measured_rates(host, buffer, widest, self._zero_copy, mover)
         self._loads = LoadQueue()
@@ -197,21 +132,23 @@ class CudaTransfer:
         """The rates that plans are based on, and the number of copies by method."""
         return {**self._rates.stats(), **{f"{name}_copies": float(count) for name, count in self._counts.items()}}
 
-    def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> CudaOp:
+    def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CudaOp:
+        raw, pages, slots = divided(pages, slots, rest)
         behind = torch.cuda.Event()
         behind.record(torch.cuda.current_stream(self._device))
         is_device_idle = behind.query()
-        op = self._op(pages, slots, partial(self._issue_load, load_id))
-        self._loads.put(load_id, self._load_steps(op, pages.numpy(), slots, load_id, behind))
+        op = self._op(len(pages), slots, partial(self._issue_load, load_id), raw)
+        self._loads.put(load_id, self._load_steps(op, pages.numpy(), slots, load_id, behind, raw))
         self._counter.queue_on_demand(load_id, partial(self._queue_load, load_id))
         self._loads.queue_some(_SUBMIT_S)
         op.is_undelayed = is_device_idle and op.is_queued
         return op
 
-    def store(self, slots: torch.Tensor, pages: torch.Tensor) -> CudaOp:
-        op, ready = self._op(pages, slots, self._issue), torch.cuda.Event()
+    def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> CudaOp:
+        raw = None if rest is None else RawPart(pages.numpy(), rest.numpy(), slots)
+        op, ready = self._op(0 if raw else len(pages), slots, self._issue, raw), torch.cuda.Event()
         ready.record(torch.cuda.current_stream(self._device))
-        self._stores.append(self._store_steps(op, slots, pages.numpy(), ready))
+        self._stores.append(self._store_steps(op, slots, pages.numpy(), ready, raw))
         if not self._first_layer.query():
             self._counts["delayed"] += 1
         elif len(self._stores) == 1:
@@ -221,8 +158,14 @@ class CudaTransfer:
     def _streams(self) -> list[torch.cuda.Stream]:
         return [stream for pair in (self.up, self.down) for stream in (pair.copy, pair.kernel)]
 
-    def _op(self, pages: torch.Tensor, slots: torch.Tensor, issue: Callable[[bool], None]) -> CudaOp:
-        return CudaOp(len(pages) * self._offsets[-1], slots, issue)
+    def _op(
+        self, num_pages: int, slots: torch.Tensor, issue: Callable[[bool], None], raw: RawPart | None = None
+    ) -> CudaOp:
+        num_bytes, kept = num_pages * self._offsets[-1], [slots]
+        if raw is not None and self._raw_up is not None:
+            num_bytes += len(raw.first) * self._raw_up.page_bytes
+            kept.append(raw.slots)
+        return CudaOp(num_bytes, kept, issue)
 
     def _queue_load(self, load_id: int, layer: int = sys.maxsize - _AHEAD) -> None:
         """Queue a load and those before it, as far as a forward needs it that waits for `layer` now."""
@@ -237,7 +180,7 @@ class CudaTransfer:
             self._issue(False)
 
     def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Copy:
-        slot_runs = self._unstaged.runs(ids, slots.numpy()) if slots.is_cpu else None
+        slot_runs = self._unstaged.runs(ids, slots.numpy()) if self._unstaged and slots.is_cpu else None
         if slot_runs is not None:
             plan = self._plan(self.up, len(ids), len(slot_runs), len(slot_runs))
             if plan.method == "unstaged":
@@ -246,9 +189,10 @@ class CudaTransfer:
         return _Copy(self._plan(self.up, len(ids), len(runs)), ids, slots, runs=runs)
 
     def _load_steps(
-        self, op: CudaOp, ids: Ids, slots: torch.Tensor, load_id: int, behind: torch.cuda.Event
+        self, op: CudaOp, ids: Ids, slots: torch.Tensor, load_id: int, behind: torch.cuda.Event, raw: RawPart | None
     ) -> Iterator[int]:
-        """Queues a group of layers each time it is resumed. `behind`: the end of work that may still use `slots`."""
+        """Queues raw pages, then a group of layers each time it is resumed. `behind`: the end of work that may still
+        use `slots`."""
         pair = self.up
         pair.kernel.wait_event(behind)
         try:
@@ -257,6 +201,8 @@ class CudaTransfer:
             if load.plan.method == "unstaged":
                 pair.copy.wait_event(behind)
             op.began(pair.kernel if load.plan.method == "zero_copy" else pair.copy)
+            for _ in self._raw_steps(pair, raw):
+                yield 0
             for first, end in load.plan.groups:
                 if first:
                     yield first
@@ -279,7 +225,7 @@ class CudaTransfer:
             self._first_layer = torch.cuda.Event()
             self._first_layer.record(stream)
 
-    def _plan(self, pair: _StreamPair, num_pages: int, num_runs: int, slot_runs: int = 0) -> Plan:
+    def _plan(self, pair: StreamPair, num_pages: int, num_runs: int, slot_runs: int = 0) -> Plan:
         """For the next power of two of each number, so that remembered plans are used often."""
         up = pair is self.up
         shape = self._shape(
@@ -296,22 +242,32 @@ class CudaTransfer:
                 self._stores.popleft()
             max_steps -= 1
 
-    def _store_steps(self, op: CudaOp, slots: torch.Tensor, ids: Ids, ready: torch.cuda.Event) -> Iterator[None]:
+    def _raw_steps(self, pair: StreamPair, raw: RawPart | None) -> Iterator[None]:
+        """Queues one raw page each time it is resumed."""
+        if raw is None:
+            return
+        assert self._raw_up is not None and self._raw_down is not None, "raw pages beside packed ones alone"
+        with torch.cuda.stream(pair.kernel):
+            raw = raw._replace(slots=pair.upload(raw.slots))
+        for at in range(len(raw.first)):
+            if pair is self.up:
+                self._raw_up.load(raw, at)
+            else:
+                self._raw_down.store(raw, at)
+            yield
+
+    def _store_steps(
+        self, op: CudaOp, slots: torch.Tensor, ids: Ids, ready: torch.cuda.Event, raw: RawPart | None
+    ) -> Iterator[None]:
         """Queues one step of a store each time it is resumed. `ready`: the end of the work that wrote the slots."""
         pair = self.down
         pair.kernel.wait_event(ready)
         op.began(pair.kernel)
         try:
-            runs = page_runs(ids, self._rows_per_chunk)
-            plan = self._plan(pair, len(ids), len(runs))
-            self._counts[plan.method] += 1
-            with torch.cuda.stream(pair.kernel):
-                store = _Copy(plan, ids, pair.upload(slots), runs)
-            for first, end in plan.groups:
-                for start, stop in self._chunks(plan, pair, first, end, len(ids)):
-                    with torch.cuda.stream(pair.kernel):
-                        self._store_step(store, first, end, start, stop)
-                    yield
+            if raw is not None:
+                yield from self._raw_steps(pair, raw)
+            else:
+                yield from self._gather_steps(op, slots, ids)
         except Exception as error:  # noqa: BLE001 - kept in `op.error`, which the backup flow counts
             log.warning("a store could not be queued: %s", error)
             op.error = error
@@ -319,15 +275,33 @@ class CudaTransfer:
         pair.copy.wait_stream(pair.kernel)
         op.ended(pair.copy)
 
+    def _gather_steps(self, op: CudaOp, slots: torch.Tensor, ids: Ids) -> Iterator[None]:
+        pair, runs = self.down, page_runs(ids, self._rows_per_chunk)
+        plan = self._plan(pair, len(ids), len(runs))
+        self._counts[plan.method] += 1
+        with torch.cuda.stream(pair.kernel):
+            store = _Copy(plan, ids, pair.upload(slots), runs)
+            if isinstance(self._mover, PagePacker):
+                store.misfits = torch.zeros(len(ids), dtype=torch.int32, device=self._device)
+        for first, end in plan.groups:
+            for start, stop in self._chunks(plan, pair, first, end, len(ids)):
+                with torch.cuda.stream(pair.kernel):
+                    self._store_step(store, first, end, start, stop)
+                yield
+        if store.misfits is not None:
+            pair.copy.wait_stream(pair.kernel)
+            op.bring_misfits(store.misfits, pair.copy)
+
     def _load_group(self, load: _Copy, first: int, end: int) -> None:
         """Queue layers [first, end) behind what is on the streams."""
         pair, plan = self.up, load.plan
         if plan.method == "unstaged":
-            assert load.slot_runs is not None
+            assert load.slot_runs is not None and self._unstaged is not None
             for layer in range(first, end):
                 self._unstaged.load(load.slot_runs, layer, pair.copy.cuda_stream)
             return
         if plan.method == "zero_copy":
+            assert self._zero_copy is not None
             with torch.cuda.stream(pair.kernel):
                 load.slots = pair.upload(load.slots)
                 self._zero_copy.load(pair.upload(torch.from_numpy(load.ids)), load.slots, first, end - first)
@@ -348,18 +322,20 @@ class CudaTransfer:
         """Queue layers [first, end) of the store's pages [start, stop)."""
         pair = self.down
         if store.plan.method == "zero_copy":
+            assert self._zero_copy is not None
             self._zero_copy.store(store.slots, pair.upload(torch.from_numpy(store.ids)), first, end - first)
             return
         buffer = pair.next()
         pair.kernel.wait_event(buffer.free)
         staging = self._staging(buffer, stop - start, first, end)
-        self._mover.gather(self._slots(store.slots, start, stop), staging, first, end - first)
+        misfits = None if store.misfits is None else store.misfits[start:stop]
+        gather(self._mover, self._slots(store.slots, start, stop), staging, first, end - first, misfits)
         buffer.filled.record(pair.kernel)
         pair.copy.wait_event(buffer.filled)
         self._copy(pair, buffer, store, first, end, start, stop)
         buffer.free.record(pair.copy)
 
-    def _chunks(self, plan: Plan, pair: _StreamPair, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
+    def _chunks(self, plan: Plan, pair: StreamPair, first: int, end: int, num_pages: int) -> list[tuple[int, int]]:
         """Chunks of pages that fit a staging buffer. Down, they have at most the configured chunk of tokens. Up, the
         last chunks of the last layers get smaller, because their scatter overlaps no copy."""
         if plan.method == "zero_copy":
@@ -374,13 +350,11 @@ class CudaTransfer:
     def _slots(self, slots: torch.Tensor, start: int, stop: int) -> torch.Tensor:
         return slots[start * self._page_tokens : stop * self._page_tokens]
 
-    def _staging(self, buffer: _Buffer, num_pages: int, first: int, end: int) -> torch.Tensor:
+    def _staging(self, buffer: Buffer, num_pages: int, first: int, end: int) -> torch.Tensor:
         width = self._offsets[end] - self._offsets[first]
         return buffer.bytes[: num_pages * width].view(num_pages, width)
 
-    def _copy(
-        self, pair: _StreamPair, buffer: _Buffer, copy: _Copy, first: int, end: int, start: int, stop: int
-    ) -> None:
+    def _copy(self, pair: StreamPair, buffer: Buffer, copy: _Copy, first: int, end: int, start: int, stop: int) -> None:
         """Queue the copy of layers [first, end) of the pages [start, stop) from (up) or to (down) their host pages."""
         up, width, pitch = pair is self.up, self._offsets[end] - self._offsets[first], self._host.stride(0)
         host_address, stream = self._host_address + self._offsets[first], pair.copy.cuda_stream

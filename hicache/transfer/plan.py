@@ -99,7 +99,8 @@ class Shape:
     """What is copied. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together.
 
     `slot_runs`: the number of runs of pages whose slots are runs too, 0 when there are none or they are not known;
-    `num_parts`: buffers of all layers; `part_bytes`: of the smallest buffer in one page.
+    `num_parts`: buffers of all layers; `part_bytes`: of the smallest buffer in one page; `is_packed`: pages are packed
+    between staging and slots, so no kernel copies without staging.
     """
 
     layer_bytes: int
@@ -110,6 +111,7 @@ class Shape:
     slot_runs: int = 0
     num_parts: int = 0
     part_bytes: int = 0
+    is_packed: bool = False
 
     @property
     def num_bytes(self) -> int:
@@ -136,10 +138,9 @@ def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: boo
     staged = Plan(method, _consecutive(sizes, shape.num_layers))
     layers = _consecutive([1] * shape.num_layers, shape.num_layers)
     zero_copy = Plan("zero_copy", ((0, shape.num_layers),) if shape.grouped else layers)
-    plans = [
-        (_staged_s(cost, shape, staged.groups, buffer_bytes), staged),
-        (_zero_copy_s(direction.zero_copy, shape), zero_copy),
-    ]
+    plans = [(_staged_s(cost, shape, staged.groups, buffer_bytes), staged)]
+    if not shape.is_packed:
+        plans.append((_zero_copy_s(direction.zero_copy, shape), zero_copy))
     if shape.slot_runs and shape.part_bytes >= MIN_PIECE_BYTES:
         plans.append((_unstaged_s(direction.strided, shape), Plan("unstaged", layers)))
     return min(plans, key=lambda pair: pair[0])[1]

@@ -20,6 +20,7 @@ from hicache.config.settings import (
     Choice,
     FilePath,
     Number,
+    Packing,
     Setting,
     Share,
     Size,
@@ -206,6 +207,7 @@ WRONG: dict[type[Setting], list[object]] = {
     Urls: [None, 1, b"m", ["m"], "\ud800"],
     Address: [None, 1, b"tcp://*:1", ["tcp://*:1"], "\ud800", "x", "udp://x:1", "tcp:", "tcp://", " tcp://*:1"],
     Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
+    Packing: [None, 1, True, 4.0, "", "sometimes", ["off"], "\ud800"],
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
 }
 DECLARED = [(at, name, setting) for at, cls in SECTIONS.items() for name, setting in settings_of(cls).items()]

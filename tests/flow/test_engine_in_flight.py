@@ -310,14 +310,23 @@ def test_random_histories(device: str, kind: str, seed: int) -> None:
     run(kind, seed, 120, device, is_rough=seed > 5)
 
 
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("kind", MODELS)
+def test_random_histories_of_packed_pages(device: str, kind: str, bits: str, seed: int) -> None:
+    """The same where host pages are packed, and each fifth or so does not fit."""
+    run(kind, seed, 120, device, is_rough=seed > 2, packing=bits)
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("first_seed", range(1000, 11000, 1000))
+@pytest.mark.parametrize("packing", ["off", "4"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_many_random_histories(kind: str, first_seed: int) -> None:
+def test_many_random_histories(kind: str, packing: str, first_seed: int) -> None:
     """The same, longer: 50 histories in the thorough profile."""
     for seed in range(first_seed, first_seed + settings.default.max_examples // 3):
-        run(kind, seed, 240, is_rough=True)
+        run(kind, seed, 240, is_rough=True, packing=packing)
 
 
 def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:

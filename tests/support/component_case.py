@@ -46,6 +46,18 @@ def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor,
     return values_of(last, 100 + layer, STATE.conv[0])[0], values_of(last, 200 + layer, STATE.temporal)[0]
 
 
+def attention_of(hashes: np.ndarray, layer: int, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values of a layer at positions of these hashes: [len, 2, 2, 4]. In bfloat16 some positions have numbers
+    of any size, so that some pages do not fit when they are packed."""
+    values = values_of(hashes, layer, (2, 2, 4))
+    if dtype == torch.bfloat16:
+        wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(5) == 0)
+        exponents = torch.from_numpy(((hashes[:, None] * np.arange(1, 17, dtype=np.uint64)) >> np.uint64(40)) % 90)
+        shrunk = torch.ldexp(values, -exponents.view(values.shape).to(torch.int32))
+        values = torch.where(wild[:, None, None, None], shrunk, values)
+    return values.to(dtype)
+
+
 def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, geometry: ModelGeometry) -> None:
     """What a pass that starts at `length` would read is the truth."""
     engine.begin_forward([lease])
@@ -66,7 +78,7 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
         if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
             assert bool((slots > 0).all()), "a window slot that is needed is gone"
-        truth = values_of(hashes[start:], layer, (2, 2, 4))
+        truth = attention_of(hashes[start:], layer, pool.dtype)
         assert torch.equal(torch.stack([keys[slots], values[slots]], 1).cpu(), truth)
 
 
@@ -84,7 +96,7 @@ def compute(
             conv, temporal = state(layer, tokens[:end], lease.namespace)
             held.conv[0][index], held.temporal[index] = conv.to(pool.device), temporal.to(pool.device)
             continue
-        truth = values_of(hashes, layer, (2, 2, 4)).to(pool.device)
+        truth = attention_of(hashes, layer, pool.dtype).to(pool.device)
         pool.set_kv_buffer(layer, lease.slots_of(start, end), truth[:, 0], truth[:, 1])
 
 

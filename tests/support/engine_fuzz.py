@@ -46,9 +46,13 @@ class _Live:
 
 
 class EngineFuzz:
-    """One engine under one history. `folder`: for the store of an engine with a disk, and with a remote tier."""
+    """One engine under one history. `folder`: for the store of an engine with a disk, and with a remote tier.
+    `packing`: bits of packed pages, of which some do not fit."""
 
-    def __init__(self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu", packing: str = "off"
+    ) -> None:
+        self.packing = packing
         self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
@@ -303,10 +307,12 @@ class EngineFuzz:
             disk=disk,
             advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
             device=self.device,
+            dtype="float32" if self.packing == "off" else "bfloat16",
+            kv_packing=self.packing,
             write_policy=str(rng.choice(POLICIES)),
             prefetch_host_share=float(rng.choice([0.1, 0.5, 1.0])),
             page_size=int(rng.choice([1, 2, 4, 8])),
-            host_bytes=int(rng.choice([14, 24, 40])) * 8 * 256,
+            host_bytes=int(rng.choice([14, 24, 40])) * 8 * (256 if self.packing == "off" else 112),
             host_states=int(rng.choice([2, 6])),
             mamba_size=int(rng.choice([8, 14])),
             window_tokens=int(rng.choice([56, 96])),
@@ -374,11 +380,11 @@ class EngineFuzz:
 
 
 def run(
-    kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: bool = False
+    kind: str, seed: int, num_steps: int, device: str = "cpu", *, is_rough: bool = False, packing: str = "off"
 ) -> Counter[tuple[str, str, str]]:
     """One history; over a disk in each second. Returns how often its pages took each row of page_life.py."""
     with tempfile.TemporaryDirectory() as folder:
-        fuzz = EngineFuzz(kind, seed, Path(folder) if seed % 2 else None, device)
+        fuzz = EngineFuzz(kind, seed, Path(folder) if seed % 2 else None, device, packing)
         fuzz.run(num_steps, is_rough=is_rough)
         if seed % 2:
             eventually(lambda: all(tier.close() for tier in fuzz.engine.inspect.context.stores.values()))

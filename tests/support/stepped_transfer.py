@@ -13,6 +13,8 @@ from collections.abc import Callable
 import torch
 
 from hicache import CacheEngine
+from hicache.kernels.pack import PagePacker
+from hicache.kernels.page_copy import PageMover
 from hicache.transfer import CpuTransfer, CudaTransfer, TransferBackend
 from hicache.transfer.cpu import CpuOp
 
@@ -64,7 +66,8 @@ class SteppedTransfers:
             assert isinstance(transfer, CpuTransfer)
             up, down = _Link(), _Link()
             transfer.up, transfer.down = up, down  # type: ignore[assignment]
-            self._break(transfer, up, down)
+            for mover in (transfer.mover, transfer.raw.mover) if transfer.raw is not None else (transfer.mover,):
+                self._break(mover, up, down)
             self.up.append(up)
             self.down.append(down)
 
@@ -78,13 +81,12 @@ class SteppedTransfers:
             link.run_all()
 
     @staticmethod
-    def _break(transfer: CpuTransfer, up: _Link, down: _Link) -> None:
+    def _break(mover: PageMover | PagePacker, up: _Link, down: _Link) -> None:
         """Have the copies of a link that fails fail as they move bytes, half-way through a load."""
-        mover = transfer.mover
         scatter, gather = mover.scatter, mover.gather
 
         def scattering(staging: object, slots: object, first_layer: int, num_layers: int) -> None:
-            if up.fails is not None and first_layer == mover.num_layers - 1:
+            if up.fails is not None and first_layer + num_layers == mover.num_layers:
                 raise up.fails
             scatter(staging, slots, first_layer, num_layers)  # type: ignore[arg-type]
 

@@ -26,7 +26,9 @@ from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
+from hicache.flow.packing import Packing
 from hicache.host import HostPagePool, PageIndex
+from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.tiers import Component
@@ -41,13 +43,14 @@ from hicache.tree.node import TreeNode
 @dataclass(frozen=True)
 class HostLink:
     """How the rows of a component move between device and host, and which pages the host has of them. Without a host
-    tier: rows and counter alone."""
+    tier: rows and counter alone. `packing`: the format of host pages that are packed."""
 
     space: SlotSpace
     counter: LayerTransferCounter
     host: HostPagePool | None = None
     transfer: TransferBackend | None = None
     index: PageIndex | None = None
+    packing: PackFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -124,6 +127,7 @@ class CacheComponent(ABC):
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
         self.index = cast(PageIndex, link.index)
+        self.packing = None if link.packing is None else Packing(tree_component.name, parts.metrics)
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
 

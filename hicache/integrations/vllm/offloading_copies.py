@@ -130,7 +130,7 @@ class SingleBlocks:
 class _SingleOp:
     """A `TransferOp` of plain copies on one stream, or of copies that are done."""
 
-    is_undelayed = False
+    is_undelayed, misfits = False, ()
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         self.num_bytes, self._device = num_bytes, device

@@ -1,0 +1,104 @@
+"""What the CUDA backend is made of: operations on its streams, and a direction's streams with their staging buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from hicache.kernels.pack import PagePacker
+from hicache.kernels.page_copy import PageMover
+from hicache.kernels.upload import IdUploader
+
+_RING = 3
+
+
+class CudaOp:
+    """A copy on the streams: done when its last event is. Keeps `slots` alive, which streams may still read.
+
+    `issue(force)` queues steps of copies, with `force` all of this one; whoever asks for the state of an operation
+    calls it.
+    """
+
+    def __init__(self, num_bytes: int, slots: Sequence[torch.Tensor], issue: Callable[[bool], None]) -> None:
+        self.num_bytes = num_bytes
+        self.error: Exception | None = None
+        self.is_undelayed = False
+        self._slots, self._issue = slots, issue
+        self._begin = torch.cuda.Event(enable_timing=True)
+        self._end: torch.cuda.Event | None = None  # until the whole copy is queued
+        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None  # by page, on the host and on the device
+
+    def began(self, stream: torch.cuda.Stream) -> None:
+        self._begin.record(stream)
+
+    def bring_misfits(self, counts: torch.Tensor, stream: torch.cuda.Stream) -> None:
+        """`counts`, int32 `[pages]` on the device, of what does not fit: queue their copy to the host on `stream`."""
+        on_host = torch.empty(len(counts), dtype=counts.dtype, pin_memory=True)
+        with torch.cuda.stream(stream):
+            on_host.copy_(counts, non_blocking=True)
+        self._counts = on_host, counts
+
+    @property
+    def misfits(self) -> list[int]:
+        """Once done."""
+        found: list[int] = [] if self._counts is None else self._counts[0].nonzero().flatten().tolist()
+        return found
+
+    def ended(self, stream: torch.cuda.Stream) -> None:
+        self._end = torch.cuda.Event(enable_timing=True)
+        self._end.record(stream)
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether all of it is on the streams."""
+        return self._end is not None
+
+    def done(self) -> bool:
+        self._issue(False)
+        return self._end is not None and bool(self._end.query())
+
+    def wait(self) -> None:
+        self.wait_outcome()
+        assert self._end is not None
+        self._end.synchronize()
+
+    def wait_outcome(self) -> None:
+        """A copy can fail only while it is queued."""
+        if self._end is None:
+            self._issue(True)
+
+    def seconds(self) -> float:
+        assert self._end is not None
+        return float(self._begin.elapsed_time(self._end)) / 1e3
+
+
+class Buffer:
+    """One staging buffer of a ring, and the events of its two users."""
+
+    def __init__(self, num_bytes: int, device: torch.device) -> None:
+        self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
+        self.address = self.bytes.data_ptr()
+        self.filled = torch.cuda.Event()
+        self.free = torch.cuda.Event()  # never recorded counts as free
+
+
+class StreamPair:
+    """One direction: a copy stream, a kernel stream and a ring of staging buffers between them.
+
+    Used by one thread at a time, which may be another one for the other direction.
+    """
+
+    def __init__(
+        self, ring_bytes: int, device: torch.device, priority: int, page_bytes: int, mover: PageMover | PagePacker
+    ) -> None:
+        self.copy = torch.cuda.Stream(device, priority=priority)
+        self.kernel = torch.cuda.Stream(device, priority=priority)
+        self.buffer_bytes = max(ring_bytes // _RING, page_bytes)
+        self.ring = [Buffer(self.buffer_bytes, device) for _ in range(_RING)]
+        self.upload = IdUploader(device, mover.table.kernels)
+        self._turn = 0
+
+    def next(self) -> Buffer:
+        self._turn += 1
+        return self.ring[self._turn % _RING]

@@ -1,0 +1,252 @@
+"""Host pages that are packed: every bit comes back from the host, from a store and after a restart, whether it fits or
+not, and what the tiers count are packed bytes."""
+
+from __future__ import annotations
+
+import logging
+import math
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+import hicache.flow.packing
+from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.build.sizing import host_page_bytes
+from hicache.cli import main
+from hicache.errors import ConfigError
+from hicache.host import PageKind, ids_of, kinds_of, rest_keys, rest_of
+from hicache.storage import open_existing
+from hicache.storage.base import StoreMismatch
+from packed_case import MODELS, PAGE, Kind, config, prompt, serve
+
+KINDS: tuple[Kind, ...] = ("fit", "some", "none")
+TOKENS = prompt(1)
+
+
+def disk_at(path: Path) -> DiskConfig:
+    return DiskConfig(path=str(path / "store"), budget_bytes=4 << 20)
+
+
+def forget(engine: CacheEngine, *tiers: str) -> None:
+    assert engine.reset(tiers)  # type: ignore[arg-type]
+    engine.check()
+
+
+@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
+    """From the host, from the disk, and from the disk after a restart; pages that do not fit are counted, and two
+    places hold each of them."""
+    settings, model = config(kv_packing=bits, disk=disk_at(tmp_path), device=device), MODELS[name]
+    misfits = {"fit": 0, "some": 3, "none": 6}[kind]
+    with build_engine(settings, model) as engine:
+        assert serve(engine, "a", TOKENS, kind).cached_len == 0
+        stats = engine.stats()
+        assert (stats["packing.packed_pages"], stats["packing.misfit_pages"]) == (6, misfits)
+        full = engine.inspect.context.full
+        assert full.index.num_raw == misfits and full.host.available() == full.host.num_pages - 6 - misfits
+        forget(engine, "device")
+        assert serve(engine, "b", TOKENS, kind).hit.host == 6 * PAGE
+        forget(engine, "device", "host")
+        assert full.host.available() == full.host.num_pages
+        assert serve(engine, "c", TOKENS, kind).hit.disk == 6 * PAGE
+        assert full.index.num_raw == misfits
+    with build_engine(settings, model) as engine:
+        assert serve(engine, "d", TOKENS, kind).hit.disk == 6 * PAGE
+        assert engine.stats()["packing.packed_pages"] == 0
+        forget(engine, "device")
+        assert serve(engine, "e", TOKENS, kind).hit.host == 6 * PAGE
+    store = open_existing(tmp_path / "store")
+    store.check()
+    store.close()
+
+
+def test_a_page_says_what_it_is(device: str) -> None:
+    """Packed pages, and both places of raw ones, in their last 16 bytes, of which all but the first are 0."""
+    with build_engine(config(device=device), MODELS["mha"]) as engine:
+        serve(engine, "a", TOKENS, "some")
+        full = engine.inspect.context.full
+        keys = [*full.index]
+        parts = full.index.parts(keys)
+        pages, rest = ids_of(parts), rest_of(parts)
+        assert rest is not None
+        kinds = [PageKind.RAW, PageKind.PACKED] * 3
+        assert kinds_of(full.host, pages.tolist()) == kinds
+        assert kinds_of(full.host, rest[rest > 0].tolist()) == [PageKind.REST] * 3
+        held = torch.cat([pages, rest[rest > 0]])
+        assert not full.host.bytes_of[held, -15:].any()
+        page = TOKENS[: 2 * PAGE]
+        raw = b"".join(
+            buffer.flatten(1).view(torch.uint8)[engine_slots(engine, page)[:PAGE]].cpu().numpy().tobytes()
+            for layer in full_layers(engine)
+            for buffer in layer
+        )
+        places = [full.host.bytes_of[int(place), :-16].numpy().tobytes() for place in (pages[0], rest[0])]
+        assert b"".join(places)[: len(raw)] == raw, "the bytes of a raw page, through both places"
+
+
+def test_the_documented_decoder_reads_a_page() -> None:
+    """The code of docs/disk_format.md, with the sizes that its text gives."""
+    text = (Path(__file__).parents[2] / "docs/disk_format.md").read_text()
+    (code,) = re.findall(r"\n    (def values\(.*?)\n\n", text, re.DOTALL)
+    decoder: dict[str, Any] = {}
+    exec(textwrap.dedent("    " + code), decoder)
+    for name, bits, shares in (("wide rows", 3, (0.03, 0.05)), ("mla", 4, (0.001,))):
+        with build_engine(config(kv_packing=str(bits)), MODELS[name]) as engine:
+            serve(engine, "a", TOKENS, "fit")
+            full = engine.inspect.context.full
+            page = full.host.bytes_of[ids_of(full.index.parts([*full.index][:1]))][0].numpy().tobytes()
+            slots = engine_slots(engine, TOKENS[:PAGE])
+            for layer in full_layers(engine):
+                for at, buffer in enumerate(layer):
+                    rows = buffer.flatten(1)[slots].view(torch.int16).numpy().view(np.uint16)
+                    for first in range(0, rows.shape[1], 128):
+                        width = min(128, rows.shape[1] - first)
+                        num_escapes = math.ceil(shares[min(at, len(shares) - 1)] * PAGE * width)
+                        num_escapes = -(-num_escapes // 16) * 16
+                        size = width + num_escapes + PAGE * width + bits * PAGE // 8 * width
+                        found = list(decoder["values"](page[:size], PAGE, width, bits, num_escapes))
+                        assert found == rows[:, first : first + width].flatten().tolist()
+                        page = page[size:]
+            assert page == bytes(16)
+
+
+def full_layers(engine: CacheEngine) -> list[tuple[torch.Tensor, ...]]:
+    (space,) = engine.pool.slot_spaces
+    return [tuple(space.layer_buffers(layer)) for layer in space.layout.layers]
+
+
+def engine_slots(engine: CacheEngine, tokens: np.ndarray) -> torch.Tensor:
+    match = engine.inspect.context.tree.match(tokens)
+    return torch.cat([node.value_of("full") for node in match.nodes])[: len(tokens)]
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("bits", ["off", "3", "4"])
+def test_sizes_are_those_of_packed_pages(name: str, bits: str) -> None:
+    """What a plan computes from the geometry is what gets built; packed pages are smaller, so the host holds more."""
+    settings = config(kv_packing=bits)
+    with build_engine(settings, MODELS[name]) as engine:
+        hosts = {component.name: component.host for component in engine.inspect.context.components}
+        assert {name: host.page_bytes for name, host in hosts.items()} == host_page_bytes(settings, MODELS[name])
+        for host in hosts.values():
+            raw_bytes = host.layout.page_bytes(PAGE)
+            assert host.page_bytes == raw_bytes if bits == "off" else host.page_bytes < 0.85 * raw_bytes
+
+
+def test_pages_of_another_packing_are_never_read(tmp_path: Path) -> None:
+    """The store of one packing is refused to another, and keys differ between them."""
+    keys = []
+    for number, bits in enumerate(("off", "3", "4")):
+        with build_engine(config(kv_packing=bits, disk=disk_at(tmp_path / bits)), MODELS["mha"]) as engine:
+            serve(engine, "a", TOKENS, "fit")
+            keys += [*engine.inspect.context.full.index]
+        for other in ("off", "3", "4")[number + 1 :]:
+            with pytest.raises(StoreMismatch):
+                build_engine(config(kv_packing=other, disk=disk_at(tmp_path / bits)), MODELS["mha"])
+    assert len({*keys}) == 18
+
+
+def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Unless a filter is named. `hicache store verify` finds every page whole."""
+    for filter, is_smaller in (("auto", False), ("none", True)):
+        disk = DiskConfig(path=str(tmp_path / filter), budget_bytes=4 << 20, filter=filter)  # type: ignore[arg-type]
+        with build_engine(config(disk=disk), MODELS["mha"]) as engine:
+            serve(engine, "a", TOKENS, "some")
+            stats = engine.stats()
+            assert stats["disk.stored_pages"] == 9
+            assert (stats["disk.live_bytes"] < stats["disk.raw_bytes"]) == is_smaller
+        assert main(["store", "verify", disk.path]) == 0
+    assert "damaged" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("removed", [0, 2, 5])
+def test_a_page_without_its_rest_is_a_miss(tmp_path: Path, removed: int) -> None:
+    """Where a store has lost the second part of a page, the prefix ends before that page."""
+    settings = config(disk=disk_at(tmp_path))
+    with build_engine(settings, MODELS["mha"]) as engine:
+        serve(engine, "a", TOKENS, "none")
+        keys = engine.inspect.context.tree.names.of_prompt(engine.inspect.context.tree.match(TOKENS), TOKENS)
+    store = open_existing(tmp_path / "store")
+    assert store.delete(rest_keys([keys[removed]]))
+    store.close()
+    with build_engine(settings, MODELS["mha"]) as engine:
+        assert serve(engine, "b", TOKENS, "none").cached_len == removed * PAGE
+        assert engine.stats()["prefetch.lost_pages"] == 1
+
+
+def test_where_there_is_no_second_place(device: str) -> None:
+    """A page that does not fit, and finds no second place on the host, is not backed up; pages beside it are."""
+    model = MODELS["mha"]
+    page_bytes = host_page_bytes(config(), model)["full"]
+    with build_engine(config(host_bytes=8 * page_bytes, device=device), model) as engine:
+        serve(engine, "a", TOKENS, "some")
+        full = engine.inspect.context.full
+        assert (full.host.num_pages, len(full.index), full.index.num_raw) == (7, 3, 0)
+        assert engine.stats()["packing.dropped_pages"] == 3
+        forget(engine, "device")
+        assert serve(engine, "b", TOKENS, "some").cached_len == 0
+
+
+def test_packing_ends_where_too_much_does_not_fit(
+    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the remedy; what comes next goes to two places at once, and comes back."""
+    monkeypatch.setattr(hicache.flow.packing, "_MIN_JUDGED_PAGES", 10)
+    with build_engine(config(disk=disk_at(tmp_path), device=device), MODELS["windows"]) as engine:
+        with caplog.at_level(logging.WARNING):
+            for seed in range(6):
+                serve(engine, f"r{seed}", prompt(seed, 3), "some")
+                assert engine.stats()["packing.on_flag"] == (seed < 3)
+        told = [record.getMessage() for record in caplog.records if "component full" in record.getMessage()]
+        assert len(told) == 1 and "kv_packing=off" in told[0]
+        forget(engine, "device", "host")
+        for seed in range(6):
+            assert serve(engine, f"s{seed}", prompt(seed, 3), "some").hit.disk == 3 * PAGE
+        assert engine.stats()["packing.packed_pages"] == 12
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"dtype": "float16"}, "bfloat16"),
+        ({"dtype": "float32"}, "bfloat16"),
+        ({"host_page_size": 4, "page_size": 4}, "4 tokens"),
+        ({"host_page_size": 24, "mamba_track_interval": 240}, "24 tokens"),
+    ],
+)
+def test_what_cannot_be_packed(changes: dict[str, object], reason: str) -> None:
+    """Is refused where bits were given, with the remedy, and stays raw under auto."""
+    with pytest.raises(ConfigError, match=reason) as refused:
+        build_engine(config(**changes), MODELS["mha"])
+    assert "kv_packing" in str(refused.value)
+    with build_engine(config(kv_packing="auto", **changes), MODELS["mha"]) as engine:
+        full = engine.inspect.context.full
+        assert full.packing is None and full.host.page_bytes == full.host.layout.page_bytes(full.host.page_tokens)
+
+
+def test_values_of_another_shape_than_keys_stay_raw() -> None:
+    model = ModelGeometry(3, 4, 16, v_head_dim=8)
+    with pytest.raises(ConfigError, match="row sizes"):
+        build_engine(config(), model)
+    assert host_page_bytes(config(), model)["full"] == 3 * PAGE * 4 * 24 * 2
+
+
+def test_words_of_the_setting() -> None:
+    """YAML reads off as false and 3 as a number; auto packs on CUDA alone."""
+    of = EngineConfig.from_dict
+    given = {False: "off", "off": "off", 3: "3", "4": "4", "auto": "auto"}
+    assert {word: of({"device_tokens": 64, "kv_packing": word}).kv_packing for word in given} == given
+    for wrong in (True, 2, 5, "on", None):
+        with pytest.raises(ConfigError, match="kv_packing"):
+            of({"device_tokens": 64, "kv_packing": wrong})
+    model = MODELS["mha"]
+    sizes = [host_page_bytes(config(kv_packing="auto", device=device), model) for device in ("cpu", "cuda", "cuda:1")]
+    assert sizes[0] == host_page_bytes(config(kv_packing="off"), model)
+    assert sizes[1] == sizes[2] == host_page_bytes(config(kv_packing="4"), model)
