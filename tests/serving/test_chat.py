@@ -99,7 +99,7 @@ def test_a_conversation_in_a_terminal(server: Server, tmp_path: Path) -> None:
         assert first[2] is None and "first prompt" not in first[5]
         assert int(second[1].replace(",", "")) > int(first[1].replace(",", "")) and second[3] == "device"
         assert int(second[2].replace(",", "")) >= (int(first[1].replace(",", "")) - 1) // 64 * 64
-        assert re.match(r", at the first prompt's speed [\d.]+ s", second[5])
+        assert re.match(r", without the cache about [\d.]+ s", second[5])
         os.write(ours, b"\x04")
         shown_until(ours, "")
         assert program.wait(BOUND_S) == 0
@@ -140,6 +140,7 @@ BAD = {
     "no text": ("{tmp}/bytes {url}", "Hi", "UTF-8"),
     "no question": ("{url}", " \n", "standard input"),
     "too long a file": ("{tmp}/long {url}", "Hi", "fewer or shorter files"),
+    "too long a file, in the server's words": ("{tmp}/long {url}", "Hi", "error: this model's maximum context"),
     "a wrong key": ("{url} --api-key wrong", "Hi", "--api-key"),
     "a model for another's server": ("{url} --model random", "Hi", "--url"),
     "a setting for another's server": ("{url} --host-bytes 1GiB", "Hi", "--url"),

@@ -12,6 +12,7 @@ import openai
 
 from hicache.console import read_text
 from hicache.errors import ConfigError, HiCacheError, NoServer
+from hicache.serving.packaged_model import CHAT_FIELDS, NAME
 
 _MIN_TIMED_TOKENS = 512  # of a prompt whose time is that of its tokens, not of everything else
 
@@ -45,12 +46,14 @@ class Conversation:
     def _answer(self, on_text: Callable[[str], object]) -> tuple[str, float, Any]:
         """The text, the seconds until its first token, and the usage that the server tells."""
         begin_s, first_token_s, text, usage = time.perf_counter(), 0.0, "", None
+        model = self.client.models.list().data[0].id
         with self.client.chat.completions.create(
-            model=self.client.models.list().data[0].id,
+            model=model,
             messages=self._messages,
             max_tokens=self.max_tokens,
             stream=True,
             stream_options={"include_usage": True},
+            **(CHAT_FIELDS if model == NAME else {}),
         ) as events:
             for event in events:
                 first_token_s = first_token_s or time.perf_counter() - begin_s
@@ -68,7 +71,7 @@ class Conversation:
         if self._tokens_per_s is None and not sources and prompt_tokens >= _MIN_TIMED_TOKENS:
             self._tokens_per_s = prompt_tokens / first_token_s
         elif self._tokens_per_s is not None and sources:
-            line += f", at the first prompt's speed {prompt_tokens / self._tokens_per_s:.2f} s"
+            line += f", without the cache about {prompt_tokens / self._tokens_per_s:.2f} s"
         return line
 
 
@@ -84,8 +87,10 @@ def _as_own(error: openai.APIError, server: str) -> HiCacheError:
     """The client library's error in words that say what would do."""
     if isinstance(error, openai.APIConnectionError):
         return NoServer(server, str(error.__cause__ or error))
+    # Without the status, which the client library puts before what the server says.
+    told = error.body["message"] if isinstance(error.body, dict) and "message" in error.body else error.message
     if error.code == "context_length_exceeded":
-        return ConfigError(f"{error.message}; give fewer or shorter files, or begin a new chat")
+        return ConfigError(f"{told}; give fewer or shorter files, or begin a new chat")
     if isinstance(error, openai.AuthenticationError):
         return ConfigError(f"{server} wants another key; give --api-key, or set HICACHE_API_KEY")
-    return ConfigError(f"{server}: {error.message}")
+    return ConfigError(f"{server}: {told}")

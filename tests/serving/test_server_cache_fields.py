@@ -1,0 +1,93 @@
+"""What a client may say of the cache does what docs/serving.md says, by requests to a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from server_case import KEY, SECRET, TINY, Server, ask, serving
+
+LEN, NEW_LEN = 48, 88  # tokens of a prompt; beside two of the first a device of 160 has no room for the second
+HELD = LEN - 4  # the last token is computed, and its page of 4 with it
+ENDLESS = 100_000
+
+
+@pytest.fixture(scope="module", name="small")
+def a_server_with_a_small_device(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("small"), *TINY, "--device-tokens", "160", "--host-bytes", "0") as server:
+        yield server
+
+
+def cached_tokens(server: Server, prompt: Any, **fields: Any) -> int:
+    """Of the prompt, for an answer of a token."""
+    body = json.dumps({"prompt": prompt, "max_tokens": 1, **fields}).encode()
+    status, answer, _ = ask(server, "POST", "/v1/completions", body)
+    assert status == 200, answer
+    return int(answer["usage"]["prompt_tokens_details"]["cached_tokens"])
+
+
+@pytest.mark.parametrize(
+    ("seed", "first", "second", "stays"),
+    [
+        pytest.param(0, {}, {}, 1, id="of equals the older one leaves"),
+        pytest.param(10, {}, {"expected_reuse": 0}, 0, id="what ends leaves"),
+        pytest.param(20, {"expected_reuse": 9}, {}, 0, id="what is asked for again stays"),
+    ],
+)
+def test_expected_reuse_decides_what_leaves(
+    small: Server, seed: int, first: dict[str, int], second: dict[str, int], stays: int
+) -> None:
+    """Two prompts are asked once each, and a third one takes the place of one of them."""
+    prompts = [
+        np.random.default_rng(seed + i).integers(0, 256, size).tolist() for i, size in enumerate((LEN, LEN, NEW_LEN))
+    ]
+    assert ask(small, "POST", "/reset_prefix_cache")[:2] == (200, {"success": True})
+    assert cached_tokens(small, prompts[0], **first) == cached_tokens(small, prompts[1], **second) == 0
+    assert cached_tokens(small, prompts[2]) == 0
+    assert cached_tokens(small, prompts[stays]) == HELD > cached_tokens(small, prompts[1 - stays])
+
+
+def test_a_lower_priority_is_served_earlier(tmp_path: Path) -> None:
+    """Of two requests that wait for the only place, though the other one came first."""
+
+    def wait_in_line(name: str, **fields: Any) -> int:
+        body = json.dumps({"prompt": SECRET, "max_tokens": 20, **fields}).encode()
+        return ask(server, "POST", "/v1/completions", body, x_request_id=name)[0]
+
+    with serving(tmp_path, "--max-running", "1", "--device-tokens", "131072", api_key=KEY) as server:
+        running = server.client(KEY).completions.create(
+            model="random", prompt=SECRET, max_tokens=ENDLESS, stream=True, extra_body={"priority": -10}
+        )
+        next(iter(running))
+        with ThreadPoolExecutor() as threads:
+            late = threads.submit(wait_in_line, "late", priority=1)
+            server.wait_for("hicache_requests_queued", 1)
+            early = threads.submit(wait_in_line, "early", priority=-1)
+            server.wait_for("hicache_requests_queued", 2)
+            running.close()
+            assert (late.result(), early.result()) == (200, 200)
+        server.wait_for_line(request_id="late")
+        names = [line["request_id"] for line in server.log_lines if line.get("request_id") in ("late", "early")]
+        assert names == ["early", "late"]
+
+
+def test_a_key_of_the_cache_changes_nothing_and_a_retention_is_refused(server: Server) -> None:
+    """Requests with other keys share pages. A retention is taken at the value that asks for no longer one."""
+    prompt = f"{SECRET} in another part of the cache " * 4
+    held = len(prompt) // 64 * 64
+    assert [cached_tokens(server, prompt, prompt_cache_key=key) for key in ("a", "a", "b")] == [0, held, held]
+    assert cached_tokens(server, prompt, prompt_cache_retention="in_memory") == held
+    for route, asked in (
+        ("completions", {"prompt": prompt}),
+        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ):
+        body = json.dumps({**asked, "prompt_cache_retention": "24h"}).encode()
+        status, answer, _ = ask(server, "POST", f"/v1/{route}", body)
+        assert (status, answer["error"]["param"]) == (400, "prompt_cache_retention")
+        assert "this server does not implement it" in answer["error"]["message"]
