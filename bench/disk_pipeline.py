@@ -46,6 +46,7 @@ def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens:
         max_context_len=tokens + 2 * PAGE,
         device=str(device),
         model_id="bench",
+        kv_packing="off",
         prefetch_mode="wait_complete",
         prefetch_host_share=1.0,
         disk=DiskConfig(path=str(folder / "pipeline"), budget_bytes=max(256 << 20, documents * tokens * (160 << 10))),

@@ -119,6 +119,7 @@ def _config(url: str, num_pages: int, readers: int = 0) -> EngineConfig:
         max_context_len=(num_pages + 2) * _PAGE_TOKENS,
         dtype="bfloat16",
         model_id="bench",
+        kv_packing="off",
         eviction_policy="lru",
         prefetch_mode="wait_complete",
         remote=RemoteConfig(url=url, io_timeout_s=30.0, reader_threads=readers),
