@@ -84,4 +84,4 @@ def _answer(conversation: Conversation, question: str, notes: Console) -> None:
 
 
 def _note(notes: Console, line: str) -> None:
-    notes.print(Text(line, style="dim"))
+    notes.print(Text(line, style="dim"), soft_wrap=True)
