@@ -47,14 +47,9 @@ class Conversation:
         """The text, the seconds until its first token, and the usage that the server tells."""
         begin_s, first_token_s, text, usage = time.perf_counter(), 0.0, "", None
         model = self.client.models.list().data[0].id
-        with self.client.chat.completions.create(
-            model=model,
-            messages=self._messages,
-            max_tokens=self.max_tokens,
-            stream=True,
-            stream_options={"include_usage": True},
-            **(CHAT_FIELDS if model == NAME else {}),
-        ) as events:
+        more: Any = {"stream_options": {"include_usage": True}, **(CHAT_FIELDS if model == NAME else {})}
+        create, max_tokens = self.client.chat.completions.create, self.max_tokens
+        with create(model=model, messages=self._messages, max_tokens=max_tokens, stream=True, **more) as events:
             for event in events:
                 first_token_s = first_token_s or time.perf_counter() - begin_s
                 usage = event.usage or usage
