@@ -18,10 +18,14 @@ import torch
 
 from hicache import ModelGeometry
 from hicache.bench.common import Report, interleave, raw_copies
+from hicache.bench.packed_sample import KvSample
 from hicache.build.factory import build_transfer
+from hicache.build.packing import packer_of, place_bytes
 from hicache.config import AdvancedConfig, EngineConfig
+from hicache.config.engine import KvPacking
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
 from hicache.host import HostPagePool
+from hicache.tiers import FULL
 from hicache.transfer import TransferBackend, TransferOp
 
 NAME = "transfer"
@@ -91,23 +95,41 @@ def shuffled_runs(rng: np.random.Generator, count: int, mean_run: int) -> npt.ND
 
 
 class Rig:
-    """Pools and backend of one geometry and page size."""
+    """Pools and backend of one geometry and page size. `kv_packing`: as the setting; `sample`: what the pool holds,
+    None for normal numbers; `pool`: another rig's, of which nobody else makes use meanwhile."""
 
-    def __init__(self, geometry: ModelGeometry | Latent, layout: Layout, tokens: int, device: torch.device) -> None:
-        self.tokens = tokens
+    def __init__(
+        self,
+        geometry: ModelGeometry | Latent,
+        layout: Layout,
+        tokens: int,
+        device: torch.device,
+        *,
+        kv_packing: KvPacking = "off",
+        sample: KvSample | None = None,
+        pool: KVCache | None = None,
+    ) -> None:
+        self.tokens, self._sample = tokens, sample
         size = tokens + tokens // 4
-        self.pool = _pool(geometry, size, layout.device_page, device)
-        host_bytes = (size + layout.host_page) * self.pool.layout.token_bytes
+        self.pool = _pool(geometry, size, layout.device_page, device) if pool is None else pool
         config = EngineConfig(
             device_tokens=size,
-            host_bytes=host_bytes,
             page_size=layout.device_page,
             host_page_size=layout.host_page,
             device=str(device),
+            kv_packing=kv_packing,
             advanced=AdvancedConfig(staging_bytes=1 << 30),
         )
-        self.host = HostPagePool(self.pool.layout, layout.host_page, host_bytes, pin=device.type == "cuda")
-        backend, self.counter = build_transfer(config, self.pool, self.host)
+        packer = packer_of(config, FULL, self.pool.slot_spaces[0], layout.host_page)
+        page_bytes = self.pool.layout.page_bytes(layout.host_page) if packer is None else place_bytes(packer)
+        self.host = HostPagePool(
+            self.pool.layout,
+            layout.host_page,
+            (size // layout.host_page + 1) * page_bytes,
+            pin=device.type == "cuda",
+            page_bytes=page_bytes,
+        )
+        backend, self.counter = build_transfer(config, self.pool, self.host, packer)
         assert backend is not None
         self.backend: TransferBackend = backend
         self.backend.start()
@@ -133,7 +155,10 @@ class Rig:
         self.up(self.pages, self.chosen).wait()
 
     def whole_down(self) -> None:
-        self.backend.store(self.chosen, self.pages).wait()
+        op = self.backend.store(self.chosen, self.pages)
+        op.wait()
+        if op.misfits:
+            raise AssertionError(f"{len(op.misfits)} of {len(self.pages)} pages do not fit when packed")
 
     def both(self) -> None:
         """Half of the tokens go up while the other half goes down, with polling, as a scheduler does."""
@@ -145,10 +170,12 @@ class Rig:
         self.up_seconds.append(up.seconds())
 
     def verify(self) -> None:
-        """Store random bytes, poison the device, load them and compare."""
+        """Store the sample or random bytes, poison the device, load them and compare."""
         buffers = [buffer for layer in self.pool.layout.layers for buffer in self.pool.layer_buffers(layer)]
         for buffer in buffers:
             buffer.normal_()
+        if self._sample is not None:
+            self._sample.fill(self.pool, self.slots)
         truth = [buffer[self.slots].clone() for buffer in buffers]
         self.whole_down()
         for buffer in buffers:

@@ -1,0 +1,168 @@
+"""Packed pages on the link: loads, stores, both at once and several loads at a time, beside plain copies of raw bytes.
+
+Everything goes through the engine's own backend, over one pool. Rates are raw bytes a second, so the ratio to a plain
+copy is what packing gains; the same without packing is in the notes. A helper of the bench of packed pages.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from functools import partial
+
+import torch
+
+from hicache.bench.common import RawCopy, Report, gb_per_s, interleave, percentile, raw_copies
+from hicache.bench.forward8b import ForwardShape
+from hicache.bench.nvcomp_ans import ans_note
+from hicache.bench.packed_sample import FORMATS, KvSample
+from hicache.bench.transfer import Layout, Rig
+from hicache.config.engine import KvPacking
+from hicache.device import KVCache
+from hicache.host import HostPagePool
+from hicache.transfer import TransferOp
+
+PAGE, CONCURRENT = 64, 8
+CONTIGUOUS = Layout("page64.contiguous", PAGE, PAGE, False)
+RANDOM = Layout("page64.random", PAGE, PAGE, True)
+TARGETS = {
+    "load.contiguous": 1.30,
+    "load.random": 1.28,
+    "load.3bit": 1.37,
+    "store": 1.25,
+    "both": 1.22,
+    "load.1": 1.28,
+    "load.8": 1.28,
+    "capacity.host": 1.28,
+}
+_CAPACITY_BYTES = 1 << 30
+_BITS: tuple[KvPacking, KvPacking] = ("4", "3")
+
+Run = Callable[[], object]
+Seconds = Mapping[str, Sequence[float]]
+
+
+def measure_transfers(
+    report: Report, shape: ForwardShape, sample: KvSample, device: torch.device, tokens: int, samples: int
+) -> None:
+    """`tokens`: of a load, a multiple of eight pages."""
+    make = partial(Rig, shape.geometry, tokens=tokens, device=device, sample=sample)
+    with closing(make(CONTIGUOUS)) as raw:
+        with ExitStack() as rigs:
+            packed, three = (
+                rigs.enter_context(closing(make(CONTIGUOUS, kv_packing=bits, pool=raw.pool))) for bits in _BITS
+            )
+            _contiguous(report, raw, packed, three, samples)
+            _concurrent(report, raw, packed, samples)
+            _capacity(report, raw.pool, packed.host.page_bytes, sample)
+        _random(report, raw.pool, make, samples)
+
+
+def _copies(device: torch.device, num_bytes: int) -> dict[str, RawCopy]:
+    """Plain copies by direction: of pinned memory on CUDA, of memory elsewhere."""
+    found = raw_copies(device, num_bytes)
+    return found if device.type == "cuda" else dict.fromkeys(("up", "down", "both"), found["memcpy"])
+
+
+def _timed(variants: Mapping[str, Run], device: torch.device, samples: int) -> Seconds:
+    sync = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
+    return interleave(variants, samples=samples, sync=sync)
+
+
+def _report(
+    report: Report, case: str, rig: Rig, seconds: Seconds, names: Sequence[str], copy: RawCopy, also: str = ""
+) -> None:
+    """`names`: of the variant, of the same without packing, and of the plain copies."""
+    packed, raw, plain = names
+    unpacked = percentile(gb_per_s(rig.num_bytes, seconds[raw]), 50)
+    note = f"raw bytes a second; without packing {unpacked:.1f} GB/s; the ceiling is a plain copy of raw bytes{also}"
+    target = TARGETS[case] if rig.pool.device.type == "cuda" else None
+    about = {"beside": seconds[plain], "beside_bytes": copy.num_bytes, "target": target, "note": note}
+    report.rate(f"packed.{case}", rig.num_bytes, seconds[packed], **about)
+
+
+def _contiguous(report: Report, raw: Rig, packed: Rig, three: Rig, samples: int) -> None:
+    device = raw.pool.device
+    copies, rigs = _copies(device, _copy_bytes(device)), {"raw": raw, "4": packed, "3": three}
+    variants: dict[str, Run] = {f"plain.{name}": copies[name].run for name in ("up", "down", "both")}
+    for name, rig in rigs.items():
+        rig.verify()
+        variants |= {f"{name}.load": rig.whole_up, f"{name}.store": rig.whole_down, f"{name}.both": rig.both}
+    seconds = _timed(variants, device, samples)
+    for rig in rigs.values():
+        rig.verify()
+    names, ans = ("4.load", "raw.load", "plain.up"), ans_note(report, raw.pool, raw.slots, samples)
+    _report(report, "load.contiguous", packed, seconds, names, copies["up"], ans)
+    _report(report, "load.3bit", three, seconds, ("3.load", "raw.load", "plain.up"), copies["up"])
+    _report(report, "store", packed, seconds, ("4.store", "raw.store", "plain.down"), copies["down"])
+    _report(report, "both", packed, seconds, ("4.both", "raw.both", "plain.both"), copies["both"])
+
+
+def _random(report: Report, pool: KVCache, make: Callable[..., Rig], samples: int) -> None:
+    device = pool.device
+    copy = _copies(device, _copy_bytes(device))["up"]
+    with closing(make(RANDOM, pool=pool)) as raw, closing(make(RANDOM, kv_packing="4", pool=pool)) as packed:
+        for rig in (raw, packed):
+            rig.verify()
+        seconds = _timed({"plain": copy.run, "4": packed.whole_up, "raw": raw.whole_up}, device, samples)
+        packed.verify()
+    _report(report, "load.random", packed, seconds, ("4", "raw", "plain"), copy)
+
+
+def _concurrent(report: Report, raw: Rig, packed: Rig, samples: int) -> None:
+    """Loads of an eighth of the tokens: one alone, and eight that are submitted at once."""
+    device, num_bytes = raw.pool.device, raw.num_bytes // CONCURRENT
+    copy = _copies(device, num_bytes)["up"]
+    for count in (1, CONCURRENT):
+        variants: dict[str, Run] = {
+            "plain": partial(_repeat, copy.run, count),
+            "4": partial(_loads, packed, count),
+            "raw": partial(_loads, raw, count),
+        }
+        seconds = _timed(variants, device, samples)
+        rates = {name: gb_per_s(count * num_bytes, found) for name, found in seconds.items()}
+        note = (
+            f"{count} of {packed.tokens // CONCURRENT} tokens; without packing {percentile(rates['raw'], 50):.1f} GB/s"
+        )
+        case, target = f"load.{count}", TARGETS[f"load.{count}"] if device.type == "cuda" else None
+        report.case(f"packed.{case}", rates["4"], "GB/s", ceiling=rates["plain"], target=target, note=note)
+    packed.verify()
+
+
+def _repeat(run: Run, count: int) -> None:
+    for _ in range(count):
+        run()
+
+
+def _loads(rig: Rig, count: int) -> None:
+    """Submit loads as producers get free, as an engine does, and wait for all."""
+    pages, slots = rig.pages.chunk(CONCURRENT), rig.chosen.chunk(CONCURRENT)
+    ops: list[TransferOp] = []
+    for part in range(count):
+        while not rig.counter.can_begin():
+            for op in ops:
+                op.done()
+            time.sleep(0)
+        ops.append(rig.up(pages[part], slots[part]))
+    for op in ops:
+        op.wait()
+
+
+def _capacity(report: Report, pool: KVCache, page_bytes: int, sample: KvSample) -> None:
+    """Tokens that a host tier of one size holds: pages that do not fit take two places."""
+    packed, raw = (
+        HostPagePool(pool.layout, PAGE, _CAPACITY_BYTES, pin=False, page_bytes=size) for size in (page_bytes, None)
+    )
+    channels = pool.layer_buffers(pool.layout.layers[0])[0][0].numel()
+    *_, misfits = sample.escapes(FORMATS["4"], len(pool.layout.layers), channels)
+    tokens, target = int(packed.num_pages / (1 + misfits)) * PAGE, TARGETS["capacity.host"]
+    note = f"in {_CAPACITY_BYTES >> 20} MiB; {misfits:.4f} of the pages do not fit and take two places; {sample.about}"
+    about = {"ceiling": float(raw.num_pages * PAGE), "target": target if pool.device.type == "cuda" else None}
+    report.case("packed.capacity.host", [float(tokens)], "tokens", note=note, **about)
+    for host in (packed, raw):
+        host.close()
+
+
+def _copy_bytes(device: torch.device) -> int:
+    return 1 << 30 if device.type == "cuda" else 16 << 20
