@@ -161,16 +161,20 @@ def _stage(report: Report, stage: Stage, samples: int, order: Order, lengths: Se
     stage.rig.verify()
 
 
+def measure_overlap(report: Report, stage: Stage, samples: int, order: Order, num_tokens: int) -> Overlap:
+    """Report what a load hides of a forward of `num_tokens` new tokens, or the other way round."""
+    steps = stage.steps(stage.forward.suffix(num_tokens))
+    seconds = interleave(steps, samples=samples, warmup=1, timer=step_timer(stage.sync))
+    load, compute = (percentile(seconds[name], 50) for name in ("load", "compute"))
+    runs = (tuple(seconds[name]) for name in ("together", "control", "beside"))
+    overlap = Overlap(num_tokens, load, compute, *runs)
+    overlap.report(report, order, target=stage.device.type == "cuda")
+    return overlap
+
+
 def _overlap(report: Report, stage: Stage, samples: int, order: Order, lengths: Sequence[int]) -> None:
-    target, overlaps = stage.device.type == "cuda", []
-    for num_tokens in lengths:
-        steps = stage.steps(stage.forward.suffix(num_tokens))
-        seconds = interleave(steps, samples=samples, warmup=1, timer=step_timer(stage.sync))
-        load, compute = (percentile(seconds[name], 50) for name in ("load", "compute"))
-        runs = (tuple(seconds[name]) for name in ("together", "control", "beside"))
-        overlap = Overlap(num_tokens, load, compute, *runs)
-        overlaps.append(overlap)
-        overlap.report(report, order, target=target)
+    target = stage.device.type == "cuda"
+    overlaps = [measure_overlap(report, stage, samples, order, num_tokens) for num_tokens in lengths]
     report_host_prefix(report, overlaps, order, target=target)
 
 
@@ -251,12 +255,12 @@ def _during_load(report: Report, stage: Stage, samples: int) -> None:
     a, b, c = (make(side, side) for _ in range(3))
     q, k, v = make(1, heads, tokens, 128), *(make(1, heads // 4, 16 * tokens, 128) for _ in range(2))
     what = f"{heads} heads of 128, {tokens} tokens over {16 * tokens}"
-    _beside_load(report, stage, samples, "matmul", f"{side}^3", lambda: torch.mm(a, b, out=c), MATMUL_TARGET)
+    beside_load(report, stage, samples, "matmul.during_load", f"{side}^3", lambda: torch.mm(a, b, out=c), MATMUL_TARGET)
     attend = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
-    _beside_load(report, stage, samples, "attention", what, attend, None)
+    beside_load(report, stage, samples, "attention.during_load", what, attend, None)
 
 
-def _beside_load(
+def beside_load(
     report: Report, stage: Stage, samples: int, name: str, what: str, work: Callable[[], object], target: float | None
 ) -> None:
     """`work`, back to back on a stream of its own, alone and within a load at full speed."""
@@ -274,6 +278,8 @@ def _beside_load(
 
     def beside_load() -> float:
         _, op = stage.submit()
+        if on_cuda:  # elsewhere a copy ends before its outcome is known
+            op.wait_outcome()
         seconds = seconds_of(count)
         outlasted.append(not op.done())
         op.wait()
@@ -288,4 +294,4 @@ def _beside_load(
         f"{percentile(alone, 50) * 1e3:.1f} alone, and outlasted them in {sum(outlasted)} of {len(outlasted)} runs"
     )
     target = target if on_cuda else None
-    report.time(f"{name}.during_load", each["load"], "ms", beside=each["alone"], target=target, note=note)
+    report.time(name, each["load"], "ms", beside=each["alone"], target=target, note=note)

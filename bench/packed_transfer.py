@@ -78,8 +78,9 @@ def _report(
     unpacked = percentile(gb_per_s(rig.num_bytes, seconds[raw]), 50)
     note = f"raw bytes a second; without packing {unpacked:.1f} GB/s; the ceiling is a plain copy of raw bytes{also}"
     target = TARGETS[case] if rig.pool.device.type == "cuda" else None
-    about = {"beside": seconds[plain], "beside_bytes": copy.num_bytes, "target": target, "note": note}
-    report.rate(f"packed.{case}", rig.num_bytes, seconds[packed], **about)
+    moved, beside = rig.num_bytes, seconds[plain]
+    name = f"packed.{case}"
+    report.rate(name, moved, seconds[packed], beside=beside, beside_bytes=copy.num_bytes, target=target, note=note)
 
 
 def _contiguous(report: Report, raw: Rig, packed: Rig, three: Rig, samples: int) -> None:

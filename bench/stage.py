@@ -13,7 +13,9 @@ import torch
 
 from hicache.bench.common import Timer, wall_timer
 from hicache.bench.forward8b import Forward, ForwardShape, Suffix
+from hicache.bench.packed_sample import KvSample
 from hicache.bench.transfer import Layout, Rig
+from hicache.config.engine import KvPacking
 from hicache.transfer import TransferOp
 
 _POISON = -7.0
@@ -51,11 +53,22 @@ def step_timer(sync: Sync | None) -> Timer:
 class Stage:
     """A prefix on the host, its slots on the device, and a forward over them.
 
-    Owns the pools and the backend of a `Rig`. `output` is what the last forward left. Used by one thread.
+    Owns the pools and the backend of a `Rig`. `output` is what the last forward left; `new_slots` are those that the
+    prefix does not use. Used by one thread.
     """
 
-    def __init__(self, shape: ForwardShape, layout: Layout, prefix_tokens: int, device: torch.device) -> None:
-        self.rig = Rig(shape.geometry, layout, prefix_tokens, device)
+    def __init__(
+        self,
+        shape: ForwardShape,
+        layout: Layout,
+        prefix_tokens: int,
+        device: torch.device,
+        *,
+        kv_packing: KvPacking = "off",
+        sample: KvSample | None = None,
+    ) -> None:
+        """`kv_packing`, `sample`: see `Rig`."""
+        self.rig = Rig(shape.geometry, layout, prefix_tokens, device, kv_packing=kv_packing, sample=sample)
         self.device, self.shape = device, shape
         self.sync: Sync | None = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
         pool = self.rig.pool
@@ -63,7 +76,8 @@ class Stage:
         unused = torch.ones(pool.size + pool.page_size, dtype=torch.bool, device=device)
         unused[: pool.page_size] = False
         unused[self.rig.slots] = False
-        self.forward = Forward(shape, pool, self.rig.slots, unused.nonzero().flatten())
+        self.new_slots = unused.nonzero().flatten()
+        self.forward = Forward(shape, pool, self.rig.slots, self.new_slots)
         self.output = torch.empty(0, device=device)
         self.rig.verify()
 

@@ -1,0 +1,97 @@
+"""The bench of packed pages in miniature: every case under its name, its sample, and its checks against damage."""
+
+from __future__ import annotations
+
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from hicache.bench.common import BenchUnavailable, read_report
+from hicache.bench.forward8b import TINY
+from hicache.bench.packed_sample import DISTANCES, FORMATS, TILE_TOKENS, KvSample, drawn_sample, load_sample
+from hicache.bench.packed_transfer import CONTIGUOUS, RANDOM
+from hicache.bench.transfer import Rig
+from hicache.cli import main
+
+CPU = torch.device("cpu")
+TRANSFERS = {"load.contiguous", "load.random", "load.3bit", "load.1", "load.8", "store", "both", "capacity.host"}
+
+
+def _sample(rng: np.random.Generator) -> KvSample:
+    """Two heads of 8 values over four tiles, no two of them alike."""
+    bits = rng.integers(0, 1 << 15, (2, 2, 4, TILE_TOKENS, 8)).astype(np.int16)
+    return KvSample(torch.from_numpy(bits), "test")
+
+
+def _run(tmp_path: Path, *arguments: str) -> dict[str, float | None]:
+    """The targets of a run by case."""
+    assert (
+        main(["bench", "run", "packed", "--device", "cpu", "--out", str(tmp_path), "--samples", "1", *arguments]) == 0
+    )
+    (path,) = tmp_path.glob("*.json")
+    return {case.name.removeprefix("packed."): case.target for case in read_report(path).cases}
+
+
+def test_transfers_and_forwards_have_every_case(tmp_path: Path) -> None:
+    """The names are those of the full run, by its own sizes, and on a CPU no figure has a target."""
+    cases = _run(tmp_path, "--only", "transfer", "forward")
+    overlaps = {f"overlap.{part}suffix8" for part in ("", "hidden.", "control.", "beside.")}
+    assert cases.keys() == TRANSFERS | overlaps | {"decode"} and not any(cases.values())
+
+
+def test_engines_have_every_case(tmp_path: Path) -> None:
+    cases = _run(tmp_path, "--only", "disk", "ttft", "--dir", str(tmp_path))
+    assert cases.keys() == {"capacity.disk", "disk.processor", "ttft.128", "ttft.256"} and not any(cases.values())
+    assert [path.suffix for path in tmp_path.iterdir()] == [".json"], "the run left files behind"
+
+
+def test_tiles_are_tokens_in_a_row_and_none_is_twice_on_a_page() -> None:
+    """Rows have heads of all layers side by side; within a page no head has the same tokens twice."""
+    sample = _sample(np.random.default_rng(0))
+    tiles = {tile.numpy().tobytes(): at for at, tile in enumerate(sample.heads.flatten(0, 2))}
+    for page in range(4):
+        rows = torch.cat([sample.rows(layer, 0, 16) for layer in range(4)], 1)[page * TILE_TOKENS :][:TILE_TOKENS]
+        found = [tiles[part.contiguous().numpy().tobytes()] for part in rows.split(8, 1)]
+        assert len({*found}) == len(found) == 8
+    assert sample.rows(0, 1, 12).shape == (4 * TILE_TOKENS, 12)
+
+
+@pytest.mark.parametrize("layout", [CONTIGUOUS, RANDOM], ids=lambda layout: layout.name)
+@pytest.mark.parametrize("kv_packing", ["off", "4", "3"])
+def test_a_rig_holds_the_sample_and_sees_damage(layout: object, kv_packing: str) -> None:
+    """What was stored comes back, whatever the format; a changed byte of a host page, or a page that does not fit, is
+    an error."""
+    sample = drawn_sample()
+    with closing(Rig(TINY.geometry, layout, 512, CPU, kv_packing=kv_packing, sample=sample)) as rig:  # type: ignore[arg-type]
+        rig.verify()
+        sample.require(rig.pool, rig.slots)
+        rig.host.bytes_of[int(rig.pages[1])] ^= 1
+        rig.whole_up()
+        with pytest.raises(AssertionError):
+            sample.require(rig.pool, rig.slots)
+        _sample(np.random.default_rng(0)).fill(rig.pool, rig.slots)
+        if kv_packing == "off":
+            rig.whole_down()
+        else:
+            with pytest.raises(AssertionError, match="do not fit"):
+                rig.whole_down()
+
+
+def test_the_drawn_sample_has_the_measured_distances(tmp_path: Path) -> None:
+    """As many values escape as in the model's, every page fits, and a file keeps all bits."""
+    sample = drawn_sample()
+    for bits, format in FORMATS.items():
+        means, _, misfits = sample.escapes(format, 4, 256)
+        wanted = [sum(shares[(1 << int(bits)) - 1 :]) for shares in DISTANCES]
+        assert means == pytest.approx(wanted, rel=0.1) and misfits == 0
+    kv = np.random.default_rng(0).integers(0, 1 << 16, (2, 2, 128, 3, 8), dtype=np.uint16)
+    np.savez_compressed(tmp_path / "kv.npz", kv=kv, about="made up")
+    loaded = load_sample(tmp_path / "kv.npz")
+    assert loaded.about == "made up" and loaded.num_rows == 128
+    assert np.array_equal(loaded.rows(0, 1, 24).numpy().view(np.uint16), kv[0, 1].reshape(128, 24))
+    (tmp_path / "bad.npz").write_bytes(b"no sample")
+    with pytest.raises(BenchUnavailable):
+        load_sample(tmp_path / "bad.npz")
