@@ -43,7 +43,7 @@ Tokens: TypeAlias = npt.NDArray[np.int64]
 _PACKINGS: tuple[KvPacking, KvPacking] = ("4", "off")
 _SPARE_PAGES = 8
 _MISFITS_SHARE = 0.03  # of host pages, for those that do not fit
-_POLL_S = 2e-4
+_POLL_S, _STEP_S = 2e-4, 1e-3  # until a token is there; of the loop while pages are read
 
 
 @dataclass(frozen=True)
@@ -260,7 +260,7 @@ def _round(setup: Setup, config: EngineConfig, documents: Sequence[Tokens], turn
             engine.poll()
             ready = next((entry for entry in waiting if entry[2].ready and engine.counter.can_begin()), None)
             if ready is None:
-                time.sleep(_POLL_S)
+                time.sleep(_STEP_S)
                 continue
             waiting.remove(ready)
             leases.append((server.first_token(*ready[:2]), ready[1]))
