@@ -27,7 +27,7 @@ def ans_note(report: Report, pool: KVCache, slots: torch.Tensor, samples: int) -
     try:
         return _measure(report, nvcomp, pool, slots[:_TOKENS], samples)
     except (RuntimeError, TypeError, ValueError) as error:  # of a package that other releases change
-        return f"; nvCOMP failed: {error}"
+        return f"; nvCOMP failed: {str(error).splitlines()[0]}"
 
 
 def _measure(report: Report, nvcomp: Any, pool: KVCache, slots: torch.Tensor, samples: int) -> str:
@@ -40,7 +40,7 @@ def _measure(report: Report, nvcomp: Any, pool: KVCache, slots: torch.Tensor, sa
     codec = nvcomp.Codec(algorithm="ANS", cuda_stream=stream.cuda_stream)
     with torch.cuda.stream(stream):
         encoded = [
-            torch.as_tensor(found, device=pool.device) for found in codec.encode([nvcomp.as_array(p) for p in planes])
+            torch.as_tensor(found, device=pool.device) for found in codec.encode(nvcomp.as_arrays(planes))
         ]
         stream.synchronize()
         on_host = [found.view(torch.uint8).cpu().pin_memory() for found in encoded]
@@ -51,7 +51,7 @@ def _measure(report: Report, nvcomp: Any, pool: KVCache, slots: torch.Tensor, sa
         with torch.cuda.stream(stream):
             for target, source in zip(staging, on_host, strict=True):
                 target.copy_(source, non_blocking=True)
-        decoded[:] = codec.decode([nvcomp.as_array(target) for target in staging])
+        decoded[:] = codec.decode(nvcomp.as_arrays(staging))
 
     seconds = interleave({"ans": load}, samples=samples, sync=lambda: torch.cuda.synchronize(pool.device))["ans"]
     for found, plane in zip(decoded, planes, strict=True):

@@ -77,9 +77,24 @@ def _exponent(bits):
 
 
 @jit
-def _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS):
+def _either(a, b):
+    return a | b
+
+
+@jit
+def _locate(
+    staging,
+    table,
+    page_stride,
+    layer_stride,
+    first_layer,
+    BUFFERS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+    COLS: tl.constexpr,
+    ALIGNED_16: tl.constexpr,
+):
     # Program (p, q, b): page p, buffer q % BUFFERS of layer q // BUFFERS of the group, tile b. Returns the tile's first
-    # channel in the pool, its bytes, its channels, and how many escapes it may have.
+    # channel in the pool, its bytes, and how many escapes it may have.
     # Rows 0 to 3 of the table: offset within a layer of a page, bytes of a tile, escapes of a tile and of the last one.
     # Row 4 + l: addresses of layer l's buffers.
     layer = (tl.program_id(1) // BUFFERS).to(tl.int64)
@@ -88,11 +103,14 @@ def _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHA
     is_last = block == tl.num_programs(2) - 1
     limit = tl.load(table + (2 + is_last) * BUFFERS + buffer)
     tile = staging + tl.program_id(0).to(tl.int64) * page_stride + layer * layer_stride + tl.load(table + buffer)
-    return pool, tile + block * tl.load(table + BUFFERS + buffer), min(COLS, CHANNELS - block * COLS), limit
+    tile += block * tl.load(table + BUFFERS + buffer)
+    if ALIGNED_16:  # the compiler does not know what is in the table
+        pool, tile, limit = tl.multiple_of(pool, 16), tl.multiple_of(tile, 16), tl.multiple_of(limit, 16)
+    return pool, tile, limit
 
 
 @jit(do_not_specialize=["first_layer"], do_not_specialize_on_alignment=["table", "slots", "misfits"])
-def _pack_kernel(
+def _pack_kernel(  # noqa: PLR0917 - Triton binds constants by position
     staging,
     table,
     slots,
@@ -107,39 +125,53 @@ def _pack_kernel(
     CHANNELS: tl.constexpr,
     COLS: tl.constexpr,
     BITS: tl.constexpr,
+    ALIGNED_16: tl.constexpr,
 ):
     SUB: tl.constexpr = PAGE // PARTS
     ESCAPE: tl.constexpr = (1 << BITS) - 1
-    pool, tile, width, limit = _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS)
+    pool, tile, limit = _locate(
+        staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS, ALIGNED_16
+    )
+    # Known to the compiler where all tiles are of one width, so that it reads and writes words.
+    width = COLS if CHANNELS % COLS == 0 else min(COLS, CHANNELS - tl.program_id(2) * COLS)
     page, token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SUB), tl.arange(0, COLS)
     inside = (column < width)[None, :]
     escapes, fractions = tile + width, tile + width + limit
     at = token[:, None] * width + column[None, :]
 
-    top = tl.zeros([COLS], dtype=tl.int32)
+    largest = tl.zeros([SUB, COLS], dtype=tl.int32)
     for part in tl.static_range(PARTS):
         slot = tl.load(slots + page * PAGE + part * SUB + token)
         bits = tl.load(pool + slot[:, None] * row_stride + column[None, :], mask=inside, other=0).to(tl.int32)
-        top = tl.maximum(top, tl.max(_exponent(bits), axis=0))
+        largest = tl.maximum(largest, _exponent(bits))
+    top = tl.max(largest, axis=0)
     tl.store(tile + column, top.to(tl.uint8), mask=column < width)
 
-    seen = 0
     planes = tl.zeros([SUB, COLS], dtype=tl.int32)  # byte k: bit k of the codes
+    escaped_of = tl.zeros([SUB, COLS], dtype=tl.int32)  # bit j: the code of part j is an escape
     for part in tl.static_range(PARTS):
         slot = tl.load(slots + page * PAGE + part * SUB + token)
         bits = tl.load(pool + slot[:, None] * row_stride + column[None, :], mask=inside, other=0).to(tl.int32)
         fraction = ((bits >> 8) & 0x80) | (bits & 0x7F)
         tl.store(fractions + part * SUB * width + at, fraction.to(tl.uint8), mask=inside)
         code = tl.minimum(top[None, :] - _exponent(bits), ESCAPE)
-        escaped = tl.reshape(((code == ESCAPE) & inside).to(tl.int32), [SUB * COLS])
-        place = seen + tl.cumsum(escaped, 0) - escaped
-        exponent = tl.reshape(_exponent(bits), [SUB * COLS]).to(tl.uint8)
-        tl.store(escapes + place, exponent, mask=(escaped > 0) & (place < limit))
-        seen += tl.sum(escaped, 0)
+        escaped_of |= ((code == ESCAPE) & inside).to(tl.int32) << part
         for k in tl.static_range(BITS):
             planes |= ((code >> k) & 1) << (8 * k + part)
     for k in tl.static_range(BITS):
         tl.store(fractions + (PAGE + k * SUB) * width + at, ((planes >> (8 * k)) & 0xFF).to(tl.uint8), mask=inside)
+
+    escaped_parts = tl.reduce(tl.reshape(escaped_of, [SUB * COLS]), 0, _either)
+    seen = 0
+    for part in tl.static_range(PARTS):
+        if (escaped_parts >> part) & 1 != 0:  # seldom, and the sums cost more than all else
+            slot = tl.load(slots + page * PAGE + part * SUB + token)
+            bits = tl.load(pool + slot[:, None] * row_stride + column[None, :], mask=inside, other=0).to(tl.int32)
+            escaped = tl.reshape((escaped_of >> part) & 1, [SUB * COLS])
+            place = seen + tl.cumsum(escaped, 0) - escaped
+            exponent = tl.reshape(_exponent(bits), [SUB * COLS]).to(tl.uint8)
+            tl.store(escapes + place, exponent, mask=(escaped > 0) & (place < limit))
+            seen += tl.sum(escaped, 0)
     if seen > limit:
         tl.atomic_add(misfits + page, 1)
 
@@ -159,10 +191,14 @@ def _unpack_kernel(
     CHANNELS: tl.constexpr,
     COLS: tl.constexpr,
     BITS: tl.constexpr,
+    ALIGNED_16: tl.constexpr,
 ):
     SUB: tl.constexpr = PAGE // PARTS
     ESCAPE: tl.constexpr = (1 << BITS) - 1
-    pool, tile, width, limit = _locate(staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS)
+    pool, tile, limit = _locate(
+        staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS, ALIGNED_16
+    )
+    width = COLS if CHANNELS % COLS == 0 else min(COLS, CHANNELS - tl.program_id(2) * COLS)
     page, token, column = tl.program_id(0).to(tl.int64), tl.arange(0, SUB), tl.arange(0, COLS)
     inside = (column < width)[None, :]
     escapes, fractions = tile + width, tile + width + limit
@@ -176,7 +212,7 @@ def _unpack_kernel(
         plane = tl.load(codes + k * SUB * width + at, mask=inside, other=0).to(tl.int32)
         planes |= plane << (8 * k)
         all_set &= plane
-    has_escapes = tl.max(tl.max(all_set, axis=1), axis=0) > 0
+    escaped_parts = tl.reduce(tl.reshape(all_set, [SUB * COLS]), 0, _either)
 
     seen = 0
     for part in tl.static_range(PARTS):
@@ -184,7 +220,7 @@ def _unpack_kernel(
         for k in tl.static_range(BITS):
             code |= ((planes >> (8 * k + part)) & 1) << k
         exponent = top[None, :] - code
-        if has_escapes:
+        if (escaped_parts >> part) & 1 != 0:
             escaped = tl.reshape((code == ESCAPE).to(tl.int32), [SUB * COLS])
             place = seen + tl.cumsum(escaped, 0) - escaped
             kept = tl.load(escapes + place, mask=(escaped > 0) & (place < limit), other=0).to(tl.int32)
@@ -228,6 +264,13 @@ class PagePacker:
         self.page_bytes = self.layer_bytes * self.num_layers
         self.ends = [self.layer_bytes * layer for layer in range(self.num_layers + 1)]
         self._rows = self._table()
+        addresses = [segment.rows.data_ptr() for segments in self.table.segments for segment in segments]
+        sizes = [*addresses, *self._offsets, self.layer_bytes, self._row_stride * 2]
+        self._cols = min(_TILE_CHANNELS, power_of_two(self._channels))
+        # Tiles of one width that is a multiple of 16 are of whole words of 16 bytes, with all their parts.
+        self._is_aligned = (
+            not any(size % 16 for size in sizes) and not self._cols % 16 and not self._channels % self._cols
+        )
 
     def _table(self) -> torch.Tensor:
         """See the kernel."""
@@ -289,12 +332,13 @@ class PagePacker:
             "PAGE": self.page_tokens,
             "PARTS": _PARTS,
             "CHANNELS": self._channels,
-            "COLS": min(_TILE_CHANNELS, power_of_two(self._channels)),
+            "COLS": self._cols,
             "BITS": self.format.bits,
+            "ALIGNED_16": self._is_aligned and not (staging.data_ptr() | staging.stride(0)) % 16,
         }
         with on_device(slots.device):
             if misfits is None:
-                _unpack_kernel[grid](staging, self._rows, slots, *strides, **constants, num_warps=4)
+                _unpack_kernel[grid](staging, self._rows, slots, *strides, **constants, num_warps=8)
             else:
                 _pack_kernel[grid](staging, self._rows, slots, misfits, *strides, **constants, num_warps=4)
 
