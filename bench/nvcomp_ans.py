@@ -39,9 +39,7 @@ def _measure(report: Report, nvcomp: Any, pool: KVCache, slots: torch.Tensor, sa
     stream = torch.cuda.Stream(pool.device)
     codec = nvcomp.Codec(algorithm="ANS", cuda_stream=stream.cuda_stream)
     with torch.cuda.stream(stream):
-        encoded = [
-            torch.as_tensor(found, device=pool.device) for found in codec.encode(nvcomp.as_arrays(planes))
-        ]
+        encoded = [torch.as_tensor(found, device=pool.device) for found in codec.encode(nvcomp.as_arrays(planes))]
         stream.synchronize()
         on_host = [found.view(torch.uint8).cpu().pin_memory() for found in encoded]
         staging = [torch.empty_like(found, device=pool.device) for found in on_host]
