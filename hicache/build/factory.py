@@ -35,7 +35,7 @@ from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, Hos
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import HostPagePool, PageIndex
+from hicache.host import HostPagePool, HostRun, PageIndex
 from hicache.host.memory import available_bytes
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
@@ -48,6 +48,7 @@ from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
 from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent, TreeNode
+from hicache.tree.names import PageNames
 
 
 def build_engine(
@@ -239,10 +240,19 @@ def _links(
                 page_bytes=page_bytes[name],
             )
     links: dict[Component, HostLink] = {}
+
+    def left(run: HostRun, keys: Sequence[bytes]) -> None:
+        """Windows of full pages that have left the host leave too: nearly all are of no use without them."""
+        assert watch is not None
+        watch.left(run, keys)
+        windows = links.get(SWA)
+        if windows is not None and windows.index is not None:
+            windows.index.discard(PageNames.of_component(SWA, keys))
+
     for name, space in spaces.items():
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
-            told = (watch.came, watch.left) if name == FULL and watch is not None else (None, None)
+            told = (watch.came, left) if name == FULL and watch is not None else (None, None)
             index = PageIndex(host, config.eviction_policy, *told)
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)

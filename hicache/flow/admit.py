@@ -128,8 +128,9 @@ class Admit:
                 self._prepare(lease, admission)
                 lease.hit = self._hit(admission, parts.get(FULL, ()))
                 if located is not None and parts:
-                    lease.read([self._restore.start(lease, located.prompt, parts, slots)])
+                    load = self._restore.start(lease, located.prompt, parts, slots)
                     held.pop_all()  # these locks are the load's now
+                    lease.read([load])
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)

@@ -260,6 +260,12 @@ class PageIndex:
                 run.priority = priority
                 self._order.update(run)
 
+    def discard(self, keys: Sequence[bytes]) -> None:
+        """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""
+        for run, skipped, start, end in self.parts(keys):
+            if not (run.locks or run.expected or run.after) and skipped + end - start == len(run.keys):
+                self._shrink(run, end - start)
+
     def clear(self) -> None:
         """Evict what nobody has locked."""
         while (run := self._order.victim()) is not None:

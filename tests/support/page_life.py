@@ -52,7 +52,7 @@ HOST: Table = {
     ("READING", "NONE"): "publish abandon",
     ("PUBLISHED", "LOCKED"): "lock reserve publish",
     ("LOCKED", "PUBLISHED"): "unlock publish abandon",
-    ("PUBLISHED", "NONE"): "reserve clear",
+    ("PUBLISHED", "NONE"): "reserve clear discard",
 }
 STORE: Table = {
     ("UNKNOWN", "STORING"): f"{_EVICTS} {_ENDS} {_LANDS} backup",
@@ -63,7 +63,7 @@ STORE: Table = {
 }
 TABLES = {"device": DEVICE, "host": HOST, "store": STORE}
 _VERBS = "prefetch expect poll acquire extend commit next_stop track begin_forward backup release cancel flush reset"
-_OF_THE_MAP = "reserve publish abandon lock unlock clear count_use touch expect raise_priority"
+_OF_THE_MAP = "reserve publish abandon lock unlock clear discard count_use touch expect raise_priority"
 
 
 class Held(NamedTuple):
@@ -126,6 +126,14 @@ class PageLives:
     def _call_map(
         self, component: CacheComponent, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
+        if name == "discard" and not self._is_over:  # within a call of another component's map
+            last, self._last = self._last, (component, name)
+            try:
+                return call(*args, **kwargs)
+            finally:
+                with untraced():
+                    self._look_below(component)
+                self._last = last
         if self._is_inside or self._is_over:  # the map calls itself
             return call(*args, **kwargs)
         with untraced():
