@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+pytest.importorskip("vllm")
 if importlib.util.find_spec("vllm._C") is None:  # to import it needs the processor that this variant is made for
     pytest.skip("needs vLLM's compiled parts", allow_module_level=True)
 
