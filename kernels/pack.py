@@ -69,7 +69,7 @@ class PackFormat:
 FOUR_BITS = PackFormat(4, (0.001,))
 """1.318 times smaller. Of real keys and values 1e-4 to 4e-4 escape, at most 1.4e-3 of a tile, where 16 of 8192 fit."""
 THREE_BITS = PackFormat(3, (0.03, 0.05))
-"""1.397 times smaller, for keys and values in this order, of which at most 0.024 and 0.044 of a tile escape."""
+"""1.397 times smaller, for keys and values in this order, of which at most 0.026 and 0.045 of a tile escape."""
 
 
 class PagePacker:

@@ -78,7 +78,7 @@ class Persist(Movement):
         A prefix counts as used after what continues it, pages after windows and states: these are evicted first.
         """
         used = [key for of_component in keys.values() for key in of_component]
-        for component in self._context.components if self._context.has_host else ():
+        for component in self._context.components:
             if component.index.num_raw:
                 used += rest_keys(key for run in component.index.runs_of(keys[component.name]) for key in run.rest)
         self._tier.used(used)

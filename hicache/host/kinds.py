@@ -1,4 +1,4 @@
-"""What a place of a packed pool holds, written into the place itself: whoever reads it, from memory or a store, knows.
+"""What a place of a packed pool holds, written into the place itself, so that each reader knows, of memory or a store.
 
 [0, page_bytes - 16)   a packed page, or a part of a raw one
 1 byte                 its kind

@@ -63,8 +63,8 @@ class Model:
         start = self.dice.randrange(len(keys)) if is_read else 0
         new = NewPages(keys[start:], keys[start - 1] if start else None, start, about=keys, place=start)
         pieces = self.index.absent(new)
-        room = NUM_PAGES - sum(run.num_held for run in {*self.runs.values()} if run.locks)
-        room -= sum(run.num_held for run in self.in_flight)
+        capacity = NUM_PAGES - sum(run.num_held for run in {*self.runs.values()} if run.locks)
+        capacity -= sum(run.num_held for run in self.in_flight)
         wanted = sum(len(piece.keys) for piece in pieces)
         before, chain = len(self.ids), set[HostRun]()  # what they follow does not leave for them
         for piece in pieces:
@@ -77,7 +77,7 @@ class Model:
             assert len(self.ids) == before and wanted > self.index.capacity - sum(at.num_held for at in chain)
             self.refused += 1
             return
-        assert wanted <= room and chain <= {*self.runs.values()}
+        assert wanted <= capacity and chain <= {*self.runs.values()}
         for run in runs:
             run.source = DISK if is_read else None
             assert run.about[run.place :][: len(run.keys)] == run.keys and len(run.keys) <= RUN_PAGES
@@ -88,12 +88,12 @@ class Model:
         """Some pages in flight did not fit."""
         if not self.in_flight:
             return
-        run, before, room = self.dice.choice(self.in_flight), dict(self.ids), self.index.capacity
+        run, before, capacity = self.dice.choice(self.in_flight), dict(self.ids), self.index.capacity
         keys = [key for key in run.keys if key not in run.rest and self.dice.random() < 0.3]
         if self.index.reserve_rest(run, keys):
-            assert len(keys) <= room and run.rest.keys() >= {*keys}
+            assert len(keys) <= capacity and run.rest.keys() >= {*keys}
         else:
-            assert len(keys) > room and self.ids == before
+            assert len(keys) > capacity and self.ids == before
             self.refused += 1
 
     def land(self) -> None:

@@ -1,12 +1,10 @@
 """Random histories of one engine: requests that share prefixes and split nodes, aborts at any moment, copies that take
 as long as the draw says, fail or never come, a disk that fails and stalls, forwards and calls of the engine that raise.
-Roughly, forks, and Ctrl-C at the end.
+Roughly, with Ctrl-C at the end.
 
 Every pass over a prompt compares what it reads with the truth, every account is proved after every step, every page
 goes the ways of page_life.py, and at the end everything is given back. Without a disk a history follows from its seed
-alone. As a program it takes a budget of steps or of seconds:
-
-    python tests/support/engine_fuzz.py --steps 500000 [--seconds 180] [--kind full] [--seed 0]
+alone.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ from page_life import PageLives
 from toy_model import settled
 from waiting import eventually
 
-_LONGEST = 200
+_LONGEST, _LONGEST_PROMPT = 200, 84
 
 
 @dataclass
@@ -56,6 +54,7 @@ class EngineFuzz:
         self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
+        self.prompts: list[tuple[np.ndarray, str]] = []  # the last that were asked, with their namespaces
         self.faults = Faults(self.rng)
         self.live: dict[str, _Live] = {}
         self.ended: list[Lease] = []
@@ -74,23 +73,24 @@ class EngineFuzz:
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:
         """`is_rough`: with Ctrl-C at the end of each second history."""
         actions = {
-            self.admit: 6,
-            self.arrive: 3,
-            self.admit_waiting: 3,
+            self.admit: 8,
+            self.serve: 8,
+            self.arrive: 6,
+            self.admit_waiting: 6,
             self.expect: 2,
-            self.grow: 8,
+            self.grow: 16,
             self.decode: 3,
-            self.finish: 2,
-            self.retract: 1,
+            self.finish: 6,
+            self.retract: 2,
             self.abort: 2,
             self.commit_late: 1,
             self.faults.move_one: 8,
-            self.faults.move_all: 1,
+            self.faults.move_all: 6,
             self.faults.break_link: 1,
             self.faults.trouble_disk: 2,
             self.poll: 5,
-            self.flush: 1,
-            self.forget: 1,
+            self.flush: 2,
+            self.forget: 4,
             self.measure: 1,
             self.raise_inside: 2,
             self.raise_in_forward: 1,
@@ -112,6 +112,18 @@ class EngineFuzz:
 
     def admit(self) -> None:
         self._acquire(self._request())
+
+    def serve(self) -> None:
+        """A request from its admission to its end, as far as there are slots."""
+        before = {*self.live}
+        self.admit()
+        for name in {*self.live} - before:
+            while name in self.live and (at := self.live[name]).done < len(at.tokens):
+                end = self.engine.next_stop(at.lease, at.done, min(len(at.tokens), at.done + 24))
+                if not self._has_slots(at, end) or not self._compute(name, end):
+                    break
+            if name in self.live:
+                self._end(name)
 
     def arrive(self) -> None:
         """A request comes, expects its prefix to stay and waits for the disk."""
@@ -205,7 +217,7 @@ class EngineFuzz:
 
     def measure(self) -> None:
         """From now on computing is faster, or slower, than whatever moves bytes."""
-        self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e6])))
+        self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e6, 1e6])))
 
     # The engine
 
@@ -218,8 +230,15 @@ class EngineFuzz:
         self.engine.flush()
 
     def forget(self) -> None:
-        """Memory loses what nobody uses; the stores keep it."""
-        self.engine.reset((["device"], ["host"], ["device", "host"])[self.rng.integers(3)])  # type: ignore[arg-type]
+        """Memory loses what nobody uses: mostly the device, after requests have ended and copies have landed, so
+        that what comes next is loaded."""
+        if self.rng.random() < 0.8:
+            for name in list(self.live):
+                self._end(name)
+            self.faults.heal()
+            self.engine.flush()
+        tiers = (["device"], ["device"], ["host"], ["device", "host"], ["device", "host"])[self.rng.integers(5)]
+        self.engine.reset(tiers)  # type: ignore[arg-type]
 
     # Errors that nobody raises on purpose
 
@@ -320,10 +339,14 @@ class EngineFuzz:
         )
 
     def _request(self) -> CacheRequest:
+        """Of a prompt that begins as others do; most go on with one that was asked before."""
         rng = self.rng
-        stem = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 65)]
-        tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 20))])
-        space, reserve = str(rng.choice(["", "", "tenant"])), int(rng.choice([8, 16, 24]))
+        stem, space = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 65)], str(rng.choice(["", "tenant"]))
+        if self.prompts and rng.random() < 0.7:
+            stem, space = self.prompts[rng.integers(len(self.prompts))]
+        tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 20))])[:_LONGEST_PROMPT]
+        self.prompts = [*self.prompts[-5:], (tokens, space)]
+        reserve = int(rng.choice([8, 16, 24]))
         name = next(self.names)
         self.asked.add(name)
         return CacheRequest(name, tokens, space, reserve, priority=int(rng.integers(0, 3)))

@@ -1,11 +1,11 @@
 """The life of a page: the states that it goes through in each tier, derived from what an engine holds and has under
 way, and a record that refuses every change that no row of the tables allows.
 
-The rows are those of docs/invariants.md, and each names the calls in which it may be taken. A page is looked at by its
+The rows are those of docs/invariants.md, and each names the calls in which it may be taken. A page is examined by its
 place: on the device a slot or a state, on the host a page of the pool. Its key may change only where the place is free
 between. So a split changes nothing, and one call may take several rows.
 
-The device is looked at after each verb of the engine; the host and what stores have of it also around each call of the
+The device is examined after each verb of the engine; the host and what stores have of it also around each call of the
 host's map, in which one thing happens.
 """
 
@@ -29,7 +29,7 @@ from hicache.tree.node import TreeNode
 Row = tuple[str, str]
 Table = Mapping[Row, str]
 """From a state to another, and the calls that may do that."""
-Place = tuple[Component, object]
+Location = tuple[Component, object]
 """Where a component has something: a slot, a state, a page of the host; what a store has, by its key."""
 
 _LANDS, _ENDS, _EVICTS = "poll flush", "release cancel", "acquire extend commit track"
@@ -52,7 +52,7 @@ HOST: Table = {
     ("READING", "NONE"): "publish abandon",
     ("PUBLISHED", "LOCKED"): "lock reserve publish",
     ("LOCKED", "PUBLISHED"): "unlock publish abandon",
-    ("PUBLISHED", "NONE"): "reserve clear discard",
+    ("PUBLISHED", "NONE"): "reserve reserve_rest clear discard",
 }
 STORE: Table = {
     ("UNKNOWN", "STORING"): f"{_EVICTS} {_ENDS} {_LANDS} backup",
@@ -63,7 +63,7 @@ STORE: Table = {
 }
 TABLES = {"device": DEVICE, "host": HOST, "store": STORE}
 _VERBS = "prefetch expect poll acquire extend commit next_stop track begin_forward backup release cancel flush reset"
-_OF_THE_MAP = "reserve publish abandon lock unlock clear discard count_use touch expect raise_priority"
+_OF_THE_MAP = "reserve reserve_rest publish abandon lock unlock clear discard count_use touch expect raise_priority"
 
 
 class Held(NamedTuple):
@@ -93,9 +93,9 @@ class PageLives:
         self._inspect, self._context = engine.inspect, engine.inspect.context
         self._leases, self._verb = list[Lease](), ""
         self._coming: dict[Component, set[HostRun]] = {at.name: set() for at in self._context.components if at.has_host}
-        self._last: tuple[CacheComponent | None, str] = None, ""  # of the calls of maps, not looked at yet
+        self._last: tuple[CacheComponent | None, str] = None, ""  # of the calls of maps, not examined yet
         self._is_inside = self._is_over = False
-        self._states: dict[str, dict[Component, dict[Place, Held]]] = {tier: {} for tier in TABLES}
+        self._states: dict[str, dict[Component, dict[Location, Held]]] = {tier: {} for tier in TABLES}
         self.seen, self.broken = Counter[tuple[str, str, str]](), list[str]()
         for verb in _VERBS.split():
             setattr(engine, verb, functools.partial(self._call, verb, getattr(engine, verb)))
@@ -105,7 +105,7 @@ class PageLives:
                 setattr(component.index, name, call)
 
     def end(self) -> None:
-        """What follows is not looked at."""
+        """What follows is not examined."""
         self._is_over = True
 
     # Calls
@@ -170,7 +170,7 @@ class PageLives:
                 if self._context.stores:
                     self._enter("store", name, self._verb, dict(self._in_stores(component)))
 
-    def _enter(self, tier: str, component: Component, call: str, now: dict[Place, Held]) -> None:
+    def _enter(self, tier: str, component: Component, call: str, now: dict[Location, Held]) -> None:
         """Each place is as it was, or went along rows of the tier's table."""
         before, nothing = self._states[tier].get(component, {}), Held(_nothing(tier))
         self._states[tier][component] = now
@@ -208,7 +208,7 @@ class PageLives:
 
     # States
 
-    def _on_device(self, component: CacheComponent, pages: Iterable[_Page]) -> Iterator[tuple[Place, Held]]:
+    def _on_device(self, component: CacheComponent, pages: Iterable[_Page]) -> Iterator[tuple[Location, Held]]:
         """What is not free. A failed load's slots that somebody may still read are as if it had not ended."""
         name = component.name
         loads = {*self._inspect.restore.in_flight(), *(load for lease in self._leases for load in lease.loads)}
@@ -241,7 +241,7 @@ class PageLives:
                 for i, key in enumerate(names.of_component(name, keys)):
                     yield _Page(name, key, node, ids[i * size : (i + 1) * size])
 
-    def _on_host(self, component: CacheComponent) -> Iterator[tuple[Place, Held]]:
+    def _on_host(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
         index, name = component.index, component.name
         for run in self._coming[name]:
             state = "COMING" if run.source is None else "READING"
@@ -252,7 +252,7 @@ class PageLives:
             at = run.ids[run.keys.index(key)]
             yield (name, at), Held("LOCKED" if run.locks else "PUBLISHED", key)
 
-    def _in_stores(self, component: CacheComponent) -> Iterator[tuple[Place, Held]]:
+    def _in_stores(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
         """Of what is on the host."""
         name, index = component.name, component.index
         for key in index:
