@@ -13,6 +13,7 @@ own, as those of servers do.
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing, nullcontext
@@ -23,7 +24,7 @@ from typing import cast
 import torch
 import torch.nn.functional as F
 
-from hicache.bench.common import BenchUnavailable, Report, cuda_timer, interleave, percentile, wall_timer
+from hicache.bench.common import BenchUnavailable, Report, cuda_timer, interleave, percentile, raw_copies, wall_timer
 from hicache.bench.forward8b import FULL, TINY
 from hicache.bench.stage import Stage, step_timer
 from hicache.bench.transfer import Layout
@@ -263,7 +264,8 @@ def _during_load(report: Report, stage: Stage, samples: int) -> None:
 def beside_load(
     report: Report, stage: Stage, samples: int, name: str, what: str, work: Callable[[], object], target: float | None
 ) -> None:
-    """`work`, back to back on a stream of its own, alone and within a load at full speed."""
+    """`work`, back to back on a stream of its own, alone and within a load at full speed; on CUDA also within plain
+    copies of as long."""
     on_cuda = stage.device.type == "cuda"
     clock = cuda_timer(stage.device, torch.cuda.Stream(stage.device)) if on_cuda else wall_timer()
 
@@ -287,11 +289,32 @@ def beside_load(
         return seconds
 
     variants = {"alone": lambda: seconds_of(count), "load": beside_load}
+    if on_cuda:
+        copies = _Copies(stage.device, percentile(alone, 50))
+        variants["copy"] = lambda: copies.beside(lambda: seconds_of(count))
     seconds = interleave(variants, samples=samples, timer=lambda run: cast(float, run()))
     each = {name: [s / count for s in values] for name, values in seconds.items()}
     note = (
         f"{count} of {what} a run; the load took {percentile(loads, 50) * 1e3:.1f} ms beside them, "
         f"{percentile(alone, 50) * 1e3:.1f} alone, and outlasted them in {sum(outlasted)} of {len(outlasted)} runs"
     )
+    if on_cuda:
+        note += f"; beside plain copies {percentile(each['copy'], 50) / percentile(each['alone'], 50):.3f}"
     target = target if on_cuda else None
     report.time(name, each["load"], "ms", beside=each["alone"], target=target, note=note)
+
+
+class _Copies:
+    """Plain copies to the device, back to back on a stream of their own, for about so long."""
+
+    def __init__(self, device: torch.device, seconds: float) -> None:
+        self._copy, self._stream = raw_copies(device)["up"], torch.cuda.Stream(device)
+        self._count = math.ceil(seconds / wall_timer(partial(torch.cuda.synchronize, device))(self._copy.run))
+
+    def beside(self, run: Callable[[], float]) -> float:
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._count):
+                self._copy.run()
+        seconds = run()
+        self._stream.synchronize()
+        return seconds

@@ -1,6 +1,7 @@
 """The kernels of `hicache.kernels.pack`, whose module has the format of a tile: one program a tile.
 
-Most of a tile's eighths (`PARTS`) have no escapes, so sums over the threads of a program are made for the others alone.
+A tile has 16 parts: part i has the tokens 16 t + i, for all t. A word has two values, of channels 2p and 2p + 1, in 16
+bits each ("lanes"), so one operation does two of them.
 """
 
 from __future__ import annotations
@@ -9,49 +10,15 @@ from hicache.kernels._triton import jit, tl
 
 
 @jit
-def _exponent(bits):
-    return (bits >> 7) & 0xFF
-
-
-@jit
 def _either(a, b):
     return a | b
 
 
 @jit
-def _rows(pool, slots, row_stride, column, inside, SUB: tl.constexpr):
-    # The bits of SUB tokens' channels of the tile; `slots`: from those tokens on.
-    slot = tl.load(slots + tl.arange(0, SUB))
-    return tl.load(pool + slot[:, None] * row_stride + column[None, :], mask=inside, other=0).to(tl.int32)
-
-
-@jit
-def _store_escapes(
-    escapes, limit, escaped_of, pool, slots, row_stride, column, inside, PARTS: tl.constexpr, SUB: tl.constexpr
-):
-    # Bit j of `escaped_of`: the code of part j is an escape. Returns how many there are.
-    size: tl.constexpr = escaped_of.shape[0] * escaped_of.shape[1]
-    escaped_parts = tl.reduce(tl.reshape(escaped_of, [size]), 0, _either)
-    seen = 0
-    for part in tl.static_range(PARTS):
-        if (escaped_parts >> part) & 1 != 0:  # seldom, and the sums cost more than all else
-            bits = _rows(pool, slots + part * SUB, row_stride, column, inside, SUB)
-            escaped = tl.reshape((escaped_of >> part) & 1, [size])
-            place = seen + tl.cumsum(escaped, 0) - escaped
-            exponent = tl.reshape(_exponent(bits), [size]).to(tl.uint8)
-            tl.store(escapes + place, exponent, mask=(escaped > 0) & (place < limit))
-            seen += tl.sum(escaped, 0)
-    return seen
-
-
-@jit
-def _load_escapes(escapes, limit, seen, code, exponent, ESCAPE: tl.constexpr):
-    # The exponents of one part, those of escapes among them, and how many were seen so far.
-    size: tl.constexpr = code.shape[0] * code.shape[1]
-    escaped = tl.reshape((code == ESCAPE).to(tl.int32), [size])
-    place = seen + tl.cumsum(escaped, 0) - escaped
-    kept = tl.load(escapes + place, mask=(escaped > 0) & (place < limit), other=0).to(tl.int32)
-    return tl.where(code == ESCAPE, tl.reshape(kept, code.shape), exponent), seen + tl.sum(escaped, 0)
+def _two_lanes(bytes_of_two):
+    # Two bytes, as read from 16 bits, in one lane each.
+    wide = bytes_of_two.to(tl.uint32)
+    return (wide | (wide << 8)) & 0x00FF00FF
 
 
 @jit
@@ -62,77 +29,197 @@ def _locate(
     layer_stride,
     first_layer,
     BUFFERS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    COLS: tl.constexpr,
-    ALIGNED_16: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    # Program (p, q, b): page p, buffer q % BUFFERS of layer q // BUFFERS of the group, tile b. Returns the tile's first
-    # channel in the pool, its bytes, and how many escapes it may have.
-    # Rows 0 to 3 of the table: offset within a layer of a page, bytes of a tile, escapes of a tile and of the last one.
-    # Row 4 + l: addresses of layer l's buffers.
+    # Program (p * TILES + b, q): page p, tile b of buffer q % BUFFERS of layer q // BUFFERS of the group, so that those
+    # which run together have the same rows of the pool. Returns the tile's first channel in the pool, its bytes, how
+    # many escapes it may have, and its page.
+    # Rows 0 to 2 of the table: offset within a layer of a page, bytes of a tile, escapes of a tile.
+    # Row 3 + l: addresses of layer l's buffers.
     layer = (tl.program_id(1) // BUFFERS).to(tl.int64)
-    buffer, block = tl.program_id(1) % BUFFERS, tl.program_id(2)
-    pool = tl.load(table + (4 + first_layer + layer) * BUFFERS + buffer).to(tl.pointer_type(tl.uint16)) + block * COLS
-    is_last = block == tl.num_programs(2) - 1
-    limit = tl.load(table + (2 + is_last) * BUFFERS + buffer)
-    tile = staging + tl.program_id(0).to(tl.int64) * page_stride + layer * layer_stride + tl.load(table + buffer)
+    buffer, block = tl.program_id(1) % BUFFERS, tl.program_id(0) % TILES
+    page = (tl.program_id(0) // TILES).to(tl.int64)
+    pool = tl.load(table + (3 + first_layer + layer) * BUFFERS + buffer).to(tl.pointer_type(tl.uint16)) + block * WIDTH
+    tile = staging + page * page_stride + layer * layer_stride + tl.load(table + buffer)
     tile += block * tl.load(table + BUFFERS + buffer)
-    if ALIGNED_16:  # the compiler does not know what is in the table
-        pool, tile, limit = tl.multiple_of(pool, 16), tl.multiple_of(tile, 16), tl.multiple_of(limit, 16)
-    return pool, tile, limit
+    limit = tl.load(table + 2 * BUFFERS + buffer)
+    # The compiler does not know what is in the table.
+    return tl.multiple_of(pool, ALIGNED), tl.multiple_of(tile, ALIGNED), tl.multiple_of(limit, 16), page
+
+
+@jit
+def _rows(pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    # Addresses of the words of a part of the tile.
+    slot = tl.load(slots + 16 * tl.arange(0, ROWS) + part)
+    pair = tl.arange(0, WIDTH // 2)
+    return pool.to(tl.pointer_type(tl.uint32)) + slot[:, None] * row_words + pair[None, :]
+
+
+@jit
+def _is_escape(codes, BITS: tl.constexpr):
+    # Of four codes a lane: bit 4n is set if code n is an escape.
+    found = codes & (codes >> 1) & (codes >> 2)
+    if BITS == 4:
+        found &= codes >> 3
+    return found & 0x11111111
+
+
+@jit
+def _escapes(codes0, codes1, codes2, codes3, BITS: tl.constexpr):
+    # Bit 4n + k of a lane is set if code n of `codes<k>` is an escape.
+    low = _is_escape(codes0, BITS) | (_is_escape(codes1, BITS) << 1)
+    return low | (_is_escape(codes2, BITS) << 2) | (_is_escape(codes3, BITS) << 3)
+
+
+@jit
+def _positions(escaped):
+    # Where the list has the first escape of each lane, for both lanes; and how many there are.
+    size: tl.constexpr = escaped.shape[0] * escaped.shape[1]
+    count = escaped - ((escaped >> 1) & 0x55555555)
+    count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
+    count = (count + (count >> 4)) & 0x0F0F0F0F
+    count = (count + (count >> 8)) & 0x00FF00FF
+    of_first, of_both = (count & 0xFF).to(tl.int32), ((count & 0xFF) + (count >> 16)).to(tl.int32)
+    seen = tl.reshape(tl.cumsum(tl.reshape(of_both, [size]), 0), escaped.shape) - of_both
+    return seen, seen + of_first, tl.sum(tl.reshape(of_both, [size]), 0)
+
+
+@jit
+def _fractions(even, odd):
+    # Of two parts, the first one's in the low byte of each lane.
+    low = ((even >> 8) & 0x00800080) | (even & 0x007F007F)
+    return low | (odd & 0x80008000) | ((odd & 0x007F007F) << 8)
+
+
+@jit
+def _code(bits, largest, BITS: tl.constexpr):
+    ESCAPE: tl.constexpr = (1 << BITS) - 1
+    distance = largest[None, :] - ((bits >> 7) & 0x00FF00FF)  # no lane borrows: none is above its largest
+    is_far = ((distance + (0x8000 - ESCAPE) * 0x10001) >> 15) & 0x00010001
+    return (distance & (ESCAPE * 0x10001)) | (is_far * ESCAPE)
+
+
+@jit
+def _pack_four(
+    fractions, largest, pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr
+):
+    # Parts `part` to `part` + 3: their codes. `fractions`: of these on. All loads come before stores, which the
+    # compiler would have to keep in their order, as they may have the same addresses.
+    at = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    bits0 = tl.load(_rows(pool, slots, row_words, part, WIDTH, ROWS))
+    bits1 = tl.load(_rows(pool, slots, row_words, part + 1, WIDTH, ROWS))
+    bits2 = tl.load(_rows(pool, slots, row_words, part + 2, WIDTH, ROWS))
+    bits3 = tl.load(_rows(pool, slots, row_words, part + 3, WIDTH, ROWS))
+    tl.store(fractions + at, _fractions(bits0, bits1))
+    tl.store(fractions + ROWS * (WIDTH // 2) + at, _fractions(bits2, bits3))
+    low = _code(bits0, largest, BITS) | (_code(bits1, largest, BITS) << 4)
+    return low | (_code(bits2, largest, BITS) << 8) | (_code(bits3, largest, BITS) << 12)
+
+
+@jit
+def _store_codes(distances, codes0, codes1, codes2, codes3, BITS: tl.constexpr):
+    # With 3 bits, bit k of the last codes is the highest of codes<k>.
+    plane: tl.constexpr = codes0.shape[0] * codes0.shape[1]
+    at = tl.arange(0, codes0.shape[0])[:, None] * codes0.shape[1] + tl.arange(0, codes0.shape[1])[None, :]
+    if BITS == 3:
+        codes0 |= (codes3 << 3) & 0x88888888
+        codes1 |= (codes3 << 2) & 0x88888888
+        codes2 |= (codes3 << 1) & 0x88888888
+    else:
+        tl.store(distances + 3 * plane + at, codes3)
+    tl.store(distances + at, codes0)
+    tl.store(distances + plane + at, codes1)
+    tl.store(distances + 2 * plane + at, codes2)
+
+
+@jit
+def _load_codes(distances, at, plane: tl.constexpr, BITS: tl.constexpr):
+    codes0, codes1 = tl.load(distances + at), tl.load(distances + plane + at)
+    codes2 = tl.load(distances + 2 * plane + at)
+    if BITS == 3:
+        codes3 = ((codes0 >> 3) & 0x11111111) | ((codes1 >> 2) & 0x22222222) | ((codes2 >> 1) & 0x44444444)
+        codes0, codes1, codes2 = codes0 & 0x77777777, codes1 & 0x77777777, codes2 & 0x77777777
+    else:
+        codes3 = tl.load(distances + 3 * plane + at)
+    return codes0, codes1, codes2, codes3
+
+
+@jit
+def _store_escapes(escapes, limit, escaped, pool, slots, row_words, WIDTH: tl.constexpr, ROWS: tl.constexpr):
+    # Returns how many there are.
+    size: tl.constexpr = ROWS * (WIDTH // 2)
+    parts = tl.reduce(tl.reshape(escaped, [size]), 0, _either)
+    num_escapes = 0
+    if parts != 0:
+        parts |= parts >> 16
+        first, second, num_escapes = _positions(escaped)
+        for part in tl.static_range(16):
+            bit = 4 * (part % 4) + part // 4
+            if (parts >> bit) & 1 != 0:
+                bits = tl.load(_rows(pool, slots, row_words, part, WIDTH, ROWS))
+                in_first, in_second = ((escaped >> bit) & 1).to(tl.int32), ((escaped >> (16 + bit)) & 1).to(tl.int32)
+                tl.store(escapes + first, ((bits >> 7) & 0xFF).to(tl.uint8), (in_first > 0) & (first < limit))
+                tl.store(escapes + second, ((bits >> 23) & 0xFF).to(tl.uint8), (in_second > 0) & (second < limit))
+                first += in_first
+                second += in_second
+    return num_escapes
 
 
 @jit(do_not_specialize=["first_layer"], do_not_specialize_on_alignment=["table", "slots", "misfits"])
-def pack_kernel(  # noqa: PLR0917 - Triton binds constants by position
+def pack_kernel(
     staging,
     table,
     slots,
     misfits,
     page_stride,
     layer_stride,
-    row_stride,
+    row_words,
     first_layer,
     BUFFERS: tl.constexpr,
     PAGE: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    COLS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
     BITS: tl.constexpr,
-    ALIGNED_16: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    SUB: tl.constexpr = PAGE // PARTS
-    ESCAPE: tl.constexpr = (1 << BITS) - 1
-    pool, tile, limit = _locate(
-        staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS, ALIGNED_16
+    ROWS: tl.constexpr = PAGE // 16
+    pool, tile, limit, page = _locate(
+        staging, table, page_stride, layer_stride, first_layer, BUFFERS, TILES, WIDTH, ALIGNED
     )
-    # Known to the compiler where all tiles are of one width, so that it reads and writes words.
-    width = COLS if CHANNELS % COLS == 0 else min(COLS, CHANNELS - tl.program_id(2) * COLS)
-    slots, column = slots + tl.program_id(0).to(tl.int64) * PAGE, tl.arange(0, COLS)
-    inside, fractions = (column < width)[None, :], tile + width + limit
-    at = tl.arange(0, SUB)[:, None] * width + column[None, :]
+    slots += page * PAGE
 
-    largest = tl.zeros([SUB, COLS], dtype=tl.int32)
-    for part in tl.static_range(PARTS):
-        bits = _rows(pool, slots + part * SUB, row_stride, column, inside, SUB)
-        largest = tl.maximum(largest, _exponent(bits))
-    top = tl.max(largest, axis=0)
-    tl.store(tile + column, top.to(tl.uint8), mask=column < width)
+    first = tl.zeros([ROWS, WIDTH // 2], dtype=tl.uint32)
+    second = tl.zeros([ROWS, WIDTH // 2], dtype=tl.uint32)
+    for part in tl.static_range(16):
+        bits = tl.load(_rows(pool, slots, row_words, part, WIDTH, ROWS))
+        first, second = tl.maximum(first, bits & 0x7F80), tl.maximum(second, bits & 0x7F800000)
+    largest = (tl.max(first, axis=0) | tl.max(second, axis=0)) >> 7
+    tops = (largest | (largest >> 8)) & 0xFFFF
+    tl.store(tile.to(tl.pointer_type(tl.uint16)) + tl.arange(0, WIDTH // 2), tops.to(tl.uint16))
 
-    planes = tl.zeros([SUB, COLS], dtype=tl.int32)  # byte k: bit k of the codes
-    escaped_of = tl.zeros([SUB, COLS], dtype=tl.int32)
-    for part in tl.static_range(PARTS):
-        bits = _rows(pool, slots + part * SUB, row_stride, column, inside, SUB)
-        fraction = ((bits >> 8) & 0x80) | (bits & 0x7F)
-        tl.store(fractions + part * SUB * width + at, fraction.to(tl.uint8), mask=inside)
-        code = tl.minimum(top[None, :] - _exponent(bits), ESCAPE)
-        escaped_of |= ((code == ESCAPE) & inside).to(tl.int32) << part
-        for k in tl.static_range(BITS):
-            planes |= ((code >> k) & 1) << (8 * k + part)
-    for k in tl.static_range(BITS):
-        tl.store(fractions + (PAGE + k * SUB) * width + at, ((planes >> (8 * k)) & 0xFF).to(tl.uint8), mask=inside)
-    seen = _store_escapes(tile + width, limit, escaped_of, pool, slots, row_stride, column, inside, PARTS, SUB)
-    if seen > limit:
-        tl.atomic_add(misfits + tl.program_id(0), 1)
+    fractions = (tile + WIDTH + limit).to(tl.pointer_type(tl.uint32))
+    step: tl.constexpr = 2 * ROWS * (WIDTH // 2)
+    codes0 = _pack_four(fractions, largest, pool, slots, row_words, 0, WIDTH, ROWS, BITS)
+    codes1 = _pack_four(fractions + step, largest, pool, slots, row_words, 4, WIDTH, ROWS, BITS)
+    codes2 = _pack_four(fractions + 2 * step, largest, pool, slots, row_words, 8, WIDTH, ROWS, BITS)
+    codes3 = _pack_four(fractions + 3 * step, largest, pool, slots, row_words, 12, WIDTH, ROWS, BITS)
+    escaped = _escapes(codes0, codes1, codes2, codes3, BITS)
+    _store_codes(fractions + 4 * step, codes0, codes1, codes2, codes3, BITS)
+    if _store_escapes(tile + WIDTH, limit, escaped, pool, slots, row_words, WIDTH, ROWS) > limit:
+        tl.atomic_add(misfits + page, 1)
+
+
+@jit
+def _with_escapes(exponents, list, limit, escaped, first, second):
+    # `exponents`, those of escapes among them; `escaped`: the lowest bit of each lane. Then where the list goes on.
+    in_first, in_second = (escaped & 1).to(tl.int32), ((escaped >> 16) & 1).to(tl.int32)
+    low = tl.load(list + first, mask=(in_first > 0) & (first < limit), other=0).to(tl.uint32)
+    high = tl.load(list + second, mask=(in_second > 0) & (second < limit), other=0).to(tl.uint32)
+    exponents = tl.where(in_first > 0, (exponents & 0xFFFF0000) | low, exponents)
+    exponents = tl.where(in_second > 0, (exponents & 0xFFFF) | (high << 16), exponents)
+    return exponents, first + in_first, second + in_second
 
 
 @jit(do_not_specialize=["first_layer"], do_not_specialize_on_alignment=["table", "slots"])
@@ -142,44 +229,41 @@ def unpack_kernel(
     slots,
     page_stride,
     layer_stride,
-    row_stride,
+    row_words,
     first_layer,
     BUFFERS: tl.constexpr,
     PAGE: tl.constexpr,
-    PARTS: tl.constexpr,
-    CHANNELS: tl.constexpr,
-    COLS: tl.constexpr,
+    TILES: tl.constexpr,
+    WIDTH: tl.constexpr,
     BITS: tl.constexpr,
-    ALIGNED_16: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):
-    SUB: tl.constexpr = PAGE // PARTS
-    ESCAPE: tl.constexpr = (1 << BITS) - 1
-    pool, tile, limit = _locate(
-        staging, table, page_stride, layer_stride, first_layer, BUFFERS, CHANNELS, COLS, ALIGNED_16
+    ROWS: tl.constexpr = PAGE // 16
+    plane: tl.constexpr = ROWS * (WIDTH // 2)
+    pool, tile, limit, page = _locate(
+        staging, table, page_stride, layer_stride, first_layer, BUFFERS, TILES, WIDTH, ALIGNED
     )
-    width = COLS if CHANNELS % COLS == 0 else min(COLS, CHANNELS - tl.program_id(2) * COLS)
-    slots, column = slots + tl.program_id(0).to(tl.int64) * PAGE, tl.arange(0, COLS)
-    inside, fractions = (column < width)[None, :], tile + width + limit
-    at = tl.arange(0, SUB)[:, None] * width + column[None, :]
+    slots += page * PAGE
+    at = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
+    fractions = (tile + WIDTH + limit).to(tl.pointer_type(tl.uint32))
+    codes = _load_codes(fractions + 8 * plane, at, plane, BITS)
+    largest = _two_lanes(tl.load(tile.to(tl.pointer_type(tl.uint16)) + tl.arange(0, WIDTH // 2)))
+    escaped = _escapes(codes[0], codes[1], codes[2], codes[3], BITS)
+    parts = tl.reduce(tl.reshape(escaped, [plane]), 0, _either)
+    first, second = tl.zeros([ROWS, WIDTH // 2], dtype=tl.int32), tl.zeros([ROWS, WIDTH // 2], dtype=tl.int32)
+    if parts != 0:
+        parts |= parts >> 16
+        first, second, _ = _positions(escaped)
 
-    top = tl.load(tile + column, mask=column < width, other=0).to(tl.int32)
-    planes = tl.zeros([SUB, COLS], dtype=tl.int32)
-    all_set = tl.full([SUB, COLS], 0xFF, dtype=tl.int32)  # bit j: the code of part j is an escape
-    for k in tl.static_range(BITS):
-        plane = tl.load(fractions + (PAGE + k * SUB) * width + at, mask=inside, other=0).to(tl.int32)
-        planes |= plane << (8 * k)
-        all_set &= plane
-    escaped_parts = tl.reduce(tl.reshape(all_set, [SUB * COLS]), 0, _either)
-
-    seen = 0
-    for part in tl.static_range(PARTS):
-        code = tl.zeros([SUB, COLS], dtype=tl.int32)
-        for k in tl.static_range(BITS):
-            code |= ((planes >> (8 * k + part)) & 1) << k
-        exponent = top[None, :] - code
-        if (escaped_parts >> part) & 1 != 0:
-            exponent, seen = _load_escapes(tile + width, limit, seen, code, exponent, ESCAPE)
-        fraction = tl.load(fractions + part * SUB * width + at, mask=inside, other=0).to(tl.int32)
-        bits = ((fraction & 0x80) << 8) | (exponent << 7) | (fraction & 0x7F)
-        slot = tl.load(slots + part * SUB + tl.arange(0, SUB))
-        tl.store(pool + slot[:, None] * row_stride + column[None, :], bits.to(tl.uint16), mask=inside)
+    fraction = tl.zeros([ROWS, WIDTH // 2], dtype=tl.uint32)
+    for part in tl.static_range(16):
+        exponents = largest[None, :] - ((codes[part // 4] >> (4 * (part % 4))) & 0x000F000F)
+        bit = 4 * (part % 4) + part // 4
+        if (parts >> bit) & 1 != 0:
+            exponents, first, second = _with_escapes(exponents, tile + WIDTH, limit, escaped >> bit, first, second)
+        if part % 2 == 0:
+            fraction = tl.load(fractions + part // 2 * plane + at)
+            bits = ((fraction & 0x00800080) << 8) | (exponents << 7) | (fraction & 0x007F007F)
+        else:
+            bits = (fraction & 0x80008000) | (exponents << 7) | ((fraction >> 8) & 0x007F007F)
+        tl.store(_rows(pool, slots, row_words, part, WIDTH, ROWS), bits)

@@ -1,13 +1,15 @@
 """Packed pages: bf16 rows of a pool to and from tiles of 12.1 or about 11.4 bits a value, bit for bit.
 
-The exponents of keys and values carry 2.4 to 2.7 of their 8 bits. A tile is the tokens of a page x up to 128 channels
-of one buffer of one layer. Of a tile with `w` channels, as bytes:
+The exponents of keys and values carry 2.4 to 2.7 of their 8 bits. A tile is the tokens of a page x `w` channels of one
+buffer of one layer, `w` the largest power of two up to 128 that divides the channels. Token 16 t + i is row t of part
+i, and R the number of rows, tokens / 16. A tile has, as bytes, numbers of 16 bits with their low byte first:
 
-    top       [w]                  the largest exponent of each channel
-    escapes   [E]                  exponents of the values that are too far below it, in the order of tokens, then
-                                   channels; what is left of them means nothing
-    fraction  [tokens][w]          sign (bit 7) and mantissa (bits 6 to 0) of each value
-    distance  [bits][tokens/8][w]  bit j of byte [k][t][c] is bit k of the code of token j * tokens/8 + t, channel c
+    top       [w]           the largest exponent of each channel
+    escapes   [E]           exponents of the values that are too far below it, in the order of row, channel, part; what
+                            is left of them means nothing
+    fraction  [8][R][w][2]  sign (bit 7) and mantissa (bits 6 to 0) of a value; byte j of [k] is of part 2k + j
+    distance  [bits][R][w]  16 bits: bits 4n to 4n + 3 of [k] are the code of part 4k + n. With 3 bits a code, bit
+                            4n + 3 of [k] is bit k of the code of part 12 + n
 
 A code is the distance of the value's exponent to the top of its channel, or 2^bits - 1 for an escape. So every pattern
 of 16 bits comes back: zeros, denormals, infinities, and NaNs with what they carry. A tile has a fixed size: E is a
@@ -27,43 +29,42 @@ import torch
 
 from hicache.kernels._pack import pack_kernel, unpack_kernel
 from hicache.kernels._pages import PageTable
-from hicache.kernels._triton import Kernels, cdiv, on_device, power_of_two
+from hicache.kernels._triton import Kernels, cdiv, on_device
 
-_TILE_CHANNELS = 128
-_PARTS = 8  # of the tokens of a tile, whose codes share bytes
+_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # so that each part of a tile begins at a word of 4 bytes
+_PARTS = 16  # of the tokens of a tile
 _ROUND_BYTES = 16
-_LEAST_BITS, _MOST_BITS = 2, 4
+_WARPS = 4  # of a program
 
 
 @dataclass(frozen=True)
 class PackFormat:
-    """`bits` of a code, 2 to 4. `escapes`: the share of the values of a tile that may escape, for each buffer of a
+    """`bits` of a code, 3 or 4. `escapes`: the share of the values of a tile that may escape, for each buffer of a
     layer in turn, the last one for those behind it."""
 
     bits: int
     escapes: tuple[float, ...]
 
     def __post_init__(self) -> None:
-        if not _LEAST_BITS <= self.bits <= _MOST_BITS:
-            raise ValueError(f"bits={self.bits}: choose {_LEAST_BITS} to {_MOST_BITS}")
+        if self.bits not in (3, 4):
+            raise ValueError(f"bits={self.bits}: choose 3 or 4")
         if not self.escapes or not all(0 <= share <= 1 for share in self.escapes):
             raise ValueError(f"escapes={self.escapes}: need at least one share of values, each 0 to 1")
 
-    def max_escapes(self, buffer: int, page_tokens: int, channels: int) -> int:
+    def max_escapes(self, buffer: int, page_tokens: int, width: int) -> int:
         """Of a tile of so many channels."""
         share = self.escapes[min(buffer, len(self.escapes) - 1)]
-        return cdiv(math.ceil(share * page_tokens * channels), _ROUND_BYTES) * _ROUND_BYTES
+        return cdiv(math.ceil(share * page_tokens * width), _ROUND_BYTES) * _ROUND_BYTES
 
-    def tile_bytes(self, buffer: int, page_tokens: int, channels: int) -> int:
-        """Of a tile of at most 128 channels."""
-        codes = self.bits * page_tokens // _PARTS * channels
-        return channels + self.max_escapes(buffer, page_tokens, channels) + page_tokens * channels + codes
+    def tile_bytes(self, buffer: int, page_tokens: int, width: int) -> int:
+        """Of a tile of so many channels."""
+        values = page_tokens * width
+        return width + self.max_escapes(buffer, page_tokens, width) + values + self.bits * values // 8
 
     def buffer_bytes(self, buffer: int, page_tokens: int, channels: int) -> int:
-        """Of one layer of one buffer of a page, whose rows have so many channels."""
-        whole, rest = divmod(channels, _TILE_CHANNELS)
-        last = self.tile_bytes(buffer, page_tokens, rest) if rest else 0
-        return whole * self.tile_bytes(buffer, page_tokens, _TILE_CHANNELS) + last
+        """Of one layer of one buffer of a page, whose rows have so many channels, a multiple of 4."""
+        width = tile_channels(channels)
+        return channels // width * self.tile_bytes(buffer, page_tokens, width)
 
 
 FOUR_BITS = PackFormat(4, (0.001,))
@@ -72,14 +73,20 @@ THREE_BITS = PackFormat(3, (0.03, 0.05))
 """1.397 times smaller, for keys and values in this order, of which at most 0.026 and 0.045 of a tile escape."""
 
 
+def tile_channels(channels: int) -> int:
+    """Of a tile of rows of so many channels: the largest power of two up to 128 that divides them."""
+    return min(_TILE_CHANNELS, channels & -channels)
+
+
 class PagePacker:
     """A `PageMover` whose staging rows, and so host pages, are packed.
 
-    For pools whose buffers all are bfloat16 rows of equal size and stride, one a token, and whose pages have a power of
-    two of tokens, at least 8; others raise ValueError. It has no state between calls, so threads may share it.
+    For pools whose buffers all are bfloat16 rows of equal size and stride, one a token, of a multiple of 4 channels,
+    and whose pages have a power of two of tokens, at least 16; others raise ValueError. It has no state between calls,
+    so threads may share it.
     """
 
-    LEAST_TOKENS = _PARTS
+    LEAST_TOKENS, LEAST_CHANNELS = _PARTS, _LEAST_CHANNELS
 
     def __init__(
         self, layer_buffers: Sequence[Sequence[torch.Tensor]], page_tokens: int, kernels: Kernels, format: PackFormat
@@ -97,32 +104,27 @@ class PagePacker:
         if len(kinds) != 1:
             raise ValueError(f"buffers of {len(kinds)} row sizes, strides or spans: packed pages have one")
         self._channels, self._row_stride = first.row_bytes // 2, first.rows.stride(0) // 2
-        self._num_buffers = len(self.table.segments[0])
+        addresses = [segment.rows.data_ptr() for segments in self.table.segments for segment in segments]
+        if self._channels % _LEAST_CHANNELS or self._row_stride % 2 or any(address % 4 for address in addresses):
+            raise ValueError(f"rows of {self._channels} channels, {self._row_stride} apart: need multiples of 4 and 2")
+        self._num_buffers, self._width = len(self.table.segments[0]), tile_channels(self._channels)
         sizes = [format.buffer_bytes(buffer, page_tokens, self._channels) for buffer in range(self._num_buffers)]
         self._offsets = [sum(sizes[:buffer]) for buffer in range(self._num_buffers)]
         self.layer_bytes = sum(sizes)
         self.page_bytes = self.layer_bytes * self.num_layers
         self.ends = [self.layer_bytes * layer for layer in range(self.num_layers + 1)]
-        self._rows = self._table()
-        addresses = [segment.rows.data_ptr() for segments in self.table.segments for segment in segments]
-        sizes = [*addresses, *self._offsets, self.layer_bytes, self._row_stride * 2]
-        self._cols = min(_TILE_CHANNELS, power_of_two(self._channels))
-        # Tiles of one width that is a multiple of 16 are of whole words of 16 bytes, with all their parts.
-        self._is_aligned = (
-            not any(size % 16 for size in sizes) and not self._cols % 16 and not self._channels % self._cols
-        )
+        self._rows = self._table(addresses)
+        self._is_aligned = not any(size % _ROUND_BYTES for size in (self._width, self._row_stride * 2, *addresses))
 
-    def _table(self) -> torch.Tensor:
+    def _table(self, addresses: list[int]) -> torch.Tensor:
         """See the kernel."""
-        buffers, last = range(self._num_buffers), self._channels % _TILE_CHANNELS or _TILE_CHANNELS
-        rows = [
-            self._offsets,
-            [self.format.tile_bytes(buffer, self.page_tokens, _TILE_CHANNELS) for buffer in buffers],
-            [self.format.max_escapes(buffer, self.page_tokens, _TILE_CHANNELS) for buffer in buffers],
-            [self.format.max_escapes(buffer, self.page_tokens, last) for buffer in buffers],
-            *([segment.rows.data_ptr() for segment in segments] for segments in self.table.segments),
+        buffers, tile = range(self._num_buffers), (self.page_tokens, self._width)
+        head = [
+            *self._offsets,
+            *(self.format.tile_bytes(buffer, *tile) for buffer in buffers),
+            *(self.format.max_escapes(buffer, *tile) for buffer in buffers),
         ]
-        return torch.tensor(rows, dtype=torch.int64, device=self.table.device)
+        return torch.tensor(head + addresses, dtype=torch.int64, device=self.table.device)
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
         """Bytes of layers [first_layer, first_layer + num_layers) of one page; ValueError if the pool has fewer."""
@@ -165,22 +167,25 @@ class PagePacker:
         if self.table.kernels == "torch":
             self._move_naive(slots, staging, first_layer, num_layers, misfits)
             return
-        grid = num_pages, num_layers * self._num_buffers, cdiv(self._channels, _TILE_CHANNELS)
-        strides = staging.stride(0), self.layer_bytes, self._row_stride, first_layer
+        alignment = staging.data_ptr() | staging.stride(0)
+        if alignment % _LEAST_CHANNELS:
+            raise ValueError("staging rows do not begin at multiples of 4 bytes")
+        num_tiles = self._channels // self._width
+        grid = num_pages * num_tiles, num_layers * self._num_buffers
+        strides = staging.stride(0), self.layer_bytes, self._row_stride // 2, first_layer
         constants = {
             "BUFFERS": self._num_buffers,
             "PAGE": self.page_tokens,
-            "PARTS": _PARTS,
-            "CHANNELS": self._channels,
-            "COLS": self._cols,
+            "TILES": num_tiles,
+            "WIDTH": self._width,
             "BITS": self.format.bits,
-            "ALIGNED_16": self._is_aligned and not (staging.data_ptr() | staging.stride(0)) % 16,
+            "ALIGNED": _ROUND_BYTES if self._is_aligned and not alignment % _ROUND_BYTES else _LEAST_CHANNELS,
         }
         with on_device(slots.device):
             if misfits is None:
-                unpack_kernel[grid](staging, self._rows, slots, *strides, **constants, num_warps=8)
+                unpack_kernel[grid](staging, self._rows, slots, *strides, **constants, num_warps=_WARPS)
             else:
-                pack_kernel[grid](staging, self._rows, slots, misfits, *strides, **constants, num_warps=4)
+                pack_kernel[grid](staging, self._rows, slots, misfits, *strides, **constants, num_warps=_WARPS)
 
     def _move_naive(
         self,
@@ -191,69 +196,94 @@ class PagePacker:
         misfits: torch.Tensor | None,
     ) -> None:
         """The torch twin of the kernel."""
-        pages = slots.view(-1, self.page_tokens)
+        pages, width = slots.view(-1, self.page_tokens), self._width
         for layer in range(num_layers):
             for buffer, segment in enumerate(self.table.segments[first_layer + layer]):
                 rows = segment.rows.view(torch.int16)
-                start = layer * self.layer_bytes + self._offsets[buffer]
-                for first in range(0, self._channels, _TILE_CHANNELS):
-                    width = min(_TILE_CHANNELS, self._channels - first)
-                    end = start + self.format.tile_bytes(buffer, self.page_tokens, width)
-                    num_escapes = self.format.max_escapes(buffer, self.page_tokens, width)
-                    tile, start = staging[:, start:end], end
+                end = layer * self.layer_bytes + self._offsets[buffer]
+                num_escapes = self.format.max_escapes(buffer, self.page_tokens, width)
+                for first in range(0, self._channels, width):
+                    start, end = end, end + self.format.tile_bytes(buffer, self.page_tokens, width)
+                    tile, channels = staging[:, start:end], slice(first, first + width)
                     if misfits is None:
-                        rows[pages, first : first + width] = unpack_tiles(
+                        rows[pages, channels] = unpack_tiles(
                             tile, self.page_tokens, width, self.format.bits, num_escapes
                         )
                     else:
-                        values = rows[pages, first : first + width]
-                        misfits += pack_tiles(values, tile, self.format.bits, num_escapes)
+                        misfits += pack_tiles(rows[pages, channels], tile, self.format.bits, num_escapes)
 
 
 def pack_tiles(values: torch.Tensor, tiles: torch.Tensor, bits: int, num_escapes: int) -> torch.Tensor:
     """Pack `values`, int16 `[tiles, tokens, channels]`, the bits of bfloat16, into `tiles`, uint8 `[tiles, bytes]`.
     Returns int32 `[tiles]`, 1 for those that do not fit."""
     num_tiles, tokens, channels = values.shape
-    exponents = (values >> 7) & 0xFF
+    wide = values.to(torch.int32) & 0xFFFF
+    exponents = (wide >> 7) & 0xFF
     tops = exponents.amax(1)
     codes = (tops[:, None] - exponents).clamp_(max=(1 << bits) - 1)
-    escaped = (codes == (1 << bits) - 1).view(num_tiles, -1)
+    escaped = _listed(codes == (1 << bits) - 1)
     place = escaped.cumsum(1) - 1
     tile, at = (escaped & (place < num_escapes)).nonzero(as_tuple=True)
-    fractions = ((values >> 8) & 0x80) | (values & 0x7F)
-    # [part][token of it][channel] of a code's bit k become bits of one byte.
-    parts = codes.view(num_tiles, _PARTS, tokens // _PARTS, channels)
-    weights = (1 << torch.arange(_PARTS, device=values.device))[:, None, None]
-    planes = torch.stack([(((parts >> k) & 1) * weights).sum(1) for k in range(bits)], 1)
-    ends = _ends(tokens, channels, bits, num_escapes)
+    ends = _ends(tokens, channels, num_escapes)
     tiles[:, : ends[0]] = tops.to(torch.uint8)
-    tiles[tile, ends[0] + place[tile, at]] = exponents.reshape(num_tiles, -1)[tile, at].to(torch.uint8)
-    tiles[:, ends[1] : ends[2]] = fractions.reshape(num_tiles, -1).to(torch.uint8)
-    tiles[:, ends[2] :] = planes.view(num_tiles, -1).to(torch.uint8)
+    tiles[tile, ends[0] + place[tile, at]] = _listed(exponents)[tile, at].to(torch.uint8)
+    fractions = _by_part(((wide >> 8) & 0x80) | (wide & 0x7F)).view(num_tiles, _PARTS // 2, 2, -1)
+    tiles[:, ends[1] : ends[2]] = fractions.transpose(2, 3).reshape(num_tiles, -1).to(torch.uint8)
+    nibbles = _by_part(codes).view(num_tiles, 4, 4, -1) << _shifts(values.device)[:, None]
+    distances = nibbles.sum(2, dtype=torch.int32)  # [tiles, 4, tokens / 16 x channels]
+    if bits == 3:
+        last = torch.stack([(distances[:, 3] >> k) & 0x1111 for k in range(3)], 1)
+        distances = distances[:, :3] | (last << 3)
+    tiles[:, ends[2] :] = torch.stack([distances & 0xFF, distances >> 8], -1).view(num_tiles, -1).to(torch.uint8)
     return (escaped.sum(1) > num_escapes).to(torch.int32)
 
 
 def unpack_tiles(tiles: torch.Tensor, tokens: int, channels: int, bits: int, num_escapes: int) -> torch.Tensor:
     """The inverse of `pack_tiles`: int16 `[tiles, tokens, channels]`."""
     num_tiles, escape = tiles.shape[0], (1 << bits) - 1
-    ends = _ends(tokens, channels, bits, num_escapes)
-    tops = tiles[:, : ends[0]].to(torch.int32)
-    planes = tiles[:, ends[2] :].to(torch.int32).view(num_tiles, bits, 1, tokens // _PARTS, channels)
-    parts = torch.arange(_PARTS, dtype=torch.int32, device=tiles.device)[:, None, None]
-    codes = sum(((planes[:, k] >> parts) & 1) << k for k in range(bits))
-    assert isinstance(codes, torch.Tensor)
-    codes = codes.view(num_tiles, tokens, channels)
-    exponents = tops[:, None] - codes
-    escaped = (codes == escape).view(num_tiles, -1)
+    ends, wide = _ends(tokens, channels, num_escapes), tiles.to(torch.int32)
+    tops, fractions = wide[:, : ends[0]], wide[:, ends[1] : ends[2]].view(num_tiles, _PARTS // 2, -1, 2)
+    low, high = wide[:, ends[2] :].view(num_tiles, bits, -1, 2).unbind(-1)
+    distances = low | (high << 8)
+    if bits == 3:
+        last = sum(((distances[:, k] >> 3) & 0x1111) << k for k in range(3))
+        assert isinstance(last, torch.Tensor)
+        distances = torch.cat([distances & 0x7777, last[:, None]], 1)
+    codes = _by_token((distances[:, :, None] >> _shifts(tiles.device)[:, None]) & 0xF, channels)
+    escaped = _listed(codes == escape)
     place = escaped.cumsum(1) - 1
     tile, at = (escaped & (place < num_escapes)).nonzero(as_tuple=True)
-    exponents.view(num_tiles, -1)[tile, at] = tiles[tile, ends[0] + place[tile, at]].to(torch.int32)
-    fractions = tiles[:, ends[1] : ends[2]].to(torch.int32).view(num_tiles, tokens, channels)
-    bits16 = ((fractions & 0x80) << 8) | ((exponents & 0xFF) << 7) | (fractions & 0x7F)
+    listed = _listed(tops[:, None] - codes)
+    listed[tile, at] = wide[tile, ends[0] + place[tile, at]]
+    exponents = listed.view(num_tiles, -1, channels, _PARTS).transpose(2, 3).reshape(codes.shape)
+    fraction = _by_token(fractions.transpose(2, 3), channels)
+    bits16 = ((fraction & 0x80) << 8) | ((exponents & 0xFF) << 7) | (fraction & 0x7F)
     return torch.where(bits16 >= 1 << 15, bits16 - (1 << 16), bits16).to(torch.int16)
 
 
-def _ends(tokens: int, channels: int, bits: int, num_escapes: int) -> tuple[int, int, int]:
-    """Of tops, escapes and fractions in a tile, whose codes follow."""
-    fractions = channels + num_escapes + tokens * channels
-    return channels, channels + num_escapes, fractions
+def _listed(values: torch.Tensor) -> torch.Tensor:
+    """`[tiles, tokens, channels]` in the order of escapes: `[tiles, row x channel x part]`, in memory of its own."""
+    num_tiles, _, channels = values.shape
+    return values.view(num_tiles, -1, _PARTS, channels).transpose(2, 3).reshape(num_tiles, -1)
+
+
+def _by_part(values: torch.Tensor) -> torch.Tensor:
+    """`[tiles, tokens, channels]` as `[tiles, part, row x channel]`."""
+    num_tiles, _, channels = values.shape
+    return values.view(num_tiles, -1, _PARTS, channels).transpose(1, 2).reshape(num_tiles, _PARTS, -1)
+
+
+def _by_token(parts: torch.Tensor, channels: int) -> torch.Tensor:
+    """The inverse of `_by_part`; the first dimensions behind the tiles may be several."""
+    by_row = parts.reshape(parts.shape[0], _PARTS, -1, channels).transpose(1, 2)
+    return by_row.reshape(parts.shape[0], -1, channels)
+
+
+def _shifts(device: torch.device) -> torch.Tensor:
+    """Of the four codes in 16 bits."""
+    return torch.arange(0, 16, 4, dtype=torch.int32, device=device)
+
+
+def _ends(tokens: int, channels: int, num_escapes: int) -> tuple[int, int, int]:
+    """Of tops, escapes and fractions in a tile, whose distances follow."""
+    return channels, channels + num_escapes, channels + num_escapes + tokens * channels

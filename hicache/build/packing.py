@@ -8,6 +8,7 @@ States, and pools of other dtypes than bfloat16, stay raw: float16 has 5 bits of
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Sequence
 
 import torch
@@ -53,7 +54,14 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
 
 def place_bytes(packer: PagePacker) -> int:
     """Bytes of a host page."""
-    return packer.page_bytes + TRAILER_BYTES
+    return _aligned(packer.page_bytes + TRAILER_BYTES)
+
+
+def _aligned(num_bytes: int) -> int:
+    """Rounded up to a power of two, of at most a memory page, that costs less than 1/256: where pages begin at any
+    multiple of 16, the copy engine loses 1.5 % of the link."""
+    alignment = min(1 << max(TRAILER_BYTES, num_bytes // 256).bit_length() - 1, mmap.PAGESIZE)
+    return -(-num_bytes // alignment) * alignment
 
 
 def page_bytes(config: EngineConfig, row_dims: Sequence[int], num_layers: int) -> int:
@@ -61,7 +69,8 @@ def page_bytes(config: EngineConfig, row_dims: Sequence[int], num_layers: int) -
     tokens, wanted, dtype = config.host_page_size, wanted_format(config), config.torch_dtype
     raw_bytes = num_layers * tokens * sum(row_dims) * dtype.itemsize
     is_power = tokens & (tokens - 1) == 0 and tokens >= PagePacker.LEAST_TOKENS
-    if wanted is None or dtype != torch.bfloat16 or len({*row_dims}) > 1 or not is_power:
+    is_even = len({*row_dims}) == 1 and row_dims[0] % PagePacker.LEAST_CHANNELS == 0
+    if wanted is None or dtype != torch.bfloat16 or not is_even or not is_power:
         return raw_bytes
     layer_bytes = sum(wanted.buffer_bytes(buffer, tokens, dims) for buffer, dims in enumerate(row_dims))
-    return min(raw_bytes, num_layers * layer_bytes + TRAILER_BYTES)
+    return min(raw_bytes, _aligned(num_layers * layer_bytes + TRAILER_BYTES))

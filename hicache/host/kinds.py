@@ -1,6 +1,6 @@
 """What a place of a packed pool holds, written into the place itself, so that each reader knows, of memory or a store.
 
-[0, page_bytes - 16)   a packed page, or a part of a raw one
+[0, page_bytes - 16)   a packed page, or a part of a raw one; what is left of it means nothing
 1 byte                 its kind
 15 bytes               zero
 """

@@ -17,7 +17,6 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 
 import numpy as np
@@ -31,10 +30,10 @@ from hicache.transfer.calibrate import measured_rates
 from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
-from hicache.transfer.plan import Ids, PageRuns, Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
+from hicache.transfer.plan import Ids, Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
 from hicache.transfer.raw_pages import CudaRawPages, RawPart, divided, gather
-from hicache.transfer.streams import Buffer, CudaOp, StreamPair
-from hicache.transfer.unstaged import SlotRuns, UnstagedCopier
+from hicache.transfer.streams import Buffer, CudaOp, QueuedCopy, StreamPair
+from hicache.transfer.unstaged import UnstagedCopier
 
 log = logging.getLogger(__name__)
 
@@ -43,19 +42,6 @@ _STEPS_AT_ONCE = 2  # of a store: while they run, a load submitted right after i
 _SUBMIT_S = 1.5e-3  # of the host, for steps of loads in one call: less than a long load's first layer takes
 _AHEAD = 4  # layers that are queued when a forward waits for the first of them
 _ENDED = object()
-
-
-@dataclass
-class _Copy:
-    """A copy that is being queued. Kernels need `slots` on the device; of the runs, `plan.method` uses one or none.
-    `misfits`: of a store of packed pages, int32 `[pages]` on the device."""
-
-    plan: Plan
-    ids: Ids
-    slots: torch.Tensor
-    runs: PageRuns | None = None
-    slot_runs: SlotRuns | None = None
-    misfits: torch.Tensor | None = None
 
 
 class CudaTransfer:
@@ -179,14 +165,14 @@ class CudaTransfer:
             self._loads.queue_some(_SUBMIT_S)
             self._issue(False)
 
-    def _plan_load(self, ids: Ids, slots: torch.Tensor) -> _Copy:
+    def _plan_load(self, ids: Ids, slots: torch.Tensor) -> QueuedCopy:
         slot_runs = self._unstaged.runs(ids, slots.numpy()) if self._unstaged and slots.is_cpu else None
         if slot_runs is not None:
             plan = self._plan(self.up, len(ids), len(slot_runs), len(slot_runs))
             if plan.method == "unstaged":
-                return _Copy(plan, ids, slots, slot_runs=slot_runs)
+                return QueuedCopy(plan, ids, slots, slot_runs=slot_runs)
         runs = page_runs(ids, self._rows_per_chunk)
-        return _Copy(self._plan(self.up, len(ids), len(runs)), ids, slots, runs=runs)
+        return QueuedCopy(self._plan(self.up, len(ids), len(runs)), ids, slots, runs=runs)
 
     def _load_steps(
         self, op: CudaOp, ids: Ids, slots: torch.Tensor, load_id: int, behind: torch.cuda.Event, raw: RawPart | None
@@ -203,11 +189,7 @@ class CudaTransfer:
             op.began(pair.kernel if load.plan.method == "zero_copy" else pair.copy)
             for _ in self._raw_steps(pair, raw):
                 yield 0
-            for first, end in load.plan.groups:
-                if first:
-                    yield first
-                self._load_group(load, first, end)
-                self._record(load, load_id, first, end)
+            yield from (self._staged_steps if load.plan.is_staged else self._direct_steps)(load, load_id)
         except Exception as error:  # noqa: BLE001 - kept in `op.error` and raised to the consumers of the load
             log.warning("a load could not be queued: %s", error)
             op.error = error
@@ -216,7 +198,7 @@ class CudaTransfer:
         pair.kernel.wait_stream(pair.copy)  # which wrote to the pool itself, or may still read host pages
         op.ended(pair.kernel)
 
-    def _record(self, load: _Copy, load_id: int, first: int, end: int) -> None:
+    def _record(self, load: QueuedCopy, load_id: int, first: int, end: int) -> None:
         """Record that layers [first, end) have arrived, on the stream that wrote them to the pool."""
         stream = self.up.copy if load.plan.method == "unstaged" else self.up.kernel
         for layer in range(first, end):
@@ -280,7 +262,7 @@ class CudaTransfer:
         plan = self._plan(pair, len(ids), len(runs))
         self._counts[plan.method] += 1
         with torch.cuda.stream(pair.kernel):
-            store = _Copy(plan, ids, pair.upload(slots), runs)
+            store = QueuedCopy(plan, ids, pair.upload(slots), runs)
             if isinstance(self._mover, PagePacker):
                 store.misfits = torch.zeros(len(ids), dtype=torch.int32, device=self._device)
         for first, end in plan.groups:
@@ -292,33 +274,69 @@ class CudaTransfer:
             pair.copy.wait_stream(pair.kernel)
             op.bring_misfits(store.misfits, pair.copy)
 
-    def _load_group(self, load: _Copy, first: int, end: int) -> None:
-        """Queue layers [first, end) behind what is on the streams."""
+    def _direct_steps(self, load: QueuedCopy, load_id: int) -> Iterator[int]:
+        """Queues a group of layers each time it is resumed, which are written to their slots without staging."""
         pair, plan = self.up, load.plan
-        if plan.method == "unstaged":
-            assert load.slot_runs is not None and self._unstaged is not None
-            for layer in range(first, end):
-                self._unstaged.load(load.slot_runs, layer, pair.copy.cuda_stream)
-            return
-        if plan.method == "zero_copy":
-            assert self._zero_copy is not None
-            with torch.cuda.stream(pair.kernel):
-                load.slots = pair.upload(load.slots)
-                self._zero_copy.load(pair.upload(torch.from_numpy(load.ids)), load.slots, first, end - first)
-            return
-        for start, stop in self._chunks(plan, pair, first, end, len(load.ids)):
-            buffer = pair.next()
-            pair.copy.wait_event(buffer.free)
-            self._copy(pair, buffer, load, first, end, start, stop)
-            buffer.filled.record(pair.copy)
-            with torch.cuda.stream(pair.kernel):
-                load.slots = pair.upload(load.slots)  # once, behind the first copy, which does not need them
-                pair.kernel.wait_event(buffer.filled)
-                staging = self._staging(buffer, stop - start, first, end)
-                self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
-            buffer.free.record(pair.kernel)
+        for first, end in plan.groups:
+            if first:
+                yield first
+            if plan.method == "unstaged":
+                assert load.slot_runs is not None and self._unstaged is not None
+                for layer in range(first, end):
+                    self._unstaged.load(load.slot_runs, layer, pair.copy.cuda_stream)
+            else:
+                assert self._zero_copy is not None
+                with torch.cuda.stream(pair.kernel):
+                    load.slots = pair.upload(load.slots)
+                    self._zero_copy.load(pair.upload(torch.from_numpy(load.ids)), load.slots, first, end - first)
+            self._record(load, load_id, first, end)
 
-    def _store_step(self, store: _Copy, first: int, end: int, start: int, stop: int) -> None:
+    def _staged_steps(self, load: QueuedCopy, load_id: int) -> Iterator[int]:
+        """Queues a group of layers each time it is resumed. The copy of each chunk comes before the kernels of the one
+        ahead of it, so that the link does not wait while the host launches these."""
+        chunks = self._chunks_of_groups(load)
+        following = next(chunks, None)
+        if following is None:  # all pages are raw
+            self._record(load, load_id, 0, self._mover.num_layers)
+            return
+        copied = self._queue_copy(load, *following)
+        while following is not None:
+            (first, end, start, stop), buffer = following, copied
+            following = next(chunks, None)
+            if following is not None:
+                copied = self._queue_copy(load, *following)
+            self._queue_scatter(load, buffer, first, end, start, stop)
+            if stop == len(load.ids):
+                self._record(load, load_id, first, end)
+                if following is not None:
+                    yield end
+
+    def _chunks_of_groups(self, load: QueuedCopy) -> Iterator[tuple[int, int, int, int]]:
+        """Layers [first, end) and pages [start, stop) of each chunk, in order."""
+        for first, end in load.plan.groups:
+            for start, stop in self._chunks(load.plan, self.up, first, end, len(load.ids)):
+                yield first, end, start, stop
+
+    def _queue_copy(self, load: QueuedCopy, first: int, end: int, start: int, stop: int) -> Buffer:
+        """Queue the copy of layers [first, end) of the pages [start, stop) into a staging buffer, which is returned."""
+        pair = self.up
+        buffer = pair.next()
+        pair.copy.wait_event(buffer.free)
+        self._copy(pair, buffer, load, first, end, start, stop)
+        buffer.filled.record(pair.copy)
+        return buffer
+
+    def _queue_scatter(self, load: QueuedCopy, buffer: Buffer, first: int, end: int, start: int, stop: int) -> None:
+        """Queue what moves such a chunk from its buffer to its slots."""
+        pair = self.up
+        with torch.cuda.stream(pair.kernel):
+            load.slots = pair.upload(load.slots)  # once, behind the first copies, which do not need them
+            pair.kernel.wait_event(buffer.filled)
+            staging = self._staging(buffer, stop - start, first, end)
+            self._mover.scatter(staging, self._slots(load.slots, start, stop), first, end - first)
+        buffer.free.record(pair.kernel)
+
+    def _store_step(self, store: QueuedCopy, first: int, end: int, start: int, stop: int) -> None:
         """Queue layers [first, end) of the store's pages [start, stop)."""
         pair = self.down
         if store.plan.method == "zero_copy":
@@ -354,7 +372,9 @@ class CudaTransfer:
         width = self._offsets[end] - self._offsets[first]
         return buffer.bytes[: num_pages * width].view(num_pages, width)
 
-    def _copy(self, pair: StreamPair, buffer: Buffer, copy: _Copy, first: int, end: int, start: int, stop: int) -> None:
+    def _copy(
+        self, pair: StreamPair, buffer: Buffer, copy: QueuedCopy, first: int, end: int, start: int, stop: int
+    ) -> None:
         """Queue the copy of layers [first, end) of the pages [start, stop) from (up) or to (down) their host pages."""
         up, width, pitch = pair is self.up, self._offsets[end] - self._offsets[first], self._host.stride(0)
         host_address, stream = self._host_address + self._offsets[first], pair.copy.cuda_stream

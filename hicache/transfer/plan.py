@@ -93,6 +93,11 @@ class Plan:
     method: Method
     groups: tuple[tuple[int, int], ...]
 
+    @property
+    def is_staged(self) -> bool:
+        """Whether a kernel moves what was copied between a staging buffer and its slots."""
+        return self.method in ("strided", "batched")
+
 
 @dataclass(frozen=True)
 class Shape:

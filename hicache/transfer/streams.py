@@ -3,14 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.upload import IdUploader
+from hicache.transfer.plan import Ids, PageRuns, Plan
+from hicache.transfer.unstaged import SlotRuns
 
 _RING = 3
+
+
+@dataclass
+class QueuedCopy:
+    """A copy that is being queued. Kernels need `slots` on the device; of the runs, `plan.method` uses one or none.
+    `misfits`: of a store of packed pages, int32 `[pages]` on the device."""
+
+    plan: Plan
+    ids: Ids
+    slots: torch.Tensor
+    runs: PageRuns | None = None
+    slot_runs: SlotRuns | None = None
+    misfits: torch.Tensor | None = None
 
 
 class CudaOp:

@@ -58,18 +58,24 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
     """By the words of the format alone."""
     tops, tile = tile[:width], tile[width:]
     escapes, tile = iter(tile[:num_escapes]), tile[num_escapes:]
-    fractions, codes = tile[: tokens * width], tile[tokens * width :]
-    part = tokens // 8
-    rows = []
-    for token in range(tokens):
-        row = []
+    fractions, distances = tile[: tokens * width], tile[tokens * width :]
+    count, rows = tokens // 16, [[0] * width for _ in range(tokens)]
+
+    def distance(k: int, t: int, c: int) -> int:
+        at = 2 * ((k * count + t) * width + c)
+        return distances[at] | distances[at + 1] << 8
+
+    for t in range(count):
         for c in range(width):
-            j, t = divmod(token, part)
-            code = sum((codes[(k * part + t) * width + c] >> j & 1) << k for k in range(bits))
-            exponent = next(escapes) if code == 2**bits - 1 else tops[c] - code
-            fraction = fractions[token * width + c]
-            row.append((fraction & 128) << 8 | exponent << 7 | fraction & 127)
-        rows.append(row)
+            for part in range(16):
+                k, n = divmod(part, 4)
+                if k < bits:
+                    code = distance(k, t, c) >> 4 * n & 2**bits - 1
+                else:
+                    code = sum((distance(i, t, c) >> 4 * n + 3 & 1) << i for i in range(3))
+                exponent = next(escapes) if code == 2**bits - 1 else tops[c] - code
+                fraction = fractions[2 * ((part // 2 * count + t) * width + c) + part % 2]
+                rows[16 * t + part][c] = (fraction & 128) << 8 | exponent << 7 | fraction & 127
     return rows
 
 
@@ -79,9 +85,9 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
     [
         (64, 2, 64, FOUR_BITS),
         (64, 1, 192, THREE_BITS),
-        (16, 1, 160, THREE_BITS),
-        (8, 2, 40, FOUR_BITS),
-        (128, 3, 1, ROOMY),
+        (16, 1, 96, THREE_BITS),
+        (16, 2, 24, FOUR_BITS),
+        (128, 3, 4, ROOMY),
     ],
 )
 def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
@@ -89,14 +95,15 @@ def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: i
     rows = pool(2, buffers, channels, seed=tokens)
     packer = PagePacker(rows, tokens, kernels, format)
     slots = some_slots(2 * tokens, seed=1)
-    come_back(packer, rows, slots, 0, 2)
+    if kernels == "torch" or channels == 64:  # the interpreter of Triton is slow
+        come_back(packer, rows, slots, 0, 2)
     come_back(packer, rows, slots[:tokens], 1, 1)
     come_back(packer, rows, slots[:0], 1, 1)
     raw_bytes = tokens * 2 * buffers * channels * 2
     assert packer.page_bytes == packer.group_bytes(0, 2) and (channels < 128 or packer.page_bytes < raw_bytes / 1.3)
 
 
-@pytest.mark.parametrize(("kernels", "bits"), [("torch", 2), ("torch", 3), ("torch", 4), ("triton", 3)])
+@pytest.mark.parametrize(("kernels", "bits"), [("torch", 3), ("torch", 4), ("triton", 3), ("triton", 4)])
 def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
     """All 65 536 patterns, beside each other, in channels of their own exponent, and alone among zeros; NaNs keep what
     they carry."""
@@ -105,19 +112,19 @@ def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
     alone = torch.zeros(1024, 128, dtype=torch.bfloat16)
     alone.view(-1)[::2] = every
     for values in (every.view(-1, 256), every.view(256, -1).T.contiguous(), alone):
-        packer = PagePacker([[values]], 64, kernels, format)
+        packer = PagePacker([[values]], 256, kernels, format)
         come_back(packer, [[values]], torch.arange(values.shape[0]), 0, 1)
 
 
-@pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, PackFormat(2, (0.4, 0.02))])
+@pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, PackFormat(3, (0.4, 0.0))])
 @pytest.mark.parametrize("kind", ["values", "bits"])
 def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
     """In every byte, and in how many tiles of each page do not fit."""
-    rows = pool(2, 2, 192, seed=3, kind=kind)
+    rows = pool(2, 2, 128, seed=3, kind=kind)
     slots = some_slots(128, seed=4)
     ours, theirs = (packed(PagePacker(rows, 64, kernels, format), slots, 0, 2) for kernels in ("triton", "torch"))
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
-    assert ours[1].all() if kind == "bits" or format.bits == 2 else not ours[1].any()
+    assert ours[1].all() if kind == "bits" or format.escapes[-1] == 0 else not ours[1].any()
 
 
 def random_rows(kind: str, generator: torch.Generator) -> torch.Tensor:
@@ -176,22 +183,27 @@ def test_kernel_and_twin_agree_over_a_billion_values(format: PackFormat) -> None
     assert 0 < num_fitting < 16 * 16 or format is ROOMY
 
 
-def test_the_format_is_what_it_says() -> None:
-    """A decoder written from the description alone reads what was packed; a tile with one escape more than there is
-    capacity for does not fit, and one with as many does."""
-    rows = pool(1, 2, 136, seed=5)
-    packer = PagePacker(rows, 16, "torch", THREE_BITS)
-    slots = some_slots(16, seed=6)
+@pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS])
+def test_the_format_is_what_it_says(format: PackFormat) -> None:
+    """A decoder written from the description alone reads what was packed."""
+    rows = pool(1, 2, 96, seed=5)
+    packer = PagePacker(rows, 32, "torch", format)
+    slots = some_slots(32, seed=6)
+    for buffer in rows[0]:
+        buffer[slots[::7], ::50] = 0  # escapes, in the first two tiles of 32 channels
     staging, misfits = packed(packer, slots, 0, 1)
     assert not misfits.any()
     left = staging[0].numpy().tobytes()
     for n, buffer in enumerate(rows[0]):
         expected = buffer.view(torch.int16)[slots].to(torch.int32) & 0xFFFF
-        for first, width in ((0, 128), (128, 8)):
-            num_bytes, capacity = THREE_BITS.tile_bytes(n, 16, width), THREE_BITS.max_escapes(n, 16, width)
+        for first in (0, 32, 64):
+            num_bytes, capacity = format.tile_bytes(n, 32, 32), format.max_escapes(n, 32, 32)
             tile, left = left[:num_bytes], left[num_bytes:]
-            assert decoded(tile, 16, width, 3, capacity) == expected[:, first : first + width].tolist()
+            assert decoded(tile, 32, 32, format.bits, capacity) == expected[:, first : first + 32].tolist()
     assert not left
+
+
+def test_a_tile_fits_up_to_its_number_of_escapes() -> None:
     capacity = FOUR_BITS.max_escapes(0, 64, 128)
     for num_escapes in (capacity, capacity + 1):
         values = torch.ones(64, 128, dtype=torch.bfloat16)
@@ -209,21 +221,22 @@ def test_ratios_are_those_that_are_promised() -> None:
 
 
 def test_wrong_pools_and_arguments_are_refused() -> None:
-    good = torch.zeros(8, 4, dtype=torch.bfloat16)
+    good = torch.zeros(16, 4, dtype=torch.bfloat16)
     for buffers, tokens, match in (
-        ([[good.half()]], 8, "bfloat16"),
+        ([[good.half()]], 16, "bfloat16"),
         ([[good]], 12, "power of two"),
-        ([[good]], 4, "at least 8"),
-        ([[good, torch.zeros(8, 6, dtype=torch.bfloat16)]], 8, "row sizes"),
-        ([[good, good], [good]], 8, "row sizes"),
+        ([[good]], 8, "at least 16"),
+        ([[good, torch.zeros(16, 8, dtype=torch.bfloat16)]], 16, "row sizes"),
+        ([[torch.zeros(16, 6, dtype=torch.bfloat16)]], 16, "multiples of 4"),
+        ([[good, good], [good]], 16, "row sizes"),
     ):
         with pytest.raises(ValueError, match=match):
             PagePacker(buffers, tokens, "torch", FOUR_BITS)
-    for bits, escapes in ((1, (0.1,)), (5, (0.1,)), (3, ()), (3, (1.1,))):
+    for bits, escapes in ((2, (0.1,)), (5, (0.1,)), (3, ()), (3, (1.1,))):
         with pytest.raises(ValueError, match=r"bits|escapes"):
             PackFormat(bits, escapes)
-    packer = PagePacker([[good]], 8, "torch", FOUR_BITS)
-    slots, staging = torch.arange(8), torch.zeros(1, packer.page_bytes, dtype=torch.uint8)
+    packer = PagePacker([[good]], 16, "torch", FOUR_BITS)
+    slots, staging = torch.arange(16), torch.zeros(1, packer.page_bytes, dtype=torch.uint8)
     for wrong in (torch.zeros(1), torch.zeros(2, dtype=torch.int32)):
         with pytest.raises(ValueError, match="misfits"):
             packer.gather(slots, staging, 0, 1, wrong)

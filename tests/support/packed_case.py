@@ -25,7 +25,7 @@ MODELS = {
     "mha": ModelGeometry(3, 4, 16),
     "gqa": ModelGeometry(4, 2, 24),
     "mqa": ModelGeometry(1, 1, 64),
-    "mla": ModelGeometry(3, 1, 40, latent=LatentGeometry(24, 16)),
+    "mla": ModelGeometry(3, 1, 48, latent=LatentGeometry(32, 16)),
     "windows": ModelGeometry(3, 2, 16, layer_kinds=("full", "window", "window"), window=WINDOW),
     "wide rows": ModelGeometry(2, 2, 80),  # more than a tile has channels
 }
