@@ -2,7 +2,7 @@
 
 [0, page_bytes - 16)   a packed page, or a part of a raw one
 1 byte                 its kind
-15 bytes               zero
+15 bytes               the first of the key of its page
 """
 
 from __future__ import annotations
@@ -34,21 +34,24 @@ def rest_keys(keys: Iterable[bytes]) -> list[bytes]:
 
 def mark(host: HostPagePool, runs: Iterable[HostRun]) -> None:
     """Write into the places of runs, whose bytes have come from the device, what they hold."""
-    packed, raw, rest = list[int](), list[int](), list[int]()
+    places, trailers = list[int](), list[bytes]()
     for run in runs:
-        if not run.rest:
-            packed += run.ids
-            continue
-        for key, page in zip(run.keys, run.ids, strict=True):
-            (raw if key in run.rest else packed).append(page)
-        rest += run.rest.values()
-    trailers = host.bytes_of.numpy()[:, -TRAILER_BYTES:]
-    for kind, places in ((PageKind.PACKED, packed), (PageKind.RAW, raw), (PageKind.REST, rest)):
-        if places:
-            trailers[places] = np.array([kind] + [0] * (TRAILER_BYTES - 1), dtype=np.uint8)
+        places += [*run.ids, *run.rest.values()]
+        trailers += [_trailer(PageKind.RAW if key in run.rest else PageKind.PACKED, key) for key in run.keys]
+        trailers += [_trailer(PageKind.REST, key) for key in run.rest]
+    written = np.frombuffer(b"".join(trailers), dtype=np.uint8)
+    host.bytes_of.numpy()[places, -TRAILER_BYTES:] = written.reshape(-1, TRAILER_BYTES)
 
 
-def kinds_of(host: HostPagePool, places: Sequence[int]) -> list[int]:
-    """What they say that they hold; a number that is no `PageKind` was written by nobody."""
-    kinds: list[int] = host.bytes_of.numpy()[list(places), -TRAILER_BYTES].tolist()
-    return kinds
+def kinds_of(host: HostPagePool, places: Sequence[int], keys: Sequence[bytes]) -> list[PageKind | None]:
+    """What they hold of the pages with these keys, one each. None: what nobody writes, or of another page."""
+    trailers = host.bytes_of.numpy()[list(places), -TRAILER_BYTES:]
+    found = (trailer.tobytes() for trailer in trailers)
+    return [
+        next((kind for kind in PageKind if trailer == _trailer(kind, key)), None)
+        for trailer, key in zip(found, keys, strict=True)
+    ]
+
+
+def _trailer(kind: PageKind, key: bytes) -> bytes:
+    return bytes([kind]) + key[: TRAILER_BYTES - 1]

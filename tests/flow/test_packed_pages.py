@@ -68,7 +68,7 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
 
 
 def test_a_page_says_what_it_is(device: str) -> None:
-    """Packed pages, and both places of raw ones, in their last 16 bytes, of which all but the first are 0."""
+    """Packed pages, and both places of raw ones, in their last 16 bytes: the kind, and the beginning of the key."""
     with build_engine(config(device=device), MODELS["mha"]) as engine:
         serve(engine, "a", TOKENS, "some")
         full = engine.inspect.context.full
@@ -77,10 +77,11 @@ def test_a_page_says_what_it_is(device: str) -> None:
         pages, rest = ids_of(parts), rest_of(parts)
         assert rest is not None
         kinds = [PageKind.RAW, PageKind.PACKED] * 3
-        assert kinds_of(full.host, pages.tolist()) == kinds
-        assert kinds_of(full.host, rest[rest > 0].tolist()) == [PageKind.REST] * 3
-        held = torch.cat([pages, rest[rest > 0]])
-        assert not full.host.bytes_of[held, -15:].any()
+        assert kinds_of(full.host, pages.tolist(), keys) == kinds
+        assert kinds_of(full.host, rest[::2].tolist(), keys[::2]) == [PageKind.REST] * 3
+        assert kinds_of(full.host, pages.tolist(), keys[::-1]) == [None] * 6
+        for kind, page, key in zip(kinds, pages.tolist(), keys, strict=True):
+            assert full.host.bytes_of[page, -16:].numpy().tobytes() == bytes([kind]) + key[:15]
         page = TOKENS[: 2 * PAGE]
         raw = b"".join(
             buffer.flatten(1).view(torch.uint8)[engine_slots(engine, page)[:PAGE]].cpu().numpy().tobytes()
@@ -101,7 +102,8 @@ def test_the_documented_decoder_reads_a_page() -> None:
         with build_engine(config(kv_packing=str(bits)), MODELS[name]) as engine:
             serve(engine, "a", TOKENS, "fit")
             full = engine.inspect.context.full
-            page = full.host.bytes_of[ids_of(full.index.parts([*full.index][:1]))][0].numpy().tobytes()
+            key = next(iter(full.index))
+            page = full.host.bytes_of[ids_of(full.index.parts([key]))][0].numpy().tobytes()
             slots = engine_slots(engine, TOKENS[:PAGE])
             for layer in full_layers(engine):
                 for at, buffer in enumerate(layer):
@@ -114,7 +116,7 @@ def test_the_documented_decoder_reads_a_page() -> None:
                         found = list(decoder["values"](page[:size], PAGE, width, bits, num_escapes))
                         assert found == rows[:, first : first + width].flatten().tolist()
                         page = page[size:]
-            assert page == bytes(16)
+            assert page == bytes(1) + key[:15]
 
 
 def full_layers(engine: CacheEngine) -> list[tuple[torch.Tensor, ...]]:

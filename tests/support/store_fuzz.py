@@ -170,10 +170,9 @@ class StoreFuzz:
             if is_killed:
                 time.sleep(self.rng.exponential(1.5))
                 self._kill(child, json.loads(lines[-1])["process"])
-            reader.join()
+            for thread in (reader, listener):  # until the store process ends, which has these files as well
+                thread.join()
             child.wait()
-        for thread in (reader, listener):  # which the store process holds open as well
-            thread.join()
         self._take([json.loads(line) for line in lines if line.endswith("\n")])
         if child.returncode not in ((0, -signal.SIGKILL) if is_killed else (0,)):
             raise AssertionError("".join(errors[-30:]))
