@@ -3,10 +3,12 @@ not, and what the tiers count are packed bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +18,15 @@ import torch
 
 import hicache.flow.packing
 from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.build.packing import packer_of
 from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
+from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
 from hicache.host import PageKind, ids_of, kinds_of, rest_keys, rest_of
 from hicache.storage import open_existing
 from hicache.storage.base import StoreMismatch
+from memory_store import MemoryPageStore
 from packed_case import MODELS, PAGE, Kind, config, prompt, serve
 
 KINDS: tuple[Kind, ...] = ("fit", "some", "none")
@@ -65,6 +70,70 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
     store = open_existing(tmp_path / "store")
     store.check()
     store.close()
+
+
+@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
+    """From a remote store, and then from the host."""
+    shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
+    with build_engine(settings, model, remote=shared) as engine:
+        serve(engine, "a", TOKENS, kind)
+    with build_engine(settings, model, remote=shared) as engine:
+        assert serve(engine, "b", TOKENS, kind).hit.remote == 6 * PAGE
+        assert engine.inspect.context.full.index.num_raw == {"fit": 0, "some": 3, "none": 6}[kind]
+        forget(engine, "device")
+        assert serve(engine, "c", TOKENS, kind).hit.host == 6 * PAGE
+        assert engine.stats()["packing.packed_pages"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("page_size", [1, 4, PAGE])
+def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_size: int, dtype: str) -> None:
+    """Its index keys are bytes. All of it comes back from the host, a remote store, and the disk after a restart."""
+    settings = config(
+        kv_packing="auto", dtype=dtype, page_size=page_size, device=device, disk=disk_at(tmp_path), host_bytes=1 << 20
+    )
+
+    def pool() -> NSATokenToKVPool:
+        return NSATokenToKVPool(256, page_size, settings.torch_dtype, 32, 16, 3, device, False)
+
+    shared = MemoryPageStore(4 << 20)
+    with build_engine(settings, pool(), remote=shared) as engine:
+        serve(engine, "a", TOKENS, "some")
+        assert engine.inspect.context.full.packing is None
+        forget(engine, "device")
+        assert serve(engine, "b", TOKENS, "some").hit.host == 6 * PAGE
+    with build_engine(settings, pool()) as engine:
+        assert serve(engine, "c", TOKENS, "some").hit.disk == 6 * PAGE
+    alone = dataclasses.replace(settings, disk=None)
+    with build_engine(alone, pool(), remote=shared) as engine:
+        assert serve(engine, "d", TOKENS, "some").hit.remote == 6 * PAGE
+    with pytest.raises(ConfigError, match="several tokens" if page_size > 1 else "bfloat16") as refused:
+        build_engine(dataclasses.replace(alone, kv_packing="4"), pool())
+    assert "kv_packing" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: NSATokenToKVPool(256, 4, torch.bfloat16, 32, 16, 3, "cpu", False), "buffer index_k"),
+        (lambda: MLATokenToKVPool(256, 4, torch.float8_e4m3fn, 32, 16, 3, "cpu", False), "bfloat16"),
+        (lambda: MHATokenToKVPool(256, 4, torch.bfloat16, 2, 16, 3, "cpu", False, v_head_dim=8), "row sizes"),
+        (lambda: MHATokenToKVPool(256, 4, torch.bfloat16, 2, 16, 3, "cpu", False), ""),
+    ],
+)
+def test_what_stays_raw_on_cuda_is_told(
+    build: Callable[[], KVCache], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the reason."""
+    (space,) = build().slot_spaces
+    with caplog.at_level(logging.INFO, "hicache"):
+        packer = packer_of(config(kv_packing="auto", device="cuda"), "full", space, PAGE)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(reason) == (packer is None)
+    assert all("component full stay raw" in line and reason in line for line in told)
 
 
 def test_a_page_says_what_it_is(device: str) -> None:
