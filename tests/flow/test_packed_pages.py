@@ -55,6 +55,8 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
         stats = engine.stats()
         assert (stats["packing.packed_pages"], stats["packing.misfit_pages"]) == (6, misfits)
         full = engine.inspect.context.full
+        assert stats["host.used_tokens"] == 6 * PAGE
+        assert stats["host.used_ratio"] == 1 - full.host.available() / full.host.num_pages
         assert full.index.num_raw == misfits and full.host.available() == full.host.num_pages - 6 - misfits
         forget(engine, "device")
         assert serve(engine, "b", TOKENS, kind).hit.host == 6 * PAGE
