@@ -57,8 +57,10 @@ class FirstParts:
     def reserve_rest(self, index: PageIndex | None) -> dict[bytes, int]:
         """Second host pages for the raw pages, by key, as far as `index` has capacity (None: for none)."""
         for run, keys in self._raw.items():
-            if index is None or not index.reserve_rest(run, keys):
-                self._ok.update(dict.fromkeys(keys, False))
+            num_pages = 0 if index is None else min(len(keys), index.capacity)
+            if index is not None and num_pages:
+                index.reserve_rest(run, keys[:num_pages])
+            self._ok.update(dict.fromkeys(keys[num_pages:], False))
         return {key: page for run in self._raw for key, page in run.rest.items()}
 
     def whole(self, rest_ok: Sequence[bool]) -> tuple[bool, ...]:

@@ -267,6 +267,21 @@ def test_where_there_is_no_second_place(device: str) -> None:
         assert serve(engine, "b", TOKENS, "some").cached_len == 0
 
 
+@pytest.mark.parametrize(("num_places", "cached_pages"), [(6, 0), (7, 2), (8, 4), (9, 6)])
+def test_a_read_that_finds_no_second_place(tmp_path: Path, num_places: int, cached_pages: int) -> None:
+    """Uses the pages before the first one that lacks it, and loses nothing: with more memory all are found."""
+    model, settings = MODELS["mha"], config(disk=disk_at(tmp_path))
+    host_bytes = (num_places + 1) * host_page_bytes(settings, model)["full"]
+    with build_engine(settings, model) as engine:
+        serve(engine, "a", TOKENS, "some")
+    with build_engine(dataclasses.replace(settings, host_bytes=host_bytes), model) as engine:
+        assert engine.inspect.context.full.host.num_pages == num_places
+        assert serve(engine, "b", TOKENS, "some").cached_len == cached_pages * PAGE
+        assert engine.stats()["prefetch.lost_pages"] == 0
+    with build_engine(settings, model) as engine:
+        assert serve(engine, "c", TOKENS, "some").hit.disk == 6 * PAGE
+
+
 def test_packing_ends_where_too_much_does_not_fit(
     tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
