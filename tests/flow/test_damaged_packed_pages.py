@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from disk_case import LossyStore
 from hicache import CacheEngine, DiskConfig, build_engine
 from hicache.host import PageKind, rest_keys
 from hicache.storage import LmdbPageStore, open_existing
@@ -144,6 +145,16 @@ def test_unknown_kinds(tmp_path: Path, part: str, kind: int) -> None:
     values.bytes[part][-16] = kind
     values.replace(part, values.bytes[part])
     engine, cached_len = values.serve()
+    assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_values_that_do_not_verify(tmp_path: Path, part: str) -> None:
+    """Nothing of them is used, though the host has their bytes, and those are the right ones."""
+    values, shared = Values(tmp_path / "s"), LossyStore(1 << 20)
+    shared.put([(values.keys[name], value) for name, value in values.bytes.items()])
+    shared.lost, values.settings = values.keys[part], config()
+    engine, cached_len = values.serve(shared)
     assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
 
 

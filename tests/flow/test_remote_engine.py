@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from disk_case import Clock, Gate, TroubledStore, failing, page_keys
+from disk_case import Clock, Gate, LossyStore, TroubledStore, failing, page_keys
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.build.store_tiers import num_remote_readers
 from hicache.errors import ConfigError
-from hicache.storage import PageBuffer, PageStore
+from hicache.storage import PageStore
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, serve, settled, until_ready
 from toy_model import prompt as prompt_of
@@ -61,16 +60,6 @@ def test_what_one_engine_computed_another_finds(device: str) -> None:
         stats = second.stats()
         assert stats["admit.remote_hit_tokens"] == 2 * CACHED_LEN and stats["remote_prefetch.bytes"] > 0
         assert first.stats()["remote_persist.bytes"] == 2 * CACHED_LEN * 192
-
-
-class LossyStore(MemoryPageStore):
-    """Announces what it does not give: of what it has, `lost`."""
-
-    lost: bytes = b""
-
-    def get_into(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = 1e18) -> list[bool]:
-        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
-        return [came and key != self.lost for came, key in zip(ok, keys, strict=True)]
 
 
 def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
