@@ -246,9 +246,9 @@ def unpack_kernel(
     slots += page * PAGE
     at = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
     fractions = (tile + WIDTH + limit).to(tl.pointer_type(tl.uint32))
-    codes = _load_codes(fractions + 8 * plane, at, plane, BITS)
+    codes0, codes1, codes2, codes3 = _load_codes(fractions + 8 * plane, at, plane, BITS)
     largest = _two_lanes(tl.load(tile.to(tl.pointer_type(tl.uint16)) + tl.arange(0, WIDTH // 2)))
-    escaped = _escapes(codes[0], codes[1], codes[2], codes[3], BITS)
+    escaped = _escapes(codes0, codes1, codes2, codes3, BITS)
     parts = tl.reduce(tl.reshape(escaped, [plane]), 0, _either)
     first, second = tl.zeros([ROWS, WIDTH // 2], dtype=tl.int32), tl.zeros([ROWS, WIDTH // 2], dtype=tl.int32)
     if parts != 0:
@@ -257,7 +257,7 @@ def unpack_kernel(
 
     fraction = tl.zeros([ROWS, WIDTH // 2], dtype=tl.uint32)
     for part in tl.static_range(16):
-        exponents = largest[None, :] - ((codes[part // 4] >> (4 * (part % 4))) & 0x000F000F)
+        exponents = largest[None, :] - ((codes0 >> (4 * (part % 4))) & 0x000F000F)
         bit = 4 * (part % 4) + part // 4
         if (parts >> bit) & 1 != 0:
             exponents, first, second = _with_escapes(exponents, tile + WIDTH, limit, escaped >> bit, first, second)
@@ -267,3 +267,5 @@ def unpack_kernel(
         else:
             bits = (fraction & 0x80008000) | (exponents << 7) | ((fraction >> 8) & 0x007F007F)
         tl.store(_rows(pool, slots, row_words, part, WIDTH, ROWS), bits)
+        if part % 4 == 3:
+            codes0, codes1, codes2 = codes1, codes2, codes3

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from component_case import STATES, WINDOWS, config
+from component_case import PACKABLE, WIDER, config
 from hicache import build_engine
 from hicache.config import DiskConfig
 from hicache.metrics import BYTES_BOUNDS, Counter, HistogramValue, MetricInfo, Metrics, flattened
@@ -58,9 +58,9 @@ def test_the_metrics_of_an_engine_have_one_vocabulary(tmp_path: Path, device: st
     """With windows, states, packed pages and all tiers: counters count, ratios and rates are gauges, and the metrics of
     a family have one type and the same labels, with other values."""
     described: dict[str, MetricInfo] = {}
-    for model in (WINDOWS, STATES):
+    for model in (WIDER["window"], WIDER["hybrid"]):
         disk = DiskConfig(path=tmp_path / str(model.window), budget_bytes=1 << 26)
-        settings = config(disk=disk, device=device, dtype="bfloat16", kv_packing="4")
+        settings = config(disk=disk, device=device, kv_packing="4", **PACKABLE)
         with build_engine(settings, model, remote=MemoryPageStore(1 << 20)) as engine:
             assert engine.metrics().keys() == engine.describe().keys() == engine.stats().keys()
             described |= engine.describe()

@@ -4,10 +4,13 @@
     kv_packing=3, 4   everywhere, on a CPU with torch; ConfigError where such a pool cannot be packed
 
 States, and pools of other dtypes than bfloat16, stay raw: float16 has 5 bits of exponent, of which packing saves none.
+So do pools that have more than rows of one size, a token each: values of another size than keys, sparse latent
+attention (NSA), whose index keys are bytes by device page, and labels (DoubleSparse).
 """
 
 from __future__ import annotations
 
+import logging
 import mmap
 from collections.abc import Sequence
 
@@ -19,6 +22,8 @@ from hicache.errors import ConfigError
 from hicache.host import TRAILER_BYTES
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat, PagePacker
 from hicache.tiers import FULL, SWA, Component
+
+log = logging.getLogger(__name__)
 
 _FORMATS = {"3": THREE_BITS, "4": FOUR_BITS}
 
@@ -37,14 +42,15 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
         return None
     layout = space.layout
     try:
-        if any(span > 1 for layer in layout.layers for span in layout.spans_of(layer)):
-            raise ValueError("its rows belong to several tokens")
+        if shared := [spec.name for spec in layout.buffers if spec.per == "page" and layout.device_page_size > 1]:
+            raise ValueError(f"rows of its buffer {shared[0]} belong to several tokens")
         buffers = [space.layer_buffers(layer) for layer in layout.layers]
         packer = PagePacker(buffers, page_tokens, kernel_choice(space.device), wanted)
         if place_bytes(packer) > layout.page_bytes(page_tokens):
             raise ValueError(f"its pages of {layout.page_bytes(page_tokens)} bytes would get larger")
     except ValueError as error:
         if config.kv_packing == "auto":
+            log.info("host pages of component %s stay raw: %s", name, error)
             return None
         raise ConfigError(
             f"kv_packing={config.kv_packing} cannot pack the pages of component {name}: {error}; set kv_packing to auto"

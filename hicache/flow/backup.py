@@ -120,9 +120,9 @@ class Backup(CopyMovement[_Copy]):
         return [node for copy in self._in_flight for node in copy.locked]
 
     def _only_on_device(self, node: TreeNode) -> list[TreeNode]:
-        """The end of the path to `node` of whose nodes the host has not the last page, root side first."""
+        """The end of the path to `node` of whose nodes the host has not all pages, root side first."""
         index, names = self._context.full.index, self._context.tree.names
-        return list(takewhile(lambda above: not index.is_coming(names.of(above)[-1]), node.climb()))[::-1]
+        return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
 
     def _unsaved(self, nodes: Sequence[TreeNode]) -> list[Unsaved]:
         """What the host lacks of `nodes`, FULL first."""

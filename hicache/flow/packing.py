@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from hicache.host import HostRun, PageIndex, PageKind
+from hicache.host import HostPagePool, HostRun, PageIndex, PageKind, kinds_of
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 
@@ -42,30 +42,36 @@ class MisfitPages:
 
 class FirstParts:
     """Of `runs` that a store was asked for: which packed pages came, and which first parts of raw ones; `ok` as the
-    store answered, `kinds` as the pages say."""
+    store answered. `num_lost`: of what came verified, pages and second parts that are not what they should be."""
 
-    def __init__(self, runs: Sequence[HostRun], ok: Sequence[bool], kinds: Sequence[int]) -> None:
-        keys, good = [key for run in runs for key in run.keys], (PageKind.PACKED, PageKind.RAW)
-        self._runs = tuple(runs)
-        self._ok = {key: at < len(ok) and ok[at] and kinds[at] in good for at, key in enumerate(keys)}
-        raw = {key for key, kind in zip(keys, kinds, strict=True) if kind == PageKind.RAW and self._ok[key]}
+    def __init__(self, host: HostPagePool, runs: Sequence[HostRun], ok: Sequence[bool]) -> None:
+        keys, places = [key for run in runs for key in run.keys], [page for run in runs for page in run.ids]
+        self._host, self._runs, self.num_lost = host, tuple(runs), 0
+        kinds = dict(zip(keys, kinds_of(host, places, keys), strict=True))
+        came = {key: at < len(ok) and ok[at] for at, key in enumerate(keys)}
+        self._ok = {key: came[key] and kinds[key] in (PageKind.PACKED, PageKind.RAW) for key in keys}
+        self.num_lost += sum(came.values()) - sum(self._ok.values())
+        raw = {key for key in keys if kinds[key] == PageKind.RAW and self._ok[key]}
         self._raw = {run: found for run in runs if (found := [key for key in run.keys if key in raw])}
 
     def reserve_rest(self, index: PageIndex | None) -> dict[bytes, int]:
         """Second host pages for the raw pages, by key, as far as `index` has capacity (None: for none)."""
         for run, keys in self._raw.items():
-            if index is None or not index.reserve_rest(run, keys):
-                self.lack(keys)
+            num_pages = 0 if index is None else min(len(keys), index.capacity)
+            if index is not None and num_pages:
+                index.reserve_rest(run, keys[:num_pages])
+            self._ok.update(dict.fromkeys(keys[num_pages:], False))
         return {key: page for run in self._raw for key, page in run.rest.items()}
 
-    def lack(self, keys: Sequence[bytes]) -> None:
-        """The second parts of these cannot be had."""
-        self._ok.update(dict.fromkeys(keys, False))
-
     def whole(self, rest_ok: Sequence[bool]) -> tuple[bool, ...]:
-        """Which pages came whole: with the second parts that came, in the order of the runs."""
-        raw = [key for run in self._runs for key in run.rest]
-        self.lack([key for at, key in enumerate(raw) if not (at < len(rest_ok) and rest_ok[at])])
+        """Which pages came whole, in the order of the runs: with the second parts that came, `rest_ok` as the store
+        answered, () where it was not asked."""
+        rest = {key: page for run in self._runs for key, page in run.rest.items()}
+        kinds = kinds_of(self._host, [*rest.values()], [*rest])
+        for at, (key, kind) in enumerate(zip(rest, kinds, strict=True)):
+            came = at < len(rest_ok) and rest_ok[at]
+            self._ok[key] = came and kind == PageKind.REST
+            self.num_lost += came and not self._ok[key]
         return tuple(self._ok.values())
 
 

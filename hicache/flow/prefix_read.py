@@ -27,7 +27,7 @@ from hicache.flow.cost import CostModel
 from hicache.flow.located import Found, StorePrefix
 from hicache.flow.packing import FirstParts
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, held_by, kinds_of, pages_of, rest_keys
+from hicache.host import HostRun, held_by, pages_of, rest_keys
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -216,9 +216,11 @@ class PrefixReads:
             self._bytes[batch.store].observe(num_bytes)
             self._seconds[batch.store].observe(done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, batch.store)
-        if batch.first is None and batch.component.packing is not None and self._read_rest(read, done):
+        is_rest = batch.first is not None
+        if not is_rest and batch.component.packing is not None and self._read_rest(read, done):
             return
-        batch.ok = done.ok if batch.first is None else batch.first.whole(done.ok)
+        batch.ok = done.ok if batch.first is None else batch.first.whole(done.ok if is_rest else ())
+        self._lost.value += 0 if batch.first is None else batch.first.num_lost
         self._publish(batch)
         self._advance(read)
 
@@ -316,10 +318,8 @@ class PrefixReads:
         return True
 
     def _submit_job(self, read: PrefixRead, number: int, keys: list[bytes], pages: torch.Tensor) -> bool:
-        batch, queue_class = (
-            read.batches[number],
-            ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ,
-        )
+        batch = read.batches[number]
+        queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
         views = batch.component.host.views(pages)
         job = ReadJob(read.number, number, tuple(keys), views, read.cancelled, read.until_s, queue_class)
         if not self._context.stores[batch.store].reads.submit(job):
@@ -333,15 +333,14 @@ class PrefixReads:
         """A batch of packed pages has come: read the second parts of raw ones by a job of the same number. False: there
         are none, or none can be had."""
         batch, host = read.batches[done.batch], read.batches[done.batch].component.host
-        batch.first = FirstParts(batch.runs, done.ok, kinds_of(host, batch.pages.tolist()))
-        if rest := batch.first.reserve_rest(batch.component.index if read.is_live else None):
-            pages = torch.tensor([*rest.values()], dtype=torch.int64)
-            host.begin_read(pages)
-            self._num_pages[batch.component.name] += len(pages)
-            if self._submit_job(read, done.batch, rest_keys(rest), pages):
-                return True
-            batch.first.lack([*rest])
-        return False
+        batch.first = FirstParts(host, batch.runs, done.ok)
+        rest = batch.first.reserve_rest(batch.component.index if read.is_live else None)
+        if not rest:
+            return False
+        pages = torch.tensor([*rest.values()], dtype=torch.int64)
+        host.begin_read(pages)
+        self._num_pages[batch.component.name] += len(pages)
+        return self._submit_job(read, done.batch, rest_keys(rest), pages)
 
     def _jobs(self, store: Store, num_pages: int, page_bytes: int) -> Iterator[slice]:
         """The pages of each job, of `num_pages`."""

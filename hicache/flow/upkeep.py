@@ -142,10 +142,18 @@ def _register_host(context: EngineContext) -> None:
     index, host, of_tier = context.full.index, context.full.host, _gauges_of(context, "host")
     total, free = host.num_pages, host.available
     of_tier("total_tokens", "tokens that the host tier can hold", lambda: total * host.page_tokens)
-    of_tier("used_tokens", "tokens of host pages that somebody holds", lambda: (total - free()) * host.page_tokens)
-    of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - free() / total)
+
+    def used_tokens() -> int:
+        return (total - free() - index.num_raw) * host.page_tokens
+
+    of_tier("used_tokens", "tokens of host pages that somebody holds; of a raw page with two places once", used_tokens)
+    of_tier("used_ratio", "host pages that somebody holds over all, second ones included", lambda: 1 - free() / total)
     context.metrics.gauge("host.free_pages", "host pages nobody holds", free)
-    of_tier("evictable_tokens", "tokens on the host, needed by nobody", lambda: index.num_evictable * host.page_tokens)
+    of_tier(
+        "evictable_tokens",
+        "tokens that host pages hold or could hold which nobody needs, second ones included",
+        lambda: index.num_evictable * host.page_tokens,
+    )
 
 
 def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callable[[], float]], None]:

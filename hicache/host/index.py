@@ -70,6 +70,14 @@ class PageIndex:
         run = self._runs.get(key)
         return run is not None and (run.is_published or run.source is None)
 
+    def is_whole(self, keys: Sequence[bytes]) -> bool:
+        """Whether the last of `keys`, which follow each other in a prompt, `is_coming` and follows the others here.
+        False after a read that did not bring one of them."""
+        run = self._runs[keys[-1]] if self.is_coming(keys[-1]) else None
+        while run is not None and keys[0] not in run.keys:
+            run = run.before
+        return run is not None
+
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
         found, at, end, get = list[RunPart](), start, len(keys), self._runs.get

@@ -2,7 +2,7 @@
 
 [0, page_bytes - 16)   a packed page, or a part of a raw one; what is left of it means nothing
 1 byte                 its kind
-15 bytes               zero
+15 bytes               the first of the key of its page
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import hashlib
 from collections.abc import Iterable, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
 from hicache.host.pool import HostPagePool
 from hicache.host.run import HostRun
@@ -34,21 +35,28 @@ def rest_keys(keys: Iterable[bytes]) -> list[bytes]:
 
 def mark(host: HostPagePool, runs: Iterable[HostRun]) -> None:
     """Write into the places of runs, whose bytes have come from the device, what they hold."""
-    packed, raw, rest = list[int](), list[int](), list[int]()
+    places, kinds, keys = list[int](), list[PageKind](), list[bytes]()
     for run in runs:
-        if not run.rest:
-            packed += run.ids
-            continue
-        for key, page in zip(run.keys, run.ids, strict=True):
-            (raw if key in run.rest else packed).append(page)
-        rest += run.rest.values()
-    trailers = host.bytes_of.numpy()[:, -TRAILER_BYTES:]
-    for kind, places in ((PageKind.PACKED, packed), (PageKind.RAW, raw), (PageKind.REST, rest)):
-        if places:
-            trailers[places] = np.array([kind] + [0] * (TRAILER_BYTES - 1), dtype=np.uint8)
+        places += [*run.ids, *run.rest.values()]
+        keys += [*run.keys, *run.rest]
+        kinds += [PageKind.RAW if key in run.rest else PageKind.PACKED for key in run.keys]
+        kinds += [PageKind.REST] * len(run.rest)
+    trailers = np.empty((len(places), TRAILER_BYTES), np.uint8)
+    trailers[:, 0], trailers[:, 1:] = kinds, _beginnings(keys)
+    host.bytes_of.numpy()[places, -TRAILER_BYTES:] = trailers
 
 
-def kinds_of(host: HostPagePool, places: Sequence[int]) -> list[int]:
-    """What they say that they hold; a number that is no `PageKind` was written by nobody."""
-    kinds: list[int] = host.bytes_of.numpy()[list(places), -TRAILER_BYTES].tolist()
-    return kinds
+def kinds_of(host: HostPagePool, places: Sequence[int], keys: Sequence[bytes]) -> list[PageKind | None]:
+    """What they hold of the pages with these keys, one each. None: what nobody writes, or of another page."""
+    trailers = host.bytes_of.numpy()[list(places), -TRAILER_BYTES:]
+    is_theirs, kinds = (trailers[:, 1:] == _beginnings(keys)).all(1), [*PageKind]
+    return [
+        kinds[kind] if theirs and kind < len(kinds) else None
+        for kind, theirs in zip(trailers[:, 0].tolist(), is_theirs.tolist(), strict=True)
+    ]
+
+
+def _beginnings(keys: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    """As many bytes of each key as a trailer has."""
+    size = TRAILER_BYTES - 1
+    return np.frombuffer(b"".join([key[:size] for key in keys]), np.uint8).reshape(-1, size)

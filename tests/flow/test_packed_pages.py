@@ -3,10 +3,12 @@ not, and what the tiers count are packed bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import math
 import re
 import textwrap
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +18,16 @@ import torch
 
 import hicache.flow.packing
 from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.build.packing import packer_of
 from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
+from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
 from hicache.host import PageKind, ids_of, kinds_of, rest_keys, rest_of
 from hicache.kernels.pack import FOUR_BITS
 from hicache.storage import open_existing
 from hicache.storage.base import StoreMismatch
+from memory_store import MemoryPageStore
 from packed_case import MODELS, PAGE, Kind, config, prompt, serve
 
 KINDS: tuple[Kind, ...] = ("fit", "some", "none")
@@ -51,6 +56,8 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
         stats = engine.stats()
         assert (stats["packing.packed_pages"], stats["packing.misfit_pages"]) == (6, misfits)
         full = engine.inspect.context.full
+        assert stats["host.used_tokens"] == 6 * PAGE
+        assert stats["host.used_ratio"] == 1 - full.host.available() / full.host.num_pages
         assert full.index.num_raw == misfits and full.host.available() == full.host.num_pages - 6 - misfits
         forget(engine, "device")
         assert serve(engine, "b", TOKENS, kind).hit.host == 6 * PAGE
@@ -68,8 +75,72 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
     store.close()
 
 
+@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
+    """From a remote store, and then from the host."""
+    shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
+    with build_engine(settings, model, remote=shared) as engine:
+        serve(engine, "a", TOKENS, kind)
+    with build_engine(settings, model, remote=shared) as engine:
+        assert serve(engine, "b", TOKENS, kind).hit.remote == 6 * PAGE
+        assert engine.inspect.context.full.index.num_raw == {"fit": 0, "some": 3, "none": 6}[kind]
+        forget(engine, "device")
+        assert serve(engine, "c", TOKENS, kind).hit.host == 6 * PAGE
+        assert engine.stats()["packing.packed_pages"] == 0
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
+@pytest.mark.parametrize("page_size", [1, 4, PAGE])
+def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_size: int, dtype: str) -> None:
+    """Its index keys are bytes. All of it comes back from the host, a remote store, and the disk after a restart."""
+    settings = config(
+        kv_packing="auto", dtype=dtype, page_size=page_size, device=device, disk=disk_at(tmp_path), host_bytes=1 << 20
+    )
+
+    def pool() -> NSATokenToKVPool:
+        return NSATokenToKVPool(256, page_size, settings.torch_dtype, 32, 16, 3, device, False)
+
+    shared = MemoryPageStore(4 << 20)
+    with build_engine(settings, pool(), remote=shared) as engine:
+        serve(engine, "a", TOKENS, "some")
+        assert engine.inspect.context.full.packing is None
+        forget(engine, "device")
+        assert serve(engine, "b", TOKENS, "some").hit.host == 6 * PAGE
+    with build_engine(settings, pool()) as engine:
+        assert serve(engine, "c", TOKENS, "some").hit.disk == 6 * PAGE
+    alone = dataclasses.replace(settings, disk=None)
+    with build_engine(alone, pool(), remote=shared) as engine:
+        assert serve(engine, "d", TOKENS, "some").hit.remote == 6 * PAGE
+    with pytest.raises(ConfigError, match="several tokens" if page_size > 1 else "bfloat16") as refused:
+        build_engine(dataclasses.replace(alone, kv_packing="4"), pool())
+    assert "kv_packing" in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("build", "reason"),
+    [
+        (lambda: NSATokenToKVPool(256, 4, torch.bfloat16, 32, 16, 3, "cpu", False), "buffer index_k"),
+        (lambda: MLATokenToKVPool(256, 4, torch.float8_e4m3fn, 32, 16, 3, "cpu", False), "bfloat16"),
+        (lambda: MHATokenToKVPool(256, 4, torch.bfloat16, 2, 16, 3, "cpu", False, v_head_dim=8), "row sizes"),
+        (lambda: MHATokenToKVPool(256, 4, torch.bfloat16, 2, 16, 3, "cpu", False), ""),
+    ],
+)
+def test_what_stays_raw_on_cuda_is_told(
+    build: Callable[[], KVCache], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Once, with the reason."""
+    (space,) = build().slot_spaces
+    with caplog.at_level(logging.INFO, "hicache"):
+        packer = packer_of(config(kv_packing="auto", device="cuda"), "full", space, PAGE)
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == bool(reason) == (packer is None)
+    assert all("component full stay raw" in line and reason in line for line in told)
+
+
 def test_a_page_says_what_it_is(device: str) -> None:
-    """Packed pages, and both places of raw ones, in their last 16 bytes, of which all but the first are 0."""
+    """Packed pages, and both places of raw ones, in their last 16 bytes: the kind, and the beginning of the key."""
     with build_engine(config(device=device), MODELS["mha"]) as engine:
         serve(engine, "a", TOKENS, "some")
         full = engine.inspect.context.full
@@ -78,10 +149,11 @@ def test_a_page_says_what_it_is(device: str) -> None:
         pages, rest = ids_of(parts), rest_of(parts)
         assert rest is not None
         kinds = [PageKind.RAW, PageKind.PACKED] * 3
-        assert kinds_of(full.host, pages.tolist()) == kinds
-        assert kinds_of(full.host, rest[rest > 0].tolist()) == [PageKind.REST] * 3
-        held = torch.cat([pages, rest[rest > 0]])
-        assert not full.host.bytes_of[held, -15:].any()
+        assert kinds_of(full.host, pages.tolist(), keys) == kinds
+        assert kinds_of(full.host, rest[::2].tolist(), keys[::2]) == [PageKind.REST] * 3
+        assert kinds_of(full.host, pages.tolist(), keys[::-1]) == [None] * 6
+        for kind, page, key in zip(kinds, pages.tolist(), keys, strict=True):
+            assert full.host.bytes_of[page, -16:].numpy().tobytes() == bytes([kind]) + key[:15]
         page = TOKENS[: 2 * PAGE]
         raw = b"".join(
             buffer.flatten(1).view(torch.uint8)[engine_slots(engine, page)[:PAGE]].cpu().numpy().tobytes()
@@ -104,7 +176,8 @@ def test_the_documented_decoder_reads_a_page() -> None:
         with build_engine(config(kv_packing=str(bits)), MODELS[name]) as engine:
             serve(engine, "a", TOKENS, "fit")
             full = engine.inspect.context.full
-            page = full.host.bytes_of[ids_of(full.index.parts([*full.index][:1]))][0].numpy().tobytes()
+            key = next(iter(full.index))
+            page = full.host.bytes_of[ids_of(full.index.parts([key]))][0].numpy().tobytes()
             slots = engine_slots(engine, TOKENS[:PAGE])
             for layer in full_layers(engine):
                 for at, buffer in enumerate(layer):
@@ -118,7 +191,7 @@ def test_the_documented_decoder_reads_a_page() -> None:
                             assert value == rows[token, first + channel]
                             rows[token, first + channel] ^= 1  # each comes once
                         page = page[size:]
-            assert page[-16:] == bytes(16) and len(page) < 16 + 128
+            assert page[-16:] == bytes(1) + key[:15] and len(page) < 16 + 128
 
 
 def full_layers(engine: CacheEngine) -> list[tuple[torch.Tensor, ...]]:
@@ -196,6 +269,21 @@ def test_where_there_is_no_second_place(device: str) -> None:
         assert engine.stats()["packing.dropped_pages"] == 3
         forget(engine, "device")
         assert serve(engine, "b", TOKENS, "some").cached_len == 0
+
+
+@pytest.mark.parametrize(("num_places", "cached_pages"), [(6, 0), (7, 2), (8, 4), (9, 6)])
+def test_a_read_that_finds_no_second_place(tmp_path: Path, num_places: int, cached_pages: int) -> None:
+    """Uses the pages before the first one that lacks it, and loses nothing: with more memory all are found."""
+    model, settings = MODELS["mha"], config(disk=disk_at(tmp_path))
+    host_bytes = (num_places + 1) * host_page_bytes(settings, model)["full"]
+    with build_engine(settings, model) as engine:
+        serve(engine, "a", TOKENS, "some")
+    with build_engine(dataclasses.replace(settings, host_bytes=host_bytes), model) as engine:
+        assert engine.inspect.context.full.host.num_pages == num_places
+        assert serve(engine, "b", TOKENS, "some").cached_len == cached_pages * PAGE
+        assert engine.stats()["prefetch.lost_pages"] == 0
+    with build_engine(settings, model) as engine:
+        assert serve(engine, "c", TOKENS, "some").hit.disk == 6 * PAGE
 
 
 def test_packing_ends_where_too_much_does_not_fit(

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_case import Clock, Gate, TroubledStore, failing
+from disk_case import Clock, Gate, LossyStore, TroubledStore, failing, page_keys
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
 from hicache.build.store_tiers import num_remote_readers
 from hicache.errors import ConfigError
@@ -60,6 +60,20 @@ def test_what_one_engine_computed_another_finds(device: str) -> None:
         stats = second.stats()
         assert stats["admit.remote_hit_tokens"] == 2 * CACHED_LEN and stats["remote_prefetch.bytes"] > 0
         assert first.stats()["remote_persist.bytes"] == 2 * CACHED_LEN * 192
+
+
+def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
+    """What comes behind it is on the host before it: it goes there from the device, and the whole prompt is found."""
+    shared = LossyStore(BUDGET)
+    fill(shared, None, prompt(0))
+    with engine_over(shared, device=device) as engine:
+        shared.lost = page_keys(engine, prompt(0))[2]
+        assert ask(engine, "a", prompt(0)) == Hit(remote=16)
+        assert engine.stats()["prefetch.lost_pages"] == 1
+        assert engine.reset(("device",))
+        assert ask(engine, "b", prompt(0)) == Hit(host=24, remote=CACHED_LEN - 24), "on the host, by a read or a copy"
+        assert engine.stats()["remote_prefetch.bytes"] == 10 * 8 * 192
+        settled(engine)
 
 
 def test_the_disk_is_asked_first_and_takes_what_the_remote_tier_gave(device: str) -> None:

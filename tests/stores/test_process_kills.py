@@ -12,38 +12,46 @@ import numpy as np
 import pytest
 
 import store_fuzz
-from component_case import MODELS
-from hicache import AdvancedConfig, CacheEngine, DiskConfig, build_engine
+from component_case import MODELS, PACKABLE, WIDER, config, prefill
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, build_engine
 from hicache.errors import ResourceExhausted
+from hicache.host import rest_keys
 from hicache.storage import open_existing
 from hicache.tiers import DISK
 from process_case import is_free
 from programs import Program
-from toy_model import GEOMETRY, config, prompt, serve, settled
+from toy_model import prompt, settled
 from waiting import eventually
 
 pytestmark = [pytest.mark.store_process, pytest.mark.timeout(1800)]
 NUM_PROMPTS = 12
+MODEL = WIDER["full"]
 
 
-def engine_at(path: Path, **settings: float) -> CacheEngine:
+def engine_at(path: Path, packing: str, **settings: float) -> CacheEngine:
+    """In bfloat16, so that of packed pages some do not fit."""
     advanced = AdvancedConfig(
         disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05, **settings
     )
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
-    return build_engine(config(disk=disk, advanced=advanced, prefetch_mode="best_effort"), GEOMETRY)
+    changes = {"disk": disk, "advanced": advanced, "kv_packing": packing, **PACKABLE}
+    return build_engine(config(**changes, prefetch_mode="best_effort"), MODEL)
 
 
 def tokens_of(number: int) -> np.ndarray:
     return prompt(number, 90)
 
 
-@pytest.mark.parametrize("kills", [4, pytest.param(200, marks=pytest.mark.long)])
-def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kills", "packing"),
+    [(4, "4"), pytest.param(200, "off", marks=pytest.mark.long), pytest.param(200, "3", marks=pytest.mark.long)],
+)
+def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing: str, tmp_path: Path) -> None:
     """While requests are served from all tiers, the store process is killed again and again at any moment: each byte
-    that a request reuses is right, and in the end the store holds every page that the engine was told is there."""
-    rng, acknowledged = np.random.default_rng(kills), set[bytes]()
-    with engine_at(tmp_path / "s") as engine:
+    that a request reuses is right, and in the end the store holds every page that the engine was told is there, and
+    both parts of those that do not fit when they are packed."""
+    rng, acknowledged, rest = np.random.default_rng(kills), set[bytes](), set[bytes]()
+    with engine_at(tmp_path / "s", packing) as engine:
         context = engine.inspect.context
         assert context.disk is not None
         client = context.disk
@@ -59,22 +67,24 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, tmp_pat
             for run in context.full.index.runs_of([*context.full.index]):
                 if run.stored & DISK:
                     acknowledged.update(run.keys)
+                    rest.update(rest_keys(run.rest))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
             if rng.random() < 0.7:
                 eventually(lambda: engine.poll() or client.find((b"key",), 0.01))
         eventually(lambda: engine.poll() or client.find((b"key",), 0.01))
         settled(engine)
-        assert client.times_lost >= kills // 2 and acknowledged
+        assert client.times_lost >= kills // 2 and acknowledged and bool(rest) == (packing != "off")
     with contextlib.closing(open_existing(tmp_path / "s")) as store:
         store.check()
-        assert all(store.contains(sorted(acknowledged)))
+        assert all(store.contains(sorted(acknowledged | rest)))
 
 
 def _is_served(engine: CacheEngine, name: str, tokens: np.ndarray) -> bool:
     """False: what is under way to the host holds the slots."""
     try:
-        serve(engine, name, tokens)
+        with engine.acquire(CacheRequest(name, tokens)) as lease:
+            prefill(engine, lease, tokens, MODEL)  # compares
     except ResourceExhausted:
         engine.poll()
         return False
@@ -84,7 +94,7 @@ def _is_served(engine: CacheEngine, name: str, tokens: np.ndarray) -> bool:
 @pytest.mark.long
 def test_a_process_that_stands_still_holds_up_no_flush(tmp_path: Path) -> None:
     """With an I/O timeout shorter than a process may say nothing, what is under way is given up before flush is."""
-    with engine_at(tmp_path / "s", disk_io_timeout_s=0.5) as engine:
+    with engine_at(tmp_path / "s", "off", disk_io_timeout_s=0.5) as engine:
         assert engine.inspect.context.disk is not None
         client = engine.inspect.context.disk
         for number in range(4):
@@ -100,13 +110,15 @@ import sys
 from pathlib import Path
 from disk_case import page_keys
 sys.path.insert(0, sys.argv[2])
-from test_process_kills import engine_at, tokens_of, NUM_PROMPTS
-from toy_model import serve
-engine = engine_at(Path(sys.argv[1]))
+from test_process_kills import MODEL, NUM_PROMPTS, engine_at, tokens_of
+from component_case import prefill
+from hicache import CacheRequest
+engine = engine_at(Path(sys.argv[1]), "4")
 engine.start()
 for number in range(NUM_PROMPTS * 100):
     tokens = tokens_of(number % NUM_PROMPTS)
-    serve(engine, str(number), tokens)
+    with engine.acquire(CacheRequest(str(number), tokens)) as lease:
+        prefill(engine, lease, tokens, MODEL)
     if number < NUM_PROMPTS:
         engine.flush()
         print(" ".join(key.hex() for key in page_keys(engine, tokens)), flush=True)
@@ -115,10 +127,12 @@ for number in range(NUM_PROMPTS * 100):
 
 @pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.long)])
 def test_a_killed_engine_leaves_a_store_that_serves(kills: int, tmp_path: Path) -> None:
-    """An engine that is killed while it writes leaves every page that was flushed, and its process leaves the store."""
+    """An engine that is killed while it writes leaves every page that was flushed, packed or raw, and its process
+    leaves the store."""
     for turn in range(kills):
         path = tmp_path / str(turn % 4)
         with Program(ENGINE, path, Path(__file__).parent) as engine:
+            assert engine.stdout is not None
             assert engine.stdout is not None
             keys = [bytes.fromhex(key) for _ in range(1 + turn % 3) for key in engine.stdout.readline().split()]
             engine.send_signal(signal.SIGKILL)
@@ -129,7 +143,9 @@ def test_a_killed_engine_leaves_a_store_that_serves(kills: int, tmp_path: Path) 
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("packing", store_fuzz.PACKINGS)
 @pytest.mark.parametrize("kind", MODELS)
-def test_histories_of_kills_and_flipped_bytes(kind: str) -> None:
-    """Short ones of `store_fuzz`, for each kind of model."""
-    assert store_fuzz.run(kind, 1, num_rounds=3, num_steps=40)["steps"]
+def test_histories_of_kills_and_flipped_bytes(kind: str, packing: str) -> None:
+    """Short ones of `store_fuzz`, for each kind of model, with raw and packed pages."""
+    counts = store_fuzz.run(kind, packing, 1, num_rounds=3, num_steps=40)
+    assert counts["steps"] and (counts["raw pages"] > 0) == (packing != "off")

@@ -6,6 +6,9 @@ window rows of the last window, and the state, which must have consumed exactly 
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -23,6 +26,9 @@ STATES = ModelGeometry(4, 2, 4, layer_kinds=("recurrent", "full", "recurrent", "
 MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
 EACH_MODEL = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
 WITH_COMPONENTS = EACH_MODEL[1:]
+# The same with rows of 16 channels, which take as many bytes in bfloat16, and settings with which they can be packed.
+WIDER = {kind: replace(model, head_dim=8) for kind, model in MODELS.items()}
+PACKABLE = {"dtype": "bfloat16", "host_page_size": 16}
 POLICIES = ("write_through", "write_through_selective", "write_back")
 
 
@@ -46,13 +52,15 @@ def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor,
     return values_of(last, 100 + layer, STATE.conv[0])[0], values_of(last, 200 + layer, STATE.temporal)[0]
 
 
-def attention_of(hashes: np.ndarray, layer: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values of a layer at positions of these hashes: [len, 2, 2, 4]. In bfloat16 some positions have numbers
-    of any size, so that some pages do not fit when they are packed."""
-    values = values_of(hashes, layer, (2, 2, 4))
+def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> torch.Tensor:
+    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim]. In bfloat16 each tenth position
+    has numbers of any size: a page with two of them does not fit when it is packed."""
+    shape = (2, geometry.head_num, geometry.head_dim)
+    values = values_of(hashes, layer, shape)
     if dtype == torch.bfloat16:
-        wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(5) == 0)
-        exponents = torch.from_numpy(((hashes[:, None] * np.arange(1, 17, dtype=np.uint64)) >> np.uint64(40)) % 90)
+        wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(10) == 0)
+        odd = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
+        exponents = torch.from_numpy(((hashes[:, None] * odd) >> np.uint64(40)) % 90)
         shrunk = torch.ldexp(values, -exponents.view(values.shape).to(torch.int32))
         values = torch.where(wild[:, None, None, None], shrunk, values)
     return values.to(dtype)
@@ -78,7 +86,7 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
         if isinstance(pool, SWAKVPool) and pool.layers_mapping[layer][1]:
             slots = pool.translate_loc_from_full_to_swa(slots)
             assert bool((slots > 0).all()), "a window slot that is needed is gone"
-        truth = attention_of(hashes[start:], layer, pool.dtype)
+        truth = attention_of(hashes[start:], layer, geometry, pool.dtype)
         assert torch.equal(torch.stack([keys[slots], values[slots]], 1).cpu(), truth)
 
 
@@ -96,7 +104,7 @@ def compute(
             conv, temporal = state(layer, tokens[:end], lease.namespace)
             held.conv[0][index], held.temporal[index] = conv.to(pool.device), temporal.to(pool.device)
             continue
-        truth = attention_of(hashes, layer, pool.dtype).to(pool.device)
+        truth = attention_of(hashes, layer, geometry, pool.dtype).to(pool.device)
         pool.set_kv_buffer(layer, lease.slots_of(start, end), truth[:, 0], truth[:, 1])
 
 

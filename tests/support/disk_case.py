@@ -16,6 +16,7 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.service import ServiceSettings
 from hicache.stores import StoreTier, given_tier
+from memory_store import MemoryPageStore
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES = 4096
@@ -73,6 +74,18 @@ class TroubledStore:
     def _begin(self, verb: str, keys: Sequence[bytes]) -> None:
         self.trouble(verb)
         self.calls.append((verb, tuple(keys)))
+
+
+class LossyStore(MemoryPageStore):
+    """Announces `lost`, and finds that it does not verify once the buffer holds it."""
+
+    lost: bytes = b""
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        return [came and key != self.lost for came, key in zip(ok, keys, strict=True)]
 
 
 class Gate:

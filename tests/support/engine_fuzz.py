@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from component_case import MODELS, POLICIES, compute, config, verify
+from component_case import MODELS, PACKABLE, POLICIES, WIDER, compute, config, verify
 from disk_case import TroubledStore
 from failing_calls import fails_at
 from faults import Faults
@@ -51,7 +51,8 @@ class EngineFuzz:
         self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu", packing: str = "off"
     ) -> None:
         self.packing = packing
-        self.kind, self.model, self.rng = kind, MODELS[kind], np.random.default_rng([seed, len(kind)])
+        self.model = (MODELS if packing == "off" else WIDER)[kind]
+        self.kind, self.rng = kind, np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
         self.prompts: list[tuple[np.ndarray, str]] = []  # the last that were asked, with their namespaces
@@ -326,16 +327,16 @@ class EngineFuzz:
             disk=disk,
             advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
             device=self.device,
-            dtype="float32" if self.packing == "off" else "bfloat16",
             kv_packing=self.packing,
             write_policy=str(rng.choice(POLICIES)),
             prefetch_host_share=float(rng.choice([0.1, 0.5, 1.0])),
             page_size=int(rng.choice([1, 2, 4, 8])),
-            host_bytes=int(rng.choice([14, 24, 40])) * 8 * (256 if self.packing == "off" else 112),
+            host_bytes=int(rng.choice([14, 24, 40])) * 8 * (256 if self.packing == "off" else 224),
             host_states=int(rng.choice([2, 6])),
             mamba_size=int(rng.choice([8, 14])),
             window_tokens=int(rng.choice([56, 96])),
             eviction_policy=str(rng.choice(["auto", "lru", "lfu", "fifo", "slru", "priority"])),
+            **({} if self.packing == "off" else PACKABLE),
         )
 
     def _request(self) -> CacheRequest:

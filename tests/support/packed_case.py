@@ -70,8 +70,8 @@ def bits_of(tokens: np.ndarray, layer: int, buffer: int, channels: int, kind: Ki
 def rows_of(
     engine: CacheEngine, lease: Lease, end: int, kind: Kind, window: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each buffer: its rows as int16, the slots of the first `end` tokens, or the last `window` in layers with one,
-    and what they should hold."""
+    """Of each buffer: its rows as int16, which of them are of the first `end` tokens, or the last `window` in layers
+    with one, and what they should hold."""
     tokens = np.asarray(lease.tokens.tokens)[:end]
     for space in engine.pool.slot_spaces:
         start = max(0, end - window) if space.name == SWA else 0
@@ -79,9 +79,11 @@ def rows_of(
         if isinstance(engine.pool, SWAKVPool) and space.name == SWA:
             slots = engine.pool.translate_loc_from_full_to_swa(slots)
         for layer in space.layout.layers:
-            for at, buffer in enumerate(space.layer_buffers(layer)):
-                rows = buffer.flatten(1).view(torch.int16)
-                yield rows, slots, bits_of(tokens, layer, at, rows.shape[1], kind)[start:]
+            buffers = zip(space.layer_buffers(layer), space.layout.spans_of(layer), strict=True)
+            for at, (buffer, span) in enumerate(buffers):
+                rows = buffer.flatten(1).view(torch.uint8).view(torch.int16)
+                truth = bits_of(tokens, layer, at, rows.shape[1], kind)[start:]
+                yield rows, slots[::span] // span, truth[::span]
 
 
 def serve(engine: CacheEngine, name: str, tokens: np.ndarray, kind: Kind) -> Lease:

@@ -3,9 +3,10 @@ themselves and start again, and between two of them bytes of the files are flipp
 
 Each request compares every byte that it reuses with the truth. After each engine the store is whole and holds what the
 engine was told is stored, but for the pages of flipped bytes. In the end descriptors, memory and /dev/shm are as they
-were. As a program:
+were. Where pages are packed some do not fit, so that both parts of raw ones are stored, killed and flipped, too. As a
+program, of all kinds and packings that are not chosen:
 
-    python tests/support/store_fuzz.py --seconds 600 [--kind full] [--seed 0]
+    python tests/support/store_fuzz.py --seconds 600 [--kind full] [--packing 4] [--seed 0]
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import argparse
 import collections
 import contextlib
+import itertools
 import json
 import logging
 import math
@@ -28,9 +30,10 @@ from pathlib import Path
 
 import numpy as np
 
-from component_case import MODELS, config, prefill
+from component_case import MODELS, PACKABLE, WIDER, config, prefill
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
+from hicache.host import rest_keys
 from hicache.storage import LmdbPageStore, StoreCorrupt, StoreError, StoreLocked, open_existing
 from hicache.tiers import DISK
 from toy_model import prompt, settled
@@ -39,6 +42,7 @@ from waiting import eventually
 NUM_PROMPTS, NUM_STEPS, NUM_SETTLED = 60, 80, 10
 CHUNK = 24  # tokens of a forward
 MAX_GROWTH_BYTES = 48 << 20  # of an engine, after its first steps
+PACKINGS = ("off", "4", "3")
 _KEY = re.compile("page ([0-9a-f]{64})")
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -46,8 +50,9 @@ SHARED_MEMORY = Path("/dev/shm")
 class EngineHistory:
     """One engine, in a process of its own; tells on the standard output what was acknowledged."""
 
-    def __init__(self, folder: Path, kind: str, seed: int) -> None:
-        self.rng, self.model, self.num_kills = np.random.default_rng(seed), MODELS[kind], 0
+    def __init__(self, folder: Path, kind: str, packing: str, seed: int) -> None:
+        self.rng, self.num_kills = np.random.default_rng(seed), 0
+        self.model = (MODELS if packing == "off" else WIDER)[kind]
         advanced = AdvancedConfig(
             disk_reader_threads=2,
             disk_io_timeout_s=1.0,
@@ -56,7 +61,9 @@ class EngineHistory:
             transfer_chunk_tokens=16,
         )
         disk = DiskConfig(path=str(folder), budget_bytes=64 << 20)
-        self.engine = build_engine(config(disk=disk, advanced=advanced), self.model)
+        changes = {} if packing == "off" else PACKABLE
+        settings = config(disk=disk, advanced=advanced, kv_packing=packing, **changes)
+        self.engine = build_engine(settings, self.model)
         self.engine.start()
         self.context = self.engine.inspect.context
         assert self.context.disk is not None
@@ -123,13 +130,16 @@ class EngineHistory:
 
     def tell(self, step: int) -> None:
         index = self.context.full.index
-        stored = {key for run in index.runs_of([*index]) if run.stored & DISK for key in run.keys}
+        runs = [run for run in index.runs_of([*index]) if run.stored & DISK]
+        rest = {key for run in runs for key in rest_keys(run.rest)}
+        stored = {key for run in runs for key in run.keys} | rest
         about = {
             "step": step,
             "kills": self.num_kills,
             "process": self.client.pid,
             "page_bytes": self.context.full.host.page_bytes,
             "keys": [key.hex() for key in stored - self.told],
+            "raw": len(rest - self.told),
         }
         self.told |= stored
         print(json.dumps(about), flush=True)
@@ -138,15 +148,16 @@ class EngineHistory:
 class StoreFuzz:
     """The engines of one folder, one after the other."""
 
-    def __init__(self, folder: Path, kind: str, seed: int) -> None:
-        self.folder, self.kind, self.rng = folder, kind, np.random.default_rng([seed, len(kind)])
+    def __init__(self, folder: Path, kind: str, packing: str, seed: int) -> None:
+        self.folder, self.kind, self.packing = folder, kind, packing
+        self.rng = np.random.default_rng([seed, len(kind)])
         self.acknowledged, self.page_bytes = set[bytes](), 0
         self.counts = collections.Counter[str]()
 
     def round(self, num_steps: int) -> None:
         """An engine and its end; then what is damaged."""
         command = [sys.executable, __file__, "--engine", str(self.folder), "--kind", self.kind]
-        command += ["--seed", str(self.rng.integers(1 << 30)), "--steps", str(num_steps)]
+        command += ["--packing", self.packing, "--seed", str(self.rng.integers(1 << 30)), "--steps", str(num_steps)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
             assert child.stdout and child.stderr
             lines: list[str] = []
@@ -160,10 +171,9 @@ class StoreFuzz:
             if is_killed:
                 time.sleep(self.rng.exponential(1.5))
                 self._kill(child, json.loads(lines[-1])["process"])
-            reader.join()
+            for thread in (reader, listener):  # until the store process ends, which has these files as well
+                thread.join()
             child.wait()
-        for thread in (reader, listener):  # which the store process holds open as well
-            thread.join()
         self._take([json.loads(line) for line in lines if line.endswith("\n")])
         if child.returncode not in ((0, -signal.SIGKILL) if is_killed else (0,)):
             raise AssertionError("".join(errors[-30:]))
@@ -187,6 +197,7 @@ class StoreFuzz:
         for about in told:
             self.acknowledged.update(bytes.fromhex(key) for key in about["keys"])  # type: ignore[attr-defined]
             self.page_bytes = int(about["page_bytes"])  # type: ignore[call-overload]
+            self.counts["raw pages"] += int(about["raw"])  # type: ignore[call-overload]
         if told:
             self.counts["steps"] += int(told[-1]["step"])  # type: ignore[call-overload]
             self.counts["killed processes"] += int(told[-1]["kills"])  # type: ignore[call-overload]
@@ -267,12 +278,12 @@ def held() -> tuple[int, list[str], int]:
 
 
 def run(
-    kind: str, seed: int, num_rounds: int, num_steps: int = NUM_STEPS, end_s: float = math.inf
+    kind: str, packing: str, seed: int, num_rounds: int, num_steps: int = NUM_STEPS, end_s: float = math.inf
 ) -> collections.Counter[str]:
     """So many engines on one folder, until `end_s` of the monotonic clock; what came of them."""
     before = held()
     with tempfile.TemporaryDirectory() as folder:
-        fuzz = StoreFuzz(Path(folder, "store"), kind, seed)
+        fuzz = StoreFuzz(Path(folder, "store"), kind, packing, seed)
         for _ in range(num_rounds):
             if time.monotonic() < end_s:
                 fuzz.round(num_steps)
@@ -286,6 +297,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=60)
     parser.add_argument("--kind", choices=list(MODELS))
+    parser.add_argument("--packing", choices=PACKINGS, help="kv_packing of the engines")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--rounds", type=int, default=20, help="engines on one folder")
     parser.add_argument("--steps", type=int, default=NUM_STEPS, help="of an engine")
@@ -293,16 +305,18 @@ def main() -> int:
     flags = parser.parse_args()
     logging.disable(logging.WARNING)
     if flags.engine:
-        EngineHistory(flags.engine, flags.kind, flags.seed).run(flags.steps)
+        EngineHistory(flags.engine, flags.kind, flags.packing, flags.seed).run(flags.steps)
         return 0
     total, found, seed, end_s = collections.Counter[str](), 0, flags.seed, time.monotonic() + flags.seconds
     while time.monotonic() < end_s:
-        for kind in [flags.kind] if flags.kind else MODELS:
+        kinds, packings = [flags.kind] if flags.kind else MODELS, [flags.packing] if flags.packing else PACKINGS
+        for kind, packing in itertools.product(kinds, packings):
             try:
-                total += run(kind, seed, flags.rounds, flags.steps, end_s)
+                total += run(kind, packing, seed, flags.rounds, flags.steps, end_s)
             except Exception as error:  # noqa: BLE001 - printed and counted; the next history may find another
                 found += 1
-                print(f"--kind {kind} --seed {seed}: {type(error).__name__}: {error}", flush=True)
+                chosen = f"--kind {kind} --packing {packing} --seed {seed}"
+                print(f"{chosen}: {type(error).__name__}: {error}", flush=True)
         seed += 1
         print(dict(total), f"{found} findings", flush=True)
     return int(bool(found))

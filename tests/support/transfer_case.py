@@ -13,13 +13,14 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 import pytest
 import torch
 
 from hicache.build.factory import build_transfer
+from hicache.build.packing import place_bytes
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import (
     HybridLinearKVPool,
@@ -32,6 +33,7 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.host import HostPagePool
+from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer import TransferBackend, TransferOp, cpu, cuda
@@ -69,12 +71,17 @@ def hybrid(device: str) -> tuple[SlotSpace, ...]:
     return HybridLinearKVPool(ON_DEVICE * 8, BF16, 4, 2, 8, [2, 7], device, states).slot_spaces
 
 
+def equal(device: str) -> tuple[SlotSpace, ...]:
+    return MHATokenToKVPool(ON_DEVICE * 16, 4, BF16, 2, 64, 3, device, False).slot_spaces
+
+
 @dataclass(frozen=True)
 class Layout:
     """How to build a pool's slot spaces on a device, and the tokens of a host page. A state is a page of its own."""
 
     build: Callable[[str], tuple[SlotSpace, ...]]
     host_page: int
+    is_packed: bool = False
 
 
 LAYOUTS = {
@@ -83,6 +90,7 @@ LAYOUTS = {
     "nsa": Layout(nsa, 16),
     "swa": Layout(swa, 8),
     "hybrid": Layout(hybrid, 8),
+    "packed": Layout(equal, 16, is_packed=True),
 }
 
 
@@ -103,22 +111,26 @@ class Move:
 
 def at_each_move(monkeypatch: pytest.MonkeyPatch, hook: Callable[[Move], object]) -> None:
     """Call `hook` ahead of whatever moves rows of a pool for a backend, on the thread that does."""
-    moves = ((PageMover, "gather"), (PageMover, "scatter"), (ZeroCopyMover, "load"), (ZeroCopyMover, "store"))
+    moves = (
+        (PageMover, "gather"), (PageMover, "scatter"), (PagePacker, "gather"), (PagePacker, "scatter"),
+        (ZeroCopyMover, "load"), (ZeroCopyMover, "store"),
+    )  # fmt: skip
     for owner, name in moves:
         original = getattr(owner, name)
 
         def hooked(
-            self: PageMover | ZeroCopyMover,
+            self: PageMover | PagePacker | ZeroCopyMover,
             a: torch.Tensor,
             b: torch.Tensor,
             first: int,
             count: int,
+            *misfits: torch.Tensor,
             _original: Callable[..., None] = original,
             _up: bool = name in ("scatter", "load"),
         ) -> None:
-            mover = self if isinstance(self, PageMover) else self._mover
+            mover = self._mover if isinstance(self, ZeroCopyMover) else self
             hook(Move(_up, mover.num_layers, mover.group_bytes(0, 1), first))
-            _original(self, a, b, first, count)
+            _original(self, a, b, first, count, *misfits)
 
         monkeypatch.setattr(owner, name, hooked)
 
@@ -178,8 +190,14 @@ class CopiesWhenNeeded:
             self._begun = events
             begin(events)
 
-        def loaded(backend: cpu.CpuTransfer, pages: torch.Tensor, slots: torch.Tensor, load_id: int) -> cpu.CpuOp:
-            op = load(backend, pages, slots, load_id)
+        def loaded(
+            backend: cpu.CpuTransfer,
+            pages: torch.Tensor,
+            slots: torch.Tensor,
+            load_id: int,
+            rest: torch.Tensor | None = None,
+        ) -> cpu.CpuOp:
+            op = load(backend, pages, slots, load_id, rest)
             assert self._begun is not None
             self._loads[self._begun] = op
             return op
@@ -253,7 +271,7 @@ class StreamGate:
 
 def force_methods(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) -> None:
     """On CUDA, copies use these methods, at random, whatever they cost. Where slots are no runs, and down, strided
-    copies stand in for unstaged ones."""
+    copies stand in for unstaged ones, and for all that packed pages cannot go by."""
     lanes, never = Lanes(2), CopyCost(bytes_per_s=1.0, piece_s=1e3, issue_s=1e3)
     if torch.cuda.is_available():
         methods = [method for method in methods if method != "batched" or can_batch()]
@@ -262,9 +280,9 @@ def force_methods(monkeypatch: pytest.MonkeyPatch, methods: Sequence[Method]) ->
 
     def chosen(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: bool) -> Plan:
         method = lanes.of(f"{up} {shape.num_layers} {shape.layer_bytes}").choice(methods)
-        if method == "unstaged" and shape.slot_runs:
+        if method == "unstaged" and shape.slot_runs and not shape.is_packed:
             return Plan("unstaged", tuple((layer, layer + 1) for layer in range(shape.num_layers)))
-        method = "strided" if method == "unstaged" else method
+        method = "strided" if method == "unstaged" or (shape.is_packed and method == "zero_copy") else method
         only = {name: cost if name == method else never for name, cost in vars(direction).items()}
         plan = choose(LinkDirection(**only), replace(shape, slot_runs=0), buffer_bytes, up=up)
         assert plan.method == method
@@ -303,10 +321,23 @@ class Spot:
     slots: torch.Tensor
 
 
+class HostPages(NamedTuple):
+    """Of some contents, int64 `[pages]`: their host pages, and second ones, 0 for those without."""
+
+    pages: torch.Tensor
+    rest: torch.Tensor
+
+    @property
+    def held(self) -> torch.Tensor:
+        return torch.cat([self.pages, self.rest[self.rest > 0]])
+
+
 class Tier:
     """One slot space with its host pool and backend; which content is where, and what is free on the device."""
 
-    def __init__(self, space: SlotSpace, page_tokens: int, staging_bytes: int) -> None:
+    def __init__(
+        self, space: SlotSpace, page_tokens: int, staging_bytes: int, packer: PagePacker | None = None
+    ) -> None:
         self.space, self.page_tokens, self.device = space, page_tokens, space.device
         self.on_cuda = space.device.type == "cuda"
         self.block_tokens = space.layout.device_page_size
@@ -316,10 +347,12 @@ class Tier:
             device=str(space.device),
             advanced=AdvancedConfig(staging_bytes=staging_bytes, transfer_chunk_tokens=2 * page_tokens),
         )  # fmt: skip
-        page_bytes = space.layout.page_bytes(page_tokens)
-        self.host = HostPagePool(space.layout, page_tokens, (ON_HOST + 1) * page_bytes, pin=self.on_cuda)
+        page_bytes = space.layout.page_bytes(page_tokens) if packer is None else place_bytes(packer)
+        self.host = HostPagePool(
+            space.layout, page_tokens, (ON_HOST + 1) * page_bytes, pin=self.on_cuda, page_bytes=page_bytes
+        )
         self.host.arena.rows_per_chunk = 5  # as if memory had been pinned in many pieces, which no copy may cross
-        backend, self.counter = build_transfer(config, space, self.host)
+        backend, self.counter = build_transfer(config, space, self.host, packer)
         assert backend is not None
         self.backend: TransferBackend = backend
         self.host.bytes_of.zero_()  # the backend may have tried the link out on it
@@ -332,21 +365,48 @@ class Tier:
         self.free = np.arange(len(self.on_device)) > 0  # block 0 is the sink
         self._fill_bank()
 
-    def _fill_bank(self) -> None:
-        """`pages`: [contents, page_bytes] in host order; `bank[layer][buffer]`: [contents, rows, row_bytes]."""
-        layout = self.space.layout
-        shape = (NUM_CONTENTS, layout.page_bytes(self.page_tokens))
+    def _make_pages(self) -> torch.Tensor:
+        """`pages`: [contents, page_bytes] as the host has them. Returns them in host order, not packed."""
+        shape = (NUM_CONTENTS, self.space.layout.page_bytes(self.page_tokens))
         self.pages = torch.randint(0, 256, shape, dtype=torch.uint8, generator=torch.Generator().manual_seed(9))
+        return self.pages
+
+    def _fill_bank(self) -> None:
+        """`bank[layer][buffer]`: [contents, rows, row_bytes]."""
+        layout, pages = self.space.layout, self._make_pages()
         self.bank: list[list[torch.Tensor]] = []
         start = 0
         for layer in layout.layers:
             self.bank.append([])
             for spec in layout.specs_of(layer):
                 count = self.page_tokens if spec.per == "token" else self.parts
-                part = self.pages[:, start : start + count * spec.row_bytes]
+                part = pages[:, start : start + count * spec.row_bytes]
                 self.bank[-1].append(part.reshape(NUM_CONTENTS, count, spec.row_bytes).to(self.device))
                 start += count * spec.row_bytes
-        assert start == self.host.page_bytes
+        assert start == pages.shape[1]
+
+    # Host pages
+
+    def num_places(self, contents: Ids) -> int:
+        """Host pages that they take."""
+        return len(contents)
+
+    def divide(self, places: torch.Tensor, contents: Ids) -> HostPages:
+        """So many host pages, for `contents`."""
+        return HostPages(places, torch.zeros_like(places))
+
+    def store(self, slots: torch.Tensor, at: HostPages) -> TransferOp:
+        return self.backend.store(slots, at.pages)
+
+    def stored(self, op: TransferOp, at: HostPages, contents: Ids) -> None:
+        """A store has ended well: from now on the truth about host pages is `contents`."""
+        self.on_host[at.pages.numpy()] = contents
+
+    def host_differs(self, places: torch.Tensor, contents: torch.Tensor) -> torch.Tensor:
+        """Which host pages do not hold these contents: bool `[places]`."""
+        expected = self.pages[contents.clamp(min=0)]
+        expected[contents == ZEROS] = 0
+        return (self.host.bytes_of[places] != expected).any(1) & (contents != UNKNOWN)
 
     # Where things are
 
@@ -410,10 +470,7 @@ class Tier:
                 expected[contents == ZEROS] = 0
                 wrong = (found != expected).any(1) & (contents != UNKNOWN)
                 assert not wrong.any(), f"layer {layer}: blocks {wrong.nonzero().flatten().tolist()} are not the truth"
-        contents = torch.from_numpy(self.on_host)
-        expected = self.pages[contents.clamp(min=0)]
-        expected[contents == ZEROS] = 0
-        wrong = (self.host.bytes_of != expected).any(1) & (contents != UNKNOWN)
+        wrong = self.host_differs(torch.arange(len(self.on_host)), torch.from_numpy(self.on_host))
         assert not wrong.any(), f"host pages {wrong.nonzero().flatten().tolist()} are not the truth"
         self.host.check()
 

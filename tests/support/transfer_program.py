@@ -25,7 +25,8 @@ import torch
 from hicache.errors import TransferError
 from hicache.transfer import TransferOp
 from hicache.transfer.counter import NUM_PRODUCERS
-from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, Ids, Layout, Spot, Tier, Watch
+from packed_tier import PackedTier
+from transfer_case import NUM_CONTENTS, ON_HOST, POISON, UNKNOWN, HostPages, Ids, Layout, Spot, Tier, Watch
 
 LARGE = 17  # pages, more than the smallest staging buffers hold
 SIZES = (1, 1, 2, 3, 5, 7, 11, LARGE)
@@ -41,8 +42,8 @@ class Entry:
 
     contents: Ids
     blocks: list[Ids] | None = None
-    pages: list[torch.Tensor] | None = None
-    writing: list[torch.Tensor] = field(default_factory=list)
+    pages: list[HostPages] | None = None
+    writing: list[HostPages] = field(default_factory=list)
     stores: list[TransferOp] = field(default_factory=list)
     loads: list[TransferOp] = field(default_factory=list)
     load_ids: list[int] = field(default_factory=list)
@@ -61,7 +62,9 @@ class Program:
     ) -> None:
         self.rng = np.random.default_rng(seed)
         self.tiers = [
-            Tier(space, 1 if space.name == "mamba" else layout.host_page, staging_bytes)
+            PackedTier(space, layout.host_page, staging_bytes, layout.build("cpu")[0])
+            if layout.is_packed
+            else Tier(space, 1 if space.name == "mamba" else layout.host_page, staging_bytes)
             for space in layout.build(device)
         ]
         # (layer id, tier, dense layer) in the order in which a forward passes them
@@ -140,7 +143,7 @@ class Program:
             torch.cuda.synchronize()
         for t, tier in enumerate(self.tiers):
             tier.audit()
-            held = sum(len(e.contents) for e in self._entries(on_host=True))
+            held = sum(tier.num_places(e.contents) for e in self._entries(on_host=True))
             assert tier.host.available() == ON_HOST - held
             held = sum(len(e.blocks[t]) for e in self.entries if e.blocks is not None)
             assert tier.free.sum() == len(tier.free) - 1 - held
@@ -159,10 +162,10 @@ class Program:
         assert entry.pages is not None
         entry.blocks = [tier.take(len(entry.contents), self.rng) for tier in self.tiers]
         with self._submitting(entry):
-            for t, (tier, blocks, pages) in enumerate(zip(self.tiers, entry.blocks, entry.pages, strict=True)):
-                tier.host.begin_read(pages)
+            for t, (tier, blocks, at) in enumerate(zip(self.tiers, entry.blocks, entry.pages, strict=True)):
+                tier.host.begin_read(at.held)
                 entry.load_ids.append(tier.counter.begin())
-                op = tier.backend.load(pages, self._slots(tier, blocks), entry.load_ids[-1])
+                op = tier.backend.load(at.pages, self._slots(tier, blocks), entry.load_ids[-1], at.rest)
                 entry.loads.append(self._submitted(op, t, "load"))
         entry.was_read = False
         self.flights["load"].append(entry)
@@ -170,20 +173,21 @@ class Program:
 
     def backup(self, entry: Entry, keep: Sequence[Entry]) -> None:
         """Submit the store of an entry on the stream that may still be writing it, where the host has capacity."""
-        if not self._available_on_host(len(entry.contents), [entry, *keep]):
+        if not self._available_on_host(entry.contents, [entry, *keep]):
             return
         assert entry.blocks is not None
         for t, (tier, blocks) in enumerate(zip(self.tiers, entry.blocks, strict=True)):
-            pages = tier.host.alloc(len(entry.contents))
-            assert pages is not None
+            places = tier.host.alloc(tier.num_places(entry.contents))
+            assert places is not None
             if self.rng.random() < 0.5:
-                pages = torch.from_numpy(self.rng.permutation(pages.numpy()))
-            tier.host.bytes_of[pages] = tier.pages[POISON]
-            tier.on_host[pages.numpy()] = UNKNOWN
-            tier.host.begin_read(pages)
-            op = tier.backend.store(self._slots(tier, blocks), pages)
+                places = torch.from_numpy(self.rng.permutation(places.numpy()))
+            tier.host.bytes_of[places] = tier.pages[POISON]
+            tier.on_host[places.numpy()] = UNKNOWN
+            tier.host.begin_read(places)
+            at = tier.divide(places, entry.contents)
+            op = tier.store(self._slots(tier, blocks), at)
             entry.stores.append(self._submitted(op, t, "store"))
-            entry.writing.append(pages)
+            entry.writing.append(at)
         self.flights["store"].append(entry)
 
     def _slots(self, tier: Tier, blocks: Ids) -> torch.Tensor:
@@ -248,22 +252,22 @@ class Program:
         ops, pages = entry.stores, entry.writing
         entry.stores, entry.writing = [], []
         for tier, op, at in zip(self.tiers, ops, pages, strict=True):
-            tier.host.end_read(at)
+            tier.host.end_read(at.held)
             if op.error is None:
-                tier.on_host[at.numpy()] = entry.contents
-                same = torch.equal(tier.host.bytes_of[at], tier.pages[entry.contents])
-                assert same, f"a store of contents {entry.contents} to pages {at.tolist()} left other bytes"
+                tier.stored(op, at, entry.contents)
+                differs = tier.host_differs(at.held, torch.from_numpy(tier.on_host[at.held.numpy()])).any()
+                assert not differs, f"a store of contents {entry.contents} to pages {at} left other bytes"
         if self._all_well(ops):
             entry.pages = pages
         else:
             for tier, at in zip(self.tiers, pages, strict=True):
-                tier.host.free(at)
+                tier.host.free(at.held)
 
     def _end_load(self, entry: Entry) -> None:
         ops, entry.loads = entry.loads, []
         assert entry.blocks is not None and entry.pages is not None
         for tier, op, pages, blocks in zip(self.tiers, ops, entry.pages, entry.blocks, strict=True):
-            tier.host.end_read(pages)
+            tier.host.end_read(pages.held)
             tier.placed(blocks, UNKNOWN if op.error else entry.contents)
         if not self._all_well(ops):
             assert not entry.was_read, "a forward was not told that a load it consumed had failed"
@@ -306,8 +310,8 @@ class Program:
             self._leave_device(self._some(victims, 1)[0])
         return True
 
-    def _available_on_host(self, num_pages: int, keep: Sequence[Entry]) -> bool:
-        while any(tier.host.available() < num_pages for tier in self.tiers):
+    def _available_on_host(self, contents: Ids, keep: Sequence[Entry]) -> bool:
+        while any(tier.host.available() < tier.num_places(contents) for tier in self.tiers):
             victims = [e for e in self._entries(on_host=True) if e.idle and e not in keep]
             if not victims:
                 return False
@@ -324,7 +328,7 @@ class Program:
     def _leave_host(self, entry: Entry) -> None:
         assert entry.pages is not None and entry.idle
         for tier, pages in zip(self.tiers, entry.pages, strict=True):
-            tier.host.free(pages)
+            tier.host.free(pages.held)
         entry.pages = None
         self._forget_if_nowhere(entry)
 

@@ -26,8 +26,9 @@ PLACES = [
     pytest.param("cuda", 1 << 16, ("strided", "batched"), marks=pytest.mark.gpu),
     pytest.param("cuda", 1 << 20, METHODS, marks=pytest.mark.gpu),
 ]
-# The copies of wide pages themselves are most of the work on the CPU; the default run has them where they are not.
-SMALL = [name for name in LAYOUTS if name != "mha, wide"]
+# The copies of wide pages, and packing, are most of the work on the CPU.
+SLOW = ("mha, wide", "packed")
+SMALL = [name for name in LAYOUTS if name != "mha, wide"]  # for the default run
 
 
 @pytest.fixture
@@ -63,8 +64,9 @@ def stress(program: Program, steps: int) -> None:
 def test_every_byte_is_where_it_should_be(
     monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str
 ) -> None:
-    """For every layout, forwards beside overlapping loads and stores read the truth layer by layer, completed stores
-    have written it to the host, and in the end every row and every page is as its last writer left it."""
+    """For every layout, and for packed pages of which some do not fit, forwards beside overlapping loads and stores
+    read the truth layer by layer, completed stores have written it to the host, and in the end every row and every page
+    is as its last writer left it."""
     if methods:
         force_methods(monkeypatch, methods)
     come_late(monkeypatch, device)
@@ -99,7 +101,7 @@ def test_every_byte_for_longer(
     """The same, thousands of transfers a run."""
     if methods:
         force_methods(monkeypatch, methods)
-    steps = 600 if (device, name) == ("cpu", "mha, wide") else 5000
+    steps = 600 if device == "cpu" and name in SLOW else 5000
     stress(Program(LAYOUTS[name], device, seed, staging_bytes=staging_bytes), steps)
 
 
@@ -123,7 +125,7 @@ def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps
     assert counts["failed"] > 5 and counts["told"] > 0 and counts["forwards"] > steps // 8, counts
 
 
-@pytest.mark.parametrize("name", ["mha", "nsa", "hybrid"])
+@pytest.mark.parametrize("name", ["mha", "nsa", "hybrid", "packed"])
 def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
     """Each random failure is reported by its operation and, for a load, to exactly the forwards that consume it; all
     other bytes are the truth, and loads never run out of producers."""
@@ -136,7 +138,7 @@ def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, dev
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_many_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str) -> None:
     """The same, longer."""
-    amid_failures(monkeypatch, device, name, 600 if name == "mha, wide" else 4000)
+    amid_failures(monkeypatch, device, name, 600 if name in SLOW else 4000)
 
 
 @pytest.mark.parametrize("name", ["mha", "swa"])

@@ -1,0 +1,179 @@
+"""Packed pages and raw ones of two parts that are damaged in a store, or are not what their keys say: each is a miss
+that is counted, what comes before it is used, and no byte of it is."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from disk_case import LossyStore
+from hicache import CacheEngine, DiskConfig, build_engine
+from hicache.host import PageKind, rest_keys
+from hicache.storage import LmdbPageStore, open_existing
+from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock
+from hicache.tiers import FULL, SWA
+from hicache.tree.names import PageNames
+from memory_store import MemoryPageStore
+from packed_case import MODELS, PAGE, config, prompt, serve
+
+NUM_PAGES = 6
+TOKENS = prompt(3, NUM_PAGES)  # of which pages 0, 2 and 4 do not fit
+# A value of a page, by the page's number: of a packed one, and both of a raw one.
+PACKED, FIRST, REST = "packed 1", "first 2", "rest 2"
+PARTS = (PACKED, FIRST, REST)
+
+
+class Values:
+    """The pages of TOKENS in the store of a closed engine, and their bytes by name."""
+
+    def __init__(self, path: Path, model: str = "mha", component: str = FULL, bits: str = "4") -> None:
+        self.path, self.model = path, model
+        self.settings = config(disk=DiskConfig(path=str(path), budget_bytes=4 << 20), kv_packing=bits)
+        with build_engine(self.settings, MODELS[model]) as engine:
+            serve(engine, "fill", TOKENS, "some")
+            tree = engine.inspect.context.tree
+            keys = PageNames.of_component(component, tree.names.of_prompt(tree.match(TOKENS), TOKENS))  # type: ignore
+            page_bytes = engine.inspect.context.by_name[component].host.page_bytes  # type: ignore[index]
+        self.keys = {f"{('first', 'packed')[n % 2]} {n}": key for n, key in enumerate(keys)}
+        self.keys |= {f"rest {n}": key for n, key in enumerate(rest_keys(keys)) if n % 2 == 0}
+        with self.store() as store:
+            self.bytes = {name: np.empty(page_bytes, np.uint8) for name in self.keys}
+            assert all(store.get_into([*self.keys.values()], [*self.bytes.values()]))
+
+    def store(self) -> contextlib.closing[LmdbPageStore]:
+        return contextlib.closing(open_existing(self.path))
+
+    def replace(self, name: str, value: np.ndarray | None) -> None:
+        """By a value that verifies; None: by none."""
+        with self.store() as store:
+            assert store.delete([self.keys[name]]) == 1
+            assert value is None or store.put([(self.keys[name], value)]) == [True]
+
+    def overwrite(self, name: str, at: int, change: Callable[[bytes], bytes]) -> None:
+        """The bytes on the disk from `at` of the value on."""
+        (file,) = (file for file in self.path.iterdir() if self._place(file, name) >= 0)
+        content, start = file.read_bytes(), self._place(file, name) + BLOCK_BYTES + at
+        end = start + len(self.bytes[name]) - at
+        file.write_bytes(content[:start] + change(content[start:end]) + content[end:])
+
+    def _place(self, file: Path, name: str) -> int:
+        content = file.read_bytes()
+        for at in range(0, len(content), BLOCK_BYTES):
+            block = SlotBlock.unpack(content[at : at + BLOCK_BYTES])
+            if block is not None and block.key == self.keys[name]:
+                return at
+        return -1
+
+    def serve(self, remote: MemoryPageStore | None = None) -> tuple[CacheEngine, int]:
+        """An engine that has ended, and how many tokens it found; what it used is compared with the truth."""
+        with build_engine(self.settings, MODELS[self.model], remote=remote) as engine:
+            return engine, serve(engine, "again", TOKENS, "some").cached_len
+
+
+def flipped(rest: bytes) -> bytes:
+    return bytes([rest[0] ^ 4]) + rest[1:]
+
+
+def torn(rest: bytes) -> bytes:
+    return bytes(len(rest))
+
+
+@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize(
+    ("at", "change"),
+    [
+        pytest.param(0, flipped, id="first byte"),
+        pytest.param(1000, flipped, id="a byte"),
+        pytest.param(-16, flipped, id="kind"),
+        pytest.param(-1, flipped, id="last byte"),
+        pytest.param(1000, torn, id="torn"),
+    ],
+)
+def test_damaged_bytes(tmp_path: Path, bits: str, part: str, at: int, change: Callable[[bytes], bytes]) -> None:
+    """The prefix ends before that page, which the store deletes. Computed anew it is stored again."""
+    values = Values(tmp_path / "s", bits=bits)
+    values.overwrite(part, at % len(values.bytes[part]), change)
+    engine, cached_len = values.serve()
+    assert cached_len == int(part[-1]) * PAGE
+    assert (engine.stats()["prefetch.lost_pages"], engine.stats()["disk.corrupt_pages"]) == (1, 1)
+    assert values.serve()[1] == NUM_PAGES * PAGE
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_pages_that_are_gone(tmp_path: Path, part: str) -> None:
+    """A first part without its rest, which its store had announced, and a rest without its first part."""
+    values = Values(tmp_path / "s")
+    values.replace(part, None)
+    engine, cached_len = values.serve()
+    assert cached_len == int(part[-1]) * PAGE
+    assert engine.stats()["prefetch.lost_pages"] == (part == REST)
+    assert values.serve()[1] == NUM_PAGES * PAGE
+
+
+@pytest.mark.parametrize(
+    ("part", "other"),
+    [
+        (PACKED, "packed 3"),
+        (PACKED, "first 2"),
+        (PACKED, "rest 2"),
+        (FIRST, "packed 1"),
+        (FIRST, "first 4"),
+        (FIRST, "rest 2"),
+        (REST, "packed 1"),
+        (REST, "first 2"),
+        (REST, "rest 4"),
+    ],
+)
+def test_values_of_other_pages(tmp_path: Path, part: str, other: str) -> None:
+    """Under a key is what belongs under another, and verifies there: of another page, or another part of the page."""
+    values = Values(tmp_path / "s")
+    values.replace(part, values.bytes[other])
+    engine, cached_len = values.serve()
+    assert cached_len == int(part[-1]) * PAGE
+    assert (engine.stats()["prefetch.lost_pages"], engine.stats()["disk.corrupt_pages"]) == (1, 0)
+
+
+@pytest.mark.parametrize("kind", [len(PageKind), 255])
+@pytest.mark.parametrize("part", PARTS)
+def test_unknown_kinds(tmp_path: Path, part: str, kind: int) -> None:
+    values = Values(tmp_path / "s")
+    values.bytes[part][-16] = kind
+    values.replace(part, values.bytes[part])
+    engine, cached_len = values.serve()
+    assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_values_that_do_not_verify(tmp_path: Path, part: str) -> None:
+    """Nothing of them is used, though the host has their bytes, and those are the right ones."""
+    values, shared = Values(tmp_path / "s"), LossyStore(1 << 20)
+    shared.put([(values.keys[name], value) for name, value in values.bytes.items()])
+    shared.lost, values.settings = values.keys[part], config()
+    engine, cached_len = values.serve(shared)
+    assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
+
+
+@pytest.mark.parametrize("num_bytes", [0, 15, 16, -1])
+@pytest.mark.parametrize("part", PARTS)
+def test_values_that_are_too_short(tmp_path: Path, part: str, num_bytes: int) -> None:
+    """Of a remote store that checks nothing."""
+    values, shared = Values(tmp_path / "s"), MemoryPageStore(1 << 20)
+    values.bytes[part] = values.bytes[part][:num_bytes]
+    shared.put([(values.keys[name], value) for name, value in values.bytes.items()])
+    values.settings = config()
+    engine, cached_len = values.serve(shared)
+    assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
+
+
+@pytest.mark.parametrize("part", ["first 4", "rest 4", "packed 5"])
+def test_windows(tmp_path: Path, part: str) -> None:
+    """Without a page of the last window a shorter prefix is used, or none."""
+    values = Values(tmp_path / "s", "windows", SWA)
+    values.overwrite(part, 100, flipped)
+    engine, cached_len = values.serve()
+    assert cached_len < NUM_PAGES * PAGE and engine.stats()["prefetch.lost_pages"] == 1
