@@ -14,7 +14,7 @@ import torch
 
 from hicache.errors import ConfigError, TransferError
 from hicache.host import PinnedRows
-from hicache.integrations.vllm.block_shapes import BlockShape, HeadLayout
+from hicache.integrations.vllm.block_shapes import HeadLayout, shapes_of
 from hicache.integrations.vllm.offloading_copies import chunk_blocks
 from hicache.integrations.vllm.packed_rows import Misfits, PackedChunkLink
 from hicache.integrations.vllm.row_packing import RowPacking, format_of, part_bytes_of
@@ -46,8 +46,10 @@ CACHES = {
     "tokens first": Cache(heads=(NHD,) * 3),
     "unknown": Cache(heads=(UNKNOWN,) * 3, bits="3"),
     "heads of 80": Cache(channels=(320,), heads=(HeadLayout(160),)),
+    "heads of 112": Cache(channels=(448,), heads=(HeadLayout(224, is_token_first=True),)),
+    "latents": Cache(channels=(576,), heads=(HeadLayout(576),)),
     "small heads": Cache(channels=(64,), heads=(HeadLayout(32),), per_chunk=4),
-    "two shapes": Cache(channels=(256, 160, 256), heads=(HND, HeadLayout(160), HND)),
+    "two shapes": Cache(channels=(256, 320, 256), heads=(HND, HeadLayout(160), HND)),
     "blocks apart": Cache(gap=2048),
 }
 
@@ -83,7 +85,7 @@ class Rig:
 
     def linked(self) -> PackedChunkLink:
         shapes = [
-            BlockShape.of(tensor.shape[1], tensor.stride(0), self.cache.tokens, heads)
+            shapes_of(tensor.shape[1], tensor.stride(0), self.cache.tokens, heads, self.packing.format, self.per_chunk)
             for tensor, heads in zip(self.tensors, self.cache.heads, strict=True)
         ]
         return PackedChunkLink(
@@ -289,12 +291,44 @@ def test_too_many_chunks_that_do_not_fit_are_told_once(caplog: pytest.LogCapture
 )
 def test_blocks_without_tiles_are_refused(page_bytes: int, block_bytes: int, heads: HeadLayout) -> None:
     with pytest.raises(ConfigError, match="kv_packing to off"):
-        BlockShape.of(page_bytes, block_bytes, 8, heads)
+        shapes_of(page_bytes, block_bytes, 8, heads, FOUR_BITS, 2)
 
 
-@pytest.mark.parametrize(("tokens", "ratio"), [(8, 1.208), (16, 1.267), (32, 1.299), (64, 1.316), (256, 1.328)])
+@pytest.mark.parametrize(("tokens", "ratio"), [(16, 1.267), (32, 1.299), (64, 1.316), (256, 1.328)])
 def test_how_much_smaller_chunks_get(tokens: int, ratio: float) -> None:
     """Of a model with 32 layers of 8 heads of 128, by the tokens of a chunk."""
     channels = 32 * 8 * 256
     part_bytes = part_bytes_of(FOUR_BITS, channels, tokens, 1)
     assert channels * 2 * tokens / part_bytes == pytest.approx(ratio, abs=6e-4)
+
+
+@pytest.mark.parametrize(
+    ("channels", "widths"),
+    [
+        (128, [128]),  # heads of 64, and so on
+        (144, [128, 16]),
+        (160, [128, 32]),
+        (176, [128]),  # in order: its own tiles would have more bytes than a row
+        (192, [128, 64]),
+        (224, [128, 64, 32]),
+        (256, [128]),
+        (512, [128]),
+        (576, [128, 64]),
+        (32, [128]),
+        (72, [64]),
+    ],
+)
+def test_tiles_are_of_one_head_where_they_fit_a_row(channels: int, widths: list[int]) -> None:
+    """Of 8 heads in blocks of 16 tokens, 4 of them a chunk; each byte of a block is in one tile."""
+    page_bytes = 2 * 8 * 16 * channels
+    shapes = shapes_of(page_bytes, page_bytes, 16, HeadLayout(channels), FOUR_BITS, 4)
+    assert [shape.width for shape in shapes] == widths
+    covered = np.zeros(page_bytes, int)
+    for shape in shapes:
+        for first in shape.firsts:
+            for token in range(16):
+                start = first + token * shape.row_bytes
+                covered[start : start + 2 * shape.width] += 1
+    assert (covered == 1).all()
+    packed_bytes = sum(FOUR_BITS.tile_bytes(0, 64, shape.width) * len(shape.firsts) for shape in shapes)
+    assert packed_bytes <= part_bytes_of(FOUR_BITS, 8 * channels, 64, 4)

@@ -6,7 +6,9 @@ near one another:
     HND (LBHNC)   [head][token][keys, values]     row of token n, head h: number h * tokens + n
     NHD (LBNHC)   [token][head][keys, values]     number n, all heads in it
 
-A shape that is not that of the cache makes chunks that do not fit more frequent; what is packed comes back in any case.
+Tiles have 128 channels, and what a head has beyond a multiple of that is in tiles of 64, 32 and 16; each width has a
+packer of its own. A shape that is not that of the cache makes chunks that do not fit more frequent. What is packed
+comes back in any case.
 """
 
 from __future__ import annotations
@@ -14,15 +16,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from hicache.errors import ConfigError
-from hicache.integrations.vllm.row_packing import WIDTHS
+from hicache.integrations.vllm.row_packing import TILE_CHANNELS
+from hicache.kernels.pack import PackFormat
 
 _ELEMENT_BYTES = 2
+_WIDTHS = (128, 64, 32, 16)
 
 
 @dataclass(frozen=True)
@@ -43,25 +48,6 @@ class BlockShape:
     row_bytes: int
     block_rows: int
     firsts: tuple[int, ...]
-
-    @classmethod
-    def of(cls, page_bytes: int, block_bytes: int, tokens: int, heads: HeadLayout) -> BlockShape:
-        """Of blocks of `page_bytes` that are `block_bytes` apart. ConfigError where no tiles cover them."""
-        all_channels, rest = divmod(page_bytes, tokens * _ELEMENT_BYTES)
-        channels, is_token_first = heads.channels or 0, heads.is_token_first
-        width = _width_of(channels)
-        if not width or all_channels % channels:  # heads are too small, or not known: their bytes in order
-            channels = width = _width_of(all_channels)
-            is_token_first = False
-        row_bytes = (all_channels if is_token_first else channels) * _ELEMENT_BYTES
-        if rest or not width or block_bytes % row_bytes:
-            raise ConfigError(
-                f"kv_packing cannot pack blocks of {page_bytes} bytes for {tokens} tokens; set kv_packing to off"
-            )
-        tile, head = width * _ELEMENT_BYTES, channels * _ELEMENT_BYTES
-        stride = head if is_token_first else tokens * head
-        firsts = (h * stride + j * tile for h in range(all_channels // channels) for j in range(channels // width))
-        return cls(tokens, width, row_bytes, block_bytes // row_bytes, tuple(firsts))
 
     @property
     def kind(self) -> tuple[int, ...]:
@@ -98,6 +84,41 @@ def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
     return hashlib.sha256(told.encode()).digest()[:7]
 
 
-def _width_of(channels: int) -> int:
-    """Of the tiles that divide so many channels; 0: none does."""
-    return next((width for width in WIDTHS if channels and channels % width == 0), 0)
+def shapes_of(
+    page_bytes: int, block_bytes: int, tokens: int, heads: HeadLayout, format: PackFormat, blocks_per_chunk: int
+) -> list[BlockShape]:
+    """The tiles of blocks of `page_bytes` that are `block_bytes` apart, by width. ConfigError where they have not all
+    bytes of a block."""
+    all_channels, rest = divmod(page_bytes, tokens * _ELEMENT_BYTES)
+    channels, is_token_first = heads.channels or 0, heads.is_token_first
+    widths = _widths_of(channels)
+    tile_bytes = partial(format.tile_bytes, 0, tokens * blocks_per_chunk)
+    packed_bytes = sum(map(tile_bytes, widths))
+    if not widths or all_channels % channels or packed_bytes * TILE_CHANNELS > channels * tile_bytes(TILE_CHANNELS):
+        # Heads are too small, or not known: their bytes in order.
+        channels, is_token_first = TILE_CHANNELS * (1 if all_channels % _WIDTHS[0] else 2), False
+        widths = [channels]
+    row_bytes = (all_channels if is_token_first else channels) * _ELEMENT_BYTES
+    if rest or all_channels % channels or block_bytes % row_bytes:
+        raise ConfigError(
+            f"kv_packing cannot pack blocks of {page_bytes} bytes for {tokens} tokens; set kv_packing to off"
+        )
+    head_bytes = channels * _ELEMENT_BYTES
+    stride = head_bytes if is_token_first else tokens * head_bytes
+    firsts = dict[int, list[int]]()
+    for head in range(all_channels // channels):
+        first = head * stride
+        for width in widths:
+            firsts.setdefault(width, []).append(first)
+            first += width * _ELEMENT_BYTES
+    return [
+        BlockShape(tokens, width, row_bytes, block_bytes // row_bytes, tuple(of_width))
+        for width, of_width in firsts.items()
+    ]
+
+
+def _widths_of(channels: int) -> list[int]:
+    """Of the tiles that the channels of a head are divided into; none where they are no multiple of 16."""
+    if channels % _WIDTHS[-1]:
+        return []
+    return [_WIDTHS[0]] * (channels // _WIDTHS[0]) + [width for width in _WIDTHS[1:] if channels & width]

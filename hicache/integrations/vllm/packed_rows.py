@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hicache.config import kernel_choice
@@ -66,8 +67,8 @@ class Misfits:
 
 @dataclass(frozen=True)
 class _Part:
-    """The tensors of one shape: their packed bytes are [start, start + packer.page_bytes) of a row. `blocks`,
-    `scratch_packer` and `scratch_slots`: those of one chunk."""
+    """The tiles of one shape in all tensors that have it: bytes [start, end) of a row. `scratch_packer` and
+    `scratch_slots`: of the scratch memory."""
 
     shape: BlockShape
     start: int
@@ -83,14 +84,14 @@ class _Part:
 class PackedChunkLink:
     """Transfers between the cache tensors of one group and this worker's part of each row. See `ChunkLink`.
 
-    `shapes[i]`: of the blocks of `tensors[i]`. ConfigError where they do not fit the rows. `rests`: chunks that lie in
-    two parts.
+    `shapes[i]`: of the tiles in blocks of `tensors[i]`. ConfigError where they do not fit the rows. `rests`: of chunks
+    that lie in two parts, by row.
     """
 
     def __init__(
         self,
         tensors: Sequence[torch.Tensor],
-        shapes: Sequence[BlockShape],
+        shapes: Sequence[Sequence[BlockShape]],
         host: torch.Tensor,
         blocks_per_chunk: int,
         packing: RowPacking,
@@ -110,8 +111,9 @@ class PackedChunkLink:
         parts = [part.view(blocks_per_chunk, -1) for part in self._scratch.split(sizes)]
         self._pairs = list(zip(tensors, parts, strict=True))
         members: dict[BlockShape, list[int]] = {}
-        for index, shape in enumerate(shapes):
-            members.setdefault(shape, []).append(index)
+        for index, of_tensor in enumerate(shapes):
+            for shape in of_tensor:
+                members.setdefault(shape, []).append(index)
         self._shape_digest = digest_of(list(members.items()))
         self.parts: list[_Part] = []
         for shape, indices in members.items():
@@ -168,8 +170,7 @@ class PackedChunkLink:
         return np.concatenate([wanted.rows, rows]), np.concatenate([wanted.blocks, blocks.reshape(-1)])
 
     def _store(self, rows: Ids, blocks: Ids) -> tuple[TransferOp, Callable[[], TransferOp]]:
-        for row in rows.tolist():
-            self.rests.pop(row, None)
+        self._forget(rows)
         pages = torch.from_numpy(rows)
         ops = [part.backend.store(part.shape.slots(blocks), pages) for part in self.parts]
         of_row = blocks.reshape(-1, self._blocks_per_chunk)
@@ -178,7 +179,7 @@ class PackedChunkLink:
     def _stored(self, rows: Ids, blocks: Ids, misfits: Sequence[int]) -> None:
         """The chunks have come; `misfits`: positions of those that do not fit."""
         self._misfits.count(len(rows), len(misfits))
-        self._trailers[rows] = np.frombuffer(self._trailer(PageKind.PACKED), np.uint8)
+        self._trailers[rows] = self._trailer(PageKind.PACKED)
         if misfits:
             # Not behind the current stream: the blocks were written before the store was submitted.
             raw = self._keep_raw(rows[misfits], blocks[misfits], behind_current=False)
@@ -196,14 +197,13 @@ class PackedChunkLink:
                 raw, tag = self._scratch.cpu(), os.urandom(8)
                 self._host[row, : self._room] = raw[: self._room]
                 self.rests[row] = tag, raw[self._room :].clone()
-                self._trailers[row] = np.frombuffer(self._trailer(PageKind.RAW, tag), np.uint8)
+                self._trailers[row] = self._trailer(PageKind.RAW, tag)
         return op
 
     def _load(self, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
         ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
-        is_packed = np.array([self._is_packed(row) for row in wanted.rows.tolist()], dtype=bool)
-        for row in wanted.rows[is_packed].tolist():  # the disk wrote it, over a raw one
-            self.rests.pop(row, None)
+        is_packed = self._are_packed(wanted.rows)
+        self._forget(wanted.rows[is_packed])  # the disk wrote over raw ones
         blocks = wanted.blocks.reshape(-1, self._blocks_per_chunk)
         if is_packed.any():
             rows, of_row = wanted.rows[is_packed], blocks[is_packed]
@@ -242,7 +242,7 @@ class PackedChunkLink:
 
     def _unpack(self, row: int) -> None:
         """Bring the chunk of a row to the scratch memory."""
-        if not self._is_packed(row):
+        if not self._are_packed(np.array([row]))[0]:
             rest = self._rest(row)
             self._scratch[: self._room].copy_(self._host[row, : self._room], non_blocking=True)
             self._scratch[self._room :].copy_(rest, non_blocking=True)
@@ -254,18 +254,25 @@ class PackedChunkLink:
     def _to_device(self, ids: Ids) -> torch.Tensor:
         return torch.from_numpy(ids).to(self._device, non_blocking=True)
 
-    def _is_packed(self, row: int) -> bool:
-        return self._trailers[row].tobytes() == self._trailer(PageKind.PACKED)
+    def _are_packed(self, rows: Ids) -> npt.NDArray[np.bool_]:
+        are_packed: npt.NDArray[np.bool_] = (self._trailers[rows] == self._trailer(PageKind.PACKED)).all(1)
+        return are_packed
+
+    def _forget(self, rows: Ids) -> None:
+        """The rows do not hold the chunks any longer whose rests are here."""
+        if self.rests:
+            for row in rows.tolist():
+                self.rests.pop(row, None)
 
     def _rest(self, row: int) -> torch.Tensor:
         """Of a raw chunk. TransferError where the row is not what this worker stored: its bytes must not be served."""
         tag, rest = self.rests.get(row, (b"", torch.empty(0)))
-        if not tag or self._trailers[row].tobytes() != self._trailer(PageKind.RAW, tag):
+        if not tag or (self._trailers[row] != self._trailer(PageKind.RAW, tag)).any():
             raise TransferError(f"row {row} of the CPU tier holds no chunk that this worker can read")
         return rest
 
-    def _trailer(self, kind: PageKind, tag: bytes = bytes(8)) -> bytes:
-        return bytes([kind]) + self._shape_digest + tag
+    def _trailer(self, kind: PageKind, tag: bytes = bytes(8)) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(bytes([kind]) + self._shape_digest + tag, np.uint8)
 
 
 class _StoreOp:

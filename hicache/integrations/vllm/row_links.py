@@ -11,7 +11,7 @@ import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches
 
 from hicache.errors import ConfigError
-from hicache.integrations.vllm.block_shapes import BlockShape, HeadLayout
+from hicache.integrations.vllm.block_shapes import HeadLayout, shapes_of
 from hicache.integrations.vllm.offloading_copies import ChunkLink
 from hicache.integrations.vllm.packed_rows import Misfits, PackedChunkLink
 from hicache.integrations.vllm.row_packing import RowPacking
@@ -75,7 +75,9 @@ def packed_links(
             links[indices] = PackedChunkLink(
                 of_group,
                 [
-                    BlockShape.of(tensor.shape[1], tensor.stride(0), block_tokens, heads[i])
+                    shapes_of(
+                        tensor.shape[1], tensor.stride(0), block_tokens, heads[i], packing.format, blocks_per_chunk
+                    )
                     for i, tensor in zip(indices, of_group, strict=True)
                 ],
                 host,

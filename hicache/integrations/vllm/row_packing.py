@@ -1,8 +1,8 @@
 """Rows of vLLM's CPU tier that hold packed chunks: whether they do, how large they are, and what one says of itself.
 
 The scheduler's process and each worker's ask for this before there is a cache, so it follows from vLLM's configuration
-alone. That has no heads and no head size: a row has the bytes of the least favourable width of tiles, `WIDTHS`, and
-which width it is the workers find out (`block_shapes`). Of one row, side by side:
+alone. That has no heads and no head size: a row has the bytes of tiles of 64 channels, which wider ones undercut. What
+tiles they are the workers find out (`block_shapes`). Of one row, side by side:
 
     part of worker 0 | part of worker 1 | ... | padding to a multiple of 4096 bytes
 
@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import ceil
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -30,10 +29,11 @@ from hicache.kernels.pack import FOUR_BITS, PackFormat, PagePacker
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-# Channels of a tile. A multiple of 16 from 64 on divides keys and values of a head in all models that vLLM serves.
-WIDTHS = (128, 112, 96, 80, 64)
-# Tiles are not of keys or of values where a head has 96 or 192 channels, so 3 bits have the share of values for all.
-_FORMATS = {"3": PackFormat(3, (0.05,)), "4": FOUR_BITS}
+TILE_CHANNELS = 64
+_FORMATS = {
+    "3": PackFormat(3, (0.05,)),
+    "4": FOUR_BITS,
+}  # 3 bits with the share of values: tiles are of keys and values
 _ATTENTION = ("attn", "mla_attn")  # how vLLM ends the names of layers that have keys and values, or latents
 _ELEMENT_BYTES = 2
 _ROW_STEP = 4096  # of vLLM's rows
@@ -91,7 +91,7 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
             tokens < PagePacker.LEAST_TOKENS or bool(tokens & (tokens - 1))
         ),
         f"layer {unknown[0] if unknown else ''} is none of attention": bool(unknown),
-        f"a token has {raw_bytes} / {tokens} bytes, not a multiple of 128": bool(rest or channels % WIDTHS[-1]),
+        f"a token has {raw_bytes} / {tokens} bytes, not a multiple of 128": bool(rest or channels % TILE_CHANNELS),
     }
     for obstacle, is_there in obstacles.items():
         if is_there:
@@ -104,7 +104,7 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
 
 
 def part_bytes_of(format: PackFormat, channels: int, tokens: int, blocks_per_chunk: int) -> int:
-    """Of one worker's part of a row, for a chunk of `tokens` tokens with `channels` elements each."""
-    packed_bytes = ceil(max(channels * format.tile_bytes(0, tokens, width) / width for width in WIDTHS))
+    """Of one worker's part of a row, for a chunk of `tokens` tokens with `channels` elements each, a multiple of 64."""
+    packed_bytes = channels // TILE_CHANNELS * format.tile_bytes(0, tokens, TILE_CHANNELS)
     step = 16 * blocks_per_chunk  # vLLM counts in blocks
     return -(-(packed_bytes + TRAILER_BYTES) // step) * step
