@@ -47,7 +47,7 @@ class Cache:
 def offloading_config(cache: Cache, extra: dict[str, Any]) -> OffloadingConfig:
     """As vLLM makes it for one worker; every call is another engine."""
     groups = (
-        OffloadingGroupConfig(BLOCK_TOKENS, tuple(f"layer{g}.{i}" for i in tensors), g)
+        OffloadingGroupConfig(BLOCK_TOKENS, tuple(f"layers.{g}.{i}.attn" for i in tensors), g)
         for g, tensors in enumerate(cache.groups)
     )
     return replace(
@@ -96,14 +96,14 @@ class Engine:
 
         eventually(is_settled)
 
-    def write(self, block: int, content: int, group: int = 0) -> None:
+    def write(self, block: int, content: int, group: int = 0, *, is_wild: bool = False) -> None:
         """Fill a block with bytes that belong to `content` and nothing else."""
         for i in self.cache.groups[group]:
-            self.tensors[i][block] = block_bytes(content, i, self.cache.widths[i]).to(self.tensors[i].device)
+            self.tensors[i][block] = block_bytes(content, i, self.cache.widths[i], is_wild).to(self.tensors[i].device)
 
-    def holds(self, block: int, content: int, group: int = 0) -> bool:
+    def holds(self, block: int, content: int, group: int = 0, *, is_wild: bool = False) -> bool:
         return all(
-            torch.equal(self.tensors[i][block].cpu(), block_bytes(content, i, self.cache.widths[i]))
+            torch.equal(self.tensors[i][block].cpu(), block_bytes(content, i, self.cache.widths[i], is_wild))
             for i in self.cache.groups[group]
         )
 
@@ -177,6 +177,9 @@ class Engine:
         return bool(result.success)
 
 
-def block_bytes(content: int, tensor: int, num_bytes: int) -> torch.Tensor:
+def block_bytes(content: int, tensor: int, num_bytes: int, is_wild: bool = False) -> torch.Tensor:
+    """Numbers in bfloat16, which fit when packed; `is_wild`: random bits, which do not."""
     generator = torch.Generator().manual_seed(content * 64 + tensor)
-    return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
+    if is_wild:
+        return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
+    return (torch.rand(num_bytes // 2, generator=generator) + 0.01).bfloat16().view(torch.int8)

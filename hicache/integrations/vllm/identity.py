@@ -14,6 +14,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from hicache.integrations.vllm.row_packing import RowPacking
 from hicache.storage import PageFilter, PageFormat
 
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
@@ -21,7 +22,9 @@ _SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file of weights
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 
 
-def identity_of(config: OffloadingConfig, release: str, row_bytes: int) -> dict[str, str | int]:
+def identity_of(
+    config: OffloadingConfig, release: str, row_bytes: int, packing: RowPacking | None = None
+) -> dict[str, str | int]:
     """`row_bytes`: of one chunk in vLLM's CPU tier, where the parts of all workers lie side by side.
 
     vLLM gives the model by name alone. Where the name is a folder, samples of its weights count as well. What vLLM does
@@ -42,7 +45,7 @@ def identity_of(config: OffloadingConfig, release: str, row_bytes: int) -> dict[
         "replicated": config.replicated_layout,
         "canonical": config.canonical_layout,
     }
-    return {
+    fields: dict[str, str | int] = {
         "server": f"vllm {release}",
         "model": config.model.name,
         "weights": _weights(Path(config.model.name)),
@@ -53,10 +56,14 @@ def identity_of(config: OffloadingConfig, release: str, row_bytes: int) -> dict[
         "parallel": "any" if is_portable else geometry,
         "platform": _platform(),
     }
+    return fields if packing is None else {**fields, "packing": packing.name}
 
 
-def page_format(dtype: str, row_bytes: int) -> PageFormat:
-    """Of chunks of elements of vLLM's `dtype`; those of one byte, and unknown ones, keep the order of their bytes."""
+def page_format(dtype: str, row_bytes: int, *, is_packed: bool = False) -> PageFormat:
+    """Of chunks of elements of vLLM's `dtype`; those of one byte, and unknown ones, keep the order of their bytes.
+    Packed ones are not compressed."""
+    if is_packed:
+        return PageFormat(row_bytes, PageFilter("uncompressed"))
     width = _ELEMENT_BYTES.get(dtype, 1)
     return PageFormat(row_bytes, PageFilter("byte_shuffle", width) if width > 1 else PageFilter())
 

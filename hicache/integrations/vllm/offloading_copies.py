@@ -22,6 +22,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.config import kernel_choice
+from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import TransferBackend, TransferOp
 from hicache.transfer.cpu import CpuTransfer
@@ -30,7 +31,7 @@ from hicache.transfer.cuda import CudaTransfer
 Ids: TypeAlias = npt.NDArray[np.int64]
 Direction = Literal["load", "store"]
 
-_CHUNK_BLOCKS = 512  # of a copy from device to host
+_CHUNK_PAGES = 512  # chunks of blocks in one copy from device to host
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ class SingleBlocks:
     def copy(self, direction: Direction, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
         """Copy block `index[i]` of row `rows[i]` from (load) or to (store) the device's `blocks[i]`, behind the work
         that is queued on the current stream. Without a GPU it is done on return."""
-        op = _SingleOp(len(blocks) * self._block_bytes, self._device)
+        op = PlainOp(len(blocks) * self._block_bytes, self._device)
         with op.timed(self._stream):
             for tensor, part in self._pairs:
                 for row, i, block in zip(rows.tolist(), index.tolist(), blocks.tolist(), strict=True):
@@ -127,7 +128,7 @@ class SingleBlocks:
             self._stream.synchronize()
 
 
-class _SingleOp:
+class PlainOp:
     """A `TransferOp` of plain copies on one stream, or of copies that are done."""
 
     is_undelayed, misfits = False, ()
@@ -139,14 +140,15 @@ class _SingleOp:
         self._seconds = 0.0
 
     @contextlib.contextmanager
-    def timed(self, stream: torch.cuda.Stream | None) -> Iterator[None]:
+    def timed(self, stream: torch.cuda.Stream | None, *, behind_current: bool = True) -> Iterator[None]:
         """Copies within are made on `stream`, behind the current one. What they raise is kept in `error`."""
         start = time.perf_counter()
         try:
             if stream is None:
                 yield
             else:
-                stream.wait_stream(torch.cuda.current_stream(self._device))
+                if behind_current:
+                    stream.wait_stream(torch.cuda.current_stream(self._device))
                 with torch.cuda.stream(stream):
                     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                     begin.record(stream)
@@ -173,6 +175,29 @@ class _SingleOp:
         return self._seconds if self._events is None else float(self._events[0].elapsed_time(self._events[1])) / 1e3
 
 
+def chunk_backend(
+    host: torch.Tensor,
+    mover: PageMover,
+    *,
+    rows_per_chunk: int,
+    staging_bytes: int,
+    packer: PagePacker | None = None,
+) -> TransferBackend:
+    """Between the device of `mover` and `host`; `packer` packs the pages of its pool."""
+    if mover.table.device.type != "cuda":
+        return CpuTransfer(host, mover, _NoLayers(), packer)
+    return CudaTransfer(
+        host,
+        mover,
+        _NoLayers(),
+        rows_per_chunk=rows_per_chunk,
+        device_page_tokens=1,
+        staging_bytes=staging_bytes,
+        chunk_tokens=_CHUNK_PAGES * mover.page_tokens,
+        packer=packer,
+    )
+
+
 class ChunkLink:
     """Transfers between consecutive cache tensors and their part of each row: whole chunks by a transfer backend.
 
@@ -193,19 +218,7 @@ class ChunkLink:
         self._blocks_per_chunk = blocks_per_chunk
         self._device = tensors[0].device
         mover = PageMover([[tensor] for tensor in tensors], blocks_per_chunk, kernel_choice(self._device))
-        self.backend: TransferBackend
-        if self._device.type == "cuda":
-            self.backend = CudaTransfer(
-                host,
-                mover,
-                _NoLayers(),
-                rows_per_chunk=rows_per_chunk,
-                device_page_tokens=1,
-                staging_bytes=staging_bytes,
-                chunk_tokens=_CHUNK_BLOCKS * blocks_per_chunk,
-            )
-        else:
-            self.backend = CpuTransfer(host, mover, _NoLayers())
+        self.backend = chunk_backend(host, mover, rows_per_chunk=rows_per_chunk, staging_bytes=staging_bytes)
         self.backend.start()
         self._num_loads = 0
 

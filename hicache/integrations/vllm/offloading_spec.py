@@ -11,10 +11,12 @@ copies are ours. `docs/decisions/033-vllm-offloading-spec.md` has the reasons.
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.platforms import current_platform
 from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -22,8 +24,13 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
 from hicache.host import CudaRegistry
-from hicache.integrations.vllm.offloading_settings import OF_VLLM, POLICIES, offloading_settings
+from hicache.integrations.vllm.head_layouts import head_layouts
+from hicache.integrations.vllm.offloading_settings import OF_VLLM, POLICIES, OffloadingSettings, offloading_settings
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
+from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
+from hicache.integrations.vllm.row_packing import PackingSpec, RowPacking, format_of, row_packing
+
+log = logging.getLogger(__name__)
 
 _PLUGINS = "hicache.integrations.vllm"
 
@@ -44,7 +51,23 @@ def _for_tiering(given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-class HiCacheOffloadingSpec(TieringOffloadingSpec):
+def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacking | None:
+    """How the rows are packed, the same in each process; ConfigError where the settings ask for what cannot be."""
+    wanted = format_of(settings.kv_packing, is_cuda=current_platform.is_cuda())
+    if wanted is None:
+        return None
+    try:
+        return row_packing(wanted, config, has_other_tiers=bool(config.extra_config.get("secondary_tiers")))
+    except ValueError as error:
+        if settings.kv_packing != "auto":
+            raise ConfigError(
+                f"kv_packing={settings.kv_packing} cannot pack these rows: {error}; set kv_packing to auto"
+            ) from error
+        log.info("chunks are not packed: %s", error)
+        return None
+
+
+class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
     """Built by vLLM in the scheduler's process, for the manager, and in each worker's. ConfigError for bad settings."""
 
     _worker: HiCacheOffloadingWorker | None
@@ -62,7 +85,13 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         self._settings = offloading_settings(config.extra_config)
-        super().__init__(dataclasses.replace(config, extra_config=_for_tiering(config.extra_config)))
+        self.row_packing, changed = (
+            _packing(self._settings, config),
+            {"extra_config": _for_tiering(config.extra_config)},
+        )
+        if self.row_packing is not None:  # vLLM derives the size of rows and their number
+            changed["worker_kv_bytes_per_block"] = self.row_packing.part_bytes // config.cache.blocks_per_chunk
+        super().__init__(dataclasses.replace(config, **changed))
         if self.num_chunks < 1:
             raise ConfigError(
                 f"cpu_bytes_to_use={self._settings.cpu_bytes_to_use} holds no chunk of "
@@ -94,9 +123,15 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             region.cleanup()
             raise
         try:
-            return HiCacheOffloadingWorker(
-                kv_caches, rows, self.blocks_per_chunk, staging_bytes=self._settings.staging_bytes
-            )
+            return HiCacheOffloadingWorker(self._links(kv_caches, rows), rows, self.blocks_per_chunk)
         except BaseException:
             rows.close()
             raise
+
+    def _links(self, kv_caches: CanonicalKVCaches, rows: ChunkRows) -> list[list[Link]]:
+        """Of each cache group. ConfigError for caches that hicache cannot copy, or pack."""
+        sizes = {"rows_per_chunk": rows.rows_per_chunk, "staging_bytes": self._settings.staging_bytes}
+        if self.row_packing is None:
+            return raw_links(kv_caches, rows.host, self.blocks_per_chunk, **sizes)
+        heads, tokens = head_layouts(self.config, kv_caches), self.config.groups[0].tokens_per_block
+        return packed_links(kv_caches, rows.host, self.blocks_per_chunk, self.row_packing, tokens, heads, **sizes)

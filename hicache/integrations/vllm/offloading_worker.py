@@ -16,13 +16,10 @@ import os
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from itertools import groupby
 
-import numpy as np
 import torch
 from vllm.v1.kv_offload.base import (
     BlockIDsLoadStoreSpec,
-    CanonicalKVCaches,
     GPULoadStoreSpec,
     LoadStoreSpec,
     OffloadingWorker,
@@ -30,9 +27,10 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
-from hicache.errors import ConfigError, OutOfMemory
+from hicache.errors import OutOfMemory
 from hicache.host import CudaRegistry, PinnedRows, allocate_pinned
-from hicache.integrations.vllm.offloading_copies import ChunkLink, Direction, chunk_blocks
+from hicache.integrations.vllm.offloading_copies import Direction, chunk_blocks
+from hicache.integrations.vllm.row_links import Link
 from hicache.transfer import TransferOp
 
 log = logging.getLogger(__name__)
@@ -130,39 +128,13 @@ class HiCacheOffloadingWorker(OffloadingWorker):
     `num_repeated`: copies that failed and were made again.
     """
 
-    def __init__(
-        self, kv_caches: CanonicalKVCaches, rows: ChunkRows, blocks_per_chunk: int, *, staging_bytes: int
-    ) -> None:
-        """`rows` are closed by `shutdown`. ConfigError for caches that hicache cannot copy."""
-        self._rows, self._blocks_per_chunk = rows, blocks_per_chunk
+    def __init__(self, groups: list[list[Link]], rows: ChunkRows, blocks_per_chunk: int) -> None:
+        """`groups`: the links of each cache group, which may share them. `rows` are closed by `shutdown`."""
+        self._rows, self._blocks_per_chunk, self._groups = rows, blocks_per_chunk, groups
+        self._links = list(dict.fromkeys(link for links in groups for link in links))
         self._jobs: dict[Direction, deque[_Job]] = {"store": deque(), "load": deque()}
         self.num_repeated = 0
-        tensors = [
-            entry.tensor.view(torch.int8).view(-1, entry.page_size_bytes).view(torch.uint8)
-            if entry.tensor.is_contiguous()
-            else entry.tensor.view(torch.uint8)
-            for entry in kv_caches.tensors
-        ]
-        offsets = np.cumsum([0, *(tensor.shape[1] * blocks_per_chunk for tensor in tensors)]).tolist()
-        if offsets[-1] > rows.host.shape[1]:
-            raise ConfigError(
-                f"a chunk of {blocks_per_chunk} blocks has {offsets[-1]} bytes, and vLLM made room for "
-                f"{rows.host.shape[1]}; use TieringOffloadingSpec for this model"
-            )
-        self._links: dict[tuple[int, int], ChunkLink] = {}
-        self._groups: list[list[ChunkLink]] = []
-        for refs in kv_caches.group_data_refs:
-            spans = list(_runs({ref.tensor_idx for ref in refs}))
-            for first, end in spans:
-                if (first, end) not in self._links:
-                    self._links[first, end] = ChunkLink(
-                        tensors[first:end],
-                        rows.host[:, offsets[first] : offsets[end]],
-                        blocks_per_chunk,
-                        rows_per_chunk=rows.rows_per_chunk,
-                        staging_bytes=staging_bytes,
-                    )
-            self._groups.append([self._links[span] for span in spans])
+        self._is_shut_down = False
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
         return self._submit("store", job_id, src_spec, dst_spec)
@@ -186,10 +158,11 @@ class HiCacheOffloadingWorker(OffloadingWorker):
 
     def shutdown(self) -> None:
         """Finish what is submitted, and give back the rows. Idempotent."""
-        if self._links:
-            while self._links:  # no variable may refer to the rows when they are unmapped
-                self._links.popitem()[1].close()
+        if not self._is_shut_down:
+            self._is_shut_down = True
             self._groups = []
+            while self._links:  # no variable may refer to the rows when they are unmapped
+                self._links.pop().close()
             self._jobs["store"].clear()
             self._jobs["load"].clear()
             self._rows.close()
@@ -225,10 +198,3 @@ class HiCacheOffloadingWorker(OffloadingWorker):
         if num_failed and not self.num_repeated:
             log.warning("a copy between vLLM's cache and the CPU tier failed and is made again, block by block")
         self.num_repeated += num_failed
-
-
-def _runs(indices: set[int]) -> Iterator[tuple[int, int]]:
-    """Half-open intervals of consecutive indices."""
-    for _, run in groupby(enumerate(sorted(indices)), lambda pair: pair[1] - pair[0]):
-        members = [index for _, index in run]
-        yield members[0], members[-1] + 1

@@ -10,12 +10,11 @@ of a job until its result is taken:
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
-import threading
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -44,8 +43,10 @@ from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.release import vllm_release
+from hicache.integrations.vllm.row_packing import PackingSpec
 from hicache.integrations.vllm.tier_events import TierEvents
-from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions
+from hicache.integrations.vllm.tier_jobs import Load, Store
+from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
@@ -60,33 +61,6 @@ _HASH_BYTES = 32  # of SHA-256
 _GROUP_BYTES = 4  # of the group of layers, behind the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
-
-
-@dataclass(slots=True)
-class _Load:
-    """`ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: not known. `progress_s`: when the
-    disk last brought a part. `left`: chunks whose jobs are not answered yet; when there are none, the load ends."""
-
-    chunks: tuple[OffloadKey, ...]
-    span: tuple[int, int] | None
-    begin_s: float
-    progress_s: float
-    ok: list[bool]
-    left: int = 0
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def span_left(self) -> tuple[int, int]:
-        """As if what was read were the beginning."""
-        start, end = self.span or (0, 0)
-        return end - (end - start) * self.left // len(self.chunks), end
-
-
-@dataclass(frozen=True, slots=True)
-class _Store:
-    chunks: tuple[OffloadKey, ...]
-    num_bytes: int
-    begin_s: float = field(default_factory=time.monotonic)
 
 
 class HiCacheTier(SecondaryTierManager):
@@ -121,12 +95,13 @@ class HiCacheTier(SecondaryTierManager):
         self._descriptor = descriptor_of(rows.reshape(-1))
         if self._descriptor is None:
             raise StoreError("vLLM's CPU tier is no open file of this process, which a store process could map as well")
+        self._packing = offloading_spec.row_packing if isinstance(offloading_spec, PackingSpec) else None
         tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if tells_events else None
         self._server = ServerStore.open(
             config,
-            identity_of(offloading_spec.config, vllm_release(), row_bytes),
-            [page_format(offloading_spec.config.model.dtype, row_bytes)],
+            identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing),
+            [page_format(offloading_spec.config.model.dtype, row_bytes, is_packed=self._packing is not None)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,
             tells_removed=tells_events,
@@ -140,18 +115,17 @@ class HiCacheTier(SecondaryTierManager):
             for group in offloading_spec.config.groups
         }
         self.metrics = Metrics()
-        self.dropped_jobs = dropped_jobs(self.metrics)
+        self.dropped_jobs, self.misfit_pages = dropped_jobs(self.metrics), misfit_pages(self.metrics)
         self._disk.register(self.metrics)
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
         self._note = PrefillNote(cost.prefill, self._disk)
         self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
-        self._loads: dict[int, _Load] = {}
-        self._stores: dict[int, _Store] = {}
+        self._loads: dict[int, Load] = {}
+        self._stores: dict[int, Store] = {}
         self._waiting: dict[str, Promotions] = {}
-        self._waiting_bytes = 0
         self._results: list[JobResult] = []
-        self._refused_hash = False
+        self._waiting_bytes, self._refused_hash = 0, False
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -175,13 +149,17 @@ class HiCacheTier(SecondaryTierManager):
         self._disk.used(self._server.keys(tuple(keys)))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """A store that would pin too many rows, or that nobody would take, fails at once."""
-        chunks = tuple(job_metadata.keys)
+        """A store that would pin too many rows, or that nobody would take, fails at once. Chunks that do not fit their
+        packed row stay in CPU memory: the job stores the others."""
+        chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
         span = self._span(chunks, job_metadata.req_context)
         if span is not None:
             self.gate.stored(job_metadata.req_context.req_id, *span)
-        pages = self._pages(job_metadata)
-        store = _Store(chunks, len(pages) * self.block_size_bytes)
+        chunks, pages = self._whole(chunks, pages)
+        if not chunks:
+            self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
+            return
+        store = Store(chunks, len(pages) * self.block_size_bytes)
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
         if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
@@ -196,7 +174,7 @@ class HiCacheTier(SecondaryTierManager):
     def submit_load(self, job_metadata: TransferJob) -> None:
         chunks, now_s = tuple(job_metadata.keys), self._disk.clock()
         span = self._span(chunks, job_metadata.req_context)
-        load = self._loads[job_metadata.job_id] = _Load(chunks, span, now_s, now_s, [False] * len(chunks))
+        load = self._loads[job_metadata.job_id] = Load(chunks, span, now_s, now_s, [False] * len(chunks))
         self._promotions(job_metadata.req_context).read(chunks)
         keys, pages = self._server.keys(chunks), self._pages(job_metadata)
         for start in range(0, len(chunks), _PART_CHUNKS):
@@ -324,6 +302,16 @@ class HiCacheTier(SecondaryTierManager):
         assert self._rows is not None, "the tier is shut down"
         return PageRows(self._rows, job.chunk_ids.tolist())
 
+    def _whole(self, chunks: tuple[OffloadKey, ...], pages: PageRows) -> tuple[tuple[OffloadKey, ...], PageRows]:
+        """Those whose rows have all their bytes."""
+        if self._packing is None:
+            return chunks, pages
+        assert self._rows is not None, "the tier is shut down"
+        are_packed = self._packing.are_packed(self._rows, pages.rows)
+        self.misfit_pages.value += are_packed.count(False)
+        ids = [row for row, is_packed in zip(pages.rows, are_packed, strict=True) if is_packed]
+        return tuple(itertools.compress(chunks, are_packed)), PageRows(self._rows, ids)
+
     def _are_sha256(self, chunks: Sequence[OffloadKey]) -> bool:
         """Whether the chunks' names mean the same in every process; logs the remedy once."""
         if all(len(chunk) == _KEY_BYTES for chunk in chunks):
@@ -359,7 +347,7 @@ class HiCacheTier(SecondaryTierManager):
         if not load.left:
             self._finish_load(done.ticket, load)
 
-    def _finish_load(self, job_id: int, load: _Load) -> None:
+    def _finish_load(self, job_id: int, load: Load) -> None:
         del self._loads[job_id]
         read = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if ok]
         self._lookups.mark((chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok), held=False)

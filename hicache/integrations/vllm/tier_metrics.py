@@ -28,6 +28,7 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
     metrics = Metrics()
     LoadGate(CostModel("auto", {DISK: 1}, metrics, time.monotonic), time.monotonic, metrics, job_bytes=1)
     dropped_jobs(metrics)
+    misfit_pages(metrics)
     register_tier(metrics, "disk", dict, lambda queue: {})
     families: dict[str, list[MetricInfo]] = {}
     for name, info in metrics.describe().items():
@@ -42,6 +43,10 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 def dropped_jobs(metrics: Metrics) -> Counter:
     return metrics.counter("disk.dropped_jobs", "jobs of stores that the tier did not take, since too much waits")
+
+
+def misfit_pages(metrics: Metrics) -> Counter:
+    return metrics.counter("packing.misfit_pages", "chunks that did not fit their packed row, so not stored on disk")
 
 
 def _family(info: MetricInfo) -> str:

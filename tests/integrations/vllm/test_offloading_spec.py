@@ -162,7 +162,7 @@ class Failing:
 def test_a_failed_copy_is_made_again(engines: Any, caplog: pytest.LogCaptureFixture) -> None:
     """vLLM knows no failed transfer: it would serve what is in the blocks."""
     engine = engines(PLAIN, extra(PLAIN, 8))
-    (link,) = engine.worker._links.values()
+    (link,) = engine.worker._links
     link.backend = Failing(link.backend, times=2)
     for block in (1, 2):
         engine.write(block, block)
@@ -180,7 +180,7 @@ def test_a_failed_copy_is_made_again(engines: Any, caplog: pytest.LogCaptureFixt
 def test_a_copy_that_fails_twice_is_reported_as_failed(engines: Any) -> None:
     """The chunk is not found afterwards, and its row is free."""
     engine = engines(PLAIN, extra(PLAIN, 1))
-    (link,) = engine.worker._links.values()
+    (link,) = engine.worker._links
     link.backend, tensor = Failing(link.backend, times=1), link.single._pairs[0]
     link.single._pairs[0] = (tensor[0][:, :7], tensor[1])
     engine.store([key(1)], [1])

@@ -184,6 +184,42 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> N
     assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
 
 
+def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:
+    """In bfloat16, after the prefix cache was emptied and after a restart. The same memory holds a fourth more chunks.
+    Some chunks of this model do not fit 4 bits: these come from memory, and not from the disk. All fit 3 bits, where
+    more may escape."""
+
+    def served(kv_packing: str, steps: list[str]) -> tuple[Served, int]:
+        extra = {
+            "spec_name": "HiCacheOffloadingSpec",
+            "spec_module_path": "hicache.integrations.vllm",
+            "cpu_bytes_to_use": 64 << 20,
+            "kv_packing": kv_packing,
+            "disk": {"path": str(tmp_path / kv_packing), "budget": "256MB", "prefill_tokens_per_s": 0},
+        }
+        llm = {
+            "dtype": "bfloat16",
+            "block_size": 64,
+            "enable_prefix_caching": True,
+            "prefix_caching_hash_algo": "sha256",
+        }
+        ended = serve(model, extra, [*steps, "forget"], in_process=False, llm=llm)
+        [chunks] = re.findall(r"primary tier \(\w+, (\d+) chunks\)", ended.log)
+        return ended, int(chunks)
+
+    cached = vllm_server.PROMPT_TOKENS // 64 * 64
+    raw, raw_chunks = served("off", ["run each", "forget", "run each"])
+    assert raw.cached == [[0, 0], [cached, cached]]
+    for kv_packing in ("3", "4"):
+        packed, chunks = served(kv_packing, ["run each", "forget", "run each"])
+        assert packed.cached == raw.cached and packed.outputs == raw.outputs
+        assert chunks > 1.25 * raw_chunks
+        restarted, _ = served(kv_packing, ["run each"])
+        assert restarted.outputs == raw.outputs
+        assert kv_packing == "4" or restarted.cached == [[cached, cached]]
+    assert describe(next((tmp_path / "3").iterdir())).entries == 2 * cached // 64
+
+
 @pytest.mark.smoke
 def test_the_benchmark_compares_a_restart_with_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three processes: no offloading, our tier, and our tier after a restart. Five documents, asked twice in each, have

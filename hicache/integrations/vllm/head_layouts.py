@@ -1,0 +1,44 @@
+"""What vLLM tells a worker of the layers behind the tensors of its cache.
+
+An `OffloadingSpec` gets tensors of bytes. While a worker makes its caches, vLLM has its configuration at hand for all
+that is built then, layers of attention or connectors.
+"""
+
+from __future__ import annotations
+
+import torch
+from vllm.config import get_current_vllm_config_or_none, get_layers_from_vllm_config
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
+from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheSpec
+from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.config import OffloadingConfig
+
+from hicache.errors import ConfigError
+from hicache.integrations.vllm.block_shapes import HeadLayout
+
+
+def head_layouts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> list[HeadLayout]:
+    """Of each tensor; of unknown heads where vLLM does not tell. ConfigError where a layer has no bfloat16."""
+    specs = _layer_specs()
+    found = [HeadLayout()] * len(kv_caches.tensors)
+    for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
+        for name, ref in zip(group.layer_names, refs, strict=False):
+            spec = specs.get(name)
+            if spec is None or len(refs) != len(group.layer_names):
+                continue
+            if not isinstance(spec, AttentionSpec) or spec.dtype != torch.bfloat16:
+                raise ConfigError(
+                    f"kv_packing cannot pack layer {name}, which is no attention in bfloat16; set it to off"
+                )
+            channels = spec.state_content_size_bytes // spec.dtype.itemsize
+            found[ref.tensor_idx] = HeadLayout(channels, is_token_first=config.kv_cache_layout == "LBNHC")
+    return found
+
+
+def _layer_specs() -> dict[str, KVCacheSpec | None]:
+    """By the name of the layer. None, and no entry: it has no cache of its own."""
+    vllm_config = get_current_vllm_config_or_none()
+    if vllm_config is None:
+        return {}
+    layers = get_layers_from_vllm_config(vllm_config, AttentionLayerBase)
+    return {name: layer.get_kv_cache_spec(vllm_config) for name, layer in layers.items()}

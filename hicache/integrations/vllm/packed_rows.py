@@ -1,0 +1,313 @@
+"""Copies between vLLM's cache blocks and rows of its CPU tier that hold packed chunks (`row_packing`).
+
+Whole chunks go through a transfer backend, which packs and unpacks them on the device. To it a token is a token, a
+cache tensor is a layer, and a chunk is a page. What it cannot do goes through one chunk of memory on the device, in
+which a chunk lies as vLLM has it, `[tensor][block][bytes]`:
+
+    a part of a chunk is loaded    row -> unpacked there -> its blocks
+    a chunk did not fit            its blocks -> raw, the first part into the row, the rest into memory of the worker
+    a copy failed                  as these
+
+A part of a chunk is stored with copies of one of its blocks in place of the others, which nobody reads.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache.config import kernel_choice
+from hicache.errors import ConfigError, TransferError
+from hicache.host import TRAILER_BYTES, PageKind
+from hicache.integrations.vllm.block_shapes import BlockShape, digest_of
+from hicache.integrations.vllm.offloading_copies import (
+    ChunkBlocks,
+    Direction,
+    Ids,
+    PlainOp,
+    chunk_backend,
+)
+from hicache.integrations.vllm.row_packing import RowPacking
+from hicache.kernels.pack import PagePacker
+from hicache.kernels.page_copy import PageMover
+from hicache.transfer import TransferBackend, TransferOp
+
+log = logging.getLogger(__name__)
+
+_MAX_MISFITS, _LEAST_CHUNKS = 0.02, 1000
+
+
+@dataclass
+class Misfits:
+    """How many chunks were stored, and how many of them did not fit. Shared by the links of a worker."""
+
+    stored: int = 0
+    misfits: int = 0
+    _is_told: bool = field(default=False, init=False)
+
+    def count(self, stored: int, misfits: int) -> None:
+        self.stored += stored
+        self.misfits += misfits
+        if not self._is_told and self.stored >= _LEAST_CHUNKS and self.misfits > _MAX_MISFITS * self.stored:
+            self._is_told = True
+            log.warning(
+                "%d of %d chunks do not fit their packed size: the worker keeps a part of each beside "
+                "cpu_bytes_to_use, and the disk gets none of them; set kv_packing to off",
+                self.misfits,
+                self.stored,
+            )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """The tiles of one shape in all tensors that have it: bytes [start, end) of a row. `scratch_packer` and
+    `scratch_slots`: of the scratch memory."""
+
+    shape: BlockShape
+    start: int
+    backend: TransferBackend
+    scratch_packer: PagePacker
+    scratch_slots: torch.Tensor
+
+    @property
+    def end(self) -> int:
+        return self.start + self.scratch_packer.page_bytes
+
+
+class PackedChunkLink:
+    """Transfers between the cache tensors of one group and this worker's part of each row. See `ChunkLink`.
+
+    `shapes[i]`: of the tiles in blocks of `tensors[i]`. ConfigError where they do not fit the rows. `rests`: of chunks
+    that lie in two parts, by row.
+    """
+
+    def __init__(
+        self,
+        tensors: Sequence[torch.Tensor],
+        shapes: Sequence[Sequence[BlockShape]],
+        host: torch.Tensor,
+        blocks_per_chunk: int,
+        packing: RowPacking,
+        misfits: Misfits,
+        *,
+        rows_per_chunk: int,
+        staging_bytes: int,
+    ) -> None:
+        self._host, self._blocks_per_chunk, self._packing = host, blocks_per_chunk, packing
+        self._device, self._misfits = tensors[0].device, misfits
+        self._on_gpu = self._device.type == "cuda"
+        self._room = packing.part_bytes - TRAILER_BYTES  # bytes of a chunk that a row holds
+        self._trailers = host.numpy()[:, self._room : packing.part_bytes]
+        self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
+        sizes = [blocks_per_chunk * tensor.shape[1] for tensor in tensors]
+        self._scratch = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
+        parts = [part.view(blocks_per_chunk, -1) for part in self._scratch.split(sizes)]
+        self._pairs = list(zip(tensors, parts, strict=True))
+        members: dict[BlockShape, list[int]] = {}
+        for index, of_tensor in enumerate(shapes):
+            for shape in of_tensor:
+                members.setdefault(shape, []).append(index)
+        self._shape_digest = digest_of(list(members.items()))
+        self.parts: list[_Part] = []
+        for shape, indices in members.items():
+            self.parts.append(self._part(shape, indices, rows_per_chunk, staging_bytes))
+            self.parts[-1].backend.start()
+        self.rests: dict[int, tuple[bytes, torch.Tensor]] = {}
+        self._num_loads = 0
+
+    def submit(self, direction: Direction, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
+        """Start the copies; each comes with what makes it again by other means."""
+        if direction == "load":
+            return self._load(wanted)
+        rows, blocks = self._with_parts(wanted)
+        return [self._store(rows, blocks)] if len(rows) else []
+
+    def close(self) -> None:
+        """Finish what is submitted."""
+        for part in self.parts:
+            part.backend.close()
+        if self._stream is not None:
+            self._stream.synchronize()
+
+    def _part(self, shape: BlockShape, indices: Sequence[int], rows_per_chunk: int, staging_bytes: int) -> _Part:
+        tokens, kernels = shape.tokens * self._blocks_per_chunk, kernel_choice(self._device)
+        on_device = [shape.buffers(self._pairs[i][0]) for i in indices]
+        in_scratch = [shape.within(self._pairs[i][1].shape[1]) for i in indices]
+        scratch = [of.buffers(self._pairs[i][1]) for i, of in zip(indices, in_scratch, strict=True)]
+        try:
+            packer = PagePacker(on_device, tokens, kernels, self._packing.format)
+            scratch_packer = PagePacker(scratch, tokens, kernels, self._packing.format)
+        except ValueError as error:
+            raise ConfigError(f"kv_packing cannot pack this cache: {error}; set kv_packing to off") from error
+        start = self.parts[-1].end if self.parts else 0
+        if start + packer.page_bytes > self._room:
+            raise ConfigError(
+                f"a packed chunk of this cache has {start + packer.page_bytes} bytes, and vLLM made room for "
+                f"{self._room}; set kv_packing to off"
+            )
+        backend = chunk_backend(
+            self._host[:, start : start + packer.page_bytes],
+            PageMover(on_device, tokens, kernels),
+            rows_per_chunk=rows_per_chunk,
+            staging_bytes=staging_bytes,
+            packer=packer,
+        )
+        slots = in_scratch[0].slots(np.arange(self._blocks_per_chunk)).to(self._device)
+        return _Part(shape, start, backend, scratch_packer, slots)
+
+    def _with_parts(self, wanted: ChunkBlocks) -> tuple[Ids, Ids]:
+        """All rows that are stored, and for each all blocks of a chunk."""
+        rows, starts = np.unique(wanted.part_rows, return_index=True)
+        blocks = np.repeat(wanted.part_blocks[starts][:, None], self._blocks_per_chunk, 1)
+        blocks[np.searchsorted(rows, wanted.part_rows), wanted.part_index] = wanted.part_blocks
+        return np.concatenate([wanted.rows, rows]), np.concatenate([wanted.blocks, blocks.reshape(-1)])
+
+    def _store(self, rows: Ids, blocks: Ids) -> tuple[TransferOp, Callable[[], TransferOp]]:
+        self._forget(rows)
+        pages = torch.from_numpy(rows)
+        ops = [part.backend.store(part.shape.slots(blocks), pages) for part in self.parts]
+        of_row = blocks.reshape(-1, self._blocks_per_chunk)
+        return _StoreOp(ops, partial(self._stored, rows, of_row)), partial(self._keep_raw, rows, of_row)
+
+    def _stored(self, rows: Ids, blocks: Ids, misfits: Sequence[int]) -> None:
+        """The chunks have come; `misfits`: positions of those that do not fit."""
+        self._misfits.count(len(rows), len(misfits))
+        self._trailers[rows] = self._trailer(PageKind.PACKED)
+        if misfits:
+            # Not behind the current stream: the blocks were written before the store was submitted.
+            raw = self._keep_raw(rows[misfits], blocks[misfits], behind_current=False)
+            if raw.error is not None:
+                raise raw.error
+
+    def _keep_raw(self, rows: Ids, blocks: Ids, *, behind_current: bool = True) -> TransferOp:
+        """Store chunks in two parts, with plain copies; done on return."""
+        op = PlainOp(len(rows) * self._scratch.numel(), self._device)
+        with op.timed(self._stream, behind_current=behind_current):
+            for row, of_row in zip(rows.tolist(), blocks, strict=True):
+                ids = self._to_device(of_row)
+                for tensor, part in self._pairs:
+                    torch.index_select(tensor, 0, ids, out=part)
+                raw, tag = self._scratch.cpu(), os.urandom(8)
+                self._host[row, : self._room] = raw[: self._room]
+                self.rests[row] = tag, raw[self._room :].clone()
+                self._trailers[row] = self._trailer(PageKind.RAW, tag)
+        return op
+
+    def _load(self, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
+        ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
+        is_packed = self._are_packed(wanted.rows)
+        self._forget(wanted.rows[is_packed])  # the disk wrote over raw ones
+        blocks = wanted.blocks.reshape(-1, self._blocks_per_chunk)
+        if is_packed.any():
+            rows, of_row = wanted.rows[is_packed], blocks[is_packed]
+            again = partial(self._load_blocks, *self._by_block(rows, of_row))
+            pages, flat = torch.from_numpy(rows), of_row.reshape(-1)
+            for part in self.parts:
+                op = part.backend.load(pages, part.shape.slots(flat), self._num_loads)
+                self._num_loads += 1
+                if self._on_gpu:
+                    op.wait_outcome()  # queues the rest, which no forward will ask for
+                ops.append((op, again))
+        singly = self._by_block(wanted.rows[~is_packed], blocks[~is_packed])
+        parts = wanted.part_rows, wanted.part_index, wanted.part_blocks
+        for one_by_one in (singly, parts):
+            if len(one_by_one[0]):
+                again = partial(self._load_blocks, *one_by_one)
+                ops.append((again(), again))
+        return ops
+
+    def _by_block(self, rows: Ids, blocks: Ids) -> tuple[Ids, Ids, Ids]:
+        """Row, number in the chunk and number in the cache of each block."""
+        index = np.tile(np.arange(self._blocks_per_chunk), len(rows))
+        return np.repeat(rows, self._blocks_per_chunk), index, blocks.reshape(-1)
+
+    def _load_blocks(self, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
+        """Block `index[i]` of row `rows[i]` to the device's `blocks[i]`; copies of one chunk after the other."""
+        op = PlainOp(len(blocks) * self._scratch.numel() // self._blocks_per_chunk, self._device)
+        with op.timed(self._stream):
+            for row in np.unique(rows).tolist():
+                self._unpack(row)
+                of_row = rows == row
+                source, target = (self._to_device(ids[of_row]) for ids in (index, blocks))
+                for tensor, part in self._pairs:
+                    tensor.index_copy_(0, target, part[source])
+        return op
+
+    def _unpack(self, row: int) -> None:
+        """Bring the chunk of a row to the scratch memory."""
+        if not self._are_packed(np.array([row]))[0]:
+            rest = self._rest(row)
+            self._scratch[: self._room].copy_(self._host[row, : self._room], non_blocking=True)
+            self._scratch[self._room :].copy_(rest, non_blocking=True)
+            return
+        for part in self.parts:
+            staging = self._host[row, part.start : part.end].to(self._device, non_blocking=True)[None]
+            part.scratch_packer.scatter(staging, part.scratch_slots, 0, part.scratch_packer.num_layers)
+
+    def _to_device(self, ids: Ids) -> torch.Tensor:
+        return torch.from_numpy(ids).to(self._device, non_blocking=True)
+
+    def _are_packed(self, rows: Ids) -> npt.NDArray[np.bool_]:
+        are_packed: npt.NDArray[np.bool_] = (self._trailers[rows] == self._trailer(PageKind.PACKED)).all(1)
+        return are_packed
+
+    def _forget(self, rows: Ids) -> None:
+        """The rows do not hold the chunks any longer whose rests are here."""
+        if self.rests:
+            for row in rows.tolist():
+                self.rests.pop(row, None)
+
+    def _rest(self, row: int) -> torch.Tensor:
+        """Of a raw chunk. TransferError where the row is not what this worker stored: its bytes must not be served."""
+        tag, rest = self.rests.get(row, (b"", torch.empty(0)))
+        if not tag or (self._trailers[row] != self._trailer(PageKind.RAW, tag)).any():
+            raise TransferError(f"row {row} of the CPU tier holds no chunk that this worker can read")
+        return rest
+
+    def _trailer(self, kind: PageKind, tag: bytes = bytes(8)) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(bytes([kind]) + self._shape_digest + tag, np.uint8)
+
+
+class _StoreOp:
+    """The stores of a chunk's parts, and what follows them: `settle`, with the positions of chunks that do not fit, is
+    called once, before the operation is done."""
+
+    is_undelayed, misfits = False, ()
+
+    def __init__(self, ops: Sequence[TransferOp], settle: Callable[[Sequence[int]], None]) -> None:
+        self._ops, self._settle, self._is_settled = ops, settle, False
+        self.num_bytes = sum(op.num_bytes for op in ops)
+        self.error: Exception | None = None
+
+    def done(self) -> bool:
+        if not self._is_settled and all(op.done() for op in self._ops):
+            self._end()
+        return self._is_settled
+
+    def wait(self) -> None:
+        for op in self._ops:
+            op.wait()
+        if not self._is_settled:
+            self._end()
+
+    def wait_outcome(self) -> None:
+        self.wait()
+
+    def seconds(self) -> float:
+        return sum(op.seconds() for op in self._ops)
+
+    def _end(self) -> None:
+        self._is_settled = True
+        self.error = next((op.error for op in self._ops if op.error is not None), None)
+        if self.error is None:
+            try:
+                self._settle(sorted({at for op in self._ops for at in op.misfits}))
+            except RuntimeError as error:
+                self.error = error

@@ -1,0 +1,110 @@
+"""Rows of vLLM's CPU tier that hold packed chunks: whether they do, how large they are, and what one says of itself.
+
+The scheduler's process and each worker's ask for this before there is a cache, so it follows from vLLM's configuration
+alone. That has no heads and no head size: a row has the bytes of tiles of 64 channels, which wider ones undercut. What
+tiles they are the workers find out (`block_shapes`). Of one row, side by side:
+
+    part of worker 0 | part of worker 1 | ... | padding to a multiple of 4096 bytes
+
+    [0, part_bytes - 16)   a packed chunk, or the first part of a raw one, whose rest its worker keeps
+    1 byte                 `PageKind`: PACKED or RAW
+    7 bytes                digest of the shape of the tiles
+    8 bytes                of a raw chunk: random, the same as that of the rest; else 0
+
+Imports nothing of vLLM, so that it is tested where no server is installed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.host import TRAILER_BYTES, PageKind
+from hicache.kernels.pack import FOUR_BITS, PackFormat, PagePacker
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_offload.config import OffloadingConfig
+
+TILE_CHANNELS = 64
+_FORMATS = {
+    "3": PackFormat(3, (0.05,)),
+    "4": FOUR_BITS,
+}  # 3 bits with the share of values: tiles are of keys and values
+_ATTENTION = ("attn", "mla_attn")  # how vLLM ends the names of layers that have keys and values, or latents
+_ELEMENT_BYTES = 2
+_ROW_STEP = 4096  # of vLLM's rows
+
+
+@dataclass(frozen=True)
+class RowPacking:
+    """How the rows are packed. `part_bytes`: of one worker, with its trailer; a row has `num_parts` of these."""
+
+    format: PackFormat
+    part_bytes: int
+    num_parts: int
+
+    @property
+    def name(self) -> str:
+        """For the identity of a store, as `docs/disk_format.md` has it."""
+        return f"rows={self.format.bits}/{self.format.escapes[0]:g}"
+
+    def are_packed(self, rows: npt.NDArray[np.uint8], ids: Sequence[int]) -> list[bool]:
+        """Of rows, uint8 `[rows, bytes]`, those that are packed in all parts. Others are raw, and have not all bytes of
+        their chunk."""
+        ends = np.arange(1, self.num_parts + 1) * self.part_bytes - TRAILER_BYTES
+        packed: list[bool] = (rows[np.asarray(ids, np.int64)[:, None], ends] == PageKind.PACKED).all(1).tolist()
+        return packed
+
+
+class PackingSpec:
+    """A spec that may pack rows, for the tiers behind it. `row_packing`: None where rows have vLLM's own bytes."""
+
+    row_packing: RowPacking | None = None
+
+
+def format_of(kv_packing: str, *, is_cuda: bool) -> PackFormat | None:
+    """What the setting asks for."""
+    if kv_packing == "auto":
+        return FOUR_BITS if is_cuda else None
+    return _FORMATS.get(kv_packing)
+
+
+def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers: bool) -> RowPacking:
+    """ValueError says why the rows of this configuration cannot be packed."""
+    [first, *others] = (group.tokens_per_block for group in config.groups)
+    parallel, blocks = config.parallel, config.cache.blocks_per_chunk
+    tokens, raw_bytes = first * blocks, config.worker_kv_bytes_per_block * blocks
+    names = [name for group in config.groups for name in group.layer_names]
+    unknown = [name for name in names if name.rpartition(".")[2] not in _ATTENTION]
+    channels, rest = divmod(raw_bytes, tokens * _ELEMENT_BYTES)
+    obstacles = {
+        f"the cache has {config.model.dtype}, not bfloat16": config.model.dtype != "bfloat16",
+        "secondary_tiers copy rows, and a chunk that does not fit has a part outside": has_other_tiers,
+        "several workers read one part of a row": config.replicated_layout,
+        "the tokens of a block lie on several workers": max(parallel.dcp_size, parallel.pcp_size) > 1,
+        "blocks have several numbers of tokens": any(tokens_of != first for tokens_of in others),
+        f"a chunk has {tokens} tokens, not a power of two from {PagePacker.LEAST_TOKENS} on; set block_size": (
+            tokens < PagePacker.LEAST_TOKENS or bool(tokens & (tokens - 1))
+        ),
+        f"layer {unknown[0] if unknown else ''} is none of attention": bool(unknown),
+        f"a token has {raw_bytes} / {tokens} bytes, not a multiple of 128": bool(rest or channels % TILE_CHANNELS),
+    }
+    for obstacle, is_there in obstacles.items():
+        if is_there:
+            raise ValueError(obstacle)
+    part_bytes = part_bytes_of(format, channels, tokens, blocks)
+    rows = [-(-size * parallel.world_size // _ROW_STEP) * _ROW_STEP for size in (part_bytes, raw_bytes)]
+    if rows[0] >= rows[1]:
+        raise ValueError(f"rows of {rows[1]} bytes would get {rows[0]}; set block_size to more tokens")
+    return RowPacking(format, part_bytes, parallel.world_size)
+
+
+def part_bytes_of(format: PackFormat, channels: int, tokens: int, blocks_per_chunk: int) -> int:
+    """Of one worker's part of a row, for a chunk of `tokens` tokens with `channels` elements each, a multiple of 64."""
+    packed_bytes = channels // TILE_CHANNELS * format.tile_bytes(0, tokens, TILE_CHANNELS)
+    step = 16 * blocks_per_chunk  # vLLM counts in blocks
+    return -(-(packed_bytes + TRAILER_BYTES) // step) * step
