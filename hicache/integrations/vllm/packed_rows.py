@@ -103,8 +103,8 @@ class PackedChunkLink:
         self._host, self._blocks_per_chunk, self._packing = host, blocks_per_chunk, packing
         self._device, self._misfits = tensors[0].device, misfits
         self._on_gpu = self._device.type == "cuda"
-        self._room = packing.part_bytes - TRAILER_BYTES  # bytes of a chunk that a row holds
-        self._trailers = host.numpy()[:, self._room : packing.part_bytes]
+        self._row_bytes = packing.part_bytes - TRAILER_BYTES  # of a chunk, in a row
+        self._trailers = host.numpy()[:, self._row_bytes : packing.part_bytes]
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         sizes = [blocks_per_chunk * tensor.shape[1] for tensor in tensors]
         self._scratch = torch.empty(sum(sizes), dtype=torch.uint8, device=self._device)
@@ -147,10 +147,10 @@ class PackedChunkLink:
         except ValueError as error:
             raise ConfigError(f"kv_packing cannot pack this cache: {error}; set kv_packing to off") from error
         start = self.parts[-1].end if self.parts else 0
-        if start + packer.page_bytes > self._room:
+        if start + packer.page_bytes > self._row_bytes:
             raise ConfigError(
-                f"a packed chunk of this cache has {start + packer.page_bytes} bytes, and vLLM made room for "
-                f"{self._room}; set kv_packing to off"
+                f"a packed chunk of this cache has {start + packer.page_bytes} bytes, and vLLM gives rows of "
+                f"{self._row_bytes}; set kv_packing to off"
             )
         backend = chunk_backend(
             self._host[:, start : start + packer.page_bytes],
@@ -195,8 +195,8 @@ class PackedChunkLink:
                 for tensor, part in self._pairs:
                     torch.index_select(tensor, 0, ids, out=part)
                 raw, tag = self._scratch.cpu(), os.urandom(8)
-                self._host[row, : self._room] = raw[: self._room]
-                self.rests[row] = tag, raw[self._room :].clone()
+                self._host[row, : self._row_bytes] = raw[: self._row_bytes]
+                self.rests[row] = tag, raw[self._row_bytes :].clone()
                 self._trailers[row] = self._trailer(PageKind.RAW, tag)
         return op
 
@@ -244,8 +244,8 @@ class PackedChunkLink:
         """Bring the chunk of a row to the scratch memory."""
         if not self._are_packed(np.array([row]))[0]:
             rest = self._rest(row)
-            self._scratch[: self._room].copy_(self._host[row, : self._room], non_blocking=True)
-            self._scratch[self._room :].copy_(rest, non_blocking=True)
+            self._scratch[: self._row_bytes].copy_(self._host[row, : self._row_bytes], non_blocking=True)
+            self._scratch[self._row_bytes :].copy_(rest, non_blocking=True)
             return
         for part in self.parts:
             staging = self._host[row, part.start : part.end].to(self._device, non_blocking=True)[None]

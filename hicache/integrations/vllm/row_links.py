@@ -33,7 +33,7 @@ def raw_links(
     offsets = np.cumsum([0, *(tensor.shape[1] * blocks_per_chunk for tensor in tensors)]).tolist()
     if offsets[-1] > host.shape[1]:
         raise ConfigError(
-            f"a chunk of {blocks_per_chunk} blocks has {offsets[-1]} bytes, and vLLM made room for "
+            f"a chunk of {blocks_per_chunk} blocks has {offsets[-1]} bytes, and vLLM gives rows of "
             f"{host.shape[1]}; use TieringOffloadingSpec for this model"
         )
     links: dict[tuple[int, int], ChunkLink] = {}
