@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hicache.build.packing import packer_of
+from hicache.build.packing import packer_of, place_bytes
 from hicache.config import EngineConfig
 from hicache.device import SlotSpace
-from hicache.host import TRAILER_BYTES
 from hicache.kernels.pack import PagePacker
 from hicache.transfer import TransferOp
 from transfer_case import NUM_CONTENTS, POISON, HostPages, Ids, Tier
@@ -64,8 +63,7 @@ class PackedTier(Tier):
         is_wild = torch.arange(NUM_CONTENTS) % _EVERY == POISON
         raw = torch.where(is_wild[:, None], wild, tame)
         # What nobody writes stays as it was poisoned.
-        place_bytes = self.packed_bytes + TRAILER_BYTES
-        self.pages = wild[POISON, :place_bytes].repeat(2 * NUM_CONTENTS, 1)
+        self.pages = wild[POISON, : place_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
         self.pages[:NUM_CONTENTS, : self.packed_bytes] = raw[:, : self.packed_bytes]
         self.pages[NUM_CONTENTS:, : shape[1] - self.packed_bytes] = raw[:, self.packed_bytes :]
         self.raw = raw
