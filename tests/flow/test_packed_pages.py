@@ -217,6 +217,16 @@ def test_sizes_are_those_of_packed_pages(name: str, bits: str) -> None:
             assert host.page_bytes == raw_bytes if bits == "off" else host.page_bytes < 0.85 * raw_bytes
 
 
+def test_packed_pages_begin_where_the_copy_engine_is_fast() -> None:
+    """At multiples of 4096 bytes, unless that costs more than 1/256; at multiples of 16 in any case."""
+    for model, alignment in ((ModelGeometry(32, 8, 128), 4096), (ModelGeometry(2, 8, 128), 1024), (MODELS["mha"], 16)):
+        settings, buffers = config(host_page_size=64), 2 * model.layer_num
+        channels = model.head_num * model.head_dim
+        (page_bytes,) = host_page_bytes(settings, model).values()
+        packed_bytes = buffers * FOUR_BITS.buffer_bytes(0, 64, channels) + 16
+        assert page_bytes % alignment == 0 and packed_bytes <= page_bytes < packed_bytes * (1 + 1 / 256)
+
+
 def test_pages_of_another_packing_are_never_read(tmp_path: Path) -> None:
     """The store of one packing is refused to another, and keys differ between them."""
     keys = []
