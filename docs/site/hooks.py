@@ -104,14 +104,14 @@ def _table(header: str, rows: list[str]) -> str:
 @functools.cache
 def _metrics() -> dict[str, MetricInfo]:
     """Those of engines with windows, states, packed pages and all tiers."""
-    from component_case import STATES, WINDOWS, config
+    from component_case import PACKABLE, WIDER, config
     from memory_store import MemoryPageStore
 
     found: dict[str, MetricInfo] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in (WINDOWS, STATES):
+        for model in (WIDER["window"], WIDER["hybrid"]):
             disk = DiskConfig(path=f"{folder}/{model.window}", budget_bytes=1 << 26)
-            settings = config(disk=disk, dtype="bfloat16", kv_packing="4")
+            settings = config(disk=disk, kv_packing="4", **PACKABLE)
             with build_engine(settings, model, remote=MemoryPageStore(1 << 20)) as engine:
                 found |= engine.describe()
     return dict(sorted(found.items()))
