@@ -82,7 +82,7 @@ def torn(rest: bytes) -> bytes:
     return bytes(len(rest))
 
 
-@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
     ("at", "change"),

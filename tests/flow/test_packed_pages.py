@@ -43,7 +43,7 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
@@ -75,7 +75,7 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
     store.close()
 
 
-@pytest.mark.parametrize("bits", ["3", "4"])
+@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
