@@ -15,14 +15,14 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, settings
 
+# Before anything imports Triton, which looks once; hicache does.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 import hicache.build.store_tiers
 import hicache.integrations.server_store
 import programs
 from hicache.stores import open_tier
-
-# Before anything imports Triton, which looks once.
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # Tests are many and small: threads of torch that wait for each other cost more than they bring, most on busy cores.
 torch.set_num_threads(1)
