@@ -31,7 +31,8 @@ from hicache.kernels._pack import pack_kernel, unpack_kernel
 from hicache.kernels._pages import PageTable
 from hicache.kernels._triton import Kernels, cdiv, on_device
 
-_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # so that each part of a tile begins at a word of 4 bytes
+_WORD_BYTES = 4  # of two channels
+_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # so that what a tile is made of begins at words
 _PARTS = 16  # of the tokens of a tile
 _ROUND_BYTES = 16
 _WARPS = 4  # of a program
@@ -105,7 +106,11 @@ class PagePacker:
             raise ValueError(f"buffers of {len(kinds)} row sizes, strides or spans: packed pages have one")
         self._channels, self._row_stride = first.row_bytes // 2, first.rows.stride(0) // 2
         addresses = [segment.rows.data_ptr() for segments in self.table.segments for segment in segments]
-        if self._channels % _LEAST_CHANNELS or self._row_stride % 2 or any(address % 4 for address in addresses):
+        if (
+            self._channels % _LEAST_CHANNELS
+            or self._row_stride % 2
+            or any(address % _WORD_BYTES for address in addresses)
+        ):
             raise ValueError(f"rows of {self._channels} channels, {self._row_stride} apart: need multiples of 4 and 2")
         self._num_buffers, self._width = len(self.table.segments[0]), tile_channels(self._channels)
         sizes = [format.buffer_bytes(buffer, page_tokens, self._channels) for buffer in range(self._num_buffers)]
@@ -168,7 +173,7 @@ class PagePacker:
             self._move_naive(slots, staging, first_layer, num_layers, misfits)
             return
         alignment = staging.data_ptr() | staging.stride(0)
-        if alignment % _LEAST_CHANNELS:
+        if alignment % _WORD_BYTES:
             raise ValueError("staging rows do not begin at multiples of 4 bytes")
         num_tiles = self._channels // self._width
         grid = num_pages * num_tiles, num_layers * self._num_buffers
@@ -179,7 +184,7 @@ class PagePacker:
             "TILES": num_tiles,
             "WIDTH": self._width,
             "BITS": self.format.bits,
-            "ALIGNED": _ROUND_BYTES if self._is_aligned and not alignment % _ROUND_BYTES else _LEAST_CHANNELS,
+            "ALIGNED": _ROUND_BYTES if self._is_aligned and not alignment % _ROUND_BYTES else _WORD_BYTES,
         }
         with on_device(slots.device):
             if misfits is None:

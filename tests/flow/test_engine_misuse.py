@@ -27,7 +27,7 @@ from hicache.errors import (
     TokensMismatch,
 )
 from toy_model import GEOMETRY, compute, config, expected_kv, read, serve, settled
-from transfer_case import before_each_move
+from transfer_hooks import before_each_move
 from waiting import BOUND_S, eventually
 
 TOKENS = np.arange(60)

@@ -19,7 +19,7 @@ from torch.overrides import TorchFunctionMode
 import hicache
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
 from toy_model import GEOMETRY, config, prompt, serve
-from transfer_case import before_each_move
+from transfer_hooks import before_each_move
 from waiting import BOUND_S
 
 PACKAGE = Path(hicache.__file__).parent

@@ -7,7 +7,7 @@ import torch
 
 from cases import refused
 from hicache.kernels.upload import IdUploader, upload
-from transfer_case import StreamGate
+from transfer_hooks import StreamGate
 
 
 @pytest.mark.parametrize("count", [0, 1, 1023, 1024, 5000])

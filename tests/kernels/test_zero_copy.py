@@ -14,7 +14,7 @@ from hicache.kernels.page_copy import PageMover
 from hicache.kernels.zero_copy import ZeroCopyMover
 from kernel_case import no_waits, random_bits
 from page_case import LAYERS, POOLS, U8, Pool, check_store_and_load, page_bytes, pinned
-from transfer_case import StreamGate
+from transfer_hooks import StreamGate
 
 # The kernel alone, on every device that can run it.
 the_kernel = pytest.mark.parametrize("kernels", ["triton"], indirect=True)

@@ -4,9 +4,10 @@ Specs, managers and types are vLLM's own and ours; the requests are made up."""
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import uuid
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -183,3 +184,14 @@ def block_bytes(content: int, tensor: int, num_bytes: int, is_wild: bool = False
     if is_wild:
         return torch.randint(-128, 128, (num_bytes,), dtype=torch.int8, generator=generator)
     return (torch.rand(num_bytes // 2, generator=generator) + 0.01).bfloat16().view(torch.int8)
+
+
+@contextlib.contextmanager
+def engines_on(device: str) -> Iterator[Callable[[Cache, dict[str, Any]], Engine]]:
+    """Makes engines that are closed in the end."""
+    with contextlib.ExitStack() as made:
+
+        def make(cache: Cache, settings: dict[str, Any]) -> Engine:
+            return made.enter_context(contextlib.closing(Engine(cache, settings, device)))
+
+        yield make

@@ -14,7 +14,7 @@ import torch
 from hicache.errors import TransferError
 from hicache.transfer import LayerTransferCounter, counter
 from hicache.transfer.counter import NUM_PRODUCERS, CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from transfer_case import StreamGate
+from transfer_hooks import StreamGate
 from waiting import eventually
 
 

@@ -14,7 +14,8 @@ from hicache.kernels.upload import IdUploader
 from hicache.transfer import TransferOp, copies, cuda
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.transfer.plan import Method
-from transfer_case import Rig, before_each_move, force_methods
+from transfer_case import Rig
+from transfer_hooks import before_each_move, force_methods
 
 
 @pytest.fixture(autouse=True)

@@ -16,7 +16,7 @@ from hicache.host import HostPagePool
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.plan import ASSUMED, Shape, choose
 from hicache.transfer.raw_pages import CpuRawPages, divided
-from transfer_case import force_methods
+from transfer_hooks import force_methods
 
 BF16 = torch.bfloat16
 PAGE, NUM_PAGES, LAYERS = 16, 24, 5

@@ -14,7 +14,8 @@ import pytest
 
 from hicache.transfer import TransferOp, cuda
 from hicache.transfer.plan import Method
-from transfer_case import LAYOUTS, CopiesWhenNeeded, Lanes, Move, at_each_move, force_methods
+from transfer_case import LAYOUTS
+from transfer_hooks import CopiesWhenNeeded, Lanes, Move, at_each_move, force_methods
 from transfer_program import Program
 
 METHODS: list[Method] = ["unstaged", "strided", "batched", "zero_copy"]

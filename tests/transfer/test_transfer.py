@@ -25,7 +25,8 @@ from hicache.transfer.plan import (
     tapered,
 )
 from transfer_case import RIG_LAYERS as LAYERS
-from transfer_case import Rig, StreamGate
+from transfer_case import Rig
+from transfer_hooks import StreamGate
 
 
 def test_getters_wait_for_their_layer(device: str) -> None:

@@ -28,7 +28,7 @@ from hicache.errors import ConfigError, OutOfMemory
 from hicache.host import CudaRegistry
 from hicache.integrations.vllm import HiCacheOffloadingSpec, offloading_spec
 from hicache.integrations.vllm.offloading_worker import ChunkRows
-from vllm_offload_case import Cache, Engine, offloading_config
+from vllm_offload_case import Cache, Engine, engines_on, offloading_config
 from vllm_tier_case import key
 
 PLAIN = Cache()
@@ -42,16 +42,8 @@ def extra(cache: Cache, rows: int, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def engines(device: str) -> Iterator[Any]:
-    """Makes engines that are closed in the end."""
-    made: list[Engine] = []
-
-    def make(cache: Cache, settings: dict[str, Any]) -> Engine:
-        made.append(Engine(cache, settings, device))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    with engines_on(device) as make:
+        yield make
 
 
 @pytest.mark.smoke

@@ -29,7 +29,7 @@ from hicache.integrations.vllm import HiCacheOffloadingSpec
 from hicache.integrations.vllm.block_shapes import HeadLayout
 from hicache.integrations.vllm.head_layouts import head_layouts
 from hicache.storage import describe
-from vllm_offload_case import Cache, Engine, block_bytes, offloading_config
+from vllm_offload_case import Cache, Engine, block_bytes, engines_on, offloading_config
 from vllm_tier_case import key
 
 PLAIN = Cache(widths=(65536, 65536), groups=((0, 1),))
@@ -49,16 +49,8 @@ def disk(path: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def engines(device: str) -> Iterator[Any]:
-    """Makes engines that are closed in the end."""
-    made: list[Engine] = []
-
-    def make(cache: Cache, settings: dict[str, Any]) -> Engine:
-        made.append(Engine(cache, settings, device))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
+    with engines_on(device) as make:
+        yield make
 
 
 @pytest.mark.smoke
