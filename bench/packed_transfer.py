@@ -35,6 +35,9 @@ TARGETS = {
     "load.1": 1.28,
     "load.8": 1.28,
     "capacity.host": 1.28,
+    "unfit.load": 0.97,
+    "unfit.store": 0.95,
+    "unfit.first_layer": 0.10,
 }
 _CAPACITY_BYTES = 1 << 30
 _BITS: tuple[KvPacking, KvPacking] = ("4", "3")
@@ -55,6 +58,7 @@ def measure_transfers(
             )
             _contiguous(report, raw, packed, three, samples)
             _concurrent(report, raw, packed, samples)
+            _unfit(report, packed, samples)
             _capacity(report, raw.pool, packed.host.page_bytes, sample)
         _random(report, raw.pool, make, samples)
 
@@ -129,6 +133,53 @@ def _concurrent(report: Report, raw: Rig, packed: Rig, samples: int) -> None:
         case, target = f"load.{count}", TARGETS[f"load.{count}"] if device.type == "cuda" else None
         report.case(f"packed.{case}", rates["4"], "GB/s", ceiling=rates["plain"], target=target, note=note)
     packed.verify()
+
+
+def _unfit(report: Report, packed: Rig, samples: int) -> None:
+    """Half of the tokens, of which no page fits when packed: each lies raw in two places."""
+    half, device, on_cuda = len(packed.pages) // 2, packed.pool.device, packed.pool.device.type == "cuda"
+    pages, rest, slots = packed.pages[:half], packed.pages[half : 2 * half], packed.chosen[: half * PAGE]
+    copies, num_bytes = _copies(device, _copy_bytes(device)), half * packed.pool.layout.page_bytes(PAGE)
+
+    def load(wait_layer: int | None = None) -> None:
+        load_id = packed.counter.begin()
+        op = packed.backend.load(pages, slots, load_id, rest)
+        if wait_layer is not None:
+            packed.counter.set_consumer(load_id)
+            start = time.perf_counter()
+            packed.counter.wait_until(wait_layer)
+            if on_cuda:
+                torch.cuda.current_stream(device).synchronize()
+            first_s.append(time.perf_counter() - start)
+        op.wait()
+
+    first_s: list[float] = []
+    buffers = [buffer for layer in packed.pool.layout.layers for buffer in packed.pool.layer_buffers(layer)]
+    for buffer in buffers:
+        buffer.normal_()
+    kept = [buffer[packed.slots[: len(slots)]].clone() for buffer in buffers]
+    packed.backend.store(slots, pages, rest).wait()
+    variants: dict[str, Run] = {
+        "load": load,
+        "first_layer": partial(load, 0),
+        "store": lambda: packed.backend.store(slots, pages, rest).wait(),
+        **{f"plain.{way}": copies[way].run for way in ("up", "down")},
+    }
+    seconds = _timed(variants, device, samples)
+    for buffer in buffers:
+        buffer.fill_(-7)
+    load()
+    if not all(torch.equal(b[packed.slots[: len(slots)]], k) for b, k in zip(buffers, kept, strict=True)):
+        raise AssertionError("loaded bytes are not the stored bytes")
+    for case, way in (("load", "up"), ("store", "down")):
+        target, beside = TARGETS[f"unfit.{case}"] if on_cuda else None, seconds[f"plain.{way}"]
+        note = f"{half * PAGE} tokens in two places a page"
+        name, copied = f"packed.unfit.{case}", copies[way].num_bytes
+        report.rate(name, num_bytes, seconds[case], beside=beside, beside_bytes=copied, target=target, note=note)
+    target = TARGETS["unfit.first_layer"] if on_cuda else None
+    first_ms, load_ms = ([1e3 * each for each in found] for found in (first_s[-samples:], seconds["load"]))
+    about = {"ceiling": load_ms, "better": "lower", "target": target, "note": "until a forward has it; of the load"}
+    report.case("packed.unfit.first_layer", first_ms, "ms", **about)
 
 
 def _repeat(run: Run, count: int) -> None:

@@ -52,7 +52,7 @@ MUTATIONS = (
              "tests/flow/test_damaged_packed_pages.py"),
     Mutation("hicache/flow/backup.py", "index.is_whole(names.of(above))", "index.is_coming(names.of(above)[-1])",
              "tests/flow/test_remote_engine.py"),
-    Mutation("hicache/transfer/raw_pages.py", "(int(part.rest[at]), *ends)", "(int(part.first[at]), *ends)", TRANSFER),
+    Mutation("hicache/transfer/placed.py", "Place(rest.numpy(), place", "Place(pages.numpy(), place", TRANSFER),
     Mutation("hicache/host/index.py", "self.num_evictable -= num_pages + len(rest)", "self.num_evictable -= num_pages",
              "tests/host"),
     Mutation("hicache/tree/core.py", "lower.page_keys[:cut_pages], lower",

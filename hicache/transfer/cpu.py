@@ -11,16 +11,16 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 
+import numpy as np
 import torch
 
 from hicache.errors import TransferError
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.counter import LayerSink
+from hicache.transfer.placed import PageCopy, PagePlaces, gather, num_bytes_of
 from hicache.transfer.plan import intervals
-from hicache.transfer.raw_pages import CpuRawPages, RawPart, divided, gather
 
 log = logging.getLogger(__name__)
 
@@ -100,13 +100,12 @@ class CpuTransfer:
     def __init__(
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
     ) -> None:
-        self.mover: PageMover | PagePacker = mover if packer is None else packer
+        self._places = PagePlaces(mover, packer)
+        self.mover = self._places.mover
         self._counter = counter
         # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()
-        self.raw = None if packer is None else CpuRawPages(self._host, mover, packer.page_bytes)
-        self._ends = self.mover.ends  # bytes of layer l of a page: [ends[l], ends[l + 1])
-        self._groups = intervals(mover.num_layers, max(1, _GROUP_BYTES // self._ends[1]))
+        self._groups = intervals(mover.num_layers, max(1, _GROUP_BYTES // self.mover.ends[1]))
         self.up, self.down = Worker("hicache-load"), Worker("hicache-store")
         self._abandoned = threading.Event()
 
@@ -127,16 +126,15 @@ class CpuTransfer:
         return {}  # no link to measure
 
     def load(self, pages: torch.Tensor, slots: torch.Tensor, load_id: int, rest: torch.Tensor | None = None) -> CpuOp:
-        raw, packed, slots = divided(pages, slots, rest)
-        op, ids = self._op(len(packed), raw), packed.numpy()
+        copies = self._places.to_load(pages, slots, rest)
+        op = CpuOp(num_bytes_of(copies))
 
         def copy() -> None:
             try:
-                self._move_raw(raw, up=True)
                 for layer in range(self.mover.num_layers):
-                    self._require_wanted()
-                    staging = self._host[ids, self._ends[layer] : self._ends[layer + 1]]
-                    self.mover.scatter(torch.from_numpy(staging), slots, layer, 1)
+                    for part in copies:
+                        self._require_wanted()
+                        part.mover.scatter(self._staged(part, layer), part.slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
                 op.error = error  # before its consumers raise, who may then ask for it
@@ -147,35 +145,33 @@ class CpuTransfer:
         return op
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> CpuOp:
-        if rest is not None:
-            raw = RawPart(pages.numpy(), rest.numpy(), slots)
-            op = self._op(0, raw)
-            self.down.put(op, partial(self._move_raw, raw, up=False))
-            return op
-        op, ids = self._op(len(pages)), pages.numpy()
+        stored = self._places.to_store(slots, pages, rest)
+        op, mover = CpuOp(stored.num_bytes), stored.mover
 
         def copy() -> None:
             misfits = torch.zeros(len(pages), dtype=torch.int32)
             for first, end in self._groups:
                 self._require_wanted()
-                begin, stop = self._ends[first], self._ends[end]
+                begin, stop = mover.ends[first], mover.ends[end]
                 staging = torch.empty(len(pages), stop - begin, dtype=torch.uint8)
-                gather(self.mover, slots, staging, first, end - first, misfits)
-                self._host[ids, begin:stop] = staging.numpy()
+                gather(mover, slots, staging, first, end - first, misfits)
+                for place in stored.places:
+                    start, until = place.within(begin, stop)
+                    self._host[place.ids, start - place.start : until - place.start] = (
+                        staging[:, start - begin : until - begin].numpy()
+                    )  # fmt: skip
             op.misfits = misfits.nonzero().flatten().tolist()
 
         self.down.put(op, copy)
         return op
 
-    def _op(self, num_pages: int, raw: RawPart | None = None) -> CpuOp:
-        raw_bytes = 0 if raw is None or self.raw is None else len(raw.first) * self.raw.page_bytes
-        return CpuOp(num_pages * self._ends[-1] + raw_bytes)
-
-    def _move_raw(self, raw: RawPart | None, *, up: bool) -> None:
-        for at in range(0 if raw is None else len(raw.first)):
-            self._require_wanted()
-            assert raw is not None and self.raw is not None, "raw pages beside packed ones alone"
-            (self.raw.load if up else self.raw.store)(raw, at)
+    def _staged(self, pages: PageCopy, layer: int) -> torch.Tensor:
+        """Their bytes of a layer: uint8 [pages, bytes]."""
+        found = []
+        for place in pages.places:
+            start, stop = place.within(pages.mover.ends[layer], pages.mover.ends[layer + 1])
+            found.append(self._host[place.ids, start - place.start : stop - place.start])
+        return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found, axis=1))
 
     def _require_wanted(self) -> None:
         if self._abandoned.is_set():

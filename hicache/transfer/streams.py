@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.upload import IdUploader
-from hicache.transfer.plan import Ids, PageRuns, Plan
+from hicache.transfer.placed import PageCopy
+from hicache.transfer.plan import PageRuns, Plan
 from hicache.transfer.unstaged import SlotRuns
 
 _RING = 3
@@ -18,15 +20,37 @@ _RING = 3
 
 @dataclass
 class QueuedCopy:
-    """A copy that is being queued. Kernels need `slots` on the device; of the runs, `plan.method` uses one or none.
-    `misfits`: of a store of packed pages, int32 `[pages]` on the device."""
+    """A copy that is being queued. Kernels need `slots` on the device; `plan.method` uses `runs`, those of each place,
+    or `slot_runs`, or neither. `misfits`: of a store of packed pages, int32 `[pages]` on the device."""
 
     plan: Plan
-    ids: Ids
+    pages: PageCopy
     slots: torch.Tensor
-    runs: PageRuns | None = None
+    runs: Sequence[PageRuns] = ()
     slot_runs: SlotRuns | None = None
     misfits: torch.Tensor | None = None
+
+    def staged(self, buffer: Buffer, first: int, end: int, start: int, stop: int) -> torch.Tensor:
+        """Layers [first, end) of the pages [start, stop) in `buffer`: uint8 `[pages, bytes]`."""
+        ends = self.pages.mover.ends
+        num_pages, width = stop - start, ends[end] - ends[first]
+        return buffer.bytes[: num_pages * width].view(num_pages, width)
+
+    def slots_of(self, start: int, stop: int) -> torch.Tensor:
+        """Of the pages [start, stop)."""
+        page_tokens = self.pages.mover.page_tokens
+        return self.slots[start * page_tokens : stop * page_tokens]
+
+
+class Chunk(NamedTuple):
+    """Layers [first, end) of the pages [start, stop) of a copy. `is_last`: of these layers, in the whole load."""
+
+    copy: QueuedCopy
+    first: int
+    end: int
+    start: int
+    stop: int
+    is_last: bool
 
 
 class CudaOp:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -14,9 +15,9 @@ from hicache.device import MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool,
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
 from hicache.kernels.page_copy import PageMover
+from hicache.transfer.placed import PagePlaces
 from hicache.transfer.plan import ASSUMED, Shape, choose
-from hicache.transfer.raw_pages import CpuRawPages, divided
-from transfer_hooks import force_methods
+from transfer_hooks import Move, at_each_move, force_methods
 
 BF16 = torch.bfloat16
 PAGE, NUM_PAGES, LAYERS = 16, 24, 5
@@ -138,23 +139,25 @@ def test_every_bit_comes_back(
         assert all(torch.equal(rows, wanted) for rows, wanted in zip(rig.rows(), expected, strict=True))
 
 
+@pytest.mark.parametrize("is_raw", [False, True])
 @pytest.mark.parametrize("method", ["strided", "batched"])
-def test_each_method(monkeypatch: pytest.MonkeyPatch, device: str, method: str) -> None:
-    """On CUDA, with several copies of either direction in flight at once."""
+def test_each_method(monkeypatch: pytest.MonkeyPatch, device: str, method: str, is_raw: bool) -> None:
+    """With several copies of either direction in flight at once, of pages that fit and of some that do not."""
     force_methods(monkeypatch, [method])  # type: ignore[list-item]
     with Packed(device, "mha", "4", 4, 1 << 16) as rig:
         slots = [rig.slots(seed, 4, 8).to(device) for seed in range(3)]
-        rig.fill(torch.empty(0, dtype=torch.int64))
+        rig.fill(torch.cat(slots).cpu() if is_raw else torch.empty(0, dtype=torch.int64))
         before = rig.held()
-        places = (torch.randperm(2 * NUM_PAGES, generator=torch.Generator().manual_seed(4)) + 1)[:24].split(8)
-        for op in [rig.backend.store(at, pages) for at, pages in zip(slots, places, strict=True)]:
+        places = (torch.randperm(NUM_PAGES, generator=torch.Generator().manual_seed(4)) + 1).split(8)
+        rest = [each.flip(0) + NUM_PAGES if is_raw else None for each in places]
+        for op in [rig.backend.store(*copy) for copy in zip(slots, places, rest, strict=True)]:
             op.wait()
             assert op.error is None and not len(op.misfits)
         for rows in rig.rows():
             rows.zero_()
         loads = []
-        for at, pages in zip(slots, places, strict=True):
-            loads.append(rig.backend.load(pages, at, rig.counter.begin()))
+        for at, pages, second in zip(slots, places, rest, strict=True):
+            loads.append(rig.backend.load(pages, at, rig.counter.begin(), second))
         for op in loads:
             op.wait()
             assert op.error is None
@@ -163,22 +166,51 @@ def test_each_method(monkeypatch: pytest.MonkeyPatch, device: str, method: str) 
             assert torch.equal(rows[everything], old[everything])
 
 
-def test_raw_pages_are_divided_from_packed_ones() -> None:
-    """By their second pages, with their slots."""
-    pages, slots = torch.tensor([5, 6, 7]), torch.arange(12)
-    assert divided(pages, slots, None) == (None, pages, slots)
-    assert divided(pages, slots, torch.zeros(3, dtype=torch.int64))[0] is None
-    raw, packed, packed_slots = divided(pages, slots, torch.tensor([0, 9, 0]))
-    assert raw is not None and (raw.first.tolist(), raw.rest.tolist()) == ([6], [9])
-    assert raw.slots.tolist() == [4, 5, 6, 7]
-    assert (packed.tolist(), packed_slots.tolist()) == ([5, 7], [0, 1, 2, 3, 8, 9, 10, 11])
+def test_raw_pages_arrive_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pages that do not fit make no forward wait for more than its layer: those behind it move later, in one load
+    with packed pages and where no page fits."""
+    go_on, is_behind = threading.Event(), threading.Event()
+    go_on.set()
+
+    def hold(move: Move) -> None:
+        if move.first_layer:
+            is_behind.set()
+            assert go_on.wait(60)
+
+    at_each_move(monkeypatch, hold)
+    for num_wild in (3, NUM_PAGES):
+        with Packed("cpu", "mha", "4", 4, 1 << 16) as rig:
+            go_on.set()
+            pages, slots = torch.arange(NUM_PAGES) + 1, rig.slots(2, 4, NUM_PAGES)
+            rig.fill(slots[: num_wild * PAGE])
+            rest = rig.copied(slots, pages)
+            first, *_, last = [rows[slots] for rows in rig.rows()]
+            for rows in rig.rows():
+                rows.zero_()
+            go_on.clear()
+            is_behind.clear()
+            load_id = rig.counter.begin()
+            op = rig.backend.load(pages, slots, load_id, rest)
+            rig.counter.set_consumer(load_id)
+            rig.counter.wait_until(0)
+            assert is_behind.wait(60)
+            buffers = list(rig.rows())
+            assert torch.equal(buffers[0][slots], first) and not buffers[-1].any()
+            go_on.set()
+            op.wait()
+            assert op.error is None and torch.equal(buffers[-1][slots], last)
 
 
 @pytest.mark.parametrize("place_bytes", [127, 257])
 def test_two_places_must_hold_a_raw_page(place_bytes: int) -> None:
+    """What is less than half of a raw page, or more than one, is no size for a packed page."""
+
+    class Sized:
+        ends = (0, place_bytes)
+
     mover = PageMover([[torch.zeros(64, 8, dtype=BF16)]], PAGE, "torch")
     with pytest.raises(ConfigError, match="kv_packing"):
-        CpuRawPages(torch.zeros(4, place_bytes, dtype=torch.uint8).numpy(), mover, place_bytes)
+        PagePlaces(mover, Sized())  # type: ignore[arg-type]
 
 
 def test_packed_pages_always_go_through_staging() -> None:

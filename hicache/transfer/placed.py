@@ -1,0 +1,110 @@
+"""Where the pages of a copy are on the host, and what moves them between staging and slots.
+
+A page of a pool whose pages are packed is one packed page in one place, or, where it does not fit that, raw in two:
+
+    first place    bytes [0, place_bytes) of the raw page
+    second place   the others
+
+Raw pages travel by layers, as packed ones do: a forward waits for none of them longer than for its own layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from hicache.errors import ConfigError
+from hicache.kernels.pack import PagePacker
+from hicache.kernels.page_copy import PageMover
+
+Ids = npt.NDArray[np.int64]
+
+
+class Place(NamedTuple):
+    """Host pages `ids` that hold the bytes [start, end) of each page of a copy, from their own first byte on."""
+
+    ids: Ids
+    start: int
+    end: int
+
+    def within(self, begin: int, stop: int) -> tuple[int, int]:
+        """Of the bytes [begin, stop) of a page, those that are here: half-open, empty where none is."""
+        first = max(begin, self.start)
+        return first, max(first, min(stop, self.end))
+
+
+@dataclass(frozen=True)
+class PageCopy:
+    """Pages that are moved alike: `mover` moves them between staging and `slots`, int64 `[pages * page_tokens]`."""
+
+    mover: PageMover | PagePacker
+    places: tuple[Place, ...]
+    slots: torch.Tensor
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.places[0].ids)
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.mover.ends[-1]
+
+
+class PagePlaces:
+    """Makes the copies of one pool. `packer` packs its pages; None: all are raw, in one place each."""
+
+    def __init__(self, mover: PageMover, packer: PagePacker | None) -> None:
+        """Raises ConfigError where two places do not hold a raw page."""
+        self._raw, self.mover = mover, packer or mover
+        place_bytes, page_bytes = self.mover.ends[-1], mover.ends[-1]
+        if not place_bytes <= page_bytes <= 2 * place_bytes:
+            raise ConfigError(
+                f"two packed pages of {place_bytes} bytes are no place for a raw one of {page_bytes}; "
+                "set kv_packing=off"
+            )
+
+    def to_load(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor | None) -> list[PageCopy]:
+        """The pages of a load, at most one copy of packed ones and one of raw ones. `rest`: see `TransferBackend`."""
+        if rest is None or not rest.any():
+            return [self._whole(pages, slots)]
+        by_page, copies = slots.view(len(pages), -1), list[PageCopy]()
+        packed, raw = (rest == 0).nonzero().flatten(), (rest > 0).nonzero().flatten()
+        if len(packed):
+            copies.append(self._whole(pages[packed], by_page[packed.to(slots.device)].flatten()))
+        return [*copies, self._divided(pages[raw], by_page[raw.to(slots.device)].flatten(), rest[raw])]
+
+    def to_store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None) -> PageCopy:
+        return self._whole(pages, slots) if rest is None else self._divided(pages, slots, rest)
+
+    def _whole(self, pages: torch.Tensor, slots: torch.Tensor) -> PageCopy:
+        return PageCopy(self.mover, (Place(pages.numpy(), 0, self.mover.ends[-1]),), slots)
+
+    def _divided(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor) -> PageCopy:
+        place_bytes, page_bytes = self.mover.ends[-1], self._raw.ends[-1]
+        places = Place(pages.numpy(), 0, place_bytes), Place(rest.numpy(), place_bytes, page_bytes)
+        return PageCopy(self._raw, places, slots)
+
+
+def gather(
+    mover: PageMover | PagePacker,
+    slots: torch.Tensor,
+    staging: torch.Tensor,
+    first_layer: int,
+    num_layers: int,
+    misfits: torch.Tensor | None,
+) -> None:
+    """Fill staging from the rows at `slots`; pages that do not fit count in `misfits` where they are packed."""
+    if isinstance(mover, PageMover):
+        mover.gather(slots, staging, first_layer, num_layers)
+    else:
+        assert misfits is not None, "packed pages may not fit"
+        mover.gather(slots, staging, first_layer, num_layers, misfits)
+
+
+def num_bytes_of(copies: Sequence[PageCopy]) -> int:
+    return sum(copy.num_bytes for copy in copies)
