@@ -142,11 +142,10 @@ def _unfit(report: Report, packed: Rig, samples: int) -> None:
     copies, num_bytes = _copies(device, _copy_bytes(device)), half * packed.pool.layout.page_bytes(PAGE)
 
     def load(wait_layer: int | None = None) -> None:
-        load_id = packed.counter.begin()
+        start, load_id = time.perf_counter(), packed.counter.begin()
         op = packed.backend.load(pages, slots, load_id, rest)
         if wait_layer is not None:
             packed.counter.set_consumer(load_id)
-            start = time.perf_counter()
             packed.counter.wait_until(wait_layer)
             if on_cuda:
                 torch.cuda.current_stream(device).synchronize()
