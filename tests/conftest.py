@@ -31,6 +31,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests sta
 SUPPORT = Path(__file__).parent / "support"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+_MAX_KEPT_BYTES = 1 << 30  # of device memory, by a worker between two tests
+
 # The default run is the same each time, and so is its verdict; `make test-all` draws anew, ten times as many.
 _all = {"deadline": None, "suppress_health_check": list(HealthCheck)}
 settings.register_profile("quick", max_examples=15, derandomize=True, **_all)
@@ -74,6 +76,15 @@ def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         in_process = {"in_process": True}
         for module in (hicache.build.store_tiers, hicache.integrations.server_store):
             monkeypatch.setattr(module, "open_tier", lambda wanted, **how: open_tier(wanted, **how | in_process))
+
+
+@pytest.fixture(autouse=True)
+def device_memory_of_others() -> Iterator[None]:
+    """Give back what a large test had on the device: workers share it, and torch keeps what it was given."""
+    yield
+    if torch.cuda.is_available() and torch.cuda.memory_reserved() > _MAX_KEPT_BYTES:
+        gc.collect()
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
