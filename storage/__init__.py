@@ -24,6 +24,7 @@ from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreStats as StoreStats
+from hicache.storage.base import StoreUnavailable as StoreUnavailable
 from hicache.storage.cipher import PageCipher as PageCipher
 from hicache.storage.filters import PageFilter as PageFilter
 from hicache.storage.filters import PageFormat as PageFormat

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hicache.storage.base import StoreError, StoreLocked
+from hicache.storage.base import StoreError, StoreLocked, opening_error
 
 log = logging.getLogger("hicache.storage")
 
@@ -90,12 +90,12 @@ class WriterLock:
                 pid = _holder(self._descriptor)
                 holder = f"process {pid}" if pid else "a process that cannot be named (in another container?)"
                 raise StoreLocked(
-                    f"the store {path} is in use by {holder}; close it there or choose another path", pid
+                    f"the store {path} is in use by {holder}; close it there, choose another path, or share it with "
+                    "`hicache store serve`",
+                    pid,
                 ) from None
             except OSError as error:
-                raise StoreError(
-                    f"cannot write to the disk path {path}: {error.strerror}; choose another one"
-                ) from error
+                raise opening_error(f"the store {path}", error) from error
             _make_private(path)
             self._held = held.pop_all()
 

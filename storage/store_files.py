@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from hicache.storage.base import StoreCorrupt, StoreError
+from hicache.storage.base import StoreCorrupt, StoreError, opening_error
 from hicache.storage.directory import (
     INDEX_FILE,
     STORE_FILE,
@@ -62,7 +62,7 @@ class StoreFiles:
                 held.callback(self._close_index)
                 self._open_index(keeps_index=keeps_index)
             except io_errors as error:
-                raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
+                raise opening_error(f"the store {path}", error) from error
             self._held = held.pop_all()
 
     @contextlib.contextmanager
@@ -154,7 +154,7 @@ def read_record(path: Path) -> StoreRecord:
             raise StoreCorrupt(f"the store {path} has lost its {STORE_FILE}; remove the directory") from None
         raise StoreError(f"there is no store at {path}; check the path") from None
     except OSError as error:
-        raise StoreError(f"cannot read the store {path}: {error.strerror}; check the path") from error
+        raise opening_error(f"the store {path}", error) from error
     return StoreRecord.unpack(str(path / STORE_FILE), raw)
 
 

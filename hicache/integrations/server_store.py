@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,12 +23,10 @@ from hicache.config import DiskConfig
 from hicache.config.settings import FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
-from hicache.storage import PageCipher, PageFormat, StoreCorrupt, StoreLocked
+from hicache.storage import PageCipher, PageFormat
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, key_of, open_tier
-
-log = logging.getLogger(__name__)
 
 _FOLDER = re.compile(r"[a-z]+-[0-9.]+-[0-9a-f]{16}")
 _IGNORED = {"lost+found"}
@@ -111,12 +108,7 @@ class ServerStore:
             tells_removed=tells_removed,
             settings=ServiceSettings(readers=config.readers, queue_jobs=queue_jobs, full_bytes=full_bytes),
         )
-        tier = open_tier(request, tolerates=(StoreLocked, StoreCorrupt))
-        if isinstance(tier.refused, StoreLocked):
-            log.warning("%s has the pages of another process: to share them, %s", disk.path, _SERVE)
-        elif tier.refused is not None:
-            log.error("serving without the store: %s", tier.refused)
-        return cls(disk.path, tier, config.salt)
+        return cls(disk.path, open_tier(request), config.salt)
 
     def __init__(self, path: str, tier: StoreTier, salt: str) -> None:
         self.path, self.tier = path, tier

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -17,9 +18,18 @@ import numpy as np
 import pytest
 
 import hicache.storage.process.stores
+import hicache.storage.store_files
 import process_case
 from disk_case import PATIENCE_S, Gate, TroubledStore, pages
-from hicache.storage import LmdbPageStore, PageFormat, StoreCorrupt, StoreError, StoreLocked, open_existing, open_store
+from hicache.storage import (
+    LmdbPageStore,
+    PageFormat,
+    StoreError,
+    StoreLocked,
+    StoreUnavailable,
+    open_existing,
+    open_store,
+)
 from hicache.storage.process import frames
 from hicache.storage.process.frames import Kind
 from hicache.storage.process.health import Limits
@@ -28,6 +38,7 @@ from hicache.storage.process.stores import OpenStores
 from hicache.stores import open_tier
 from process_case import HASTY, IDENTITY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
 from programs import Program
+from store_server import served
 from waiting import eventually
 
 pytestmark = pytest.mark.store_process
@@ -94,16 +105,51 @@ def test_wrong_jobs_are_refused(case: Case) -> None:
     assert not case.tier.writes.under_way and case.stored((key,), (page,)) == (True,)
 
 
-def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
-    """A store that cannot be opened there raises the store's own error here, of its class, and the process ends."""
-    store = LmdbPageStore(tmp_path / "s", identity=IDENTITY, formats=[PageFormat(PAGE_BYTES)], budget_bytes=64 << 20)
-    with contextlib.closing(store), pytest.raises(StoreLocked, match="in use"):
-        open_tier(request(at(tmp_path / "s")))
-    (tmp_path / "s" / "store.json").write_text("{")
-    for url, error in ((at(tmp_path / "s"), StoreCorrupt), ("nowhere://x", StoreError)):
-        with pytest.raises(error) as raised:
+@pytest.mark.parametrize("why", ["in use", "damaged", "No space left", "nothing serves"])
+def test_a_start_goes_on_without_a_store_that_cannot_be_had(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tier starts closed, says once why, and answers with misses; when the cause is gone it has the store."""
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    url = f"unix:{tmp_path / 'socket'}" if why == "nothing serves" else at(tmp_path / "s")
+    with contextlib.ExitStack() as cause, monkeypatch.context() as patched:
+        if why == "in use":
+            cause.enter_context(contextlib.closing(open_tier(request(url), in_process=True)))
+        elif why == "damaged":
+            open_tier(request(url), in_process=True).close()
+            [record] = (tmp_path / "s").rglob("store.json")
+            record.write_text("{")
+            cause.callback(record.unlink)
+            for file in record.parent.glob("index.*"):
+                file.unlink()
+        elif why == "No space left":
+            patched.setattr(hicache.storage.store_files, "replacing", full)
+        tier = open_tier(request(url), in_process=True)
+        assert not tier.is_open and tier.find([b"key"], 60) is None
+        eventually(lambda: (tier.poll(), tier.times_lost > 2)[1])
+        assert [why in message for message in caplog.messages if "without its store" in message] == [True]
+    with served(tmp_path / "s", tmp_path / "socket") if why == "nothing serves" else contextlib.nullcontext():
+        found = eventually(lambda: tier.find([b"key"], 60))
+        assert found.num_pages == 0 and tier.is_healthy and tier.close()
+
+
+def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What no time mends raises the store's own error at the start, and nothing says that it is tried again."""
+    (tmp_path / "file").write_text("mine")
+    for url in (
+        "nowhere://x",
+        at(tmp_path / "file"),
+        at(tmp_path / "file" / "below"),
+        f"lmdb://{tmp_path}/s?budget=9kB",
+        f"lmdb://{tmp_path}/{'s' * 256}?budget=9MB",
+    ):
+        with pytest.raises(StoreError) as raised:
             open_tier(request(url))
-        assert "the store process ended" not in str(raised.value)
+        assert not isinstance(raised.value, StoreUnavailable) and "the store process ended" not in str(raised.value)
+    assert not caplog.messages
 
 
 def test_a_process_that_dies_is_started_again(case: Case) -> None:
