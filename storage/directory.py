@@ -71,19 +71,21 @@ class WriterLock:
     """The right to write to one directory, from construction to `close`.
 
     A missing directory is created, private to its user. The files in an existing one are made private, with a warning.
-    Waits for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
+    Waits for a holder that is about to close, `wait_s` at most. Raises `StoreLocked` or `StoreError`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wait_s: float = _CLOSING_WAIT_S) -> None:
         self._path = path
         with contextlib.ExitStack() as held:
             try:
                 path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER_MODE)
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
-                self._acquire()
+                self._acquire(wait_s)
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
-                os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
+                self.require_same()  # and not one of a store that was removed meanwhile
+                if os.fstat(self._descriptor).st_size:  # else its time stays, which is that of the store's last use
+                    os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:
@@ -99,9 +101,9 @@ class WriterLock:
             _make_private(path)
             self._held = held.pop_all()
 
-    def _acquire(self) -> None:
+    def _acquire(self, wait_s: float) -> None:
         """BlockingIOError where another process has the lock, and keeps it."""
-        until_s = time.monotonic() + _CLOSING_WAIT_S
+        until_s = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

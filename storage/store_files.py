@@ -42,8 +42,8 @@ class StoreFiles:
     `reading` from any thread, everything else from the writer. The index may be closed or replaced while threads read:
     an LMDB buffer is an address in its map, and accessing it after the map is gone ends the process. So that waits
     until no reader is inside, and keeps new ones out. `rebuilt_pages`: how many pages the index had when it was built
-    anew by this opening, None if it was sealed. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and its
-    subclasses; then nothing stays locked or open.
+    anew by this opening, None if it was sealed. `recorded`: how the store was opened before. `keeps_index`: see
+    `LmdbPageStore`. Raises `StoreError` and its subclasses; then nothing stays locked or open.
     """
 
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
@@ -55,7 +55,7 @@ class StoreFiles:
         with contextlib.ExitStack() as held:
             self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
             try:
-                self._recorded = _record(path, record)
+                self.recorded = _record(path, record)
                 self.slot_files = held.enter_context(contextlib.closing(SlotFiles(path, record.page_sizes)))
                 sync_directory(path)
                 self.index = Index(record.budget_bytes)
@@ -84,7 +84,7 @@ class StoreFiles:
 
     def record_settings(self) -> None:
         """Record how the store is open now. Not before it is within its budget, which may be what makes room."""
-        if self._recorded != self.record:
+        if self.recorded != self.record:
             try:
                 with replacing(self.path / STORE_FILE) as file:
                     file.write(self.record.pack())

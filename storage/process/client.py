@@ -316,7 +316,8 @@ class StoreClient:
             self.page_sizes, self.note = tuple(about["page_sizes"]), bytes.fromhex(about["note"])
             if self.state is State.OPENING:
                 self.state = State.OPEN
-                log.info("the %s tier has its store", self._request.settings.name)
+                if self.times_lost:
+                    log.info("the %s tier has its store again", self._request.settings.name)
         elif kind is Kind.FAILED:
             self._error = body.failed()
             if self.state is State.OPENING:

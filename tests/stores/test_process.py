@@ -17,13 +17,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hicache.storage.process.service
 import hicache.storage.process.stores
 import hicache.storage.store_files
 import process_case
 from disk_case import PATIENCE_S, Gate, TroubledStore, pages
 from hicache.storage import (
-    LmdbPageStore,
-    PageFormat,
     StoreError,
     StoreLocked,
     StoreUnavailable,
@@ -36,7 +35,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
 from hicache.storage.process.stores import OpenStores
 from hicache.stores import open_tier
-from process_case import HASTY, IDENTITY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
+from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
 from programs import Program
 from store_server import served
 from waiting import eventually
@@ -78,17 +77,16 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
 def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     """The process writes to the standard error of its engine, from the engine's level on."""
     code = (
-        "import logging, os, sys; from hicache.stores import open_tier; sys.path.insert(0, sys.argv[2])\n"
+        "import logging, os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from hicache.storage import store_at; from hicache.stores import open_tier\n"
         "from process_case import at, request\n"
         "for level in ('WARNING', 'ERROR'):\n"
         "    logging.getLogger('hicache').setLevel(level)\n"
-        "    os.unlink(sys.argv[1] + '/index.mdb')  # so that it is built anew, which is told\n"
+        "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')  # so that it is built anew, which is told\n"
         "    open_tier(request(at(sys.argv[1]))).close()"
     )
-    store = LmdbPageStore(tmp_path / "s", identity=IDENTITY, formats=[PageFormat(PAGE_BYTES)], budget_bytes=64 << 20)
-    keys, data = pages(1, 2)
-    assert all(store.put(list(zip(keys, data, strict=True))))
-    store.close()
+    with contextlib.closing(Case(at(tmp_path / "s"))) as case:
+        assert case.stored(*pages(1, 2)) == (True, True)
     with Program(code, tmp_path / "s", SUPPORT) as engine:
         _, said = engine.communicate()
     assert engine.returncode == 0 and said.count("WARNING store process") == 1, said
@@ -238,6 +236,22 @@ def test_a_store_that_does_not_open_holds_nobody_up(
     gate.open()
     eventually(opened.is_set)
     eventually(lambda: is_free(tmp_path / "s"))
+
+
+def test_a_store_without_writes_leaves_others_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two identities on one path the first has all of the budget and writes no more; when the second has written its
+    share, both together come to need the budget alone."""
+    monkeypatch.setattr(hicache.storage.process.service, "_IDLE_S", 0.01)
+    stores, budget_bytes = OpenStores(f"lmdb://{tmp_path}?budget=1MiB"), 1 << 20
+    services = [stores.acquire(json.loads(request("", identity={"model": model}).pack())) for model in "ab"]
+    for seed, num_pages, service in zip((1, 2), (120, 60), services, strict=True):
+        items = list(zip(*pages(seed, num_pages), strict=True))
+        for start in range(0, num_pages, 20):
+            assert all(service.store.put(items[start : start + 20]))
+    eventually(lambda: sum(service.store.stats().file_bytes for service in services) <= budget_bytes)
+    assert all(service.store.stats().entries > 40 for service in services)
+    for service in services:
+        stores.release(service)
 
 
 def test_stores_of_a_process_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
