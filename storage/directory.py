@@ -84,8 +84,9 @@ class WriterLock:
                 self._acquire(wait_s)
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
                 self.require_same()  # and not one of a store that was removed meanwhile
-                if os.fstat(self._descriptor).st_size:  # else its time stays, which is that of the store's last use
-                    os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
+                before = os.fstat(self._descriptor)
+                os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
+                os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the store's last use
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:

@@ -214,7 +214,7 @@ class GroupWriter:
         if num_evicted or self._budget.removed:
             budgets = f"had a budget of {before_bytes} bytes, and has {self._budget.num_bytes} now"
             evicted = f"{num_evicted} of its {num_pages} pages and {len(self._budget.removed)} other stores"
-            log.warning("the store %s %s: evicted are %s", self._files.path, budgets, evicted)
+            log.warning("the store %s %s: %s are evicted", self._files.path, budgets, evicted)
 
     def _make_room(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
         """Evict until so many slots are free, or can be within the budget, and make them so."""
