@@ -36,7 +36,7 @@ from hicache.storage.process.jobs import (
 log = logging.getLogger(__name__)
 
 _GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
-_IDLE_S = 60.0  # without a write, after which it is looked whether other stores need space
+_IDLE_S = 10.0  # without a write, after which it is looked whether other stores need space
 _GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
 
