@@ -111,6 +111,7 @@ from hicache.storage.base import StoreCorrupt as StoreCorrupt
 from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
+from hicache.storage.base import StoreUnavailable as StoreUnavailable
 from hicache.storage.urls import open_store as open_store
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter
 from hicache.tree import AllBlocksCleared as AllBlocksCleared

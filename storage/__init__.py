@@ -10,6 +10,7 @@ codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
 remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
+store_folder       the stores of a path, and their common budget
 maintenance        what operators do
 process/           the process that owns stores
 """
@@ -24,6 +25,7 @@ from hicache.storage.base import StoreError as StoreError
 from hicache.storage.base import StoreLocked as StoreLocked
 from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreStats as StoreStats
+from hicache.storage.base import StoreUnavailable as StoreUnavailable
 from hicache.storage.cipher import PageCipher as PageCipher
 from hicache.storage.filters import PageFilter as PageFilter
 from hicache.storage.filters import PageFormat as PageFormat
@@ -38,7 +40,8 @@ from hicache.storage.maintenance import list_pages as list_pages
 from hicache.storage.maintenance import open_existing as open_existing
 from hicache.storage.maintenance import pages as pages
 from hicache.storage.maintenance import put_values as put_values
-from hicache.storage.maintenance import store_folders as store_folders
 from hicache.storage.maintenance import verify as verify
+from hicache.storage.store_folder import store_at as store_at
+from hicache.storage.store_folder import store_folders as store_folders
 from hicache.storage.store_url import StoreUrl as StoreUrl
 from hicache.storage.urls import open_store as open_store

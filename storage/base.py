@@ -5,10 +5,11 @@ A page store knows keys and bytes, never tensors. Owns the protocol, its errors 
 
 from __future__ import annotations
 
+import errno
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias
+from typing import Literal, Protocol, TypeAlias, TypeGuard
 
 import numpy as np
 import numpy.typing as npt
@@ -23,7 +24,17 @@ class StoreError(HiCacheError):
     """A store cannot be opened, or was called wrongly; the message names the remedy."""
 
 
-class StoreLocked(StoreError):
+class StoreUnavailable(StoreError):
+    """The store cannot be had now: its disk is full or fails, nothing serves it, or what its subclasses say. It may be
+    had later, without a change of settings."""
+
+
+def is_lasting(error: StoreError | None) -> TypeGuard[StoreError]:
+    """Whether opening failed for a reason that no time mends, as a wrong setting."""
+    return error is not None and not isinstance(error, StoreUnavailable)
+
+
+class StoreLocked(StoreUnavailable):
     """Another store object, here or in another process, has this path open. `pid`: the process, 0 if it cannot be
     named."""
 
@@ -36,8 +47,9 @@ class StoreMismatch(StoreError):
     """The path holds pages of another identity or format; the message names both sides."""
 
 
-class StoreCorrupt(StoreError):
-    """The files are not what a store wrote, or `check()` found violations (`violations` lists them all)."""
+class StoreCorrupt(StoreUnavailable):
+    """The files are not what a store wrote, or `check()` found violations (`violations` lists them all). A store can be
+    had again once they are removed."""
 
     def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
         self.violations = tuple(violations)
@@ -71,6 +83,19 @@ class StoreStats:
     read_errors: int = 0
     write_errors: int = 0
     read_only: bool = False
+
+
+# Later attempts at the same path would fail as well.
+_WRONG_PATH = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEXIST, errno.ENAMETOOLONG, errno.ELOOP}
+
+
+def opening_error(what: str, error: Exception) -> StoreError:
+    """What to raise where `what` was to be opened and `error` came: StoreUnavailable, unless its path is wrong."""
+    is_wrong_path = isinstance(error, OSError) and error.errno in _WRONG_PATH
+    why = (error.strerror if isinstance(error, OSError) else None) or error
+    if is_wrong_path:
+        return StoreError(f"cannot open {what}: {why}; choose another path")
+    return StoreUnavailable(f"cannot open {what}: {why}; free space or repair the disk")
 
 
 class PageStore(Protocol):

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from hicache.storage.base import StoreError, StoreLocked
+from hicache.storage.base import StoreError, StoreLocked, opening_error
 
 log = logging.getLogger("hicache.storage")
 
@@ -71,37 +71,40 @@ class WriterLock:
     """The right to write to one directory, from construction to `close`.
 
     A missing directory is created, private to its user. The files in an existing one are made private, with a warning.
-    Waits for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
+    Waits for a holder that is about to close, `wait_s` at most. Raises `StoreLocked` or `StoreError`.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, wait_s: float = _CLOSING_WAIT_S) -> None:
         self._path = path
         with contextlib.ExitStack() as held:
             try:
                 path.mkdir(parents=True, exist_ok=True, mode=PRIVATE_FOLDER_MODE)
                 self._descriptor = os.open(path / LOCK_FILE, os.O_RDWR | os.O_CREAT, PRIVATE_FILE_MODE)
                 held.callback(os.close, self._descriptor)
-                self._acquire()
+                self._acquire(wait_s)
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
+                self.require_same()  # and not one of a store that was removed meanwhile
+                before = os.fstat(self._descriptor)
                 os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
+                os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the store's last use
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:
                 pid = _holder(self._descriptor)
                 holder = f"process {pid}" if pid else "a process that cannot be named (in another container?)"
                 raise StoreLocked(
-                    f"the store {path} is in use by {holder}; close it there or choose another path", pid
+                    f"the store {path} is in use by {holder}; close it there, choose another path, or share it with "
+                    "`hicache store serve`",
+                    pid,
                 ) from None
             except OSError as error:
-                raise StoreError(
-                    f"cannot write to the disk path {path}: {error.strerror}; choose another one"
-                ) from error
+                raise opening_error(f"the store {path}", error) from error
             _make_private(path)
             self._held = held.pop_all()
 
-    def _acquire(self) -> None:
+    def _acquire(self, wait_s: float) -> None:
         """BlockingIOError where another process has the lock, and keeps it."""
-        until_s = time.monotonic() + _CLOSING_WAIT_S
+        until_s = time.monotonic() + wait_s
         while True:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

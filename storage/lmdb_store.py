@@ -54,7 +54,8 @@ class LmdbPageStore(PageReads):
     pages, with their keys: evicted, deleted, or not to be verified. `progress`: called with slots done and in all while
     the index is rebuilt, which a store needs that was not closed. `rebuilt_pages`: how many pages were found then; None
     if that was not needed. `keeps_index`: to verify a store, an index that names pages which the files have lost is
-    kept; else they are logged, and the index is rebuilt without them.
+    kept; else they are logged, and the index is rebuilt without them. `shares_budget`: the budget is that of all stores
+    in the folder of this one (`store_folder`).
 
     A failed write makes the store read-only until `reopen` succeeds. Raises `StoreError` or a subclass when it cannot
     be opened or is called wrongly, and NotRunning in a fork.
@@ -73,6 +74,7 @@ class LmdbPageStore(PageReads):
         on_removed: Callable[[Sequence[bytes]], None] | None = None,
         progress: Progress | None = None,
         keeps_index: bool = False,
+        shares_budget: bool = False,
     ) -> None:
         if not identity:
             raise StoreError("a store needs an identity; name the model, the dtype and the layout of its pages")
@@ -87,7 +89,9 @@ class LmdbPageStore(PageReads):
         self.rebuilt_pages, self._writing = files.rebuilt_pages, threading.Lock()
         self._on_removed, self._kept = on_removed, set[bytes]()  # by the `put` that is under way
         try:
-            self._writer = GroupWriter(files, self._corrupt, self._counters, self._note_removed)
+            self._writer = GroupWriter(
+                files, self._corrupt, self._counters, self._note_removed, shares_budget=shares_budget
+            )
             files.record_settings()
         except BaseException:
             files.close(is_whole=False)
@@ -177,6 +181,11 @@ class LmdbPageStore(PageReads):
             found = [f"the index cannot be read: {error}"]
         if found:
             raise StoreCorrupt(f"the store {self._files.path} has {len(found)} violation(s): {'; '.join(found)}", found)
+
+    def keep_budget(self) -> None:
+        """Leave other stores of the folder their share of the budget. Each `put` does so too."""
+        with self.writing() as writer:
+            writer.keep_budget()
 
     def compact(self) -> int:
         """Return free space to the file system; returns by how many bytes the files shrank."""

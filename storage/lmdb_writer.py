@@ -29,6 +29,7 @@ from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import MAX_RUN, SlotBlock, SlotLength, SlotWrite, runs
 from hicache.storage.slots import Segment, Sizes, Slots
 from hicache.storage.store_files import StoreFiles
+from hicache.storage.store_folder import StoreBudget
 
 log = logging.getLogger("hicache.storage")
 T = TypeVar("T")
@@ -48,10 +49,14 @@ def commit_bytes(budget_bytes: int) -> int:
     return min(budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES)
 
 
+def min_budget_bytes(record: StoreRecord) -> int:
+    """With less eviction does not work, or pages are not found again."""
+    return _MIN_SLOTS * record.max_slot_bytes(record.page_sizes[-1]) + _MIN_INDEX_BYTES
+
+
 def require_budget(record: StoreRecord) -> None:
-    """`StoreError` unless eviction works within the budget, and pages are found again."""
-    largest = record.page_sizes[-1]
-    min_bytes = _MIN_SLOTS * record.max_slot_bytes(largest) + _MIN_INDEX_BYTES
+    """`StoreError` for one that is too small."""
+    largest, min_bytes = record.page_sizes[-1], min_budget_bytes(record)
     if record.budget_bytes < min_bytes:
         raise StoreError(
             f"budget_bytes={record.budget_bytes} is too small for pages of {largest} bytes; raise it to {min_bytes}"
@@ -63,6 +68,7 @@ class GroupWriter:
 
     When a commit fails, `read_only` becomes true, and every call but `reopen` and `delete` does nothing.
     `on_removed` is told of the pages that a commit removed, after it. `sizes` and `file_bytes`: after the last commit.
+    `shares_budget`: see `LmdbPageStore`.
     """
 
     def __init__(
@@ -71,17 +77,19 @@ class GroupWriter:
         corrupt: dict[bytes, None],
         counters: Counters,
         on_removed: Callable[[Sequence[bytes]], None],
+        *,
+        shares_budget: bool,
     ) -> None:
         self._files, self._corrupt, self._counters, self._on_removed = files, corrupt, counters, on_removed
-        self._budget_bytes = files.record.budget_bytes
+        budget_bytes, min_bytes = files.record.budget_bytes, min_budget_bytes(files.record)
+        self._budget = StoreBudget(files.path, budget_bytes, min_bytes, is_shared=shares_budget)
         self.read_only = self._has_evicted = self._is_index_lost = False
         self._call_tick = 0
         self.sizes: Sizes = files.slots.sizes
         self.file_bytes = files.file_bytes()
         self._syncing: Future[None] | None = None
         self._sync_thread = ThreadPoolExecutor(1, thread_name_prefix="hicache-disk-sync")
-        if self.file_bytes > self._budget_bytes:
-            self.evict_to(self._budget_bytes)
+        self._open_within_budget()
 
     @property
     def slots(self) -> Slots:
@@ -114,6 +122,12 @@ class GroupWriter:
             return num_removed
 
         return self._change(work) or 0
+
+    def keep_budget(self) -> int:
+        """Leave other stores of the folder their share of the budget, and note that this one is used; returns how many
+        pages were evicted."""
+        max_bytes = self._run(lambda: self._budget.bytes_for(self.file_bytes))
+        return self.evict_to(max_bytes) if max_bytes is not None and self.file_bytes > max_bytes else 0
 
     def evict_to(self, used_bytes: int) -> int:
         """Evict until slots in use and index need at most `used_bytes`, and cut the files; returns how many pages."""
@@ -162,6 +176,7 @@ class GroupWriter:
     def close(self) -> None:
         self.sync()
         self._sync_thread.shutdown()
+        self._run(self._budget.note_use)
         self._files.close(is_whole=not self._is_index_lost)
 
     def _run(self, work: Callable[[], T]) -> T | None:
@@ -193,19 +208,28 @@ class GroupWriter:
             for key in corrupt:
                 del self._corrupt[key]
 
+    def _open_within_budget(self) -> None:
+        before_bytes, num_pages = self._files.recorded.budget_bytes, self.sizes.entries
+        num_evicted = self.keep_budget()
+        if num_evicted or self._budget.removed:
+            budgets = f"had a budget of {before_bytes} bytes, and has {self._budget.num_bytes} now"
+            evicted = f"{num_evicted} of its {num_pages} pages and {len(self._budget.removed)} other stores"
+            log.warning("the store %s %s: %s are evicted", self._files.path, budgets, evicted)
+
     def _make_room(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
         """Evict until so many slots are free, or can be within the budget, and make them so."""
         slots, index = self._files.slots, self._files.index
         while True:
-            max_bytes = self._budget_bytes - _SPARE_BYTES - max_index_bytes - index.num_bytes()
+            index_bytes = _SPARE_BYTES + max_index_bytes + index.num_bytes()
+            max_bytes = self._budget.bytes_for(slots.missing_bytes(needed, -index_bytes)) - index_bytes
             missing_bytes = slots.missing_bytes(needed, max_bytes)
             if missing_bytes <= 0:
                 return slots.reserve(needed, max_bytes)
             if not self._has_evicted:
                 self._has_evicted = True
                 reached = "the store %s has reached its budget of %d bytes: the least recently used pages are evicted"
-                log.info(reached, self._files.path, self._budget_bytes)
-            segment = slots.most_scattered(self._budget_bytes // _SCATTERED_SHARE)
+                log.info(reached, self._files.path, self._budget.num_bytes)
+            segment = slots.most_scattered(self._budget.num_bytes // _SCATTERED_SHARE)
             if segment and index.uses.newest(*segment) > self._call_tick:
                 segment = None
             if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):

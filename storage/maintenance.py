@@ -15,7 +15,6 @@ from typing import Any
 
 from hicache.storage.base import Durability, StoreError, StoreLocked
 from hicache.storage.cipher import PageCipher
-from hicache.storage.directory import STORE_FILE, slots_files
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import HeaderAndPayload
 from hicache.storage.lmdb_store import Fault, LmdbPageStore
@@ -23,6 +22,7 @@ from hicache.storage.lmdb_writer import GroupWriter
 from hicache.storage.lookup import check_keys
 from hicache.storage.records import FORMAT, KEY_ID_FIELD
 from hicache.storage.store_files import Progress, read_record
+from hicache.storage.store_folder import disk_bytes, last_use_s, store_at
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class StoreDescription:
     """What a store says of itself, and its sizes now. `key_id` is "" if pages are not encrypted.
 
     `writer_pid`: the process that has it open, 0 if that cannot be named, None if there is none. What only that process
-    knows is None; `file_bytes` is without the index then.
+    knows is None; `file_bytes` is without the index then. `last_use_s`: see `store_folder`.
     """
 
     path: Path
@@ -46,6 +46,7 @@ class StoreDescription:
     raw_bytes: int | None
     file_bytes: int
     writer_pid: int | None
+    last_use_s: float
 
     @property
     def encrypted(self) -> bool:
@@ -72,8 +73,10 @@ class VerifyReport:
 
 
 def describe(path: str | os.PathLike[str]) -> StoreDescription:
-    """Describe a store, which another process may have open. Raises `StoreError` and its subclasses."""
-    record, writer_pid = read_record(Path(path)), None
+    """Describe a store, or the only one in a folder, which another process may have open. Raises `StoreError` and its
+    subclasses."""
+    path = store_at(path)
+    record, writer_pid, used_s = read_record(path), None, last_use_s(path)
     sizes: dict[str, Any] = dict.fromkeys(("entries", "live_bytes", "raw_bytes"))
     try:
         with contextlib.closing(open_existing(path, keeps_index=True)) as store:
@@ -81,11 +84,11 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
         sizes, file_bytes = {name: getattr(now, name) for name in sizes}, now.file_bytes
     except StoreLocked as error:
         writer_pid = error.pid
-        file_bytes = sum(file.stat().st_blocks * 512 for file in slots_files(Path(path)))
+        file_bytes = disk_bytes(path)
     settings = dict(vars(record))
     identity = {name: value for name, value in settings.pop("identity").items() if name != KEY_ID_FIELD}
     return StoreDescription(
-        path=Path(path),
+        path=path,
         format=FORMAT,
         identity=identity,
         **settings,
@@ -93,16 +96,8 @@ def describe(path: str | os.PathLike[str]) -> StoreDescription:
         **sizes,
         file_bytes=file_bytes,
         writer_pid=writer_pid,
+        last_use_s=used_s,
     )
-
-
-def store_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """The directories in `path` that hold a store, by name; none where `path` holds one itself, or cannot be read."""
-    try:
-        folders = [] if (Path(path) / STORE_FILE).exists() else sorted(Path(path).iterdir())
-        return [folder for folder in folders if (folder / STORE_FILE).is_file()]
-    except OSError:
-        return []
 
 
 def open_existing(
@@ -112,12 +107,14 @@ def open_existing(
     progress: Progress | None = None,
     keeps_index: bool = False,
 ) -> LmdbPageStore:
-    """Open a store for writing by what it says of itself. Raises `StoreError` and its subclasses.
+    """Open a store, or the only one in a folder, for writing by what it says of itself. Raises `StoreError` and its
+    subclasses.
 
     An encrypted store opens without `cipher` too: then its pages cannot be put or read; everything else here works.
     `progress`, `keeps_index`: see `LmdbPageStore`.
     """
-    record = read_record(Path(path))
+    path = store_at(path)
+    record = read_record(path)
     return LmdbPageStore(path, cipher=cipher, progress=progress, keeps_index=keeps_index, **vars(record))
 
 

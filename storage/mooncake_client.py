@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
-from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.base import PageBuffer, StoreError, StoreUnavailable
 from hicache.storage.read_write_lock import ReadWriteLock
 
 log = logging.getLogger("hicache.storage")
@@ -161,7 +161,9 @@ class MooncakeClient:
             with socket.create_connection(self._master, self._timeout_s) as connection:
                 own_host = connection.getsockname()[0]
         except OSError as error:
-            raise StoreError(f"no Mooncake master answers at {master} ({error}); start mooncake_master there") from None
+            raise StoreUnavailable(
+                f"no Mooncake master answers at {master} ({error}); start mooncake_master there"
+            ) from None
         why = self._probe(own_host, master)
         own = (own_host, self._metadata, self._segment_bytes, 0, *self._transport, master)
         if why or library.setup(*own):

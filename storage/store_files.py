@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from hicache.storage.base import StoreCorrupt, StoreError
+from hicache.storage.base import StoreCorrupt, StoreError, opening_error
 from hicache.storage.directory import (
     INDEX_FILE,
     STORE_FILE,
@@ -42,8 +42,8 @@ class StoreFiles:
     `reading` from any thread, everything else from the writer. The index may be closed or replaced while threads read:
     an LMDB buffer is an address in its map, and accessing it after the map is gone ends the process. So that waits
     until no reader is inside, and keeps new ones out. `rebuilt_pages`: how many pages the index had when it was built
-    anew by this opening, None if it was sealed. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and its
-    subclasses; then nothing stays locked or open.
+    anew by this opening, None if it was sealed. `recorded`: how the store was opened before. `keeps_index`: see
+    `LmdbPageStore`. Raises `StoreError` and its subclasses; then nothing stays locked or open.
     """
 
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
@@ -55,14 +55,14 @@ class StoreFiles:
         with contextlib.ExitStack() as held:
             self.lock = held.enter_context(contextlib.closing(WriterLock(path)))
             try:
-                self._recorded = _record(path, record)
+                self.recorded = _record(path, record)
                 self.slot_files = held.enter_context(contextlib.closing(SlotFiles(path, record.page_sizes)))
                 sync_directory(path)
                 self.index = Index(record.budget_bytes)
                 held.callback(self._close_index)
                 self._open_index(keeps_index=keeps_index)
             except io_errors as error:
-                raise StoreError(f"cannot open the store {path}: {error}; free space or repair the disk") from error
+                raise opening_error(f"the store {path}", error) from error
             self._held = held.pop_all()
 
     @contextlib.contextmanager
@@ -84,7 +84,7 @@ class StoreFiles:
 
     def record_settings(self) -> None:
         """Record how the store is open now. Not before it is within its budget, which may be what makes room."""
-        if self._recorded != self.record:
+        if self.recorded != self.record:
             try:
                 with replacing(self.path / STORE_FILE) as file:
                     file.write(self.record.pack())
@@ -154,7 +154,7 @@ def read_record(path: Path) -> StoreRecord:
             raise StoreCorrupt(f"the store {path} has lost its {STORE_FILE}; remove the directory") from None
         raise StoreError(f"there is no store at {path}; check the path") from None
     except OSError as error:
-        raise StoreError(f"cannot read the store {path}: {error.strerror}; check the path") from error
+        raise opening_error(f"the store {path}", error) from error
     return StoreRecord.unpack(str(path / STORE_FILE), raw)
 
 

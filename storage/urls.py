@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib.metadata
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeAlias
 
 from hicache.storage.base import PageStore, StoreError
@@ -36,9 +37,11 @@ def open_store(
     formats: Sequence[PageFormat],
     cipher: PageCipher | None = None,
     on_removed: Callable[[Sequence[bytes]], None] | None = None,
+    name: str = "",
 ) -> PageStore:
     """The store that `url` names, for pages of `formats`. `identity` names everything that decides what a page means,
-    and with `cipher` pages are encrypted, as `LmdbPageStore` says, which alone calls `on_removed`.
+    and with `cipher` pages are encrypted, as `LmdbPageStore` says, which alone calls `on_removed`. `name`: of a store
+    in the folder of stores that a URL of lmdb names, and whose budget it says.
 
     Raises `StoreError` for a URL that cannot be used, and what the store raises.
     """
@@ -48,16 +51,15 @@ def open_store(
     scheme = scheme_of(url)
     opener = _OPENERS.get(scheme) or _registered(scheme)
     about = {"identity": identity, "formats": formats, "cipher": cipher}
-    return opener(url, **about, on_removed=on_removed) if scheme == "lmdb" else opener(url, **about)
+    return opener(url, **about, on_removed=on_removed, name=name) if scheme == "lmdb" else opener(url, **about)
 
 
-def _open_lmdb(url: str, /, **about: Any) -> PageStore:
+def _open_lmdb(url: str, /, *, name: str, **about: Any) -> PageStore:
     at = StoreUrl.parse(url)
     if at.host or at.path in ("", "/"):
         raise StoreError("a URL of lmdb names a directory by its absolute path: lmdb:///var/lib/hicache?budget=8GiB")
-    return LmdbPageStore(
-        at.path, **at.options(budget_bytes=_DEFAULT_BUDGET_BYTES, durability="relaxed", level=1), **about
-    )
+    options = at.options(budget_bytes=_DEFAULT_BUDGET_BYTES, durability="relaxed", level=1)
+    return LmdbPageStore(Path(at.path) / name, **options, **about, shares_budget=bool(name))
 
 
 _OPENERS: Mapping[str, _Opener] = {

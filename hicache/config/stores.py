@@ -27,10 +27,11 @@ KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or ba
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """The disk tier. `path` is a directory of its own, or unix:/path/of/socket of a store that `hicache store serve`
-    serves to several engines, with its settings; `budget_bytes` bounds the files from the first write."""
+    """The disk tier. `path` is a directory with a store for each model, dtype and layout, or unix:/path/of/socket of
+    one that `hicache store serve` serves to several engines, with its settings; `budget_bytes` bounds the files of all
+    its stores from the first write."""
 
-    path: Annotated[str, FilePath("directory of the store", may_be_empty=False)]
+    path: Annotated[str, FilePath("directory of the stores, one for each model", may_be_empty=False)]
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1

@@ -11,8 +11,6 @@ of the machine. Where the store of its identity cannot be used, a server goes on
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -24,14 +22,15 @@ from hicache.config import DiskConfig
 from hicache.config.settings import FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
-from hicache.storage import PageCipher, PageFormat, StoreCorrupt, StoreLocked
+from hicache.storage import PageCipher, PageFormat
+from hicache.storage.base import is_lasting, opening_error
 from hicache.storage.process.service import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
+from hicache.storage.records import identity_with_key
+from hicache.storage.store_folder import is_store_name, store_name
 from hicache.stores import StoreTier, key_of, open_tier
 
-log = logging.getLogger(__name__)
-
-_FOLDER = re.compile(r"[a-z]+-[0-9.]+-[0-9a-f]{16}")
+_SERVER = re.compile(r"[a-z]+ [0-9.]+")
 _IGNORED = {"lost+found"}
 _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each of them path=unix:SOCKET"
 
@@ -39,14 +38,14 @@ _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
     """Where a server's pages lie on disk, and how. `path` holds one store for each model, dtype and layout that is
-    served with it; `budget` bounds each of them. Where `path` is the socket of a process that serves a directory, that
-    was told `budget`, `durability` and `level`."""
+    served with it; `budget` bounds all of them together. Where `path` is the socket of a process that serves a
+    directory, that was told `budget`, `durability` and `level`."""
 
     path: Annotated[
         str,
         FilePath("directory of the stores, or unix:/path/of/socket of a process that serves one", may_be_empty=False),
     ]
-    budget: Annotated[int, Size("maximum size of a store's files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    budget: Annotated[int, Size("maximum size of the stores' files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
@@ -90,14 +89,11 @@ class ServerStore:
         too small for these pages).
         """
         cipher = require_usable(config)
-        sizes = sorted(format.page_bytes for format in formats)
-        named = {**identity, "key": cipher.key_id if cipher else "", "sizes": sizes}
-        digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()
-        folder = f"{str(identity['server']).replace(' ', '-')}-{digest[:16]}"
-        if _FOLDER.fullmatch(folder) is None:
+        identity = identity_with_key(identity, cipher)
+        if _SERVER.fullmatch(str(identity["server"])) is None:
             raise ConfigError(f"server={identity['server']!r} is not a name and a release, like 'vllm 0.32'")
         disk = DiskConfig(
-            path=config.path if config.is_served else os.path.join(config.path, folder),
+            path=config.path,
             budget_bytes=config.budget,
             durability=config.durability,
             level=config.level,
@@ -111,12 +107,8 @@ class ServerStore:
             tells_removed=tells_removed,
             settings=ServiceSettings(readers=config.readers, queue_jobs=queue_jobs, full_bytes=full_bytes),
         )
-        tier = open_tier(request, tolerates=(StoreLocked, StoreCorrupt))
-        if isinstance(tier.refused, StoreLocked):
-            log.warning("%s has the pages of another process: to share them, %s", disk.path, _SERVE)
-        elif tier.refused is not None:
-            log.error("serving without the store: %s", tier.refused)
-        return cls(disk.path, tier, config.salt)
+        name = "" if config.is_served else store_name(identity, [format.page_bytes for format in formats])
+        return cls(os.path.join(config.path, name), open_tier(request), config.salt)
 
     def __init__(self, path: str, tier: StoreTier, salt: str) -> None:
         self.path, self.tier = path, tier
@@ -146,9 +138,11 @@ def _require_directory(root: Path) -> None:
     remedy = "set path to a new or empty directory"
     try:
         root.mkdir(parents=True, exist_ok=True, mode=0o700)
-        others = [name for name in os.listdir(root) if not _FOLDER.fullmatch(name) and name not in _IGNORED]
+        others = [name for name in os.listdir(root) if not is_store_name(name) and name not in _IGNORED]
     except OSError as error:
-        raise ConfigError(f"path={root} cannot be used: {error.strerror}; {remedy}") from error
+        if is_lasting(opening_error("", error)):
+            raise ConfigError(f"path={root} cannot be used: {error.strerror}; {remedy}") from error
+        return  # which the store says, and tries again
     if others:
         raise ConfigError(f"path={root} holds files of something else ({', '.join(sorted(others)[:3])}); {remedy}")
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):

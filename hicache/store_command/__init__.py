@@ -42,6 +42,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _takes_size(evicting, "--to", "maximum disk space of the store, like 2GB; 0 empties it", required=True)
     _takes_key(evicting)
 
+    pruning = _add(subparsers, commands.prune_stores, "prune", "remove whole stores of a path that nobody has open")
+    days = Whole("those that no engine has used for so many days; 0: all", minimum=0, maximum=36500)
+    pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
+
     exporting = _add(subparsers, commands.export_pages, "export", "write all pages to an archive")
     exporting.add_argument("file", metavar="FILE", help="the archive, - for the standard output")
     exporting.add_argument("--force", action="store_true", help="replace FILE if it exists")
@@ -87,7 +91,7 @@ def _add(
     help: str,
 ) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
-    parser.add_argument("path", metavar="DIR", help="the directory of the store")
+    parser.add_argument("path", metavar="DIR", help="the directory of the store, or of its path")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run_command=run_command)
     return parser

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +28,12 @@ from hicache.storage import (
     list_pages,
     open_existing,
     pages,
+    store_at,
     store_folders,
     verify,
 )
 from hicache.storage.store_files import read_record
+from hicache.storage.store_folder import last_use_s, remove_store
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
 from hicache.store_command.import_export import (
     STREAM,
@@ -42,6 +46,7 @@ from hicache.store_command.import_export import (
 from hicache.store_command.reporting import LogCapture, Steps
 from hicache.stores import cipher_of
 
+_DAY_S = 86400
 _SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity
 
 
@@ -63,11 +68,11 @@ class Task:
 
     @property
     def path(self) -> Path:
-        """Of one store."""
+        """Of one store: the only one of a folder, too."""
         folders = store_folders(self.folder)
-        if folders:
+        if len(folders) > 1:
             raise ConfigError(f"{self.folder} holds {len(folders)} stores; name one of them, like {folders[0]}")
-        return self.folder
+        return store_at(self.folder)
 
     def cipher(self) -> PageCipher | None:
         return cipher_of(DiskConfig(path=self.flags.path, key_file=self.flags.key_file))
@@ -83,13 +88,16 @@ class Outcome:
 
 
 def stat(task: Task) -> Outcome:
-    """Of a store, or a summary of the stores that servers made in a directory."""
+    """Of a store, or a summary of those in a folder."""
     folders = store_folders(task.folder)
-    return _stat_all(task.folder, folders) if folders else _stat_one(describe(task.folder))
+    if len(folders) > 1:
+        return _stat_all(task.folder, folders)
+    found = _stat_one(describe(task.folder))
+    return replace(found, stats={**found.stats, "stores": [found.stats]}) if folders else found
 
 
 def _stat_all(path: Path, folders: Sequence[Path]) -> Outcome:
-    """One row a store; status 1 when one of them cannot be read."""
+    """One row a store, and sums; status 1 when one of them cannot be read."""
     stats: list[dict[str, Any]] = []
     parts: list[str] = []
     for folder in folders:
@@ -107,10 +115,12 @@ def _stat_all(path: Path, folders: Sequence[Path]) -> Outcome:
             ("entries", _known(found.entries)),
             ("file", sized(found.file_bytes)),
             ("budget", sized(found.budget_bytes)),
+            ("last use", _last_use(found)),
         ]
         parts.append(columns([("path", folder), *named, *rows, ("written by", _writer(found))]))
     failed = any("error" in one for one in stats)
-    return Outcome({"path": str(path), "stores": stats}, "\n\n".join(parts), status=int(failed))
+    sums = {name: sum(one.get(name) or 0 for one in stats) for name in ("entries", "file_bytes")}
+    return Outcome({"path": str(path), **sums, "stores": stats}, "\n\n".join(parts), status=int(failed))
 
 
 def _stat_one(found: StoreDescription) -> Outcome:
@@ -129,6 +139,7 @@ def _stat_one(found: StoreDescription) -> Outcome:
         ("file", sized(found.file_bytes)),
         ("budget", sized(found.budget_bytes)),
         ("ratio", "-" if ratio is None else f"{ratio:.3f} bytes of pages a byte stored"),
+        ("last use", _last_use(found)),
         ("written by", _writer(found)),
     ]
     return Outcome(stats, columns(rows))
@@ -138,6 +149,26 @@ def _stats_of(found: StoreDescription) -> dict[str, Any]:
     ratio = found.raw_bytes / found.live_bytes if found.raw_bytes and found.live_bytes else None
     changed = {"path": str(found.path), "identity": dict(found.identity), "encrypted": found.encrypted, "ratio": ratio}
     return {**dataclasses.asdict(found), **changed}
+
+
+def prune_stores(task: Task) -> Outcome:
+    """Whole stores of a folder, by their last use; those that are open stay."""
+    if not task.folder.is_dir():
+        raise ConfigError(f"{task.folder} is no directory; give the one that holds the stores")
+    removed, left = list[Path](), list[Path]()
+    for folder in store_folders(task.folder):
+        is_old = time.time() - last_use_s(folder) >= task.flags.unused_days * _DAY_S
+        (removed if is_old and remove_store(folder) else left).append(folder)
+    stats = {"path": str(task.folder), "removed": [str(one) for one in removed], "left": [str(one) for one in left]}
+    rows = [("removed", len(removed)), *(("", folder) for folder in removed), ("left", len(left))]
+    return Outcome(stats, columns(rows))
+
+
+def _last_use(found: StoreDescription) -> str:
+    """In UTC, to the minute."""
+    if found.last_use_s == 0:
+        return "-"
+    return datetime.fromtimestamp(found.last_use_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _known(number: int | None) -> object:
@@ -275,7 +306,7 @@ def import_pages(task: Task) -> Outcome:
     limits = ImportLimits(flags.budget, flags.max_budget, flags.max_page)
     with source(name) as (file, file_bytes):
         archive = ArchiveReader(file, name)
-        store, created = open_target(task.path, archive, task.cipher(), limits)
+        store, created = open_target(task.folder, archive, task.cipher(), limits)
         loader = Loader(store)
         try:
             with task.progress.during("importing") as step:

@@ -19,6 +19,7 @@ from hicache.storage import LmdbPageStore, PageCipher, StoreError, open_existing
 from hicache.storage.directory import STORE_FILE, sync_directory
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_files import read_record
+from hicache.storage.store_folder import name_of
 from hicache.store_command.archive import ArchiveReader
 
 STREAM = "-"
@@ -89,7 +90,10 @@ class ImportLimits:
 def open_target(
     path: Path, archive: ArchiveReader, cipher: PageCipher | None, limits: ImportLimits
 ) -> tuple[LmdbPageStore, bool]:
-    """The store for the pages of an archive, and whether it is new. StoreMismatch if it has another identity."""
+    """The store for the pages of an archive, and whether it is new: at `path`, or that of its identity in there.
+    StoreMismatch if `path` is a store of another identity."""
+    if not (path / STORE_FILE).exists():
+        path = path / name_of(archive.record)
     if (path / STORE_FILE).exists():
         if limits.budget_bytes is not None:
             raise ConfigError(f"--budget is for a new store, and {path} holds one; leave it out")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 
 from hicache.metrics import Metrics, MetricType
-from hicache.storage.base import PageStore, StoreError
+from hicache.storage.base import PageStore
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
 from hicache.storage.process.service import ServiceSettings
@@ -62,8 +62,8 @@ class StoreTier(StoreClient):
     """Owned by the scheduler thread; no method waits for the medium longer than its argument says.
 
     `job_pages`: pages of one job that reads a prefix. `num_readers`: threads that read from the store. `patience_s`:
-    until a job is answered, or announced as stalled, at most. `tolerates`: errors of opening that are kept in
-    `refused`, after which the store is tried again with growing delays; others are raised.
+    until a job is answered, or announced as stalled, at most. A store that cannot be had now is tried again with
+    growing delays; other errors of opening are raised.
     """
 
     def __init__(
@@ -73,7 +73,6 @@ class StoreTier(StoreClient):
         *,
         job_pages: int = JOB_PAGES,
         clock: Callable[[], float] = time.monotonic,
-        tolerates: tuple[type[StoreError], ...] = (),
     ) -> None:
         settings = request.settings
         # Jobs that wait there, and those that the threads work on.
@@ -81,7 +80,7 @@ class StoreTier(StoreClient):
         self.name, self.num_readers, self.job_pages = settings.name, settings.readers, job_pages
         self.patience_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
         self._owner = OwnerProcess(f"the {self.name} tier")
-        self.refused = self.open(tolerates)
+        self.open()
 
     @property
     def is_healthy(self) -> bool:
@@ -149,11 +148,10 @@ def open_tier(
     in_process: bool = False,
     job_pages: int = JOB_PAGES,
     clock: Callable[[], float] = time.monotonic,
-    tolerates: tuple[type[StoreError], ...] = (),
 ) -> StoreTier:
     """The tier over the store of `request.url`: in a process of its own, or, for `unix:/path/of/socket`, in the
     process that an operator started there. `in_process`: in a thread of this process. Raises what opening the store
-    raises."""
+    raises, but for StoreUnavailable."""
     transport: Transport
     if request.url.startswith(SOCKET):
         transport = ServedSocket(request.url.removeprefix(SOCKET))
@@ -161,7 +159,7 @@ def open_tier(
         transport = InlineServer(OpenStores(clock=clock), clock)
     else:
         transport = OwnProcess()
-    return StoreTier(transport, request, job_pages=job_pages, clock=clock, tolerates=tolerates)
+    return StoreTier(transport, request, job_pages=job_pages, clock=clock)
 
 
 def given_tier(

@@ -21,7 +21,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 
-from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.base import PageBuffer, StoreError, StoreStats, is_lasting
 from hicache.storage.process import frames
 from hicache.storage.process.client_queue import ClientQueue
 from hicache.storage.process.connection import Connection, ConnectionEnded
@@ -111,21 +111,17 @@ class StoreClient:
         if self._connection is not None and self.state is not State.LOST:
             self._memories.send(self._connection, self._memories.count)
 
-    def open(self, tolerates: tuple[type[StoreError], ...] = ()) -> StoreError | None:
+    def open(self) -> None:
         """Start the process and wait until it has opened the store, for `open_s` at most: after that it is used once it
-        is open. Raises what opening raises there, or returns it where it is tolerated: the store is tried again then,
-        with growing delays."""
-        self._connect()
+        is open. A store that cannot be had now is one that was lost. Raises what else opening raises there: the
+        settings are wrong, and nothing is tried again."""
+        self._poll_lost()
         while self.state is State.OPENING and self._late_open_s < math.inf:
             self.wait(_OPEN_LOOK_S)
             self.poll()
-        if self.state is State.LOST:
-            error, self._error = self._error, None
-            if isinstance(error, tolerates):
-                return error
+        if is_lasting(self._error):
             self.end()
-            raise error or StoreError("the store process ended before it had opened the store; its log says why")
-        return None
+            raise self._error
 
     def stats(self) -> StoreStats:
         """What the process counted until its last answer. Does no I/O."""
@@ -320,6 +316,8 @@ class StoreClient:
             self.page_sizes, self.note = tuple(about["page_sizes"]), bytes.fromhex(about["note"])
             if self.state is State.OPENING:
                 self.state = State.OPEN
+                if self.times_lost:
+                    log.info("the %s tier has its store again", self._request.settings.name)
         elif kind is Kind.FAILED:
             self._error = body.failed()
             if self.state is State.OPENING:
@@ -345,10 +343,11 @@ class StoreClient:
         self.state, self._lost_at_s, self._lookup = State.LOST, time.monotonic(), None
         if self._is_closing:
             return
+        is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)  # which `open` raises
         self.times_lost += 1
         self._retry_at_s = time.monotonic() + self._backoff_s
-        name, level = self._request.settings.name, logging.DEBUG if why == self._why else logging.WARNING
-        log.log(level, "the %s tier is lost: %s; it is tried again in %g s", name, why, self._backoff_s)
+        name, level = self._request.settings.name, logging.DEBUG if is_known else logging.WARNING
+        log.log(level, "the %s tier is without its store: %s; it is tried again in %g s", name, why, self._backoff_s)
         self._why = why
         self._backoff_s = min(2 * self._backoff_s, self._limits.max_reopen_backoff_s)
         if announce:
@@ -371,11 +370,10 @@ class StoreClient:
         if self._connection is not None:
             self._wait_for_its_end(self._connection)
         elif time.monotonic() >= self._retry_at_s and self._transport.has_ended():
-            log.debug("the %s tier tries its store process again", self._request.settings.name)
             try:
                 self._connect()
             except StoreError as error:
-                self.state = State.OPENING
+                self.state, self._error = State.OPENING, error
                 self._lose(str(error))
 
     def _wait_for_its_end(self, connection: Connection) -> None:

@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked, StoreMismatch
+from hicache.storage.base import StoreCorrupt, StoreError, StoreLocked, StoreMismatch, StoreUnavailable
 from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
@@ -57,7 +57,7 @@ _CANCEL = struct.Struct("<qi")
 _OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or what stalls is a write; pages found or asked for
 _MEMORY = struct.Struct("<IQ")
 _ERRORS: dict[str, Callable[[str], StoreError]] = {
-    error.__name__: error for error in (StoreCorrupt, StoreLocked, StoreMismatch)
+    error.__name__: error for error in (StoreCorrupt, StoreLocked, StoreMismatch, StoreUnavailable)
 }
 
 

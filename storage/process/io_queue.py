@@ -80,11 +80,15 @@ class IoQueue(Generic[J, D]):
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self) -> Queued[J, D] | None:
-        """Wait for a job. None: the queue is stopped and empty."""
+    def take(self, wait_s: float | None = None) -> Queued[J, D] | None:
+        """Wait for a job. None: there was none for `wait_s`, or the queue `is_stopped` and empty."""
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopped)
+            self._changed.wait_for(lambda: self._waiting or self._stopped, wait_s)
             return self._pop() if self._waiting else None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._stopped
 
     def take_more(self, max_bytes: float) -> list[Queued[J, D]]:
         """The next waiting jobs, up to `max_bytes` together, without waiting."""

@@ -36,6 +36,7 @@ from hicache.storage.process.jobs import (
 log = logging.getLogger(__name__)
 
 _GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
+_IDLE_S = 10.0  # without a write, after which it is looked whether other stores need space
 _GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
 
@@ -161,7 +162,10 @@ class StoreService:
 
     def _write_loop(self, watchdog: Watchdog[_Write]) -> None:
         writes = self.writes
-        while (first := writes.take()) is not None:
+        while (first := writes.take(_IDLE_S)) is not None or not writes.is_stopped:
+            if first is None:
+                self._keep_budget(watchdog)
+                continue
             if self._settings.gives_way:
                 self._give_way()
             items = [first, *writes.take_more(_GROUP_BYTES - first.num_bytes)]
@@ -174,6 +178,14 @@ class StoreService:
             else:
                 for item in items:
                     writes.refuse(item)
+
+    def _keep_budget(self, watchdog: Watchdog[_Write]) -> None:
+        """Other stores may need what this one, which writes nothing now, has beyond its share."""
+        token = self.writes.breaker.admit(can_probe=False)
+        if token is not None and isinstance(self.store, LmdbPageStore):
+            watchdog.begin([], token)
+            self.store.keep_budget()
+            watchdog.end()
 
     def _give_way(self) -> None:
         """Wait while reads wait, for which requests do; not for long, so that writes come to an end too."""

@@ -4,7 +4,6 @@ last."""
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import threading
 import time
@@ -18,7 +17,8 @@ from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.process.frames import VERSION
 from hicache.storage.process.health import Limits
 from hicache.storage.process.service import ServiceSettings, StoreService
-from hicache.storage.store_url import scheme_of
+from hicache.storage.records import identity_with_key
+from hicache.storage.store_folder import store_name
 from hicache.storage.urls import open_store
 
 
@@ -55,8 +55,8 @@ class OpenStores:
     """Any thread. `url`: of the store that this process serves, whatever its clients name; "": that which each names.
     `given`: an object of its owner's process in the place of all; only with `owns_given` it is closed with its client.
 
-    On a served disk each identity has a store in a folder of its own, so clients of any model may connect; the budget
-    is that of each.
+    On a disk each identity has a store in a subfolder of its own, and the budget is that of all (`store_folder`). Only
+    where the process serves others too each encryption key has: an engine that lacks its key is told so.
     """
 
     def __init__(
@@ -75,27 +75,27 @@ class OpenStores:
         """The store that a client's OPEN asks for; opened where it is not. Raises StoreError."""
         request = StoreRequest.unpack(about)
         cipher = PageCipher(request.key) if request.key else None
-        sizes = sorted(format.page_bytes for format in request.formats)
-        named = json.dumps([dict(request.identity), cipher.key_id if cipher else "", sizes], sort_keys=True)
-        at = _folder_of(self._url, named) if self._url else request.url, named
+        identity = identity_with_key(request.identity, cipher if self._url else None)
+        name = store_name(identity, [format.page_bytes for format in request.formats])
+        url = self._url or request.url
         with self._lock:
-            found = self._open.setdefault(at, _Open())
+            found = self._open.setdefault((url, name), _Open())
             if found.service is not None and not found.num_clients:
                 raise StoreLocked("this process is closing the store; try again later")
             found.num_clients += 1
         try:
             with found.opening:  # which may take long, and holds up no other store
                 if found.service is None:
-                    found.service = self._opened(at[0], request, cipher)
+                    found.service = self._opened(url, name, request, cipher)
                 return found.service
         except BaseException:
             with self._lock:
                 found.num_clients -= 1
                 if not found.num_clients:
-                    del self._open[at]
+                    del self._open[url, name]
             raise
 
-    def _opened(self, url: str, request: StoreRequest, cipher: PageCipher | None) -> StoreService:
+    def _opened(self, url: str, name: str, request: StoreRequest, cipher: PageCipher | None) -> StoreService:
         if self._given is not None:
             return StoreService(self._given, request.settings, owns_store=self._owns_given, clock=self._clock)
         removed: list[bytes] = []
@@ -105,6 +105,7 @@ class OpenStores:
             formats=request.formats,
             cipher=cipher,
             on_removed=removed.extend if request.tells_removed else None,
+            name=name,
         )
         return StoreService(store, request.settings, clock=self._clock, removed=removed)
 
@@ -127,11 +128,3 @@ class _Open:
     service: StoreService | None = None
     num_clients: int = 0
     opening: threading.Lock = dataclasses.field(default_factory=threading.Lock)
-
-
-def _folder_of(url: str, named: str) -> str:
-    """The URL of the store of an identity below a served folder; other stores tell identities apart themselves."""
-    path, mark, options = url.partition("?")
-    if scheme_of(url) != "lmdb":
-        return url
-    return f"{path.rstrip('/')}/{hashlib.sha256(named.encode()).hexdigest()[:16]}{mark}{options}"

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
-from hicache.storage.base import StoreError
+from hicache.storage.base import StoreError, StoreUnavailable
 from hicache.storage.process.server import Server, user_of
 from hicache.storage.process.stores import OpenStores
 
@@ -74,7 +74,7 @@ class OwnProcess(Transport):
                 self._launch(theirs.fileno(), engine)
         except (OSError, ValueError) as error:  # a shell that cannot fork says no number
             ours.close()
-            raise StoreError(f"cannot start the store process {sys.executable}: {error}") from error
+            raise StoreUnavailable(f"cannot start the store process {sys.executable}: {error}") from error
         finally:
             os.close(engine)
         return ours
@@ -117,7 +117,9 @@ class ServedSocket(Transport):
         except OSError as error:
             connected.close()
             command = f"hicache store serve URL --socket {self._path}"
-            raise StoreError(f"nothing serves a store at {self._path} ({error.strerror}); start `{command}`") from error
+            raise StoreUnavailable(
+                f"nothing serves a store at {self._path} ({error.strerror}); start `{command}`"
+            ) from error
         if uid != os.getuid():
             connected.close()
             raise StoreError(f"the store at {self._path} is served by user {uid}; use one of your own")

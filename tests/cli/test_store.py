@@ -15,7 +15,7 @@ import pytest
 
 import storage_pages
 from cli_case import outcome, output, refused, stats
-from hicache.storage import PageCipher, PageFilter, describe
+from hicache.storage import PageCipher, PageFilter, describe, store_at
 from programs import PIPE, Program, command
 from storage_pages import (
     IDENTITY,
@@ -99,7 +99,7 @@ def forget(number: int) -> Callable[[Any, dict[str, Any]], None]:
 
 GOLDEN = {
     "stat": "path format identity formats level durability budget_bytes key_id entries live_bytes raw_bytes "
-    "file_bytes writer_pid encrypted ratio",
+    "file_bytes writer_pid last_use_s encrypted ratio",
     "ls": "path order entries",
     "verify": "path pages bytes encrypted decrypted repair rebuilt faults left",
     "compact": "path before_bytes after_bytes saved_bytes",
@@ -242,10 +242,10 @@ def test_round_trip(key: bytes | None, tmp_path: Path, capsys: pytest.CaptureFix
             imported = json.loads(importing.communicate()[0])
         assert "30 pages" in exporting.communicate()[1] and exporting.returncode == 0
     assert (imported["created"], imported["stored"], imported["refused"]) == (True, 30, 0)
-    again, changing = here(capsys, "stat", tmp_path / "b"), ("path", "file_bytes")
+    again, changing = here(capsys, "stat", store_at(tmp_path / "b")), ("path", "file_bytes", "last_use_s")
     assert {k: v for k, v in again.items() if k not in changing} == {k: v for k, v in stat.items() if k not in changing}
     assert here(capsys, "ls", tmp_path / "b")["entries"] == order
-    assert held(tmp_path / "b", range(31), "normal", **settings) == set(range(30))
+    assert held(store_at(tmp_path / "b"), range(31), "normal", **settings) == set(range(30))
     assert here(capsys, "verify", tmp_path / "b")["faults"] == []
     here(capsys, "export", tmp_path / "b", tmp_path / "archive")
     here(capsys, "evict", tmp_path / "b", "--to", "200KB")

@@ -21,6 +21,7 @@ from hicache.storage import (
     StoreMismatch,
     describe,
     pages,
+    store_at,
 )
 from hicache.storage.records import StoreRecord
 from hicache.store_command.archive import ArchiveReader, ArchiveWriter
@@ -206,6 +207,6 @@ def test_a_value_that_does_not_verify_is_refused_alone(
     stats = json.loads(capsys.readouterr().out)
     assert (stats["pages"], stats["stored"], stats["refused"]) == (NUM_PAGES, NUM_PAGES - 1, 1)
     assert stats["reasons"] == {"checksum differs": 1}
-    again = open_store(target, page_bytes=PAGE_BYTES, budget_bytes=1 << 20)
+    again = open_store(store_at(target), page_bytes=PAGE_BYTES, budget_bytes=1 << 20)
     assert list(pages(again)) == [item for item in items if item != items[2]]
     again.close()

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 import pytest
 
 from cli_case import output, refused, stats
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
-from hicache.storage import PageFormat, store_folders
+from hicache.storage import PageFormat, open_existing, store_folders
 from hicache.stores.staging import WaitingTier
 
 PAGE_BYTES = 4096
@@ -34,6 +36,8 @@ def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.Capture
     listed = stats(capsys, "store", "stat", path)["stores"]
     assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("lmcache 0.5.6", 5), ("vllm 0.32", 3)]
     assert listed == [stats(capsys, "store", "stat", folder) for folder in store_folders(path)]
+    both = stats(capsys, "store", "stat", path)
+    assert (both["entries"], both["file_bytes"]) == (8, sum(one["file_bytes"] for one in listed))
     rows = [line.split(maxsplit=1) for line in output(capsys, "store", "stat", path).splitlines() if line]
     assert [value for name, value in rows if name == "path"] == [str(folder) for folder in store_folders(path)]
     assert [value for name, value in rows if name == "server"] == ["lmcache 0.5.6", "vllm 0.32"]
@@ -59,3 +63,19 @@ def test_a_store_that_cannot_be_read_is_named_beside_the_others(path: Path, caps
     listed = stats(capsys, "store", "stat", path, status=1)["stores"]
     assert listed[0]["path"] == str(first) and listed[0]["entries"] == 5
     assert listed[1]["path"] == str(second) and str(second) in listed[1]["error"]
+
+
+def test_prune_removes_what_nobody_uses(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Stores by the days since their last use, which stat shows; one that is open stays, and so does a path of none."""
+    first, second = store_folders(path)
+    os.utime(first / "writer.lock", (86400, 86400))
+    assert "1970-01-02 00:00 UTC" in output(capsys, "store", "stat", path)
+    prune = ("store", "prune", path, "--unused-days")
+    with contextlib.closing(open_existing(first)):
+        assert stats(capsys, *prune, 30) == {"path": str(path), "removed": [], "left": [str(first), str(second)]}
+    assert stats(capsys, *prune, 30) == {"path": str(path), "removed": [str(first)], "left": [str(second)]}
+    assert stats(capsys, "store", "ls", path)["path"] == str(second), "the only one that is left"
+    assert stats(capsys, "store", "stat", path)["stores"] == [stats(capsys, "store", "stat", second)]
+    assert "removed" in output(capsys, *prune, 0) and not store_folders(path)
+    assert stats(capsys, *prune, 0)["removed"] == []
+    assert "no directory" in refused(capsys, "store", "prune", path / "nowhere", "--unused-days", 0)

@@ -12,7 +12,7 @@ import pytest
 import xxhash
 
 from cli_case import output, refused
-from hicache.storage import describe
+from hicache.storage import describe, store_at
 from storage_pages import open_store, put_numbers
 
 HUGE = "9999999999999999999999"
@@ -262,4 +262,4 @@ def test_texts_of_a_store_do_not_reach_the_terminal(tmp_path: Path, capsys: pyte
     plain, evil = (output(capsys, "store", "stat", tmp_path / f"{name}.store") for name in ("plain", "evil"))
     assert len(evil.splitlines()) == len(plain.splitlines()) + 1 and evil.isascii()
     assert all(line.isprintable() for line in evil.splitlines()) and "\\x1b[2J" in evil and "\\ud800" in evil
-    assert "\\x1b[2J" in refused(capsys, "store", "import", tmp_path / "plain.store", tmp_path / "evil")
+    assert "\\x1b[2J" in refused(capsys, "store", "import", store_at(tmp_path / "plain.store"), tmp_path / "evil")

@@ -13,7 +13,7 @@ import pytest
 from disk_case import LossyStore
 from hicache import CacheEngine, DiskConfig, build_engine
 from hicache.host import PageKind, rest_keys
-from hicache.storage import LmdbPageStore, open_existing
+from hicache.storage import LmdbPageStore, open_existing, store_at
 from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock
 from hicache.tiers import FULL, SWA
 from hicache.tree.names import PageNames
@@ -55,7 +55,7 @@ class Values:
 
     def overwrite(self, name: str, at: int, change: Callable[[bytes], bytes]) -> None:
         """The bytes on the disk from `at` of the value on."""
-        (file,) = (file for file in self.path.iterdir() if self._place(file, name) >= 0)
+        (file,) = (file for file in store_at(self.path).iterdir() if self._place(file, name) >= 0)
         content, start = file.read_bytes(), self._place(file, name) + BLOCK_BYTES + at
         end = start + len(self.bytes[name]) - at
         file.write_bytes(content[:start] + change(content[start:end]) + content[end:])

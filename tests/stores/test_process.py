@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -16,18 +17,27 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hicache.storage.process.service
 import hicache.storage.process.stores
+import hicache.storage.store_files
 import process_case
 from disk_case import PATIENCE_S, Gate, TroubledStore, pages
-from hicache.storage import LmdbPageStore, PageFormat, StoreCorrupt, StoreError, StoreLocked, open_existing, open_store
+from hicache.storage import (
+    StoreError,
+    StoreLocked,
+    StoreUnavailable,
+    open_existing,
+    open_store,
+)
 from hicache.storage.process import frames
 from hicache.storage.process.frames import Kind
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
 from hicache.storage.process.stores import OpenStores
 from hicache.stores import open_tier
-from process_case import HASTY, IDENTITY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
+from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
 from programs import Program
+from store_server import served
 from waiting import eventually
 
 pytestmark = pytest.mark.store_process
@@ -67,17 +77,16 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
 def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     """The process writes to the standard error of its engine, from the engine's level on."""
     code = (
-        "import logging, os, sys; from hicache.stores import open_tier; sys.path.insert(0, sys.argv[2])\n"
+        "import logging, os, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from hicache.storage import store_at; from hicache.stores import open_tier\n"
         "from process_case import at, request\n"
         "for level in ('WARNING', 'ERROR'):\n"
         "    logging.getLogger('hicache').setLevel(level)\n"
-        "    os.unlink(sys.argv[1] + '/index.mdb')  # so that it is built anew, which is told\n"
+        "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')  # so that it is built anew, which is told\n"
         "    open_tier(request(at(sys.argv[1]))).close()"
     )
-    store = LmdbPageStore(tmp_path / "s", identity=IDENTITY, formats=[PageFormat(PAGE_BYTES)], budget_bytes=64 << 20)
-    keys, data = pages(1, 2)
-    assert all(store.put(list(zip(keys, data, strict=True))))
-    store.close()
+    with contextlib.closing(Case(at(tmp_path / "s"))) as case:
+        assert case.stored(*pages(1, 2)) == (True, True)
     with Program(code, tmp_path / "s", SUPPORT) as engine:
         _, said = engine.communicate()
     assert engine.returncode == 0 and said.count("WARNING store process") == 1, said
@@ -94,16 +103,51 @@ def test_wrong_jobs_are_refused(case: Case) -> None:
     assert not case.tier.writes.under_way and case.stored((key,), (page,)) == (True,)
 
 
-def test_what_opening_raises_is_raised_here(tmp_path: Path) -> None:
-    """A store that cannot be opened there raises the store's own error here, of its class, and the process ends."""
-    store = LmdbPageStore(tmp_path / "s", identity=IDENTITY, formats=[PageFormat(PAGE_BYTES)], budget_bytes=64 << 20)
-    with contextlib.closing(store), pytest.raises(StoreLocked, match="in use"):
-        open_tier(request(at(tmp_path / "s")))
-    (tmp_path / "s" / "store.json").write_text("{")
-    for url, error in ((at(tmp_path / "s"), StoreCorrupt), ("nowhere://x", StoreError)):
-        with pytest.raises(error) as raised:
+@pytest.mark.parametrize("why", ["in use", "damaged", "No space left", "nothing serves"])
+def test_a_start_goes_on_without_a_store_that_cannot_be_had(
+    why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The tier starts closed, says once why, and answers with misses; when the cause is gone it has the store."""
+
+    def full(_: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    url = f"unix:{tmp_path / 'socket'}" if why == "nothing serves" else at(tmp_path / "s")
+    with contextlib.ExitStack() as cause, monkeypatch.context() as patched:
+        if why == "in use":
+            cause.enter_context(contextlib.closing(open_tier(request(url), in_process=True)))
+        elif why == "damaged":
+            open_tier(request(url), in_process=True).close()
+            [record] = (tmp_path / "s").rglob("store.json")
+            record.write_text("{")
+            cause.callback(record.unlink)
+            for file in record.parent.glob("index.*"):
+                file.unlink()
+        elif why == "No space left":
+            patched.setattr(hicache.storage.store_files, "replacing", full)
+        tier = open_tier(request(url), in_process=True)
+        assert not tier.is_open and tier.find([b"key"], 60) is None
+        eventually(lambda: (tier.poll(), tier.times_lost > 2)[1])
+        assert [why in message for message in caplog.messages if "without its store" in message] == [True]
+    with served(tmp_path / "s", tmp_path / "socket") if why == "nothing serves" else contextlib.nullcontext():
+        found = eventually(lambda: tier.find([b"key"], 60))
+        assert found.num_pages == 0 and tier.is_healthy and tier.close()
+
+
+def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """What no time mends raises the store's own error at the start, and nothing says that it is tried again."""
+    (tmp_path / "file").write_text("mine")
+    for url in (
+        "nowhere://x",
+        at(tmp_path / "file"),
+        at(tmp_path / "file" / "below"),
+        f"lmdb://{tmp_path}/s?budget=9kB",
+        f"lmdb://{tmp_path}/{'s' * 256}?budget=9MB",
+    ):
+        with pytest.raises(StoreError) as raised:
             open_tier(request(url))
-        assert "the store process ended" not in str(raised.value)
+        assert not isinstance(raised.value, StoreUnavailable) and "the store process ended" not in str(raised.value)
+    assert not caplog.messages
 
 
 def test_a_process_that_dies_is_started_again(case: Case) -> None:
@@ -192,6 +236,22 @@ def test_a_store_that_does_not_open_holds_nobody_up(
     gate.open()
     eventually(opened.is_set)
     eventually(lambda: is_free(tmp_path / "s"))
+
+
+def test_a_store_without_writes_leaves_others_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two identities on one path the first has all of the budget and writes no more; when the second has written its
+    share, both together come to need the budget alone."""
+    monkeypatch.setattr(hicache.storage.process.service, "_IDLE_S", 0.01)
+    stores, budget_bytes = OpenStores(f"lmdb://{tmp_path}?budget=1MiB"), 1 << 20
+    services = [stores.acquire(json.loads(request("", identity={"model": model}).pack())) for model in "ab"]
+    for seed, num_pages, service in zip((1, 2), (120, 60), services, strict=True):
+        items = list(zip(*pages(seed, num_pages), strict=True))
+        for start in range(0, num_pages, 20):
+            assert all(service.store.put(items[start : start + 20]))
+    eventually(lambda: sum(service.store.stats().file_bytes for service in services) <= budget_bytes)
+    assert all(service.store.stats().entries > 40 for service in services)
+    for service in services:
+        stores.release(service)
 
 
 def test_stores_of_a_process_do_not_wait_for_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ import torch
 
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
-from hicache.storage import PageFormat, open_existing
+from hicache.storage import PageFormat, open_existing, store_at
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import PageRows
 from hicache.storage.process.service import ServiceSettings
@@ -117,7 +117,7 @@ def observe(kind: str, folder: Path, num_requests: int) -> Report:
             assert child.returncode == 0
         report = Report(stored=[bytes.fromhex(key) for key in stored], **served)
         eventually(lambda: not Path(f"/proc/{pid}").exists())
-        assert (mount / "store" / INDEX_FILE).exists(), "what the engine closed was not closed"
+        assert (store_at(mount / "store") / INDEX_FILE).exists(), "what the engine closed was not closed"
         store = open_existing(mount / "store")
         store.check()
         assert all(store.contains(report.stored))

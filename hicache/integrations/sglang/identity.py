@@ -46,10 +46,6 @@ class Parallel(NamedTuple):
         }
         return {name: str(rank) for name, rank in ranks.items()}
 
-    def num_stores(self, *, shared: bool, sharded: bool) -> int:
-        """Of all ranks together: one for what is shared, one a rank for what is sharded."""
-        return (shared + sharded * self.tp_size) * self.pp_size * self.cp_size
-
 
 def parallel_of(config: Any) -> Parallel:
     """Of SGLang's `HiCacheStorageConfig`."""

@@ -16,7 +16,6 @@ import math
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from itertools import takewhile
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
@@ -156,8 +155,6 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             groups.setdefault(is_mla and not isinstance(pool, SHARDED), []).append(name)
         self.close()
         parallel = parallel_of(self._storage_config)
-        num_stores = parallel.num_stores(shared=True in groups, sharded=False in groups)
-        config = replace(self._config, budget=self._config.budget // num_stores)
         anchor = describe(self._host_pools[_KV], pages[_KV])
         pools: dict[str, Pool] = {}
         for shared, names in groups.items():
@@ -168,9 +165,9 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             identity = store_identity(self._storage_config, anchor, shared=shared)
             writes = parallel.writes_shared or not shared
             if not writes:
-                require_shared(config)
-            server = ServerStore.open(config, identity, list(formats.values()))
-            log.info("pages of %s are stored in %s, %d bytes at most", ", ".join(names), server.path, config.budget)
+                require_shared(self._config)
+            server = ServerStore.open(self._config, identity, list(formats.values()))
+            log.info("pages of %s are stored in %s", ", ".join(names), server.path)
             tier = WaitingTier(server.tier, max(formats))
             self._tiers.append(tier)
             for name in names:
