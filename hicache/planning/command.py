@@ -70,7 +70,7 @@ class Plan:
                 "token_bytes": memory.rows.full,
                 "window_token_bytes": memory.rows.window,
                 "state_bytes": memory.rows.state,
-                "max_context_len": min(memory.config.max_context_len, memory.config.device_tokens),
+                "max_context_len": memory.config.max_context_len,
             },
             "tiers": [dataclasses.asdict(tier) for tier in memory.tiers],
             "times": [dataclasses.asdict(times) for times in self.times],
