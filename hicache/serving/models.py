@@ -20,6 +20,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from hicache.errors import ConfigError
+from hicache.serving.end_tokens import end_tokens
 from hicache.serving.positions import position_limit
 from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
@@ -204,21 +205,20 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
     if not path or not Path(path).is_dir():
         raise ConfigError(f"model {path or '(empty)'}: no such directory; give one that holds a transformers model")
     try:
-        tokenizer = local_tokenizer(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model {path} cannot be loaded: {text[:300]}") from error
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     return LoadedModel(
         name=Path(path).resolve().name,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=LocalTokenizer(tokenizer),
         model_id=model_identity(model),
         max_context_len=position_limit(model.config.get_text_config()) or UNLIMITED,
-        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        eos_ids=end_tokens(Path(path), model.config, tokenizer),
         sampling=_suggested_sampling(Path(path) / "generation_config.json"),
     )
 
