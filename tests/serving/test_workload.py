@@ -106,16 +106,20 @@ def test_a_random_model_is_fixed_by_its_seed() -> None:
 
 
 def test_identity_sees_weights_and_configuration() -> None:
-    """A changed tensor, dtype or configuration value changes the identity."""
+    """Any changed byte of a parameter or buffer, another dtype or value of the configuration changes the identity."""
     base = model_identity(tiny_llama())
     assert base == model_identity(tiny_llama())
+    identities = {base, model_identity(tiny_llama().bfloat16())}
     changed = tiny_llama()
+    tensors = [*changed.parameters(), *changed.buffers()]
     with torch.no_grad():
-        changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+        for tensor in tensors:  # of each the value in the middle, by its last bit
+            tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
+            identities.add(model_identity(changed))
     configured = tiny_llama()
     configured.config.rms_norm_eps = 1e-3
-    identities = [base, model_identity(changed), model_identity(configured), model_identity(tiny_llama().bfloat16())]
-    assert len(set(identities)) == 4
+    identities.add(model_identity(configured))
+    assert len(identities) == len(tensors) + 3
 
 
 @pytest.mark.parametrize(
