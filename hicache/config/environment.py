@@ -59,7 +59,11 @@ DISK_KEY = Variable(
 API_KEY = Variable(
     ("HICACHE_API_KEY",), "key that clients of `hicache serve` must send", "every client may ask", is_secret=True
 )
-CACHE_HOME = Variable(("XDG_CACHE_HOME",), "folder of caches, in which hicache/models has unpacked models", "~/.cache")
+CACHE_HOME = Variable(
+    ("XDG_CACHE_HOME",),
+    "folder of caches; hicache/models has unpacked models, hicache/digests those of weights",
+    "~/.cache",
+)
 VARIABLES = (DEBUG, KERNELS, MAMBA_SSM_DTYPE, CUSTOM_MEM_POOL, DISK_KEY, API_KEY, CACHE_HOME)
 
 
@@ -96,7 +100,20 @@ def api_key() -> str:
 
 def models_folder() -> Path:
     """Where unpacked models are kept, below `XDG_CACHE_HOME` or the user's `~/.cache`."""
-    return Path(CACHE_HOME.read()[0] or CACHE_HOME.default).expanduser() / "hicache" / "models"
+    return _cache_folder() / "models"
+
+
+def digests_folder() -> Path:
+    """Where digests of weights are kept whose own folder cannot be written."""
+    return _cache_folder() / "digests"
+
+
+def _cache_folder() -> Path:
+    given = Path(CACHE_HOME.read()[0] or CACHE_HOME.default)
+    try:
+        return given.expanduser() / "hicache"
+    except RuntimeError as error:  # a container's user without a home
+        raise ConfigError(f"{given}: {error}; set XDG_CACHE_HOME to a folder that can be written") from error
 
 
 def dtype_named(name: str) -> torch.dtype:

@@ -20,6 +20,7 @@ from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
+from hicache.replay.flags import add_trace_flags
 from hicache.replay.simulation import ReplaySettings, replay
 from hicache.replay.trace import Trace, read_trace
 
@@ -70,7 +71,7 @@ class Plan:
                 "token_bytes": memory.rows.full,
                 "window_token_bytes": memory.rows.window,
                 "state_bytes": memory.rows.state,
-                "max_context_len": min(memory.config.max_context_len, memory.config.device_tokens),
+                "max_context_len": memory.config.max_context_len,
             },
             "tiers": [dataclasses.asdict(tier) for tier in memory.tiers],
             "times": [dataclasses.asdict(times) for times in self.times],
@@ -97,6 +98,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--dtype", type=as_flag(_ENGINE["dtype"]), default="auto", help="of keys and values (default: the model's)"
     )
     parser.add_argument("--trace", metavar="FILE", help="requests whose hit rate to expect, as `hicache replay` reads")
+    add_trace_flags(parser)
     parser.add_argument("--policy", default=EngineConfig.eviction_policy, help="eviction order of that replay")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     serving = parser.add_argument_group("serving")
@@ -120,7 +122,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the plan; returns 0."""
-    trace = None if flags.trace is None else read_trace(flags.trace)
+    trace = None if flags.trace is None else read_trace(flags.trace, flags.block_tokens, flags.time_unit)
     gpu = _gpu(flags)
     model = _model(flags)
     memory = plan_memory(model, gpu, _wanted(flags))

@@ -25,6 +25,7 @@ from hicache.build.sizing import (
     row_bytes,
 )
 from hicache.config import DiskConfig, EngineConfig
+from hicache.console import gib
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
@@ -90,8 +91,8 @@ def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:
     enough = next((n for n in more if _plan(model, gpu, dataclasses.replace(alone, num_gpus=n)) is not None), None)
     remedy = "no number of such GPUs would do" if enough is None else f"{enough} would do: --gpus {enough}"
     raise OutOfMemory(
-        f"{model.name}: {model.weight_bytes} bytes of weights, a workspace and a page do not fit in {wanted.num_gpus} "
-        f"x {gpu.memory_bytes} bytes ({gpu.name}); {remedy}"
+        f"{model.name}: {gib(model.weight_bytes)} GiB of weights, a workspace and a page do not fit in "
+        f"{wanted.num_gpus} x {gib(gpu.memory_bytes)} GiB ({gpu.name}); {remedy}"
     )
 
 
@@ -123,7 +124,8 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
     num_tokens = largest_device_tokens(sized, geometry, left - workspace)
     if not num_tokens:
         return None
-    start = dataclasses.replace(start, device_tokens=num_tokens)
+    # No request is longer than the device tier.
+    start = dataclasses.replace(start, device_tokens=num_tokens, max_context_len=min(start.max_context_len, num_tokens))
     config = resolve(start, geometry, _PLENTY)
     rows = row_bytes(geometry, config.torch_dtype)
     pool_bytes = device_bytes(config, rows)

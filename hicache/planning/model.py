@@ -105,8 +105,15 @@ def _token_flops(model: Any, counter: FlopCounterMode) -> int:
     """Operations of a token with weights, of the recorded pass: of experts those that it chose, of a layer that runs
     several times each. The head and whatever did not run are left out."""
     counted = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
-    names = [f"{type(model).__name__}.{name}" for name, _ in _multiplied(model)]
-    return sum(counted.get(name, 0) for name in names) // NUM_TOKENS
+    flops, config = 0, model.config.get_text_config()
+    for name, module in _multiplied(model):
+        ran = counted.get(f"{type(model).__name__}.{name}", 0)
+        experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
+        # A family that multiplies each token with all its experts, and those not chosen by zero (Llama 4).
+        if experts and ran == 2 * NUM_TOKENS * sum(weight.numel() for weight in experts):
+            ran = ran * getattr(config, "num_experts_per_tok", len(experts[0])) // len(experts[0])
+        flops += ran
+    return flops // NUM_TOKENS
 
 
 def _multiplied(model: Any) -> Iterator[tuple[str, nn.Module]]:

@@ -17,6 +17,7 @@ from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
+from hicache.replay.flags import add_trace_flags
 from hicache.replay.nodes import ROUTERS, NodeSettings
 from hicache.replay.report import require_report_packages, result_rows, write_report
 from hicache.replay.simulation import ReplayResult
@@ -35,9 +36,7 @@ _RATE = as_flag(Number("a rate above 0", 1e-12))
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `hicache replay`."""
     parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace of requests, may be gzipped: docs/replay.md")
-    parser.add_argument(
-        "--block-tokens", type=as_flag(_COUNT), metavar="N", help="tokens of a block (default: the trace's)"
-    )
+    add_trace_flags(parser)
     sizes = parser.add_argument_group(
         "sizes (a row for every combination; 'unlimited' is a size; default: a device of "
         f"{', '.join(map(str, _DEVICE_BLOCKS))} blocks, no host, no disk)"
@@ -108,7 +107,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.report is not None:
         require_writable("--report", flags.report)
         require_report_packages()
-    trace = read_trace(flags.trace, flags.block_tokens)
+    trace = read_trace(flags.trace, flags.block_tokens, flags.time_unit)
     nodes = NodeSettings(flags.nodes, flags.router, flags.remote_blocks)
     cases = cases_of(_settings(flags, trace.block_tokens), flags.policies, None if nodes == NodeSettings() else nodes)
     total = len(cases) * len(trace.requests)
@@ -161,7 +160,8 @@ def _print(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult])
     for case, row in zip(cases, rows, strict=True):
         lines += [[*row.values()], None] if case.row == "optimal" else [[*row.values()]]
     requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
-    title = f"{trace.name}: {requests} requests, {blocks} blocks of {trace.block_tokens} tokens"
+    span = f"{trace.requests[-1].time_s:,.0f} s"  # shows a wrong unit of time
+    title = f"{trace.name}: {requests} requests in {span}, {blocks} blocks of {trace.block_tokens} tokens"
     print_table([*rows[0]], lines, title=title)
 
 

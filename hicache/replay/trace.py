@@ -1,12 +1,15 @@
 """Traces: which requests came when, each as the blocks of its prompt.
 
-Four formats, told apart by the first line; each may be gzipped. Times are made relative to the first request.
+Five formats, told apart by the first line; each may be gzipped. Times are made relative to the first request.
 
     blocks    `timestamp` (ms), `input_length`, `output_length`, `hash_ids`, one a block (Mooncake, 512 tokens);
               with `session` they are agent sessions, 64 tokens
+    chats     the same with `chat_id` and `parent_chat_id` (Alibaba Bailian): `timestamp` in seconds, 16 tokens
     text      `timestamp` (us), `input`, `output`, `session_id`: prompts as text, sorted by time here
     recorded  a first line {"format": "hicache-trace", "version": 1, "block_tokens": N}, then `time_s`, `input_tokens`,
               `output_tokens`, `blocks` and, if known, `session`
+
+Milliseconds and microseconds are whole in these, so a fraction says that the unit is another, which must be given.
 """
 
 from __future__ import annotations
@@ -28,7 +31,8 @@ import numpy.typing as npt
 from hicache.errors import ConfigError, TraceError
 
 FORMAT, VERSION = "hicache-trace", 1
-_MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS = 512, 64
+TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # in seconds
+_MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS, _BAILIAN_BLOCK_TOKENS = 512, 64, 16
 _TEXT_CHARACTERS = 4  # a token of text without its tokenizer
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -59,33 +63,45 @@ class Trace:
         return sum(len(request.blocks) for request in self.requests)
 
 
-def read_trace(path: str | Path, block_tokens: int | None = None) -> Trace:
-    """Read a trace of any format. `block_tokens`: None for that of the format; a recorded trace has its own.
+def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str | None = None) -> Trace:
+    """Read a trace of any format. `block_tokens`, `time_unit` (one of `TIME_UNITS`): None for those of the format; a
+    recorded trace has its own.
 
     TraceError, with file and line, for whatever cannot be replayed. OSError where the file cannot be opened.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")
+    if time_unit is not None and time_unit not in TIME_UNITS:
+        raise ConfigError(f"time_unit={time_unit!r}: give one of {', '.join(TIME_UNITS)}")
     path = Path(path)
     lines = _lines(path)
     number, first = next(lines, (0, {}))
     if not number:
         raise TraceError(path, None, "the trace is empty; give one with at least one request")
-    if "format" in first:
-        block_tokens = _header(_Line(path, number, first), block_tokens)
-        parse, to_s = _recorded, 1.0
-    elif "hash_ids" in first:
-        default = _SESSION_BLOCK_TOKENS if "session" in first else _MOONCAKE_BLOCK_TOKENS
-        block_tokens = block_tokens or default
-        parse, to_s = partial(_of_blocks, block_tokens), 1e-3
-    elif isinstance(first.get("input"), str):
+    form = _format(_Line(path, number, first), block_tokens, time_unit)
+    parsed = [] if "format" in first else [(number, form.parsed(_Line(path, number, first)))]
+    parsed += [(number, form.parsed(_Line(path, number, fields))) for number, fields in lines]
+    return Trace(path.name, form.block_tokens, _in_order(path, parsed, is_text="input" in first))
+
+
+def _format(line: _Line, block_tokens: int | None, time_unit: str | None) -> _Format:
+    """What the first line tells, and what was given in its place."""
+    fields = line.fields
+    if "format" in fields:
+        return _Format(_header(line, block_tokens, time_unit), "s", _recorded)
+    if "hash_ids" in fields and "chat_id" in fields:
+        block_tokens = block_tokens or _BAILIAN_BLOCK_TOKENS
+        return _Format(block_tokens, time_unit or "s", partial(_of_chats, block_tokens, {}))
+    if "hash_ids" in fields:
+        block_tokens = block_tokens or (_SESSION_BLOCK_TOKENS if "session" in fields else _MOONCAKE_BLOCK_TOKENS)
+        return _Format(block_tokens, time_unit or "ms", partial(_of_blocks, block_tokens), is_whole=not time_unit)
+    if isinstance(fields.get("input"), str):
         block_tokens = block_tokens or _SESSION_BLOCK_TOKENS
-        parse, to_s = partial(_of_text, block_tokens, {}), 1e-6
-    else:
-        raise TraceError(path, number, "a request has hash_ids or input; docs/replay.md describes the formats")
-    parsed = [] if "format" in first else [_parsed(path, number, first, parse, to_s)]
-    parsed += [_parsed(path, number, fields, parse, to_s) for number, fields in lines]
-    return Trace(path.name, block_tokens, _in_order(path, parsed, is_text="input" in first))
+        return _Format(block_tokens, time_unit or "us", partial(_of_text, block_tokens, {}), is_whole=not time_unit)
+    raise line.error(
+        "a request has hash_ids or input, for lengths alone do not tell which prompts begin alike; docs/replay.md "
+        "describes the formats"
+    )
 
 
 @dataclass(frozen=True)
@@ -99,10 +115,14 @@ class _Line:
     def error(self, reason: str) -> TraceError:
         return TraceError(self.path, self.number, reason)
 
-    def tokens(self, name: str) -> int:
+    def whole(self, name: str, meaning: str) -> int:
         value = self._field(name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{name} is not a whole number; give the tokens")
+            raise self.error(f"{name} is not a whole number; give {meaning}")
+        return value
+
+    def tokens(self, name: str) -> int:
+        value = self.whole(name, "the tokens")
         if value < 0:
             raise self.error(f"{name} is negative; give at least 0")
         return value
@@ -111,7 +131,9 @@ class _Line:
         value = self._field(name)
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not abs(value) < math.inf or abs(value) > 1e300:
-            raise self.error(f"{name} is not a finite number; give the time of the request")
+            raise self.error(
+                f"{name} is not a finite number; give the time of the request as one, in the unit of --time-unit"
+            )
         return float(value)
 
     def text(self, name: str) -> str:
@@ -138,7 +160,24 @@ class _Line:
         return self.fields[name]
 
 
-_Parser = Callable[[_Line], TraceRequest]
+@dataclass(frozen=True)
+class _Format:
+    """How the lines of a trace are read. `parse`: to a request whose time is in `unit`. `is_whole`: times of that unit
+    have no fractions."""
+
+    block_tokens: int
+    unit: str
+    parse: Callable[[_Line], TraceRequest]
+    is_whole: bool = False
+
+    def parsed(self, line: _Line) -> TraceRequest:
+        request = self.parse(line)
+        if self.is_whole and not request.time_s.is_integer():
+            raise line.error(
+                f"timestamp has a fraction, and a trace of this format has whole {self.unit}; give the unit of its "
+                f"times with --time-unit {' or '.join(TIME_UNITS)}"
+            )
+        return replace(request, time_s=request.time_s * TIME_UNITS[self.unit])
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
@@ -161,26 +200,27 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
         reason = "this is not JSON; give one object a line, and remove a line that was cut short"
+        if number == 1 and line[:1].isalpha() and b"," in line:
+            reason = (
+                "this is a table, not JSON, and tables of lengths (Azure, BurstGPT) do not tell which prompts begin "
+                "alike; give a trace with hash_ids or input"
+            )
         raise TraceError(path, number, reason) from error
     if not isinstance(fields, dict):
         raise TraceError(path, number, "this is not a JSON object; give one object a line")
     return fields
 
 
-def _header(line: _Line, block_tokens: int | None) -> int:
+def _header(line: _Line, block_tokens: int | None, time_unit: str | None) -> int:
     """The block size of a recorded trace."""
     if line.fields["format"] != FORMAT or line.fields.get("version") != VERSION:
         raise line.error(f'this version reads format "{FORMAT}", version {VERSION}; record the trace again')
     recorded = line.tokens("block_tokens")
     if recorded < 1 or block_tokens not in (None, recorded):
         raise line.error(f"the trace was recorded in blocks of {recorded} tokens; leave block_tokens out")
+    if time_unit not in (None, "s"):
+        raise line.error("the trace was recorded in seconds; leave time_unit out")
     return recorded
-
-
-def _parsed(path: Path, number: int, fields: dict[str, Any], parse: _Parser, to_s: float) -> tuple[int, TraceRequest]:
-    """A request with the number of its line; its time in seconds."""
-    request = parse(_Line(path, number, fields))
-    return number, replace(request, time_s=request.time_s * to_s)
 
 
 def _recorded(line: _Line) -> TraceRequest:
@@ -198,9 +238,16 @@ def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
             f"{len(blocks)} hash_ids are not the blocks of {input_tokens} tokens at {block_tokens} a block; "
             f"give the block size of the trace with --block-tokens"
         )
-    session = line.fields.get("session", "")
-    time_ms, output_tokens = line.number_of("timestamp"), line.tokens("output_length")
-    return TraceRequest(time_ms, blocks, input_tokens, output_tokens, str(session))
+    session = line.fields.get("session", line.fields.get("session_id", ""))
+    time, output_tokens = line.number_of("timestamp"), line.tokens("output_length")
+    return TraceRequest(time, blocks, input_tokens, output_tokens, str(session))
+
+
+def _of_chats(block_tokens: int, roots: dict[int, int], line: _Line) -> TraceRequest:
+    """A turn of a conversation, which its first turn names; `roots` has that of each turn before."""
+    turn, before = line.whole("chat_id", "the id of the turn"), line.whole("parent_chat_id", "that of the one before")
+    roots[turn] = turn if before < 0 else roots.get(before, before)
+    return replace(_of_blocks(block_tokens, line), session=str(roots[turn]))
 
 
 def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) -> TraceRequest:

@@ -1,6 +1,6 @@
 """The models of the demo: a random one made from a seed, or one from a local directory.
 
-A `LoadedModel` has a tokenizer and an identity, a digest of the configuration and of values of every tensor. So a store
+A `LoadedModel` has a tokenizer and an identity, a digest of the configuration and of every tensor. So a store
 written by one model is refused for another, whatever their names.
 """
 
@@ -17,14 +17,15 @@ from types import MappingProxyType
 from typing import Any, Literal, Protocol
 
 import torch
+import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from hicache.errors import ConfigError
+from hicache.serving.end_tokens import end_tokens
 from hicache.serving.positions import position_limit
 from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
-_SAMPLES = 1024  # values of each tensor in the identity
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
 # Parameters of `apply_chat_template` itself; tools are not implemented.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
@@ -204,21 +205,20 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
     if not path or not Path(path).is_dir():
         raise ConfigError(f"model {path or '(empty)'}: no such directory; give one that holds a transformers model")
     try:
-        tokenizer = local_tokenizer(path)
+        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
         model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"model {path} cannot be loaded: {text[:300]}") from error
-    eos = model.generation_config.eos_token_id if model.generation_config is not None else None
     return LoadedModel(
         name=Path(path).resolve().name,
         model=model,
-        tokenizer=tokenizer,
+        tokenizer=LocalTokenizer(tokenizer),
         model_id=model_identity(model),
         max_context_len=position_limit(model.config.get_text_config()) or UNLIMITED,
-        eos_ids=frozenset([] if eos is None else [eos] if isinstance(eos, int) else eos),
+        eos_ids=end_tokens(Path(path), model.config, tokenizer),
         sampling=_suggested_sampling(Path(path) / "generation_config.json"),
     )
 
@@ -235,13 +235,11 @@ def _suggested_sampling(file: Path) -> SamplingParams:
 
 
 def model_identity(model: Any) -> str:
-    """SHA-256, as 32 hex digits, over the configuration and evenly spaced values of every tensor."""
+    """SHA-256, as 32 hex digits, over the configuration and all bytes of every parameter and buffer, also of those that
+    no checkpoint has."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_WEIGHTS}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for name, tensor in sorted(model.state_dict().items()):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
-        flat = tensor.detach().flatten()
-        index = torch.linspace(0, max(0, len(flat) - 1), min(len(flat), _SAMPLES), dtype=torch.float64).long()
-        values = flat[index.to(flat.device)].cpu().contiguous()
-        digest.update(values.view(torch.uint8).numpy().tobytes())
+    for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):
+        values = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)} {xxhash.xxh3_128_hexdigest(values)}\n".encode())
     return digest.hexdigest()[:32]

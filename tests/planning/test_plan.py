@@ -145,6 +145,21 @@ def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> N
     assert counted(counter) == n * (work.token_flops + work.head_flops) + n * n * pairs
 
 
+@pytest.mark.parametrize(("row", "of_model"), [("llama4_text", {"interleave_moe_layer_step": 2}), ("granitemoe", {})])
+def test_of_experts_those_that_a_token_chooses_count(row: str, of_model: dict[str, Any], tmp_path: Path) -> None:
+    """Twice as many experts add to a token their rows of the router alone, where a family multiplies with all experts
+    too; one more that it chooses adds an expert's weights."""
+    few, many, more = (
+        described(row, tmp_path / name, num_local_experts=experts, num_experts_per_tok=chosen, **of_model)
+        for name, experts, chosen in (("few", 4, 1), ("many", 8, 1), ("more", 8, 2))
+    )
+    layers = 2 if row == "llama4_text" else few.geometry.layer_num
+    expert, routed = 3 * 32 * 48, 4 * 32
+    assert many.num_weights - few.num_weights == layers * (4 * expert + routed)
+    assert many.num_active - few.num_active == layers * routed
+    assert more.num_active - many.num_active == layers * expert
+
+
 def counted(counter: FlopCounterMode) -> int:
     """Operations without those of rotary frequencies, which the formula leaves out."""
     counts = counter.get_flop_counts().items()
@@ -202,6 +217,14 @@ def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
         plan_memory(model, GPUS["l40s"], Wanted(num_gpus=2))
     with pytest.raises(OutOfMemory, match="no number"):
         plan_memory(model, gpu_of("100MiB"), Wanted())
+
+
+def test_no_sequence_is_longer_than_the_device_tier() -> None:
+    """The longest context that a server starts with is the model's, where the device tier holds that many tokens."""
+    model = PRESETS["llama-3.1-8b"]
+    small, large = (plan_memory(model, gpu_of(size), Wanted()) for size in ("24GB", "80GiB"))
+    assert small.start.max_context_len == small.config.max_context_len == small.tiers[0].num_tokens
+    assert small.tiers[0].num_tokens < large.start.max_context_len == model.max_context_len
 
 
 def test_tiers_too_small_for_a_page_are_refused(tmp_path: Path) -> None:

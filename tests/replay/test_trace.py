@@ -38,12 +38,12 @@ def written(tmp_path: Path, *lines: Any, compressed: bool = False) -> Path:
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_block_trace_is_read_as_it_was_written(tmp_path: Path, compressed: bool) -> None:
     """Requests come in the order of the file, blank lines aside, with seconds since the first."""
-    lines = [blocks_line(), "", blocks_line(timestamp=3500.5, hash_ids=[], input_length=0)]
+    lines = [blocks_line(), "", blocks_line(timestamp=3500, hash_ids=[], input_length=0)]
     trace = read_trace(written(tmp_path, *lines, compressed=compressed))
     first, second = trace.requests
     assert (trace.name, trace.block_tokens, trace.num_blocks) == ("trace.jsonl", 512, 2)
     assert (first.time_s, first.blocks.tolist(), first.input_tokens, first.output_tokens) == (0.0, [3, 9], 700, 5)
-    assert (second.time_s, second.blocks.tolist(), second.blocks.dtype) == (2.5005, [], np.int64)
+    assert (second.time_s, second.blocks.tolist(), second.blocks.dtype) == (2.5, [], np.int64)
 
 
 def test_sessions_have_blocks_of_their_own_size(tmp_path: Path) -> None:
@@ -51,6 +51,34 @@ def test_sessions_have_blocks_of_their_own_size(tmp_path: Path) -> None:
     trace = read_trace(written(tmp_path, blocks_line(session=7, input_length=130)))
     assert trace.block_tokens == 64 and trace.requests[0].session == "7"
     assert read_trace(written(tmp_path, blocks_line(input_length=31)), block_tokens=16).block_tokens == 16
+
+
+def test_conversations_of_bailian_are_in_seconds_and_blocks_of_16(tmp_path: Path) -> None:
+    """A line with a `chat_id` is a turn: its session is the first turn of its conversation, whose line may be
+    missing."""
+    turns = [(7, -1, 61.114), (8, 7, 61.5), (9, 3, 3600.0), (10, 8, 3661.5), (11, 3, 3662.0)]
+    lines = [
+        blocks_line(chat_id=turn, parent_chat_id=before, timestamp=at, input_length=25, type="text", turn=1)
+        for turn, before, at in turns
+    ]
+    trace = read_trace(written(tmp_path, *lines))
+    assert trace.block_tokens == 16 and [request.session for request in trace.requests] == ["7", "7", "3", "7", "3"]
+    assert [request.time_s for request in trace.requests] == [at - 61.114 for _, _, at in turns]
+
+
+@pytest.mark.parametrize("line", [blocks_line, text_line])
+def test_a_fraction_asks_for_the_unit_of_times(tmp_path: Path, line: Any) -> None:
+    """Formats in whole units refuse a time with a fraction, on any line, until the unit is given; that given counts."""
+    path = written(tmp_path, line(timestamp=2), line(timestamp=3.5))
+    with pytest.raises(TraceError, match="--time-unit") as caught:
+        read_trace(path)
+    assert caught.value.line == 2
+    for unit, seconds in (("s", 1.5), ("ms", 0.0015), ("us", 1.5e-6), ("ns", 1.5e-9)):
+        assert read_trace(path, time_unit=unit).requests[1].time_s == pytest.approx(seconds)
+    with pytest.raises(ConfigError, match="time_unit='min'"):
+        read_trace(path, time_unit="min")
+    with pytest.raises(TraceError, match="recorded in seconds"):
+        read_trace(written(tmp_path, HEADER, recorded_line()), time_unit="ms")
 
 
 def test_a_recorded_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
@@ -86,6 +114,9 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
         ([blocks_line(), '{"timestamp": 1'], 2, "JSON"),
         (["[1]"], 1, "object"),
         ([{"prompt": "x"}], 1, "hash_ids or input"),
+        ([{"TIMESTAMP": "2023-11-16 18:15:46.68", "ContextTokens": 374, "GeneratedTokens": 44}], 1, "lengths"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44"], 1, "tables of lengths"),
+        (["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"], 1, "tables of lengths"),
         ([{**HEADER, "version": 99}, recorded_line()], 1, "version"),
         ([{**HEADER, "block_tokens": 0}, recorded_line()], 1, "blocks of 0"),
         ([HEADER, recorded_line(blocks=[1.5])], 2, "block ids"),
@@ -97,7 +128,9 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
         ([blocks_line(input_length=10_000)], 1, "--block-tokens"),
         ([blocks_line(timestamp=float("nan"))], 1, "finite"),
         ([blocks_line(timestamp=10**400)], 1, "finite"),
-        ([blocks_line(timestamp="now")], 1, "finite"),
+        ([blocks_line(timestamp="2023-11-16T18:15:46Z")], 1, "--time-unit"),
+        ([blocks_line(chat_id=1, input_length=25)], 1, "parent_chat_id is missing"),
+        ([blocks_line(chat_id="1", parent_chat_id=-1, input_length=25)], 1, "chat_id is not a whole number"),
         ([blocks_line(hash_ids=[-1, 2])], 1, "block ids"),
         ([blocks_line(hash_ids=[[1], [2]])], 1, "block ids"),
         ([blocks_line(hash_ids=[[1], 2])], 1, "block ids"),

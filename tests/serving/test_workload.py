@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import transformers as hf
 
 from hicache.errors import ConfigError
 from hicache.serving import SamplingParams
+from hicache.serving.end_tokens import end_tokens
 from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
 from hicache.serving.workload import (
     DocumentShape,
@@ -23,6 +25,7 @@ from hicache.serving.workload import (
 from serving_case import tiny_llama
 
 BYTES = ByteTokenizer()
+ANSWER = "{{ messages[1]['content'] }}"
 
 
 def _session(path: Path, *lines: str) -> str:
@@ -103,16 +106,50 @@ def test_a_random_model_is_fixed_by_its_seed() -> None:
 
 
 def test_identity_sees_weights_and_configuration() -> None:
-    """A changed tensor, dtype or configuration value changes the identity."""
+    """Any changed byte of a parameter or buffer, another dtype or value of the configuration changes the identity."""
     base = model_identity(tiny_llama())
     assert base == model_identity(tiny_llama())
+    identities = {base, model_identity(tiny_llama().bfloat16())}
     changed = tiny_llama()
+    tensors = [*changed.parameters(), *changed.buffers()]
     with torch.no_grad():
-        changed.model.layers[1].mlp.up_proj.weight.mul_(1.001)
+        for tensor in tensors:  # of each the value in the middle, by its last bit
+            tensor.view(-1).view(torch.int32)[tensor.numel() // 2] ^= 1
+            identities.add(model_identity(changed))
     configured = tiny_llama()
     configured.config.rms_norm_eps = 1e-3
-    identities = [base, model_identity(changed), model_identity(configured), model_identity(tiny_llama().bfloat16())]
-    assert len(set(identities)) == 4
+    identities.add(model_identity(configured))
+    assert len(identities) == len(tensors) + 3
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "tokenizer", "ends"),
+    [
+        ({}, {}, {}, set()),
+        ({}, {"eos_token_id": None}, {"eos_token": "<end>"}, {8}),
+        ({"temperature": 0.5}, {"eos_token_id": 3}, {"eos_token": "<end>"}, {3, 8}),
+        ({"eos_token_id": [4, 5]}, {"text_config": {"eos_token_id": [6]}, "vision_config": {"eos_token_id": 7}}, {},
+         {4, 5, 6}),
+        ({"eos_token_id": 4}, {"eos_token_id": -1}, {"extra_special_tokens": {"eot_token": "<turn>"}}, {4, 9}),
+        ({"eos_token_id": 10**6}, {}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " <turn>\n"}, {9}),
+        ({}, {"eos_token_id": 3}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " b <turn>"}, {3}),
+        ({}, {"eos_token_id": 3}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " unknown"}, {3}),
+        ({}, {"eos_token_id": 3}, {"chat_template": "{{ raise_exception('no') }}"}, {3}),
+    ],
+)  # fmt: skip
+def test_an_answer_ends_with_each_token_that_a_file_names(
+    generation: dict[str, Any], config: dict[str, Any], tokenizer: dict[str, Any], ends: set[int], tmp_path: Path
+) -> None:
+    """The end tokens are those of both configurations, parts for text included, of the tokenizer and its template. A
+    file without one takes none away, and what the model does not have is none."""
+    names = {**{chr(97 + i): i for i in range(8)}, "<end>": 8, "<turn>": 9}
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel(names, "a"))
+    words.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    hf.PreTrainedTokenizerFast(tokenizer_object=words, unk_token="a", **tokenizer).save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    read = hf.AutoTokenizer.from_pretrained(tmp_path)
+    assert end_tokens(tmp_path, hf.LlamaConfig(vocab_size=len(names)), read) == ends
 
 
 def test_a_checkpoint_suggests_its_sampling(tmp_path: Path) -> None:
@@ -129,6 +166,9 @@ def test_a_checkpoint_suggests_its_sampling(tmp_path: Path) -> None:
         file.write_text(json.dumps(says))
         loaded = load_local(str(tmp_path), torch.float32, torch.device("cpu"))
         assert loaded.sampling == SamplingParams(*expected) and loaded.eos_ids == {3} & {*says.values()}
+    file.write_text(json.dumps({"eos_token_id": "3"}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id='3'"):
+        load_local(str(tmp_path), torch.float32, torch.device("cpu"))
     file.write_text(json.dumps({"top_p": 1.5}))
     with pytest.raises(ConfigError, match=r"generation_config\.json: top_p=1\.5"):
         load_local(str(tmp_path), torch.float32, torch.device("cpu"))

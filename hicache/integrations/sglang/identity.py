@@ -8,11 +8,13 @@ from typing import Any, NamedTuple
 
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import HostPages
+from hicache.integrations.sglang.model import model_identity
 from hicache.integrations.sglang.releases import (
     HEADS,
     RELEASE,
     MLATokenToKVPoolHost,
     data_parallel_rank,
+    get_server_args,
     is_storage_writer,
     storage_format,
     stored_dtype,
@@ -56,11 +58,12 @@ def parallel_of(config: Any) -> Parallel:
 
 def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
     """Of a store. `anchor`: the description of the pool that holds the model's attention state. `ConfigError` without
-    a model."""
+    a model, or where its weights cannot be read."""
     if not config.model_name:
         raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
     parallel = parallel_of(config).named(shared=shared)
-    return {"server": f"sglang {RELEASE}", "model": config.model_name, "parallel": parallel, **anchor}
+    server = {"server": f"sglang {RELEASE}", "model": str(config.model_name), "parallel": parallel}
+    return {**server, **model_identity(get_server_args()), **anchor}
 
 
 def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:

@@ -12,6 +12,7 @@ import torch
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.linker_pools import RELEASE, CacheInitParams, LinkedPool
 from hicache.integrations.sglang.linker_settings import LinkerConfig
+from hicache.integrations.sglang.model import model_identity
 from hicache.storage import PageFormat
 from hicache.stores import page_filter
 
@@ -70,9 +71,7 @@ def open_store(
         "interface": "linker",
         "format": PAGE_FORMAT_VERSION,
         "model": str(server_args.model_path),
-        "revision": str(server_args.revision),
-        "weights": str(server_args.weight_version),
-        "quantization": str(server_args.quantization),
+        **model_identity(server_args),
         "dtype": dtype,
         "layout": ",".join(f"{pool.name}={pool.page_tokens}x{pool.layout.digest().hex()}" for pool in pools),
         "parallel": parallel,

@@ -86,6 +86,7 @@ __all__ = [
     "MLATokenToKVPoolHost",
     "StorageMetrics",
     "data_parallel_rank",
+    "get_server_args",
     "hit_result",
     "is_storage_writer",
     "pools_of",

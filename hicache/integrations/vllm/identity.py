@@ -4,21 +4,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
-from collections.abc import Iterator
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from hicache.integrations.vllm.row_packing import RowPacking
+from hicache.integrations.weights import weights_digest
 from hicache.storage import PageFilter, PageFormat
 
-_WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf")
-_SAMPLES, _SAMPLE_BYTES = 16, 1 << 16  # of each file of weights
 _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float": 4}
 
 
@@ -27,8 +23,8 @@ def identity_of(
 ) -> dict[str, str | int]:
     """`row_bytes`: of one chunk in vLLM's CPU tier, where the parts of all workers lie side by side.
 
-    vLLM gives the model by name alone. Where the name is a folder, samples of its weights count as well. What vLLM does
-    not tell (revision, adapters, a draft model, overrides of the model's configuration) is for the salt.
+    vLLM gives the model by name alone. Where its files are on this machine, all their bytes count as well. What vLLM
+    does not tell (revision, adapters, a draft model, overrides of the model's configuration) is for the salt.
 
     How many workers there are is left out where they write the same canonical row, each its heads. vLLM refuses to
     start a worker that cannot do so.
@@ -45,12 +41,13 @@ def identity_of(
         "replicated": config.replicated_layout,
         "canonical": config.canonical_layout,
     }
+    layout_digest = hashlib.sha256(json.dumps(layout, sort_keys=True).encode()).hexdigest()
     fields: dict[str, str | int] = {
         "server": f"vllm {release}",
         "model": config.model.name,
-        "weights": _weights(Path(config.model.name)),
+        "weights": weights_digest(config.model.name),
         "dtype": config.model.dtype,
-        "layout": f"{config.kv_cache_layout} {_digest(json.dumps(layout, sort_keys=True).encode())}",
+        "layout": f"{config.kv_cache_layout} {layout_digest[:32]}",
         "page_tokens": _chunk_tokens(config),
         "page_bytes": row_bytes,
         "parallel": "any" if is_portable else geometry,
@@ -80,29 +77,3 @@ def _platform() -> str:
         return str(current_platform.get_device_name())
     instructions = f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"
     return f"cpu {platform.machine()} {instructions}"
-
-
-def _weights(folder: Path) -> str:
-    """A digest over configuration and weights of a model in a folder; "" for a name of a hub."""
-    if not folder.is_dir():
-        return ""
-    files = sorted(file for file in folder.iterdir() if file.name == "config.json" or file.suffix in _WEIGHTS)
-    return _digest(*(part for file in files for part in _samples(file)))
-
-
-def _samples(file: Path) -> Iterator[bytes]:
-    """Name, size and evenly spaced parts of a file, the first and the last among them."""
-    num_bytes = file.stat().st_size
-    yield f"{file.name} {num_bytes}".encode()
-    last = max(0, num_bytes - _SAMPLE_BYTES)
-    with file.open("rb") as opened:
-        for offset in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-            opened.seek(offset, os.SEEK_SET)
-            yield opened.read(_SAMPLE_BYTES)
-
-
-def _digest(*parts: bytes) -> str:
-    digest = hashlib.sha256()
-    for part in parts:
-        digest.update(len(part).to_bytes(8, "little") + part)
-    return digest.hexdigest()[:32]

@@ -184,3 +184,19 @@ def test_the_size_is_left_out_of_an_identity_where_both_hold(is_canonical: bool,
         return identity_of(replace(CONFIG, parallel=parallel, **of_rows), "0.33", ROW_BYTES)
 
     assert (identity(1) == identity(2)) is (is_canonical and is_certified)
+
+
+@pytest.mark.smoke
+def test_an_identity_has_every_byte_of_the_weights(tmp_path: Path) -> None:
+    """Of a model in a folder: where one byte changes, the pages are those of another model."""
+
+    def identity() -> dict[str, str | int]:
+        model = replace(CONFIG.model, name=str(tmp_path))
+        return identity_of(replace(CONFIG, model=model), "0.33", ROW_BYTES)
+
+    weights = bytearray(1 << 21)
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    before = identity()
+    weights[100_000] ^= 1
+    (tmp_path / "model.safetensors").write_bytes(weights)
+    assert before == {**identity(), "weights": before["weights"]} != identity()

@@ -1,0 +1,18 @@
+"""What tells a model that SGLang serves from others of its name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hicache.integrations.weights import weights_digest
+
+
+def model_identity(server_args: Any) -> dict[str, str | int]:
+    """`server_args`: SGLang's `ServerArgs`. ConfigError where the weights cannot be read."""
+    path, revision = str(server_args.model_path), server_args.revision
+    return {
+        "revision": str(revision),
+        "weights": weights_digest(path, revision, server_args.download_dir),
+        "weight_version": str(server_args.weight_version),
+        "quantization": str(server_args.quantization),
+    }

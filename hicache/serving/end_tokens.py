@@ -1,0 +1,76 @@
+"""The tokens that end an answer: all that a checkpoint names, in whichever of its files.
+
+Fine-tunes change one of them and leave the others: a tokenizer whose turns end with <|im_end|> stands beside
+configurations that know <|endoftext|> alone. SGLang takes the union as well. Files are read as they are, for the
+objects of transformers have end tokens of their own where a file names none.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from hicache.errors import ConfigError
+
+log = logging.getLogger(__name__)
+
+_TEXT_PARTS = ("text_config", "llm_config", "language_config", "thinker_config", "decoder")
+_ANSWER = "an answer to find again"
+
+
+def end_tokens(folder: Path, model_config: Any, tokenizer: Any) -> frozenset[int]:
+    """Of generation_config.json, of config.json (`model_config` where there is none) and its parts for text, of the
+    tokenizer, and of its chat template; those that the model has. Raises ConfigError for what is no token id."""
+    generation, config = folder / "generation_config.json", folder / "config.json"
+    found = [*_of_tokenizer(tokenizer), *_named(generation, _read(generation))]
+    found += _named(config, _read(config) if config.is_file() else model_config.to_dict())
+    num_tokens = int(model_config.get_text_config().vocab_size)
+    return frozenset(token for token in found if 0 <= token < num_tokens)
+
+
+def _read(file: Path) -> Any:
+    try:
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    except ValueError as error:
+        raise ConfigError(f"{file}: {error}; correct it, or remove it") from error
+
+
+def _named(file: Path, values: Any) -> Iterable[int]:
+    """By `eos_token_id`, a number, a list of them or null, of a file and of the parts that describe a text model."""
+    if not isinstance(values, Mapping):
+        return
+    given = values.get("eos_token_id")
+    for token in given if isinstance(given, list) else [] if given is None else [given]:
+        if isinstance(token, bool) or not isinstance(token, int):
+            raise ConfigError(f"{file}: eos_token_id={given!r}: give a token id, a list of them, or null")
+        yield token
+    for part in _TEXT_PARTS:
+        yield from _named(file, values.get(part))
+
+
+def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
+    """Its end of a text, its end of a turn, and the added token with which its chat template ends an answer."""
+    added = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id, tokenizer.bos_token_id}
+    texts = [tokenizer.special_tokens_map.get("eot_token", ""), _behind_an_answer(tokenizer)]
+    firsts = [tokenizer.encode(text, add_special_tokens=False)[:1] for text in texts if text]
+    if tokenizer.eos_token_id is not None:
+        yield tokenizer.eos_token_id
+    yield from (token for first in firsts for token in first if token in added)
+
+
+def _behind_an_answer(tokenizer: Any) -> str:
+    """What the chat template writes there; nothing where there is no template, or it takes no such chat."""
+    if not tokenizer.chat_template:
+        return ""
+    chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]
+    try:
+        text = tokenizer.apply_chat_template(chat, tokenize=False)
+    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        log.info("the chat template does not show how an answer ends: %s", error)
+        return ""
+    return str(text).rpartition(_ANSWER)[2].strip() if _ANSWER in text else ""
