@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import socket
@@ -14,9 +13,6 @@ import transformers as hf
 
 from family_case import save_model
 from hicache.cli import main
-from hicache.serving.server import flags as serve
-from hicache.serving.server.command import prepared
-from hicache.storage import PageFormat, describe, open_store
 from server_case import SECRET, TINY, Server, serving
 from waiting import BOUND_S, eventually
 
@@ -104,21 +100,6 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.APIError):
             list(endless)
         assert server.process.wait(BOUND_S) == 0, server.log
-
-
-def test_a_disk_of_another_model_is_left_alone(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """A server whose path has the pages of another model, or of weights that were changed, starts without a disk and
-    says so; the pages stay for whom they belong to."""
-    other = open_store(f"lmdb://{tmp_path}/disk?budget=8MiB", identity={"model": "other"}, formats=[PageFormat(4096)])
-    other.close()
-    parser = argparse.ArgumentParser()
-    serve.add_flags(parser)
-    sizes = ("--device-tokens", "2048", "--host-bytes", "8MiB", "--max-context-len", "1024")
-    flags = parser.parse_args(["random", "--port", "0", "--disk-path", str(tmp_path / "disk"), *sizes])
-    with prepared(flags, print) as context, context.engine:
-        assert not context.engine.inspect.context.stores
-    assert "without the disk" in caplog.text and "model: stored 'other'" in caplog.text
-    assert describe(tmp_path / "disk").identity == {"model": "other"}
 
 
 BAD = {

@@ -48,7 +48,6 @@ from hicache.serving.server.sizes import engine_config, first_config, max_len, m
 from hicache.serving.server.workers import PromptWorkers, TokenizerProcess
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
-from hicache.storage.base import StoreMismatch
 
 _BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16  # of JSON: no text or list of ids has more a token, escapes included
 _CLOSE_S = 5  # for connections that do not read the end of their answer
@@ -93,18 +92,9 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
             loaded = _loaded(flags, choice, basis)
             geometry = check_supported(loaded.model, flags.attention)
             config = engine_config(flags, loaded, geometry, basis)
-            engine, length = _engine(config, geometry), max_len(config, loaded)
+            engine, length = build_engine(config, geometry), max_len(config, loaded)
             with _recording(flags.record, engine) as recorder:
                 yield ServerContext(loaded, geometry, engine, length, names, key, recorder, tokenizers, listener)
-
-
-def _engine(config: EngineConfig, geometry: ModelGeometry) -> CacheEngine:
-    """Without a disk where that holds the pages of another model, dtype, layout or key: they stay as they are."""
-    try:
-        return build_engine(config, geometry)
-    except StoreMismatch as error:
-        log.error("serving without the disk: %s", error)
-        return build_engine(dataclasses.replace(config, disk=None), geometry)
 
 
 @contextlib.contextmanager
