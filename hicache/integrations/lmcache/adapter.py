@@ -170,7 +170,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
         stores = self._stores.opened
         return AdapterUsage(
             total_bytes_used=sum(store.tier.stats().file_bytes for store in stores),
-            total_capacity_bytes=self._budget_bytes * max(1, len(stores)),
+            total_capacity_bytes=self._budget_bytes,
             bytes_by_cache_salt=super().get_usage().bytes_by_cache_salt,
         )
 
