@@ -11,6 +11,9 @@ BENCH ?= small
 WORKERS ?= 2
 TYPECHECK := build/typecheck
 
+# Images often switch byte code off; then every worker, fork server and program compiles what it imports.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: demo serve test test-busy test-long test-servers test-all check bench docs clean
 
 demo: $(STAMP)
@@ -20,14 +23,14 @@ serve: $(STAMP)
 	$(VENV)/bin/hicache serve $(ARGS)
 
 test: $(STAMP)
-	$(PY) -m pytest -m "not long and not remote" -n $(WORKERS) --dist worksteal $(ARGS)
+	$(PY) -m pytest -m "not long and not remote" --workers $(WORKERS) $(ARGS)
 
 # The same files over and over beside processes that burn every core: make test-busy FILES="tests/stores".
 test-busy: $(STAMP)
 	ARGS="$(ARGS)" .ci/busy $(PY) $(FILES)
 
 test-long: $(STAMP)
-	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" -n $(WORKERS) --dist worksteal $(ARGS)
+	HICACHE_TEST_PROFILE=thorough $(PY) -m pytest -m "long and not remote" --workers $(WORKERS) $(ARGS)
 
 # Stores on other machines against their servers on this one, and the plug-ins against the code of theirs: SERVERS="remote vllm"
 # chooses, MARKS=smoke runs the telling tests alone.

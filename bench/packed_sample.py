@@ -22,6 +22,7 @@ from hicache.bench.common import BenchUnavailable, Report
 from hicache.bench.machine import ROOT
 from hicache.device import KVCache
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat
+from hicache.serving.cache import cache_argument
 from hicache.serving.packaged_model import ABOUT, choose_model
 
 TILE_TOKENS, TILE_CHANNELS = 64, 128
@@ -149,13 +150,14 @@ def make_sample(file: Path, report: Report, num_tokens: int = SAMPLE_TOKENS) -> 
 
 
 def _computed(path: str, text: str, num_tokens: int) -> npt.NDArray[np.uint16]:
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # here, for it takes seconds
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # here, for it takes seconds
 
     ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :num_tokens]
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    cache = DynamicCache()
     with torch.inference_mode():
-        layers = model(ids, use_cache=True, logits_to_keep=1).past_key_values.layers
-    kv = torch.stack([torch.stack([x[0].transpose(0, 1) for x in (layer.keys, layer.values)]) for layer in layers])
+        model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))
+    kv = torch.stack([torch.stack([x[0].transpose(0, 1) for x in (each.keys, each.values)]) for each in cache.layers])
     return kv.contiguous().view(torch.int16).numpy().view(np.uint16)
 
 

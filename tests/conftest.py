@@ -1,4 +1,4 @@
-"""Shared by all tests: kernels run through Triton's interpreter where there is no GPU, and GPU tests skip there."""
+"""Shared by all tests: where there is no GPU, kernels run through Triton's interpreter, and GPU tests are left out."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # for the programs that tests sta
 SUPPORT = Path(__file__).parent / "support"
 os.environ["PYTHONPATH"] = os.pathsep.join([str(SUPPORT), *filter(None, [os.environ.get("PYTHONPATH")])])
 
+HAS_CUDA = torch.cuda.is_available()
 _MAX_KEPT_BYTES = 1 << 30  # of device memory, by a worker between two tests
 
 # The default run is the same each time, and so is its verdict; `make test-all` draws anew, ten times as many.
@@ -39,6 +40,9 @@ settings.register_profile("quick", max_examples=15, derandomize=True, **_all)
 settings.register_profile("unshrunk", settings.get_profile("quick"), phases=set(Phase) - {Phase.shrink, Phase.explain})
 settings.register_profile("thorough", max_examples=150, derandomize=False, print_blob=True, **_all)
 settings.load_profile(os.environ.get("HICACHE_TEST_PROFILE", "quick"))
+
+
+pytest_plugins = ["forked_workers"]
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -51,10 +55,10 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if not torch.cuda.is_available():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+    if not HAS_CUDA:
+        here = [item for item in items if not item.get_closest_marker("gpu")]
+        config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("gpu")])
+        items[:] = here
 
 
 def pytest_collection_finish() -> None:
@@ -82,12 +86,12 @@ def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
 def device_memory_of_others() -> Iterator[None]:
     """Give back what a large test had on the device: workers share it, and torch keeps what it was given."""
     yield
-    if torch.cuda.is_available() and torch.cuda.memory_reserved() > _MAX_KEPT_BYTES:
+    if HAS_CUDA and torch.cuda.memory_reserved() > _MAX_KEPT_BYTES:
         gc.collect()
         torch.cuda.empty_cache()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"])
 def device(request: pytest.FixtureRequest) -> str:
     """Each device that tensors may be on."""
     return str(request.param)

@@ -10,6 +10,7 @@ layer as it arrives.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -27,7 +28,22 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import InvariantError
 from hicache.layout import ModelGeometry, StateGeometry
 
+# The argument of a forward that takes the cache, by releases of transformers: from 5.24 on, and before.
+_KEYWORDS = ("cache", "past_key_values")
 LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # the latter with use_mla
+
+
+def cache_keyword(model: Any) -> str | None:
+    """The name under which the forward of a transformers model takes its cache; None where it takes none."""
+    takes = inspect.signature(model.forward).parameters
+    return next((name for name in _KEYWORDS if name in takes), None)
+
+
+def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
+    """`cache` as the forward of `model`, which takes one, wants it."""
+    name = cache_keyword(model)
+    assert name is not None, "models that take no cache are refused"
+    return {name: cache}
 
 
 @dataclass(frozen=True)
@@ -248,7 +264,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class PoolCache(StateCache):
-    """`model(..., past_key_values=PoolCache(...))` over the slots of `batch`, for one forward pass.
+    """`model(..., **{cache_keyword(model): PoolCache(...)})` over the slots of `batch`, for one forward pass.
 
     On the CPU and in debug mode, raises InvariantError if the pass reads a window slot that was freed.
     """

@@ -114,8 +114,8 @@ class PaddedPasses:
             input_ids=input_ids,
             position_ids=positions,
             attention_mask=_mask_argument(masks),
-            past_key_values=cache,
             use_cache=True,
+            **{context.cache_keyword: cache},
             **({"logits_to_keep": keep} if context.takes_logits_to_keep else {}),
         )
         cache.store_states()

@@ -17,6 +17,7 @@ from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.engine import Lease
 from hicache.layout import ModelGeometry
+from hicache.serving.cache import cache_keyword
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,13 @@ class PassContext:
         """The states of recurrent layers; None if the model has none."""
         requests = self.engine.req_to_token
         return requests if isinstance(requests, HybridReqToTokenPool) else None
+
+    @cached_property
+    def cache_keyword(self) -> str:
+        """The argument of the model that takes the cache."""
+        name = cache_keyword(self.model)
+        assert name is not None, "models that take no cache are refused"
+        return name
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:

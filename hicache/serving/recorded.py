@@ -13,7 +13,7 @@ from hicache.errors import UnsupportedModel
 from hicache.kernels.pool_attention import AttentionRule
 from hicache.layout import HeadShape, LatentGeometry, LayerKind, ModelGeometry, StateGeometry
 from hicache.serving.attention import attending_by_slots
-from hicache.serving.cache import HybridLayer, SlotLayer, StateCache, StateLayer
+from hicache.serving.cache import HybridLayer, SlotLayer, StateCache, StateLayer, cache_argument
 from hicache.serving.latent import absorbs
 
 SUPPORTED = (
@@ -53,7 +53,7 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
         for kind, recorder in zip(kinds, recorders, strict=True)
     ]
     ids = torch.arange(NUM_TOKENS, device=model.device)[None]
-    model(input_ids=ids, position_ids=ids, past_key_values=StateCache(layers=layers), use_cache=True)
+    model(input_ids=ids, position_ids=ids, use_cache=True, **cache_argument(model, StateCache(layers=layers)))
     sources = _sources(name, recorders)
     attention = [recorder for recorder in recorders if recorder is not None and recorder.shapes]
     latent = _latent(model.config.get_text_config(), attention)
@@ -75,7 +75,7 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
         window=window,
         chunk=chunk,
         state=_state_geometry(name, [layer for layer in layers if isinstance(layer, StateLayer)]),
-        dtype=attention[0].dtype,
+        dtype=attention[0].keys.dtype,
         latent=latent,
         swa_head_num=swa.head_num if swa else None,
         swa_head_dim=swa.head_dim if swa else None,
@@ -179,9 +179,9 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
                 input_ids=ids,
                 position_ids=ids,
                 attention_mask=None,
-                past_key_values=StateCache(layers=layers),
                 use_cache=True,
                 hicache=recorder,
+                **cache_argument(model, StateCache(layers=layers)),
             )
     except (UnsupportedModel, TypeError):
         return False  # a layer has biases of its own, or a forward does not take the argument

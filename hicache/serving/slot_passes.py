@@ -134,9 +134,9 @@ class SlotPasses:
                 input_ids=input_ids,
                 position_ids=positions,
                 attention_mask=None,
-                past_key_values=cache,
                 use_cache=True,
                 hicache=self._attention,
+                **{context.cache_keyword: cache},
                 **keep,
             )
         if states is not None:

@@ -18,6 +18,7 @@ import torch
 from hicache.errors import OutOfMemory, UnsupportedModel
 from hicache.layout import LayerKind, ModelGeometry
 from hicache.serving.attention import Attention
+from hicache.serving.cache import cache_keyword
 from hicache.serving.padded_passes import attention_kernel
 from hicache.serving.positions import stretched_beyond
 from hicache.serving.recorded import SUPPORTED, recorded_geometry
@@ -126,8 +127,8 @@ def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attenti
 def _interface_reason(model: Any) -> str:
     """Why the signature of the model's forward rules it out; empty if it does not."""
     takes = inspect.signature(model.forward).parameters
-    if "past_key_values" not in takes:
-        return "no key-value cache (its forward takes no past_key_values)"
+    if cache_keyword(model) is None:
+        return "no key-value cache (its forward takes neither cache nor past_key_values)"
     if "position_ids" not in takes:
         return "no way to be told positions (its forward takes no position_ids)"
     return ""

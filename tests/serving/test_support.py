@@ -124,7 +124,9 @@ def _with_several_windows() -> Any:
 
 
 REFUSED: dict[str, Callable[[], Any]] = {
-    "attention_chunk_size": lambda: tiny_family("llama4_text", "meta", attention_chunk_size=None),
+    "attention_chunk_size": lambda: tiny_family(
+        "llama4_text", "meta", attention_chunk_size=None, layer_types=["chunked_attention", "full_attention"] * 2
+    ),
     "sliding_window": lambda: tiny_family(
         "qwen3", "meta", sliding_window=None, layer_types=["full_attention", "sliding_attention"]
     ),

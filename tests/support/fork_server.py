@@ -3,7 +3,7 @@
 Started once per test run by programs.py. It runs one thread, so a fork is safe, and the forked child leaves the loop to
 run its program at the top level of this file: it ends as any interpreter does, with its threads joined, its exit
 functions called and its status. A connection is one program: a request with its three standard files comes in, the pid
-goes out, and the exit status when the program has ended.
+goes out, and the exit status and the processor time when the program has ended.
 """
 
 from __future__ import annotations
@@ -93,9 +93,10 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
             child, connection = key.data
             selector.unregister(key.fileobj)
             os.close(int(key.fileobj))  # type: ignore[arg-type]
-            status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            _, status, usage = os.wait4(child, 0)
+            answer = os.waitstatus_to_exitcode(status), usage.ru_utime + usage.ru_stime
             with contextlib.suppress(OSError):  # whoever started the program may be gone
-                connection.send(json.dumps(status).encode())
+                connection.send(json.dumps(answer).encode())
             connection.close()
 
 

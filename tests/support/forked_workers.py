@@ -1,0 +1,160 @@
+"""Tests in several processes that are forked when the tests are collected: `--workers N`.
+
+Libraries are imported, and tests collected, once for all of them; each worker of pytest-xdist does that anew. A worker
+takes the next few tests of a file when it has none left, and sends reports, and the processor time of each test, over a
+pipe.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import resource
+import selectors
+import signal
+import struct
+import time
+from collections.abc import Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import IO, Any
+
+import pytest
+
+import programs
+from budget import Budget
+
+_CHUNK = 24  # tests of one file that a worker takes at once: of what is left at the end, none has much
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--workers", type=int, default=1, help="run tests in so many forked processes")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    config = session.config
+    if config.option.workers < 2 or config.option.collectonly or session.testsfailed or len(session.items) < 2:
+        return None
+    chunks = [
+        items[start : start + _CHUNK]
+        for _, group in groupby(session.items, key=lambda item: item.path)
+        for items in [list(group)]
+        for start in range(0, len(items), _CHUNK)
+    ]
+    _Run(session, chunks).run(config.option.workers)
+    return True
+
+
+class _Run:
+    """Of the parent: what its workers share, and what they send."""
+
+    def __init__(self, session: pytest.Session, chunks: list[list[pytest.Item]]) -> None:
+        self._session, self._chunks, self._running = session, chunks, dict[int, str]()
+        self._stop = mmap.mmap(-1, 1)  # 1: take no more tests
+        self._turns, turns = os.pipe()
+        os.set_blocking(turns, False)  # rather an error than a wait: a pipe holds 16 384 numbers
+        os.write(turns, struct.pack(f"{len(chunks)}i", *range(len(chunks))))
+        os.close(turns)
+        self._budget = Budget.of(session.config)
+
+    def run(self, num_workers: int) -> None:
+        base, selector = _folders(self._session.config).getbasetemp(), selectors.DefaultSelector()
+        pids: dict[int, int] = {}
+        for number in range(num_workers):
+            reader, writer = os.pipe()
+            pid = os.fork()
+            if not pid:
+                with open(writer, "w", buffering=1) as out:
+                    _Worker(self._session.config, base / f"worker{number}", out).run(self._items(), self._stop)
+                os._exit(0)
+            os.close(writer)
+            pids[number] = pid
+            selector.register(reader, selectors.EVENT_READ, (number, bytearray()))
+        try:
+            while selector.get_map():
+                for key, _ in selector.select():
+                    number, lines = key.data
+                    if read := os.read(key.fd, 1 << 16):
+                        lines += read
+                        self._take(number, lines)
+                        continue
+                    selector.unregister(key.fd)
+                    os.close(key.fd)
+                    os.waitpid(pids.pop(number), 0)
+                    if number in self._running:
+                        raise pytest.UsageError(f"a worker died in {self._running[number]}")
+        finally:
+            self._stop[0] = 1
+            for pid in pids.values():
+                os.kill(pid, signal.SIGTERM)
+                os.waitpid(pid, 0)
+            os.close(self._turns)
+
+    def _items(self) -> Iterator[pytest.Item]:
+        """In a worker: the tests that it takes."""
+        while turn := os.read(self._turns, 4):
+            yield from self._chunks[struct.unpack("i", turn)[0]]
+
+    def _take(self, worker: int, lines: bytearray) -> None:
+        """Enter the whole lines of a worker, and take them away."""
+        config = self._session.config
+        while (end := lines.find(b"\n")) >= 0:
+            message = json.loads(bytes(lines[:end]))
+            del lines[: end + 1]
+            if "report" in message:
+                report = config.hook.pytest_report_from_serializable(config=config, data=message["report"])
+                config.hook.pytest_runtest_logreport(report=report)
+                if self._session.shouldfail or self._session.shouldstop:
+                    self._stop[0] = 1
+            elif "begins" in message:
+                self._running[worker] = message["begins"]
+            else:
+                self._running.pop(worker, None)
+                self._budget.add(message["file"], message["seconds"])
+
+
+class _Worker:
+    """Of a forked child."""
+
+    def __init__(self, config: pytest.Config, folder: Path, out: IO[str]) -> None:
+        self._config, self._out = config, out
+        plugins = config.pluginmanager
+        plugins.unregister(name="terminalreporter")
+        plugins.register(self)
+        capture: Any = plugins.getplugin("capturemanager")
+        capture.stop_global_capturing()  # its files are the parent's
+        capture.start_global_capturing()
+        folder.mkdir()
+        _folders(config)._basetemp = folder
+
+    def run(self, items: Iterator[pytest.Item], stop: mmap.mmap) -> None:
+        """Run `items`, each with a look at the next one, up to which fixtures stay; all of them end with the last."""
+        item = next(items, None)
+        while item is not None:
+            following = None if stop[0] else next(items, None)
+            self._send(begins=item.nodeid)
+            begin_s = _spent_s()
+            self._config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+            file = str(item.path.relative_to(self._config.rootpath))
+            self._send(file=file, seconds=_spent_s() - begin_s)
+            item = following
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        data = self._config.hook.pytest_report_to_serializable(config=self._config, report=report)
+        self._send(report=data)
+
+    def _send(self, **message: Any) -> None:
+        self._out.write(json.dumps(message) + "\n")
+
+
+def _spent_s() -> float:
+    """Processor time of this process, of its children that have ended, and of programs that it had forked."""
+    children = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return time.process_time() + children.ru_utime + children.ru_stime + programs.spent_s()
+
+
+def _folders(config: pytest.Config) -> Any:
+    """What gives tests their temporary folders."""
+    return config._tmp_path_factory  # type: ignore[attr-defined]
