@@ -93,6 +93,8 @@ class OwnProcess(Transport):
 
     def has_ended(self) -> bool:
         if self._watched >= 0 and select.select([self._watched], [], [], 0)[0]:
+            with contextlib.suppress(ChildProcessError):  # an orphan is a child of process 1, which this one may be
+                os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
             os.close(self._watched)
             self._watched = -1
         return self._watched < 0

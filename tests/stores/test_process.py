@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import gc
 import json
 import os
@@ -276,8 +277,19 @@ def test_what_an_engine_left_is_stored(how: str, tmp_path: Path) -> None:
         store.check()
 
 
+@pytest.fixture
+def orphans_come_here() -> Iterator[None]:
+    """As to process 1 of a container."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+    yield
+    ctypes.CDLL(None).prctl(set_child_subreaper, 0)
+
+
+@pytest.mark.usefixtures("orphans_come_here")
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """Descriptors and children are as before, after tiers that were closed and processes that were lost."""
+    """Descriptors and children are as before, after tiers that were closed and processes that were lost, also where
+    their processes become children of this one."""
 
     def held() -> tuple[int, str]:
         return len(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()

@@ -45,8 +45,9 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         help="longest time of a request, from its arrival to its last token (default 600)",
     )  # fmt: skip
     server.add_argument(
-        "--grace-s", type=_SECONDS, default=30.0, metavar="SECONDS",
-        help="on SIGTERM, how long running requests may take to finish (default 30)",
+        "--grace-s", type=_SECONDS, default=20.0, metavar="SECONDS",
+        help="on SIGTERM, how long running requests may take to finish; below the time after which an orchestrator "
+        "kills: 30 by Kubernetes, 10 by docker stop (default 20)",
     )  # fmt: skip
     server.add_argument(
         "--max-connections", type=_COUNT, default=1024,
