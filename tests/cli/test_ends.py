@@ -234,7 +234,7 @@ def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
 
 def test_each_command_leaves_process_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
     called: list[int] = []
-    monkeypatch.setattr("hicache.init_process.supervise", lambda: called.append(1))
+    monkeypatch.setattr("hicache.process.init.supervise", lambda: called.append(1))
     assert main(["store", "stat", str(path)]) == 0 and not called
     monkeypatch.setattr("os.getpid", lambda: 1)
     assert main(["store", "stat", str(path)]) == 0 and called
@@ -243,7 +243,7 @@ def test_each_command_leaves_process_1(monkeypatch: pytest.MonkeyPatch, path: Pa
 # The kernel gives a subreaper its orphans as it gives process 1 those of a container.
 AS_PROCESS_1 = """
 import ctypes, os, signal, sys, time
-from hicache.init_process import supervise
+from hicache.process.init import supervise
 ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
 before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
 supervise()

@@ -249,6 +249,10 @@ def test_request_ids(server: Server) -> None:
     assert (line["event"], line["status"], line["completion_tokens"], line["outcome"]) == ("request", 200, 3, "length")
     _, _, headers = ask(server, "POST", "/v1/completions", body, x_request_id="no " * 200)
     assert len(headers["x-request-id"]) == 32
+    assert server.status("/health") == server.status("/metrics.json") == 200 and server.status("/healthy") == 404
+    server.wait_for_line(status=404)
+    probed = {"/health", "/metrics", "/metrics.json"}  # which would fill a log
+    assert not [line for line in server.log_lines if line.get("route") in probed]
 
 
 def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> None:

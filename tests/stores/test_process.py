@@ -66,13 +66,17 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
 
 
 def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
-    """The process writes to the standard error of its engine, from the engine's level on."""
+    """The process writes to the standard error of its engine, from the engine's level on, and as JSON where its engine
+    does."""
     code = (
         "import logging, os, sys; from hicache.stores import open_tier; sys.path.insert(0, sys.argv[2])\n"
-        "from process_case import at, request\n"
+        "from hicache.process.logs import json_lines; from process_case import at, request\n"
         "for level in ('WARNING', 'ERROR'):\n"
         "    logging.getLogger('hicache').setLevel(level)\n"
         "    os.unlink(sys.argv[1] + '/index.mdb')  # so that it is built anew, which is told\n"
+        "    open_tier(request(at(sys.argv[1]))).close()\n"
+        "with json_lines():\n"
+        "    os.unlink(sys.argv[1] + '/index.mdb')\n"
         "    open_tier(request(at(sys.argv[1]))).close()"
     )
     store = LmdbPageStore(tmp_path / "s", identity=IDENTITY, formats=[PageFormat(PAGE_BYTES)], budget_bytes=64 << 20)
@@ -81,7 +85,8 @@ def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     store.close()
     with Program(code, tmp_path / "s", SUPPORT) as engine:
         _, said = engine.communicate()
-    assert engine.returncode == 0 and said.count("WARNING store process") == 1, said
+    first, second = said.splitlines()
+    assert engine.returncode == 0 and "WARNING store process" in first and json.loads(second)["level"] == "warning"
 
 
 def test_wrong_jobs_are_refused(case: Case) -> None:

@@ -25,6 +25,7 @@ from hicache.config import EngineConfig, api_key
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.layout import ModelGeometry
+from hicache.process import logs
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.models import (
     ByteTokenizer,
@@ -38,7 +39,6 @@ from hicache.serving.models import (
 from hicache.serving.packaged_model import ModelChoice, choose_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
-from hicache.serving.server import logs
 from hicache.serving.server.app import AppSettings, create_app
 from hicache.serving.server.connections import MAX_BACKLOG, Connection, ConnectionLimits, bounds_by_descriptors
 from hicache.serving.server.engine_thread import EngineThread, Event
@@ -73,7 +73,7 @@ class ServerContext:
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    with logs.json_lines(), prepared(flags, log.info) as context:
+    with logs.json_lines(getattr(logging, flags.log_level.upper())), prepared(flags, log.info) as context:
         return asyncio.run(_until_signalled(flags, context))
 
 

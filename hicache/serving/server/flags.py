@@ -8,6 +8,7 @@ from typing import get_args
 
 from hicache.config import EngineConfig, Kernels
 from hicache.config.settings import Number, Size, Whole, as_flag
+from hicache.process.logs import LEVELS
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 20))
 _PORT = as_flag(Whole("a port", 0, 65535))
@@ -59,6 +60,10 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         metavar="SIZE",
         help="larger bodies get 413 (default: what the context can use, at most 16MiB)",
     )
+    server.add_argument(
+        "--log-level", choices=LEVELS, default="info",
+        help="what is logged at least; debug has probes and scrapes too (default info)",
+    )  # fmt: skip
     server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
     _add_scheduler_flags(parser)
     EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")

@@ -19,6 +19,8 @@ from hicache.serving.server.replies import internal_error, too_large, wrong_key
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
+_PROBES = ("/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # asked for all the time
+_FIRST_ERROR = 400
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -84,7 +86,8 @@ class RequestLog:
             "seconds": round(time.perf_counter() - record.arrival_s, 6),
             **record.fields,
         }
-        log.info("request", extra={"fields": fields})
+        is_probe = route in _PROBES and record.status < _FIRST_ERROR
+        log.log(logging.DEBUG if is_probe else logging.INFO, "request", extra={"fields": fields})
 
 
 class Gate:
