@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from hicache.serving.server.connections import IS_CROWDED
+from hicache.serving.server.middleware import Gate
 from server_case import FULL, HEADERS, KEY, SECRET, Server, ask
 from waiting import BOUND_S
 
@@ -278,3 +283,53 @@ def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> 
     server.wait_idle()
     assert server.metric('hicache_requests_total{outcome="abort"}') == before + FULL
     assert client.completions.create(model=MODEL, prompt=SECRET, max_tokens=2).usage
+
+
+def raw(server: Server, sent: bytes) -> tuple[bytes, bytes, bytes]:
+    """The first line, the head and the rest of all that comes until the server closes the connection."""
+    with socket.create_connection((server.host, server.port), timeout=BOUND_S) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], head, rest
+
+
+def test_what_is_no_request(server: Server) -> None:
+    """It has an error's body and an id, and is counted and logged. One of two lengths is refused and the connection
+    closed, for a proxy may take what follows for its body: nothing in it is answered."""
+    counted = 'hicache_http_responses_total{route="unknown",status="400"}'
+    before = server.metric(counted)
+    line, head, rest = raw(server, b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
+    assert line == b"HTTP/1.1 400 Bad Request" and json.loads(rest)["error"]["type"] == "invalid_request_error"
+    request_id = head.lower().split(b"x-request-id: ")[1][:32].decode()
+    assert server.wait_for_line(request_id=request_id)["client"] == server.host
+    fields = f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    inner = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    lengths = f"Content-Length: {len(inner)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sent = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{fields}{lengths}".encode() + inner
+    line, _, rest = raw(server, sent)
+    assert line == b"HTTP/1.1 400 Bad Request" and b"Content-Length" in rest and b"HTTP/1.1" not in rest
+    assert server.metric(counted) == before + 2
+
+
+def test_probes_have_places_of_their_own() -> None:
+    """Where other requests have 503 and are to come again, probes are answered."""
+    answered: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answered.append(scope["path"])
+
+    async def ask_all() -> None:
+        for path in ("/health", "/metrics", "/v1/models", "/tokenize"):
+            sent: list[Message] = []
+
+            async def send(message: Message, sent: list[Message] = sent) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "path": path, "headers": [], IS_CROWDED: True}
+            await Gate(app, "", 1)(scope, send, send)  # type: ignore[arg-type]
+            if path not in answered:
+                assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
+
+    asyncio.run(ask_all())
+    assert answered == ["/health", "/metrics"]

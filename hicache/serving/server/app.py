@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from hicache.engine import MemoryTier
 from hicache.monitoring.figures import figures
@@ -85,7 +85,7 @@ class EventStream(Response):
             yield reply.usage_event(self._generation.usage)
 
 
-def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> ASGIApp:
+def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> RequestLog:
     """The application; `frontend` may not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)

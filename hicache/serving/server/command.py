@@ -183,7 +183,7 @@ async def serve(
     )
     app = create_app(frontend, workers, AppSettings(context.api_key, max_body_bytes))
     max_connections, backlog = bounds_by_descriptors(flags.max_connections)
-    connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S)
+    connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S, app.refused)
     server = _Server(
         uvicorn.Config(
             app,
@@ -192,6 +192,7 @@ async def serve(
             lifespan="off",
             ws="none",
             log_config=None,
+            log_level="error",  # its warnings are of requests, which are logged where they are answered
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSE_S,

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hicache.serving.server.connections import IS_CROWDED
 from hicache.serving.server.prometheus import ServerMetrics
-from hicache.serving.server.replies import internal_error, too_large, wrong_key
+from hicache.serving.server.replies import CLOSE, crowded, internal_error, invalid, too_large, wrong_key
 
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
@@ -74,6 +76,14 @@ class RequestLog:
         finally:
             self._done(scope, record)
 
+    def refused(self, status: int, client: tuple[str, int] | None) -> Response:
+        """The answer to what is no request, or has no place: counted, and logged, as others are."""
+        record = HttpRecord(uuid.uuid4().hex, time.perf_counter(), status, {"client": client and client[0]})
+        answer = {400: invalid("this is no valid HTTP request", headers=CLOSE), 503: crowded()}[status].response()
+        answer.headers[REQUEST_ID] = record.request_id
+        self._done({"method": "unknown"}, record)
+        return answer
+
     def _done(self, scope: Scope, record: HttpRecord) -> None:
         # A path that is no route may be anything, so neither the log nor the labels have it.
         route = getattr(scope.get("route"), "path", "unknown")
@@ -91,7 +101,8 @@ class RequestLog:
 
 
 class Gate:
-    """Refuses a wrong key where one is asked for, and a body that is announced as larger than `max_body_bytes`."""
+    """Refuses a wrong key where one is asked for, a request where only probes have a place, one of two lengths, which
+    a proxy before this server may end elsewhere, and a body that is announced as larger than `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key.encode(), max_body_bytes
@@ -101,6 +112,10 @@ class Gate:
         length = headers.get("content-length", "0")
         if self._key and scope["path"].startswith(_WITH_KEY) and not self._has_key(headers):
             refusal = wrong_key()
+        elif scope.get(IS_CROWDED) and scope["path"] not in _PROBES:
+            refusal = crowded()
+        elif "content-length" in headers and "transfer-encoding" in headers:
+            refusal = invalid("a request has Content-Length or Transfer-Encoding, not both", headers=CLOSE)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             refusal = too_large(self._max_body_bytes)
         await (self._app if refusal is None else refusal.response())(scope, receive, send)
