@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Collection
 from typing import NoReturn
 
 _INIT = 1
@@ -32,7 +33,7 @@ def supervise() -> None:
     signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _pass_on(signals: set[int], child: int) -> NoReturn:
+def _pass_on(signals: Collection[int], child: int) -> NoReturn:
     while True:
         came = signal.sigwaitinfo(signals)
         if came.si_signo == signal.SIGCHLD:

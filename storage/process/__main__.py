@@ -43,4 +43,5 @@ def _serve(descriptor: int, engine: int) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    _descriptor, _engine, _level = map(int, sys.argv[1:])
+    main(_descriptor, _engine, _level)

@@ -170,6 +170,7 @@ async def serve(
         engine,
         runner,
         chunk_tokens=flags.chunk_tokens,
+        max_pass_s=flags.max_pass_s,
         max_running=flags.max_running,
         priority_level_s=flags.priority_level_s,
     )

@@ -59,7 +59,7 @@ class Connection(H11Protocol):
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
         self._limits, self._served = limits, self.app
-        self.app = self._answer  # type: ignore[assignment]  # starlette's types of the same
+        self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None  # the request that the timer is for; None: the next one
         self._waits_since_s = self.loop.time()
@@ -103,7 +103,7 @@ class Connection(H11Protocol):
         scope[IS_CROWDED] = len(others) >= most and most <= sum(
             isinstance(one, Connection) and one.is_answering for one in others
         )
-        await self._served(scope, receive, send)  # type: ignore[arg-type]
+        await self._served(scope, receive, send)
 
     def _refuse(self, status: int) -> None:
         """Answer, unless a response has begun, and close."""

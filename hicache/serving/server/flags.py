@@ -80,6 +80,11 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of one forward pass (default 8192)")
     running.add_argument(
+        "--max-pass-s", type=_SECONDS, default=0.5, metavar="SECONDS",
+        help="longest forward pass over prompts beside others that get tokens, four times as long alone: on a slow "
+        "device it has fewer than --chunk-tokens; 0: without a bound (default 0.5)",
+    )  # fmt: skip
+    running.add_argument(
         "--attention", choices=("auto", *get_args(Kernels)), default="auto",
         help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
     )  # fmt: skip
