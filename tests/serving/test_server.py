@@ -105,7 +105,12 @@ def test_stop_strings(client: openai.OpenAI) -> None:
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "unknown field": ("completions", {"prompt": "a", "colour": 1}, "colour"),
+    "field of chats": ("completions", {"prompt": "a", "max_completion_tokens": 1}, "max_completion_tokens"),
+    "field of completions": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "suffix": "a"},
+        "suffix",
+    ),
     "no prompt": ("completions", {}, "prompt"),
     "empty prompt": ("completions", {"prompt": []}, "prompt"),
     "no tokens": ("completions", {"prompt": [[]]}, "prompt"),
@@ -157,7 +162,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
         "chat_template_kwargs",
     ),
     "no object": ("completions", [1], None),  # type: ignore[dict-item]
-    "long name": ("completions", {"prompt": "a", "x" * 10_000: 1}, "x" * 64),
     "more fields than there are": ("completions", {str(i): i for i in range(1000)}, None),
 }
 
@@ -177,7 +181,7 @@ def test_bad_fields(server: Server, case: str) -> None:
 
 
 def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:
-    """A wrong key, an unknown model, a context too long, a field of no meaning: the library's own exceptions."""
+    """A wrong key, an unknown model, a context too long, a field that is refused: the library's own exceptions."""
     import openai
 
     for key in ("wrong", KEY.upper(), KEY[:-1]):
@@ -193,8 +197,8 @@ def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> 
         client.completions.create(model=MODEL, prompt=SECRET, max_tokens=131072)
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as field:
-        client.completions.create(model=MODEL, prompt=SECRET, extra_body={"colour": "red"})
-    assert field.value.param == "colour"
+        client.completions.create(model=MODEL, prompt=SECRET, extra_body={"guided_regex": "red"})
+    assert field.value.param == "guided_regex"
     assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
 
 
@@ -258,6 +262,22 @@ def test_request_ids(server: Server) -> None:
     server.wait_for_line(status=404)
     probed = {"/health", "/metrics", "/metrics.json"}  # which would fill a log
     assert not [line for line in server.log_lines if line.get("route") in probed]
+
+
+def test_fields_that_mean_nothing_are_named(server: Server) -> None:
+    """Of a request, of a message and of its parts, whatever the size of the body; the log has their number alone."""
+    part = {"type": "text", "text": SECRET, "cache_control": {}}
+    messages = [{"role": "user", "content": [part], "weight": 1}]
+    for padding in (1, 1 << 18):
+        unknown: dict[str, Any] = {"colour": "a" * padding, "x" * 10_000: 1, f"{SECRET}\r\n": None}
+        body = {"messages": messages, "max_tokens": 1, **unknown}
+        status, _, headers = ask(server, "POST", "/v1/chat/completions", json.dumps(body).encode())
+        assert (status, headers["x-hicache-ignored-fields"]) == (200, "cache_control, colour, weight")
+        assert server.wait_for_line(request_id=headers["x-request-id"])["ignored_fields"] == 5
+    _, _, headers = ask(server, "POST", "/tokenize", json.dumps({"prompt": "a"}).encode())
+    assert "x-hicache-ignored-fields" not in headers
+    status, answer, _ = ask(server, "POST", "/reset_prefix_cache", json.dumps({"tier": ["host"]}).encode())
+    assert (status, answer["error"]["param"]) == (400, "tier")
 
 
 def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> None:

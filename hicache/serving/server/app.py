@@ -108,7 +108,8 @@ class _Desk:
     async def prepared(self, kind: str, request: Request) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""
         _require_json(request)
-        frontend, arrival_s = self._frontend, record_of(request.scope).arrival_s
+        frontend, record = self._frontend, record_of(request.scope)
+        arrival_s = record.arrival_s
         async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
             with frontend.preparing():
                 prepared = await unless_gone(
@@ -117,6 +118,7 @@ class _Desk:
                     frontend.left_s(arrival_s),
                     frontend.limits.timeout_s,
                 )
+        record.ignored = prepared.ignored
         if prepared.body.model not in (None, *frontend.model.names):
             raise _unknown_model(frontend.model)
         return prepared

@@ -183,7 +183,8 @@ def _done(tokenizer: Tokenizer, job: bytes) -> bytes:
         refusal = {"status": error.status, "headers": error.headers, **error.body["error"]}
         return json.dumps({"refusal": refusal}).encode()
     shapes = [(len(prompt.tokens), prompt.max_new_tokens, prompt.text) for prompt in prepared.prompts]
-    line = json.dumps({"body": prepared.body.model_dump_json(exclude_unset=True), "prompts": shapes}).encode()
+    checked = prepared.body.model_dump_json(exclude_unset=True)
+    line = json.dumps({"body": checked, "prompts": shapes, "ignored": prepared.ignored}).encode()
     return b"\n".join([line, b"".join(prompt.tokens.tobytes() for prompt in prepared.prompts)])
 
 
@@ -206,4 +207,4 @@ def _prepared(kind: str, answer: bytes) -> Prepared:
     for num_tokens, max_new_tokens, text in head["prompts"]:
         prompts.append(Prompt(tokens[start : start + num_tokens], max_new_tokens, text))
         start += num_tokens
-    return Prepared(BODIES[kind].model_validate_json(head["body"]), prompts)
+    return Prepared(BODIES[kind].model_validate_json(head["body"]), prompts, tuple(head["ignored"]))
