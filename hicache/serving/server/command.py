@@ -166,15 +166,7 @@ async def serve(
         sampling=loaded.sampling,
     )
     runner = ModelRunner(loaded.model, engine, context.geometry, attention=flags.attention, compiled=flags.compile)
-    scheduler = Scheduler(
-        engine,
-        runner,
-        chunk_tokens=flags.chunk_tokens,
-        max_pass_s=flags.max_pass_s,
-        max_running=flags.max_running,
-        priority_level_s=flags.priority_level_s,
-    )
-    thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
+    thread = EngineThread(engine, _scheduler(flags, engine, runner), lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.describe(), context.recorder)
     encoder = PromptEncoder(model.tokenizer, PromptLimits(model.max_len, limits.max_open, model.vocab_size))
@@ -204,6 +196,17 @@ async def serve(
         return await _until_stopped(server, context, frontend, thread, flags.grace_s, signals, on_listening)
     finally:
         workers.close()
+
+
+def _scheduler(flags: argparse.Namespace, engine: CacheEngine, runner: ModelRunner) -> Scheduler:
+    return Scheduler(
+        engine,
+        runner,
+        chunk_tokens=flags.chunk_tokens,
+        max_pass_s=flags.max_pass_s,
+        max_running=flags.max_running,
+        priority_level_s=flags.priority_level_s,
+    )
 
 
 def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:
