@@ -27,7 +27,7 @@ LEVELS = (
     ("tiers",),
     ("config", "metrics"),
     ("kernels", "storage"),
-    ("console",),
+    ("console", "process"),
     ("errors", "public_names"),
 )
 RANKS = {unit: len(LEVELS) - level for level, units in enumerate(LEVELS) for unit in units}

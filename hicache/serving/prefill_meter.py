@@ -1,4 +1,5 @@
-"""How fast this machine computes prompts: passes are timed beside serving, and the engine is told.
+"""How fast this machine computes prompts: passes are timed beside serving, and the engine is told. The budget of the
+next pass follows from that.
 
 On CUDA a pass is launched, not run, when the runner returns: `report` reads the events around it in a later step, when
 the device has passed them, so nothing waits for them. On the CPU it has run by then.
@@ -6,6 +7,7 @@ the device has passed them, so nothing waits for them. On the CPU it has run by 
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +17,10 @@ from dataclasses import dataclass
 import torch
 
 from hicache.engine import CacheEngine
+from hicache.serving.pass_budget import PassBudget, PrefillPace
 from hicache.serving.passes import Chunk
+
+_FIRST_TOKENS_ON_CPU = 256  # of the pass before any was measured; a GPU computes what a pass may have
 
 
 @dataclass(frozen=True)
@@ -29,11 +34,14 @@ class _Pass:
 
 
 class PrefillMeter:
-    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU."""
+    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU. `max_pass_s`: as the scheduler's."""
 
-    def __init__(self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(
+        self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter, max_pass_s: float = 0.0
+    ) -> None:
         self._engine, self._clock = engine, clock
         self._on_cuda = engine.pool.device.type == "cuda"
+        self._pace = PrefillPace(max_pass_s, math.inf if self._on_cuda else _FIRST_TOKENS_ON_CPU)
         self._pending: deque[_Pass] = deque()
 
     @contextmanager
@@ -58,7 +66,11 @@ class PrefillMeter:
         else:
             begin_s = self._clock()
             yield
-            self._engine.observe_prefill(num_tokens, self._clock() - begin_s, positions / num_tokens)
+            self._observe(num_tokens, self._clock() - begin_s, positions / num_tokens)
+
+    def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
+        """Of the next pass, as `PrefillPace.budget`."""
+        return self._pace.budget(num_tokens, beside_streams)
 
     def report(self) -> None:
         """Tell the engine about the passes that have ended. To be called in every step, also in one without a pass: a
@@ -66,4 +78,8 @@ class PrefillMeter:
         while self._pending and self._pending[0].end.query():
             ended = self._pending.popleft()
             seconds = ended.begin.elapsed_time(ended.end) / 1e3
-            self._engine.observe_prefill(ended.num_tokens, seconds, ended.mean_position)
+            self._observe(ended.num_tokens, seconds, ended.mean_position)
+
+    def _observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
+        self._engine.observe_prefill(num_tokens, seconds, mean_position)
+        self._pace.observe(num_tokens, seconds, mean_position)

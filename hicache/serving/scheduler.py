@@ -38,7 +38,6 @@ log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
 _LOOK_AHEAD = 16  # requests at the front of the queue whose prefixes are looked up again after commits
-_MAX_SCORED_TOKENS = 512  # of a pass that has logits of all tokens of a prompt: 150 000 each, in 4 bytes
 _MAX_RETRIES = 1  # per request, after its prefix failed to load
 
 
@@ -46,9 +45,11 @@ class Scheduler:
     """Serves requests through `runner` over `engine`. All methods are called on one thread.
 
     `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, at least
-    one. `max_running`: the maximum number of requests that hold slots. `stall_timeout_s`: how long a request waits for
-    slots while nobody could free any; then it fails. `priority_level_s`: waiting that a level of priority is worth.
-    `clock`: seconds. The engine must be started and stays open when the scheduler is dropped.
+    one. `max_pass_s`: how long a pass over prompts may take, by the measured speed of prefill, beside requests that
+    decode, and four times as long alone; 0: without a bound. `max_running`: the maximum number that hold slots.
+    `stall_timeout_s`: how long a request waits for slots while nobody could free any; then it fails.
+    `priority_level_s`: waiting that a level of priority is worth. `clock`: seconds. The engine
+    must be started and stays open when the scheduler is dropped.
     """
 
     def __init__(
@@ -57,6 +58,7 @@ class Scheduler:
         runner: Runner,
         *,
         chunk_tokens: int = 8192,
+        max_pass_s: float = 0.0,
         max_running: int = 32,
         stall_timeout_s: float = 60.0,
         priority_level_s: float = 15.0,
@@ -66,7 +68,7 @@ class Scheduler:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
-        self._prefill_meter, self._priority_level_s = PrefillMeter(engine), priority_level_s
+        self._prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
@@ -234,14 +236,12 @@ class Scheduler:
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
-        budget, scored = max(1, self._chunk_tokens - len(batch)), _MAX_SCORED_TOKENS
+        budget = self._prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
         for req in self._running_batch:
-            share = min(budget, scored) if req.is_scoring else budget
-            if share and not req.is_decoding and req.lease is not None:
+            if req.lease is not None and not req.is_decoding and (share := budget.share_of(req)):
                 limit = min(req.length, req.kv_len + share)
                 if self._add(batch, req, self._engine.next_stop(req.lease, req.kv_len, limit)):
-                    budget -= req.end - req.kv_len
-                    scored -= req.num_logits if req.is_scoring else 0
+                    budget.take(req)
         return list(batch)
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:

@@ -12,6 +12,7 @@ from pathlib import Path
 from hicache.config.settings import Size, Whole, as_flag
 from hicache.config.stores import MAX_STORE_BYTES
 from hicache.console import printable
+from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
 from hicache.store_command import commands
@@ -69,8 +70,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 def run(flags: argparse.Namespace) -> int:
     """Run one subcommand; returns the exit status. Raises what the subcommand raises."""
     if flags.verb == "serve":
-        logging.basicConfig(format="%(asctime)s %(levelname)s %(message)s", level=logging.INFO)
-        serve(flags.url, Path(flags.socket))
+        with text_lines("%(asctime)s %(levelname)s %(message)s", logging.INFO):
+            serve(flags.url, Path(flags.socket))
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, wanted=not flags.json)

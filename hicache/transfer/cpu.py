@@ -101,7 +101,7 @@ class CpuTransfer:
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
     ) -> None:
         self._places = PagePlaces(mover, packer)
-        self.mover = self._places.mover
+        self.mover, self.movers = self._places.mover, self._places.movers
         self._counter = counter
         # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()

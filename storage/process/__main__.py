@@ -1,7 +1,7 @@
 """`python -m hicache.storage.process SOCKET ENGINE LOG_LEVEL`: the store process of one engine; see `server`.
 
 Ends when the engine has left or ended: it does the writes that it has, and closes the store. Logs to the standard error
-of the engine.
+of the engine, as the engine does.
 """
 
 from __future__ import annotations
@@ -12,22 +12,36 @@ import signal
 import socket
 import sys
 
+from hicache.process.logs import json_lines, text_lines
 from hicache.storage.process.server import Server
 from hicache.storage.process.stores import OpenStores
 
+log = logging.getLogger(__name__)
 
-def main(descriptor: int, engine: int, log_level: int) -> None:
+_TEXT = "%(asctime)s %(levelname)s store process %(process)d: %(message)s"
+
+
+def main(descriptor: int, engine: int, log_level: int, is_json: bool = False) -> None:
     """Serve the client at a socket's `descriptor` until it leaves, or the process of the pidfd `engine` ends.
-    `log_level`: of the engine."""
-    logging.basicConfig(format="%(asctime)s %(levelname)s store process %(process)d: %(message)s", level=log_level)
+    `log_level`, `is_json`: of the engine's logs."""
+    with json_lines(log_level) if is_json else text_lines(_TEXT, log_level):
+        _serve(descriptor, engine)
+
+
+def _serve(descriptor: int, engine: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
     server = Server(OpenStores())
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.add(socket.socket(fileno=descriptor))
     # Forked children of the engine hold the socket too, and may live on.
     server.selector.register(engine, selectors.EVENT_READ, lambda _events: server.stop())
-    server.run()
+    try:
+        server.run()
+    except Exception:
+        log.exception("the store process failed")
+        raise SystemExit(1) from None
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    _descriptor, _engine, _level = map(int, sys.argv[1:])
+    main(_descriptor, _engine, _level)

@@ -17,6 +17,7 @@ from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
 
+from hicache.process.logs import is_json
 from hicache.storage.base import StoreError, StoreUnavailable
 from hicache.storage.process.server import Server, user_of
 from hicache.storage.process.stores import OpenStores
@@ -82,7 +83,7 @@ class OwnProcess(Transport):
     def _launch(self, number: int, engine: int) -> None:
         """The shell between is its parent, and waits until it is watched, so that its number is not that of another."""
         imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
-        code = f"{imported}; main({number}, {engine}, {log.getEffectiveLevel()})"
+        code = f"{imported}; main({number}, {engine}, {log.getEffectiveLevel()}, {is_json()})"
         with subprocess.Popen(
             ["/bin/sh", "-c", '"$@" >&2 & echo $!; read -r _', "sh", sys.executable, "-c", code],
             pass_fds=[number, engine], stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -93,6 +94,8 @@ class OwnProcess(Transport):
 
     def has_ended(self) -> bool:
         if self._watched >= 0 and select.select([self._watched], [], [], 0)[0]:
+            with contextlib.suppress(ChildProcessError):  # an orphan is a child of process 1, which this one may be
+                os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
             os.close(self._watched)
             self._watched = -1
         return self._watched < 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,10 @@ import torch
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, Lease, build_engine
 from hicache.serving import Request, Scheduler
+from hicache.serving.pass_budget import PrefillPace
 from hicache.serving.passes import Chunk
 from hicache.serving.prefill_meter import PrefillMeter
+from hicache.serving.request_queue import ScheduledRequest
 from serving_case import prompt, shared, tiny_engine, tiny_llama, tiny_runner
 from toy_model import GEOMETRY, compute, config, serve
 
@@ -50,6 +54,27 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
                     clock.now_s += seconds
                 assert (speed(engine) == pytest.approx(16)) == loading
                 engine.flush()
+
+
+def test_the_pace_follows_the_position_and_the_machine() -> None:
+    """A pass behind a long prefix that was found has fewer tokens than one at the beginning of a prompt, by what
+    attention was seen to cost; and where the machine gets slower, the next ones are short again."""
+
+    def seconds(start: int, num_tokens: int, slowness: float) -> float:
+        return slowness * num_tokens * (1 + (start + num_tokens / 2) / 16_384) / 4000
+
+    pace, where, size = PrefillPace(0.5, math.inf), 0, 2048
+    passes: list[list[float]] = []
+    for slowness, starts in ((1, (0, 0, 8192, 16_384)), (1, (100_000, 0, 120_000)), (5, (0,) * 6)):
+        passes.append([])
+        for start in starts:
+            request = ScheduledRequest(Request("a", np.zeros(1, dtype=np.int64), 1), 0, 0.0)
+            request.kv_len = where = start
+            size = min(8192, pace.budget(8192, True).share_of(request)) if len(passes) > 1 else size
+            passes[-1].append(seconds(where, size, slowness))
+            pace.observe(size, passes[-1][-1], where + size / 2)
+    assert all(0.25 < took <= 0.5 for took in passes[1])
+    assert passes[2][0] > 0.5 and all(0.25 < took <= 0.5 for took in passes[2][1:])
 
 
 @pytest.mark.gpu

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ import numpy as np
 import pytest
 import torch
 
+from disk_case import Clock
 from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import OutOfSlots, PromptTooLong
+from hicache.serving.passes import Chunk
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.sampling import SamplingParams
 from hicache.serving.scheduler import Scheduler
@@ -54,6 +57,47 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
         outputs.update({output.request_id: output for output in scheduler.step()})
         engine.check()
     return outputs
+
+
+SPEEDS = {  # seconds of a pass over n tokens of a prompt from position p on
+    "slow": lambda n, p: 0.02 + n / 100,
+    "slower than any pass may be": lambda n, p: 1.0 + n / 40,
+    "fast": lambda n, p: 0.002 + n / 20_000,
+    "by attention": lambda n, p: 0.02 + n * (1 + p / 1024) / 300,
+}
+
+
+@pytest.mark.parametrize("speed", SPEEDS)
+def test_a_long_prompt_does_not_stop_the_streams_beside_it(speed: str) -> None:
+    """Passes of a prompt take at most `max_pass_s` beside a request that decodes, once one was measured, by whatever
+    they cost, and as far as the smallest chunk goes; no less than half of it while the prompt has as many tokens.
+    Alone they take at most four times as long."""
+    model, clock, passes = shared(tiny_llama, device="cpu"), Clock(), list[tuple[int, float]]()
+    with tiny_engine(model, device_tokens=8192) as engine:
+        runner = tiny_runner(model, engine)
+
+        class Slow:
+            def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+                for chunk in chunks:
+                    if not chunk.is_decode:
+                        passes.append((chunk.end - chunk.start, SPEEDS[speed](chunk.end - chunk.start, chunk.start)))
+                        clock.now_s += passes[-1][1]
+                return runner.forward(chunks)
+
+        scheduler = Scheduler(engine, Slow(), max_pass_s=0.5, clock=clock)
+        scheduler.submit(Request("stream", prompt(4, seed=1), 60))
+        scheduler.step()
+        scheduler.submit(Request("long", prompt(450, seed=2), 1))
+        while scheduler.num_unfinished:
+            scheduler.step()
+        beside = passes.copy()
+        scheduler.run([Request("alone", prompt(450, seed=3), 1)])
+    assert all(seconds <= 2 for _, seconds in passes[len(beside) :]) and len(passes) < 2 * len(beside)
+    (_, first), *later = beside
+    assert first == SPEEDS[speed](4, 0) and sum(size for size, _ in later) == 450
+    assert all(seconds <= 0.5 or size <= 16 for size, seconds in later)
+    whole = [seconds for _, seconds in later[3:-1]]
+    assert all(seconds >= 0.25 for seconds in whole) and (len(later) == 1) == (speed == "fast")
 
 
 def test_sampled_tokens_do_not_depend_on_the_batch() -> None:

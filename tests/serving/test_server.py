@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
+import socket
 from typing import TYPE_CHECKING, Any
 
 import pytest
+from starlette.types import Message, Receive, Scope, Send
 
+from hicache.serving.server.connections import IS_CROWDED
+from hicache.serving.server.middleware import Gate
 from server_case import FULL, HEADERS, KEY, SECRET, Server, ask
 from waiting import BOUND_S
 
@@ -100,7 +105,12 @@ def test_stop_strings(client: openai.OpenAI) -> None:
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
-    "unknown field": ("completions", {"prompt": "a", "colour": 1}, "colour"),
+    "field of chats": ("completions", {"prompt": "a", "max_completion_tokens": 1}, "max_completion_tokens"),
+    "field of completions": (
+        "chat/completions",
+        {"messages": [{"role": "user", "content": "a"}], "suffix": "a"},
+        "suffix",
+    ),
     "no prompt": ("completions", {}, "prompt"),
     "empty prompt": ("completions", {"prompt": []}, "prompt"),
     "no tokens": ("completions", {"prompt": [[]]}, "prompt"),
@@ -152,7 +162,6 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
         "chat_template_kwargs",
     ),
     "no object": ("completions", [1], None),  # type: ignore[dict-item]
-    "long name": ("completions", {"prompt": "a", "x" * 10_000: 1}, "x" * 64),
     "more fields than there are": ("completions", {str(i): i for i in range(1000)}, None),
 }
 
@@ -172,7 +181,7 @@ def test_bad_fields(server: Server, case: str) -> None:
 
 
 def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> None:
-    """A wrong key, an unknown model, a context too long, a field of no meaning: the library's own exceptions."""
+    """A wrong key, an unknown model, a context too long, a field that is refused: the library's own exceptions."""
     import openai
 
     for key in ("wrong", KEY.upper(), KEY[:-1]):
@@ -188,8 +197,8 @@ def test_errors_of_the_client_library(server: Server, client: openai.OpenAI) -> 
         client.completions.create(model=MODEL, prompt=SECRET, max_tokens=131072)
     assert too_long.value.code == "context_length_exceeded"
     with pytest.raises(openai.BadRequestError) as field:
-        client.completions.create(model=MODEL, prompt=SECRET, extra_body={"colour": "red"})
-    assert field.value.param == "colour"
+        client.completions.create(model=MODEL, prompt=SECRET, extra_body={"guided_regex": "red"})
+    assert field.value.param == "guided_regex"
     assert [model.id for model in client.models.list()] == [client.models.retrieve(MODEL).id] == [MODEL]
 
 
@@ -249,6 +258,26 @@ def test_request_ids(server: Server) -> None:
     assert (line["event"], line["status"], line["completion_tokens"], line["outcome"]) == ("request", 200, 3, "length")
     _, _, headers = ask(server, "POST", "/v1/completions", body, x_request_id="no " * 200)
     assert len(headers["x-request-id"]) == 32
+    assert server.status("/health") == server.status("/metrics.json") == 200 and server.status("/healthy") == 404
+    server.wait_for_line(status=404)
+    probed = {"/health", "/metrics", "/metrics.json"}  # which would fill a log
+    assert not [line for line in server.log_lines if line.get("route") in probed]
+
+
+def test_fields_that_mean_nothing_are_named(server: Server) -> None:
+    """Of a request, of a message and of its parts, whatever the size of the body; the log has their number alone."""
+    part = {"type": "text", "text": SECRET, "cache_control": {}}
+    messages = [{"role": "user", "content": [part], "weight": 1}]
+    for padding in (1, 1 << 18):
+        unknown: dict[str, Any] = {"colour": "a" * padding, "x" * 10_000: 1, f"{SECRET}\r\n": None}
+        body = {"messages": messages, "max_tokens": 1, **unknown}
+        status, _, headers = ask(server, "POST", "/v1/chat/completions", json.dumps(body).encode())
+        assert (status, headers["x-hicache-ignored-fields"]) == (200, "cache_control, colour, weight")
+        assert server.wait_for_line(request_id=headers["x-request-id"])["ignored_fields"] == 5
+    _, _, headers = ask(server, "POST", "/tokenize", json.dumps({"prompt": "a"}).encode())
+    assert "x-hicache-ignored-fields" not in headers
+    status, answer, _ = ask(server, "POST", "/reset_prefix_cache", json.dumps({"tier": ["host"]}).encode())
+    assert (status, answer["error"]["param"]) == (400, "tier")
 
 
 def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> None:
@@ -274,3 +303,53 @@ def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> 
     server.wait_idle()
     assert server.metric('hicache_requests_total{outcome="abort"}') == before + FULL
     assert client.completions.create(model=MODEL, prompt=SECRET, max_tokens=2).usage
+
+
+def raw(server: Server, sent: bytes) -> tuple[bytes, bytes, bytes]:
+    """The first line, the head and the rest of all that comes until the server closes the connection."""
+    with socket.create_connection((server.host, server.port), timeout=BOUND_S) as connection:
+        connection.sendall(sent)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    head, _, rest = answer.partition(b"\r\n\r\n")
+    return head.split(b"\r\n")[0], head, rest
+
+
+def test_what_is_no_request(server: Server) -> None:
+    """It has an error's body and an id, and is counted and logged. One of two lengths is refused and the connection
+    closed, for a proxy may take what follows for its body: nothing in it is answered."""
+    counted = 'hicache_http_responses_total{route="unknown",status="400"}'
+    before = server.metric(counted)
+    line, head, rest = raw(server, b"GET /health HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n")
+    assert line == b"HTTP/1.1 400 Bad Request" and json.loads(rest)["error"]["type"] == "invalid_request_error"
+    request_id = head.lower().split(b"x-request-id: ")[1][:32].decode()
+    assert server.wait_for_line(request_id=request_id)["client"] == server.host
+    fields = f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+    inner = b"0\r\n\r\nGET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+    lengths = f"Content-Length: {len(inner)}\r\nTransfer-Encoding: chunked\r\n\r\n"
+    sent = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\n{fields}{lengths}".encode() + inner
+    line, _, rest = raw(server, sent)
+    assert line == b"HTTP/1.1 400 Bad Request" and b"Content-Length" in rest and b"HTTP/1.1" not in rest
+    assert server.metric(counted) == before + 2
+
+
+def test_probes_have_places_of_their_own() -> None:
+    """Where other requests have 503 and are to come again, probes are answered."""
+    answered: list[str] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        answered.append(scope["path"])
+
+    async def ask_all() -> None:
+        for path in ("/health", "/metrics", "/v1/models", "/tokenize"):
+            sent: list[Message] = []
+
+            async def send(message: Message, sent: list[Message] = sent) -> None:
+                sent.append(message)
+
+            scope = {"type": "http", "path": path, "headers": [], IS_CROWDED: True}
+            await Gate(app, "", 1)(scope, send, send)  # type: ignore[arg-type]
+            if path not in answered:
+                assert sent[0]["status"] == 503 and (b"retry-after", b"1") in sent[0]["headers"]
+
+    asyncio.run(ask_all())
+    assert answered == ["/health", "/metrics"]

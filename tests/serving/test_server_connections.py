@@ -10,9 +10,10 @@ from functools import partial
 
 import pytest
 import uvicorn
+from starlette.responses import Response
 from starlette.types import Message, Receive, Scope, Send
 
-from hicache.serving.server.connections import Connection, ConnectionLimits
+from hicache.serving.server.connections import IS_CROWDED, Connection, ConnectionLimits
 
 HEAD = b"%s HTTP/1.1\r\nHost: x\r\nContent-Length: %d\r\n\r\n"
 ASK, HANG, FLOOD = (HEAD % (b"GET " + path, 0) for path in (b"/", b"/hang", b"/flood"))
@@ -26,11 +27,13 @@ class App:
     """Answers "done"; never under /hang; without an end under /flood. `ends`: how requests without an answer ended."""
 
     def __init__(self) -> None:
+        self.crowded: list[bool] = []
         self.begun, self.ends = asyncio.Semaphore(0), asyncio.Queue[str]()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         start: Message = {"type": "http.response.start", "status": 200, "headers": []}
         self.begun.release()
+        self.crowded.append(scope[IS_CROWDED])
         if scope["path"] == "/hang":
             while (message := await receive())["type"] == "http.request":
                 pass
@@ -49,6 +52,10 @@ class App:
         while (message := await receive())["type"] == "http.request":
             pass
         return str(message["type"])
+
+
+def refused(status: int, client: tuple[str, int] | None) -> Response:
+    return Response(f"refused {client is not None}", status)
 
 
 @contextlib.asynccontextmanager
@@ -84,11 +91,33 @@ async def is_closed(streams: Streams) -> bool:
     return True
 
 
+def test_what_is_no_request() -> None:
+    """It is refused as an answer is given, and its connection closed; where a response has begun, that alone."""
+    many = b"GET / HTTP/1.1\r\nHost: a\r\nHost: b\r\n\r\n"
+
+    async def run() -> None:
+        async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER)) as (app, connect):
+            for sent in (
+                many,
+                b"\0\r\n\r\n",
+                HEAD[:-2] % (b"POST /hang", 9) + b"Transfer-Encoding: chunked\r\n\r\n-\r\n",
+            ):
+                answer = await (await connect(sent))[0].read()
+                assert answer.startswith(b"HTTP/1.1 400 ") and answer.endswith(b"\r\n\r\nrefused True"), answer
+            assert await app.ends.get() == "http.disconnect"
+            flood = await connect(HEAD[:-2] % (b"POST /flood", 9) + b"Transfer-Encoding: chunked\r\n\r\n")
+            assert (await flood[0].read(12)) == b"HTTP/1.1 200"
+            flood[1].write(b"-\r\n")
+            assert await is_closed(flood)
+
+    asyncio.run(run())
+
+
 def test_connections_without_a_request_are_closed() -> None:
     """One that sends nothing, half a head, or half a head behind a response is closed when its time is up."""
 
     async def run() -> None:
-        async with serving(ConnectionLimits(100, EVER, head_s=0.05)) as (_, connect):
+        async with serving(ConnectionLimits(100, EVER, refused, head_s=0.05)) as (_, connect):
             for sent in (b"", ASK[:-2], ASK + ASK[:-2]):
                 assert await is_closed(await connect(sent))
 
@@ -100,7 +129,7 @@ def test_requests_have_their_time() -> None:
     that nobody reads; the application learns of both."""
 
     async def run() -> None:
-        async with serving(ConnectionLimits(100, 0.05, head_s=EVER)) as (app, connect):
+        async with serving(ConnectionLimits(100, 0.05, refused, head_s=EVER)) as (app, connect):
             assert await is_closed(await connect(HANG))
             await connect(FLOOD)
             assert [await app.ends.get(), await app.ends.get()] == ["http.disconnect"] * 2
@@ -113,7 +142,7 @@ def test_more_connections_than_may_be() -> None:
     being answered; if all are, the new one."""
 
     async def run() -> None:
-        async with serving(ConnectionLimits(3, EVER, head_s=EVER)) as (app, connect):
+        async with serving(ConnectionLimits(3, EVER, refused, head_s=EVER)) as (app, connect):
             answered = await connect(HANG)
             await app.begun.acquire()
             idle = await connect(ASK[:-2])
@@ -125,8 +154,9 @@ def test_more_connections_than_may_be() -> None:
             await connect(HANG), await connect(HANG)
             assert await is_closed(uploading) and await is_closed((reader, writer))
             assert await app.ends.get() == "http.disconnect"
-            assert await is_closed(await connect(ASK))
+            assert (await (await connect(ASK))[0].read()).startswith(b"HTTP/1.1 503 ")
             assert not answered[0].at_eof() and app.ends.empty()
+            assert app.crowded == [False] * 4 + [True]
 
     asyncio.run(run())
 
@@ -137,7 +167,7 @@ def test_a_client_that_leaves_is_seen(extra: bytes, at_once: bool) -> None:
     """Whatever bytes it sent behind its request, at once or later."""
 
     async def run() -> None:
-        async with serving(ConnectionLimits(100, EVER, head_s=EVER)) as (app, connect):
+        async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER)) as (app, connect):
             _, writer = await connect(HANG + extra if at_once else HANG)
             await app.begun.acquire()
             writer.write(b"" if at_once else extra)
@@ -152,7 +182,7 @@ def test_requests_that_come_together() -> None:
     its response."""
 
     async def run() -> None:
-        async with serving(ConnectionLimits(100, EVER, head_s=EVER)) as (_, connect):
+        async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER)) as (_, connect):
             reader, _ = await connect(ASK * 3)
             for _ in range(3):
                 await reader.readuntil(DONE)

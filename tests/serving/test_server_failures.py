@@ -17,9 +17,9 @@ from pydantic import ValidationError
 
 from app_case import ServedApp, served
 from hicache.engine import CacheEngine
+from hicache.process.logs import JsonLines
 from hicache.serving.models import ByteTokenizer
 from hicache.serving.runner import Chunk
-from hicache.serving.server.logs import JsonLines
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import ApiError, Delta
 from hicache.serving.text import TextDecoder, TokenDecoder

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import gc
 import json
@@ -75,21 +76,26 @@ def test_bytes_come_back(case: Case, tmp_path: Path) -> None:
 
 
 def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
-    """The process writes to the standard error of its engine, from the engine's level on."""
+    """The process writes to the standard error of its engine, from the engine's level on, and as JSON where its engine
+    does."""
     code = (
         "import logging, os, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from hicache.storage import store_at; from hicache.stores import open_tier\n"
-        "from process_case import at, request\n"
+        "from hicache.process.logs import json_lines; from hicache.storage import store_at\n"
+        "from hicache.stores import open_tier; from process_case import at, request\n"
         "for level in ('WARNING', 'ERROR'):\n"
         "    logging.getLogger('hicache').setLevel(level)\n"
         "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')  # so that it is built anew, which is told\n"
+        "    open_tier(request(at(sys.argv[1]))).close()\n"
+        "with json_lines():\n"
+        "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')\n"
         "    open_tier(request(at(sys.argv[1]))).close()"
     )
     with contextlib.closing(Case(at(tmp_path / "s"))) as case:
         assert case.stored(*pages(1, 2)) == (True, True)
     with Program(code, tmp_path / "s", SUPPORT) as engine:
         _, said = engine.communicate()
-    assert engine.returncode == 0 and said.count("WARNING store process") == 1, said
+    first, second = said.splitlines()
+    assert engine.returncode == 0 and "WARNING store process" in first and json.loads(second)["level"] == "warning"
 
 
 def test_wrong_jobs_are_refused(case: Case) -> None:
@@ -336,8 +342,19 @@ def test_what_an_engine_left_is_stored(how: str, tmp_path: Path) -> None:
         store.check()
 
 
+@pytest.fixture
+def orphans_come_here() -> Iterator[None]:
+    """As to process 1 of a container."""
+    set_child_subreaper = 36
+    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
+    yield
+    ctypes.CDLL(None).prctl(set_child_subreaper, 0)
+
+
+@pytest.mark.usefixtures("orphans_come_here")
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
-    """Descriptors and children are as before, after tiers that were closed and processes that were lost."""
+    """Descriptors and children are as before, after tiers that were closed and processes that were lost, also where
+    their processes become children of this one."""
 
     def held() -> tuple[int, str]:
         return len(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()

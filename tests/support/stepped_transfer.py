@@ -66,7 +66,7 @@ class SteppedTransfers:
             assert isinstance(transfer, CpuTransfer)
             up, down = _Link(), _Link()
             transfer.up, transfer.down = up, down  # type: ignore[assignment]
-            for mover in (transfer.mover, transfer.raw.mover) if transfer.raw is not None else (transfer.mover,):
+            for mover in transfer.movers:
                 self._break(mover, up, down)
             self.up.append(up)
             self.down.append(down)

@@ -17,7 +17,7 @@ from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 from starlette.concurrency import run_in_threadpool
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from hicache.engine import MemoryTier
 from hicache.monitoring.figures import figures
@@ -85,7 +85,7 @@ class EventStream(Response):
             yield reply.usage_event(self._generation.usage)
 
 
-def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> ASGIApp:
+def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> RequestLog:
     """The application; `frontend` may not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
@@ -108,7 +108,8 @@ class _Desk:
     async def prepared(self, kind: str, request: Request) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""
         _require_json(request)
-        frontend, arrival_s = self._frontend, record_of(request.scope).arrival_s
+        frontend, record = self._frontend, record_of(request.scope)
+        arrival_s = record.arrival_s
         async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
             with frontend.preparing():
                 prepared = await unless_gone(
@@ -117,6 +118,7 @@ class _Desk:
                     frontend.left_s(arrival_s),
                     frontend.limits.timeout_s,
                 )
+        record.ignored = prepared.ignored
         if prepared.body.model not in (None, *frontend.model.names):
             raise _unknown_model(frontend.model)
         return prepared

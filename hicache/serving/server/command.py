@@ -25,6 +25,7 @@ from hicache.config import EngineConfig, api_key
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.layout import ModelGeometry
+from hicache.process import logs
 from hicache.replay.recorder import TraceRecorder
 from hicache.serving.models import (
     ByteTokenizer,
@@ -38,7 +39,6 @@ from hicache.serving.models import (
 from hicache.serving.packaged_model import ModelChoice, choose_model
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
-from hicache.serving.server import logs
 from hicache.serving.server.app import AppSettings, create_app
 from hicache.serving.server.connections import MAX_BACKLOG, Connection, ConnectionLimits, bounds_by_descriptors
 from hicache.serving.server.engine_thread import EngineThread, Event
@@ -73,7 +73,7 @@ class ServerContext:
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    with logs.json_lines(), prepared(flags, log.info) as context:
+    with logs.json_lines(getattr(logging, flags.log_level.upper())), prepared(flags, log.info) as context:
         return asyncio.run(_until_signalled(flags, context))
 
 
@@ -166,14 +166,7 @@ async def serve(
         sampling=loaded.sampling,
     )
     runner = ModelRunner(loaded.model, engine, context.geometry, attention=flags.attention, compiled=flags.compile)
-    scheduler = Scheduler(
-        engine,
-        runner,
-        chunk_tokens=flags.chunk_tokens,
-        max_running=flags.max_running,
-        priority_level_s=flags.priority_level_s,
-    )
-    thread = EngineThread(engine, scheduler, lambda: _warm_up(engine, runner, flags))
+    thread = EngineThread(engine, _scheduler(flags, engine, runner), lambda: _warm_up(engine, runner, flags))
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.describe(), context.recorder)
     encoder = PromptEncoder(model.tokenizer, PromptLimits(model.max_len, limits.max_open, model.vocab_size))
@@ -183,7 +176,7 @@ async def serve(
     )
     app = create_app(frontend, workers, AppSettings(context.api_key, max_body_bytes))
     max_connections, backlog = bounds_by_descriptors(flags.max_connections)
-    connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S)
+    connections = ConnectionLimits(max_connections, flags.request_timeout_s + _CLOSE_S, app.refused)
     server = _Server(
         uvicorn.Config(
             app,
@@ -192,6 +185,7 @@ async def serve(
             lifespan="off",
             ws="none",
             log_config=None,
+            log_level="error",  # its warnings are of requests, which are logged where they are answered
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=_CLOSE_S,
@@ -202,6 +196,17 @@ async def serve(
         return await _until_stopped(server, context, frontend, thread, flags.grace_s, signals, on_listening)
     finally:
         workers.close()
+
+
+def _scheduler(flags: argparse.Namespace, engine: CacheEngine, runner: ModelRunner) -> Scheduler:
+    return Scheduler(
+        engine,
+        runner,
+        chunk_tokens=flags.chunk_tokens,
+        max_pass_s=flags.max_pass_s,
+        max_running=flags.max_running,
+        priority_level_s=flags.priority_level_s,
+    )
 
 
 def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:

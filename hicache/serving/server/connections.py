@@ -1,20 +1,28 @@
 """Connections that are bounded in number and in time, and whose clients are seen to leave.
 
 uvicorn bounds neither: a connection that sends nothing, or half a head, stays for ever, and there may be as many as
-there are descriptors. And it stops reading a connection with bytes behind its request, and so does not see its end.
+there are descriptors; its `limit_concurrency` refuses probes like all others. And it stops reading a connection with
+bytes behind its request, and so does not see its end.
 """
 
 from __future__ import annotations
 
 import asyncio
+import http
 import logging
 import resource
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import h11
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_BACKLOG = 2048
+IS_CROWDED = "hicache.is_crowded"  # of a scope: whether the places for other requests than probes are taken
+_SHARE_OF_PROBES = 16
 
 log = logging.getLogger(__name__)
 
@@ -22,12 +30,19 @@ log = logging.getLogger(__name__)
 @dataclass
 class ConnectionLimits:
     """`max_connections`: at a time. `head_s`: until the head of a request has come, from the connection or from the
-    end of the response before. `request_s`: from then on until the response is complete and sent."""
+    end of the response before. `request_s`: from then on until the response is complete and sent. `refused`: answers
+    what is no request, by the status, 400, or 503 where there is no place, and the client's address."""
 
     max_connections: int
     request_s: float
+    refused: Callable[[int, tuple[str, int] | None], Response]
     head_s: float = 10.0
     is_reached: bool = False
+
+    @property
+    def max_requests(self) -> int:
+        """That are answered at a time, beside probes, which have a few places of their own."""
+        return max(1, self.max_connections - max(1, self.max_connections // _SHARE_OF_PROBES))
 
 
 def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
@@ -39,11 +54,12 @@ def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
 
 class Connection(H11Protocol):
     """One connection. Where there are too many, the one is closed that has been waiting for a request, or for the rest
-    of one, for longest: this one, if all others are being answered."""
+    of one, for longest: this one, if all others are being answered. `IS_CROWDED` is in the scope of each request."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self._limits = limits
+        self._limits, self._served = limits, self.app
+        self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None  # the request that the timer is for; None: the next one
         self._waits_since_s = self.loop.time()
@@ -72,10 +88,34 @@ class Connection(H11Protocol):
         super().data_received(data)
         self._watch()
 
+    def send_400_response(self, msg: str) -> None:
+        """What h11 cannot read: uvicorn's answer would be text that nobody counts."""
+        self._refuse(400)
+
     def on_response_complete(self) -> None:
         super().on_response_complete()
         self._waits_since_s = self.loop.time()
         self._watch()
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        others = self.connections - {self}
+        most = self._limits.max_requests
+        scope[IS_CROWDED] = len(others) >= most and most <= sum(
+            isinstance(one, Connection) and one.is_answering for one in others
+        )
+        await self._served(scope, receive, send)
+
+    def _refuse(self, status: int) -> None:
+        """Answer, unless a response has begun, and close."""
+        if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
+            self.transport.abort()
+            return
+        response = self._limits.refused(status, self.client)
+        reason = http.HTTPStatus(status).phrase.encode()
+        head = h11.Response(status_code=status, headers=response.raw_headers, reason=reason)
+        for event in (head, h11.Data(data=bytes(response.body)), h11.EndOfMessage()):
+            self.transport.write(self.conn.send(event) or b"")
+        self.transport.close()
 
     def _watch(self) -> None:
         """Start the time of what is waited for now, unless it runs already."""
@@ -92,7 +132,10 @@ class Connection(H11Protocol):
         waiting = [one for one in self.connections if isinstance(one, Connection) and not one.is_answering]
         victim = min(waiting, key=lambda one: one._waits_since_s)
         self.connections.discard(victim)
-        victim.transport.abort()
+        if victim is self:
+            self._refuse(503)
+        else:
+            victim.transport.abort()
         if not self._limits.is_reached:
             self._limits.is_reached = True
             log.warning(

@@ -8,6 +8,7 @@ from typing import get_args
 
 from hicache.config import EngineConfig, Kernels
 from hicache.config.settings import Number, Size, Whole, as_flag
+from hicache.process.logs import LEVELS
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 20))
 _PORT = as_flag(Whole("a port", 0, 65535))
@@ -45,8 +46,9 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         help="longest time of a request, from its arrival to its last token (default 600)",
     )  # fmt: skip
     server.add_argument(
-        "--grace-s", type=_SECONDS, default=30.0, metavar="SECONDS",
-        help="on SIGTERM, how long running requests may take to finish (default 30)",
+        "--grace-s", type=_SECONDS, default=20.0, metavar="SECONDS",
+        help="on SIGTERM, how long running requests may take to finish; below the time after which an orchestrator "
+        "kills: 30 by Kubernetes, 10 by docker stop (default 20)",
     )  # fmt: skip
     server.add_argument(
         "--max-connections", type=_COUNT, default=1024,
@@ -58,6 +60,10 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         metavar="SIZE",
         help="larger bodies get 413 (default: what the context can use, at most 16MiB)",
     )
+    server.add_argument(
+        "--log-level", choices=LEVELS, default="info",
+        help="what is logged at least; debug has probes and scrapes too (default info)",
+    )  # fmt: skip
     server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
     _add_scheduler_flags(parser)
     EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")
@@ -73,6 +79,11 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
         help="waiting that a level of a request's priority is worth; 0: priority is ignored (default 15)",
     )  # fmt: skip
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of one forward pass (default 8192)")
+    running.add_argument(
+        "--max-pass-s", type=_SECONDS, default=0.5, metavar="SECONDS",
+        help="longest forward pass over prompts beside others that get tokens, four times as long alone: on a slow "
+        "device it has fewer than --chunk-tokens; 0: without a bound (default 0.5)",
+    )  # fmt: skip
     running.add_argument(
         "--attention", choices=("auto", *get_args(Kernels)), default="auto",
         help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",

@@ -7,18 +7,25 @@ import logging
 import re
 import time
 import uuid
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from hicache.serving.server.connections import IS_CROWDED
 from hicache.serving.server.prometheus import ServerMetrics
-from hicache.serving.server.replies import internal_error, too_large, wrong_key
+from hicache.serving.server.replies import CLOSE, crowded, internal_error, invalid, too_large, wrong_key
 
 REQUEST_ID = "x-request-id"
+IGNORED = "x-hicache-ignored-fields"
 _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
+_PROBES = ("/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # asked for all the time
+_FIRST_ERROR = 400
+_GOOD_NAME, _MAX_IGNORED = re.compile(r"[\w.-]{1,64}", re.ASCII), 16
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -27,12 +34,14 @@ log = logging.getLogger(__name__)
 @dataclass
 class HttpRecord:
     """What the log says of one HTTP request. `fields`: more of it, set by whoever answers; never text of a client's.
-    `arrival_s`: when its head had come, on the clock of `time.perf_counter`."""
+    `arrival_s`: when its head had come, on the clock of `time.perf_counter`. `ignored`: names of fields of its body
+    that mean nothing, which it is told."""
 
     request_id: str
     arrival_s: float
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
+    ignored: Sequence[str] = ()
 
 
 def record_of(scope: Scope) -> HttpRecord:
@@ -60,7 +69,11 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                MutableHeaders(scope=message)[REQUEST_ID] = record.request_id
+                headers = MutableHeaders(scope=message)
+                headers[REQUEST_ID] = record.request_id
+                if record.ignored:
+                    record.fields["ignored_fields"] = len(record.ignored)
+                    headers[IGNORED] = ", ".join(filter(_GOOD_NAME.fullmatch, record.ignored[:_MAX_IGNORED]))
             await send(message)
 
         try:
@@ -71,6 +84,14 @@ class RequestLog:
                 await internal_error().response()(scope, receive, send_with_id)
         finally:
             self._done(scope, record)
+
+    def refused(self, status: int, client: tuple[str, int] | None) -> Response:
+        """The answer to what is no request, or has no place: counted, and logged, as others are."""
+        record = HttpRecord(uuid.uuid4().hex, time.perf_counter(), status, {"client": client and client[0]})
+        answer = {400: invalid("this is no valid HTTP request", headers=CLOSE), 503: crowded()}[status].response()
+        answer.headers[REQUEST_ID] = record.request_id
+        self._done({"method": "unknown"}, record)
+        return answer
 
     def _done(self, scope: Scope, record: HttpRecord) -> None:
         # A path that is no route may be anything, so neither the log nor the labels have it.
@@ -84,11 +105,13 @@ class RequestLog:
             "seconds": round(time.perf_counter() - record.arrival_s, 6),
             **record.fields,
         }
-        log.info("request", extra={"fields": fields})
+        is_probe = route in _PROBES and record.status < _FIRST_ERROR
+        log.log(logging.DEBUG if is_probe else logging.INFO, "request", extra={"fields": fields})
 
 
 class Gate:
-    """Refuses a wrong key where one is asked for, and a body that is announced as larger than `max_body_bytes`."""
+    """Refuses a wrong key where one is asked for, a request where only probes have a place, one of two lengths, which
+    a proxy before this server may end elsewhere, and a body that is announced as larger than `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
         self._app, self._key, self._max_body_bytes = app, api_key.encode(), max_body_bytes
@@ -98,6 +121,10 @@ class Gate:
         length = headers.get("content-length", "0")
         if self._key and scope["path"].startswith(_WITH_KEY) and not self._has_key(headers):
             refusal = wrong_key()
+        elif scope.get(IS_CROWDED) and scope["path"] not in _PROBES:
+            refusal = crowded()
+        elif "content-length" in headers and "transfer-encoding" in headers:
+            refusal = invalid("a request has Content-Length or Transfer-Encoding, not both", headers=CLOSE)
         elif length.isdecimal() and int(length) > self._max_body_bytes:
             refusal = too_large(self._max_body_bytes)
         await (self._app if refusal is None else refusal.response())(scope, receive, send)

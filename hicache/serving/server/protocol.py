@@ -1,8 +1,9 @@
 """The bodies of requests: OpenAI's fields, and those of vLLM and SGLang.
 
 A field does what it says, or is refused but for the values that ask for nothing (`Refused...`), or changes nothing and
-is accepted all the same (`Ignored...`); docs/serving.md has a table of each kind. Null is a field that was left out.
-Values are not converted: "1" is no number.
+is accepted all the same (`Ignored...`); docs/serving.md has a table of each kind. What no server is known to obey is
+ignored too, and named in the answer's head. Null is a field that was left out. Values are not converted: "1" is no
+number.
 """
 
 from __future__ import annotations
@@ -95,14 +96,30 @@ Stop = Annotated[
 
 
 class Body(BaseModel):
+    """The context of a validation is the set of the names of fields that were ignored, which it adds to."""
+
     model_config = ConfigDict(strict=True, extra="forbid")
 
     @model_validator(mode="before")
     @classmethod
-    def _few_fields(cls, value: object) -> object:
-        if isinstance(value, dict) and len(value) > _MAX_FIELDS:
+    def _without_unknown_fields(cls, value: object, info: ValidationInfo) -> object:
+        if not isinstance(value, dict):
+            return value
+        if len(value) > _MAX_FIELDS:
             raise PydanticCustomError("too_many_fields", f"more than {_MAX_FIELDS} fields")
-        return value
+        unknown = {
+            name for name in value if name not in cls.model_fields and (value[name] is None or not cls.refuses(name))
+        }
+        if not unknown:
+            return value
+        if isinstance(info.context, set) and len(info.context) < _MAX_FIELDS:
+            info.context.update(unknown)
+        return {name: given for name, given in value.items() if name not in unknown}
+
+    @classmethod
+    def refuses(cls, name: str) -> bool:
+        """Whether a name that it does not declare is refused, for what it asks for is not done."""
+        return False
 
 
 class StreamOptions(Body):
@@ -125,7 +142,20 @@ class RefusedFields(Body):
     spaces_between_special_tokens: Annotated[None, only(True)] = None
     truncate_prompt_tokens: Annotated[None, only()] = None
     use_beam_search: Annotated[None, only(False)] = None
+    custom_logit_processor: Annotated[None, only()] = None
+    custom_params: Annotated[None, only()] = None
+    extra_key: Annotated[None, only()] = None
+    input_embeds: Annotated[None, only()] = None
+    logits_processors: Annotated[None, only([])] = None
+    return_hidden_states: Annotated[None, only(False)] = None
+    session_params: Annotated[None, only()] = None
+    stop_regex: Annotated[None, only([])] = None
+    thinking_token_budget: Annotated[None, only()] = None
     # structured output
+    guided_choice: Annotated[None, only()] = None
+    guided_grammar: Annotated[None, only()] = None
+    guided_json: Annotated[None, only()] = None
+    guided_regex: Annotated[None, only()] = None
     ebnf: Annotated[None, only()] = None
     json_schema: Annotated[None, only()] = None
     regex: Annotated[None, only()] = None
@@ -176,6 +206,11 @@ class GenerationBody(RefusedFields, IgnoredFields):
     expected_reuse: (
         Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="how often it will be asked again")] | None
     ) = None
+
+    @classmethod
+    def refuses(cls, name: str) -> bool:
+        """A field of the other route, which its client expects to be obeyed."""
+        return name in CompletionBody.model_fields or name in ChatBody.model_fields
 
     @field_validator("stream_options")
     @classmethod
@@ -228,6 +263,7 @@ class GenerationBody(RefusedFields, IgnoredFields):
 class RefusedCompletionFields(Body):
     add_special_tokens: Annotated[None, only(True)] = None
     best_of: Annotated[None, only(1)] = None
+    prompt_embeds: Annotated[None, only()] = None
     suffix: Annotated[None, only()] = None
 
 

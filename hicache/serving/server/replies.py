@@ -16,6 +16,7 @@ from hicache.serving.request import TokenLogprobs
 from hicache.serving.server.logprobs import LogprobsReply, TokenTexts
 from hicache.serving.server.protocol import ChatBody, GenerationBody
 
+CLOSE = {"Connection": "close"}
 DONE = b"data: [DONE]\n\n"
 
 
@@ -53,8 +54,10 @@ class ApiError(Exception):
         return JSONResponse(self.body, self.status, self.headers)
 
 
-def invalid(message: str, param: str | None = None, code: str | None = None) -> ApiError:
-    return ApiError(400, message, param=param, code=code)
+def invalid(
+    message: str, param: str | None = None, code: str | None = None, headers: Mapping[str, str] | None = None
+) -> ApiError:
+    return ApiError(400, message, param=param, code=code, headers=headers)
 
 
 def wrong_key() -> ApiError:
@@ -73,9 +76,7 @@ def timed_out(seconds: float) -> ApiError:
 
 
 def too_large(limit: int) -> ApiError:
-    return ApiError(
-        413, f"the body is larger than {limit} bytes", code="request_too_large", headers={"Connection": "close"}
-    )
+    return ApiError(413, f"the body is larger than {limit} bytes", code="request_too_large", headers=CLOSE)
 
 
 def too_slow(seconds: float) -> ApiError:
@@ -84,7 +85,7 @@ def too_slow(seconds: float) -> ApiError:
         f"the body took longer than {seconds:g} seconds to arrive",
         kind="timeout_error",
         code="request_timeout",
-        headers={"Connection": "close"},
+        headers=CLOSE,
     )
 
 
@@ -94,7 +95,17 @@ def too_many_bodies() -> ApiError:
         "too many large bodies are on their way; try again later",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
-        headers={"Retry-After": "1", "Connection": "close"},
+        headers={"Retry-After": "1", **CLOSE},
+    )
+
+
+def crowded() -> ApiError:
+    return ApiError(
+        503,
+        "all connections are in use; try again later",
+        kind="server_error",
+        code="too_many_connections",
+        headers={"Retry-After": "1", **CLOSE},
     )
 
 

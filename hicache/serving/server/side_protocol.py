@@ -87,5 +87,10 @@ class ResetBody(Body):
     model: Text | None = None
     tiers: Annotated[list[Annotated[MemoryTier, BeforeValidator(_of_memory)]], Field(fail_fast=True)] | None = None
 
+    @classmethod
+    def refuses(cls, name: str) -> bool:
+        """All names: a slip in that of `tiers` would reset both."""
+        return True
+
     def without_texts(self) -> ResetBody:
         return self

@@ -27,6 +27,7 @@ from typing import NoReturn
 
 import numpy as np
 
+from hicache.process.logs import described
 from hicache.serving.models import Tokenizer
 from hicache.serving.server.prompts import BODIES, Prepared, Prompt, PromptEncoder, PromptLimits
 from hicache.serving.server.replies import ApiError, internal_error, unavailable
@@ -152,8 +153,8 @@ def _run_job(job: socket.socket, tokenizer: Tokenizer) -> NoReturn:
         given = stream.read(*_LENGTH.unpack(stream.read(_LENGTH.size)))
         threading.Thread(target=_end_with, args=(job,), daemon=True).start()
         job.sendall(_done(tokenizer, given))
-    except Exception:
-        log.exception("a body could not be made a prompt")
+    except Exception as error:
+        job.sendall(json.dumps({"failure": described(error)}).encode())
         raise
     finally:
         os._exit(0)
@@ -165,7 +166,8 @@ def _end_with(job: socket.socket) -> None:
     os._exit(1)
 
 
-# A job is a line of JSON and the body; its answer a line of JSON and the tokens of all prompts, int64.
+# A job is a line of JSON and the body; its answer a line of JSON and the tokens of all prompts, int64. What fails is
+# logged by the server: a forked process has no thread that writes lines.
 
 
 def _job(kind: str, limits: PromptLimits, raw: bytes | bytearray) -> bytes:
@@ -181,13 +183,17 @@ def _done(tokenizer: Tokenizer, job: bytes) -> bytes:
         refusal = {"status": error.status, "headers": error.headers, **error.body["error"]}
         return json.dumps({"refusal": refusal}).encode()
     shapes = [(len(prompt.tokens), prompt.max_new_tokens, prompt.text) for prompt in prepared.prompts]
-    line = json.dumps({"body": prepared.body.model_dump_json(exclude_unset=True), "prompts": shapes}).encode()
+    checked = prepared.body.model_dump_json(exclude_unset=True)
+    line = json.dumps({"body": checked, "prompts": shapes, "ignored": prepared.ignored}).encode()
     return b"\n".join([line, b"".join(prompt.tokens.tobytes() for prompt in prepared.prompts)])
 
 
 def _prepared(kind: str, answer: bytes) -> Prepared:
     line, _, raw = answer.partition(b"\n")
     head = json.loads(line)
+    if failure := head.get("failure"):
+        log.error("a body could not be made a prompt", extra={"fields": failure})
+        raise internal_error()
     if refusal := head.get("refusal"):
         raise ApiError(
             refusal["status"],
@@ -201,4 +207,4 @@ def _prepared(kind: str, answer: bytes) -> Prepared:
     for num_tokens, max_new_tokens, text in head["prompts"]:
         prompts.append(Prompt(tokens[start : start + num_tokens], max_new_tokens, text))
         start += num_tokens
-    return Prepared(BODIES[kind].model_validate_json(head["body"]), prompts)
+    return Prepared(BODIES[kind].model_validate_json(head["body"]), prompts, tuple(head["ignored"]))

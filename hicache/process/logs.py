@@ -1,0 +1,174 @@
+"""What servers and their store processes log: JSON lines on stderr, which nobody waits for.
+
+No line holds text of a prompt or an answer, whatever fails. A thread writes the lines: where nobody reads stderr, lines
+are dropped and counted, and the process goes on.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import json
+import logging
+import os
+import queue
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from typing import Any
+
+LEVELS = ("debug", "info", "warning", "error")
+_OWN = "hicache"
+_MAX_LINES = 4096  # that wait to be written, about a megabyte
+_LEFT_S = 1.0  # that the last lines have, at the end of the process
+_STDERR = 2
+
+
+class JsonLines(logging.Formatter):
+    """One JSON object a line. `extra={"fields": {...}}` adds fields.
+
+    An exception's message and the lines of a message after the first may quote what a client sent, so an exception is
+    its class and where it was raised. Other libraries' messages keep their first line.
+    """
+
+    def format(self, record: logging.LogRecord) -> str:
+        line: dict[str, Any] = {
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(
+                "T", "milliseconds"
+            ),
+            "level": record.levelname.lower(),
+            "logger": record.name,
+            "event": record.getMessage().split("\n", 1)[0],
+        }
+        line.update(record.__dict__.get("fields", {}))
+        if record.exc_info and record.exc_info[1] is not None:
+            line.update(described(record.exc_info[1]))
+        return json.dumps(line)
+
+
+def described(error: BaseException) -> dict[str, Any]:
+    """The fields of an exception: its class, and where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return {
+        "error": type(error).__name__,
+        "frames": [f"{frame.filename}:{frame.lineno} {frame.name}" for frame in frames],
+    }
+
+
+class LineWriter(logging.Handler):
+    """Writes lines to a file descriptor, on a thread of its own; `emit` never waits for it.
+
+    Of lines that find the queue full it tells the number, once there is room. A forked process has no such thread, and
+    writes nothing: what it meets, its parent is to log.
+    """
+
+    def __init__(self, descriptor: int = _STDERR, max_lines: int = _MAX_LINES) -> None:
+        super().__init__()
+        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # its number may be that of another file
+        self._descriptor, self._process = -1 if is_closed else descriptor, os.getpid()
+        self._lines = queue.Queue[bytes | None](max_lines)
+        self._num_dropped = 0
+        self._thread = threading.Thread(target=self._write_all, name="hicache-logs", daemon=True)
+        self._thread.start()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if os.getpid() != self._process:
+            return
+        try:
+            self._tell_dropped(0.0)
+            self._lines.put_nowait(self._line(record))
+        except queue.Full:
+            self._num_dropped += 1
+
+    def close(self) -> None:
+        """Write what waits, unless nobody reads it."""
+        super().close()
+        with contextlib.suppress(queue.Full):
+            self._tell_dropped(_LEFT_S)
+            self._lines.put(None, timeout=_LEFT_S)
+            self._thread.join(_LEFT_S)
+
+    def _tell_dropped(self, wait_s: float) -> None:
+        if self._num_dropped:
+            told = _warning(f"{self._num_dropped} lines were dropped, for nobody read them")
+            self._lines.put(self._line(told), block=bool(wait_s), timeout=wait_s or None)
+            self._num_dropped = 0
+
+    def _line(self, record: logging.LogRecord) -> bytes:
+        try:
+            text = self.format(record)
+        except (TypeError, ValueError, LookupError):  # a defect of who logs, told without what it was to say
+            text = self.format(_warning(f"{record.pathname}:{record.lineno} logs what cannot be formatted"))
+        return f"{text}\n".encode(errors="backslashreplace")
+
+    def _write_all(self) -> None:
+        while (line := self._lines.get()) is not None:
+            self._write(line)
+
+    def _write(self, line: bytes) -> None:
+        while line:
+            try:
+                line = line[os.write(self._descriptor, line) :]
+            except BlockingIOError:  # of a terminal or socket that another process has set so
+                time.sleep(_LEFT_S / 10)
+            except OSError:  # the reader is gone, and so is the place to tell it
+                return
+
+
+@contextlib.contextmanager
+def json_lines(level: int = logging.INFO) -> Iterator[None]:
+    """Inside, all logging of this process goes to stderr as JSON lines: hicache's from `level` on, that of others and
+    warnings from WARNING on, also where others have a handler of their own, and what ends a thread."""
+    with contextlib.ExitStack() as stack:
+        writer = stack.enter_context(contextlib.closing(LineWriter()))
+        writer.setFormatter(JsonLines())
+        for logger in [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]:
+            kept = [handler for handler in logger.handlers if not _is_of_a_terminal(handler)]
+            if len(kept) < len(logger.handlers):
+                stack.callback(_set, logger, logger.handlers[:], logger.level, logger.propagate)
+                _set(logger, kept, logger.level, True)
+        root, own = logging.getLogger(), logging.getLogger(_OWN)
+        for logger in (root, own):
+            stack.callback(_set, logger, logger.handlers[:], logger.level, logger.propagate)
+        _set(root, [writer], max(level, logging.WARNING), True)
+        _set(own, own.handlers[:], level, True)
+        stack.callback(setattr, threading, "excepthook", threading.excepthook)
+        threading.excepthook = _log_end_of_thread
+        logging.captureWarnings(True)
+        stack.callback(logging.captureWarnings, False)
+        yield
+
+
+@contextlib.contextmanager
+def text_lines(format: str, level: int) -> Iterator[None]:
+    """As `json_lines`, as text, for a process that ends behind it."""
+    with contextlib.closing(LineWriter()) as writer:
+        writer.setFormatter(logging.Formatter(format))
+        logging.basicConfig(handlers=[writer], level=level)
+        yield
+
+
+def is_json() -> bool:
+    """Whether this process logs JSON lines."""
+    return any(isinstance(handler.formatter, JsonLines) for handler in logging.getLogger().handlers)
+
+
+def _warning(text: str) -> logging.LogRecord:
+    return logging.LogRecord(__name__, logging.WARNING, __file__, 0, text, None, None)
+
+
+def _is_of_a_terminal(handler: logging.Handler) -> bool:
+    return isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.stdout)
+
+
+def _set(logger: logging.Logger, handlers: list[logging.Handler], level: int, propagate: bool) -> None:
+    logger.handlers[:], logger.propagate = handlers, propagate
+    logger.setLevel(level)
+
+
+def _log_end_of_thread(end: threading.ExceptHookArgs) -> None:
+    if end.exc_value is not None and not isinstance(end.exc_value, SystemExit):
+        name = end.thread.name if end.thread is not None else "unknown"
+        logging.getLogger(__name__).error("a thread ended: %s", name, exc_info=end.exc_value)

@@ -1,0 +1,90 @@
+"""What servers log: JSON lines, whoever says them, for which nobody waits."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+
+from hicache.process.logs import JsonLines, LineWriter, json_lines
+
+SECRET = "Xylophon"
+
+
+@pytest.fixture
+def pipe() -> Iterator[tuple[int, int]]:
+    reader, writer = os.pipe()
+    yield reader, writer
+    os.close(reader)
+    with contextlib.suppress(OSError):
+        os.close(writer)
+
+
+def record(text: str, *arguments: object) -> logging.LogRecord:
+    return logging.LogRecord("hicache", logging.INFO, __file__, 1, text, arguments, None)
+
+
+def test_a_log_that_nobody_reads_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
+    """Lines are dropped while nobody reads; once somebody does, their number is told."""
+    reader, fd = pipe
+    writer, num_lines, said = LineWriter(fd, max_lines=8), 2000, bytearray()
+    writer.setFormatter(JsonLines())
+    for _ in range(num_lines):
+        writer.emit(record("line"))
+    closing = threading.Thread(target=lambda: (writer.close(), os.close(fd)))
+    closing.start()
+    while some := os.read(reader, 1 << 16):
+        said += some
+    closing.join()
+    events = [json.loads(line)["event"] for line in said.splitlines()]
+    dropped = [int(event.split()[0]) for event in events if event != "line"]
+    assert dropped and events.count("line") + sum(dropped) == num_lines
+
+
+def test_the_end_waits_for_no_reader(pipe: tuple[int, int]) -> None:
+    """Nor does a forked process, or a reader that is gone, do any harm."""
+    writer = LineWriter(pipe[1], max_lines=4)
+    child = os.fork()
+    if not child:
+        writer.emit(record("of a child"))
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    for _ in range(2000):
+        writer.emit(record("a" * 100))
+    writer.close()
+    assert b"child" not in os.read(pipe[0], 1 << 20)
+
+
+def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
+    """Libraries that have a handler of their own, warnings, threads that end, fields that are no JSON and messages that
+    do not fit their arguments; none quotes an exception. Behind it all is as before."""
+    other = logging.getLogger("other.library")
+    other.propagate, own = False, logging.StreamHandler(sys.stderr)
+    other.addHandler(own)
+
+    def fail() -> None:
+        raise ValueError(SECRET)
+
+    with json_lines(logging.WARNING):
+        other.warning("from a library")
+        with warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.warn("careful", stacklevel=1)
+        thread = threading.Thread(target=fail)
+        thread.start()
+        thread.join()
+        logging.getLogger("hicache").info("unwanted")
+        logging.getLogger("hicache").error("%d", SECRET, extra={"fields": {"a": b"b"}})
+        logging.getLogger("hicache").error("fields", extra={"fields": {"a": b"b"}})
+    assert other.handlers == [own] and not other.propagate
+    other.removeHandler(own)
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["logger"] for line in lines] == ["other.library", "py.warnings", *["hicache.process.logs"] * 3]
+    assert lines[2]["error"] == "ValueError" and SECRET not in json.dumps(lines)
