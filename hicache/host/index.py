@@ -331,9 +331,7 @@ class PageIndex:
         self.num_evictable -= num_pages + len(rest)
         self.num_raw -= len(rest)
         if start:
-            self._order.lock(run)  # its size counts there
             del run.keys[start:], run.ids[start:]
-            self._order.unlock(run)
             if self._log is not None:  # what comes back was used as this
                 left = HostRun(gone, ids, None, 0)
                 left.follow(run)
