@@ -94,12 +94,7 @@ class HiCacheTier(SecondaryTierManager):
         row_bytes = rows.shape[1]
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
         self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
-        self._descriptor = descriptor_of(rows.reshape(-1))
-        if self._descriptor is None:
-            raise StoreError("vLLM's CPU tier is not one open file of this process that a store process could map too")
-        if not isinstance(offloading_spec, PackingSpec):  # which does so itself
-            # vLLM starts its scheduler when all workers have mapped the region: nobody needs the name any more.
-            remove_names(name_of(rows.reshape(-1)))
+        self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
         self._packing = offloading_spec.row_packing if isinstance(offloading_spec, PackingSpec) else None
         tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if tells_events else None
@@ -382,3 +377,14 @@ class HiCacheTier(SecondaryTierManager):
                 transfer_bytes=sum(done.ok) * self.block_size_bytes,
             )
         )
+
+
+def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
+    """Of the file that has them, whose name is removed, unless the spec does that: vLLM starts its scheduler when all
+    workers have mapped it. StoreError where a store process could not map it."""
+    descriptor = descriptor_of(rows.reshape(-1))
+    if descriptor is None:
+        raise StoreError("vLLM's CPU tier is not one open file of this process that a store process could map too")
+    if not isinstance(spec, PackingSpec):
+        remove_names(name_of(rows.reshape(-1)))
+    return descriptor
