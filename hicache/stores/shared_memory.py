@@ -20,7 +20,9 @@ def descriptor_of(memory: PageBuffer) -> int | None:
     """A new descriptor of the file that `memory`, contiguous, maps from its beginning on and shares. None where there
     is no such file, or where this process does not have it open."""
     file = _file_at(memory)
-    for descriptor in map(int, os.listdir("/proc/self/fd")) if file is not None else ():
+    if file is None:
+        return None
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             found = os.fstat(descriptor)
             is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
