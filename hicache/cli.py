@@ -181,7 +181,8 @@ def _line_of(error: Exception) -> str | None:
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
         extra = _EXTRAS.get(missing)
-        return f"this command needs the package {missing}: pip install 'hicache[{extra}]'" if extra else None
+        needs = f"this command needs the package {missing} of hicache[{extra}]"
+        return f"{needs}: pip install '.[{extra}]' in its clone" if extra else None
     if isinstance(error, importlib.import_module("hicache.errors").HiCacheError):
         return str(error)
     if isinstance(error, OSError):

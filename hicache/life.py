@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, NotRunning
+from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, InvariantError, NotRunning
 from hicache.flow.context import EngineContext
 from hicache.kv_events import EventPublisher
 from hicache.storage.owner import OwnerProcess
@@ -40,7 +40,9 @@ def exclusive(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
             engine._caller = thread
             return verb(engine, *args, **kwargs)
         except BaseException as error:
-            if not isinstance(error, HiCacheError) or isinstance(error, DoubleFree):
+            is_refusal = isinstance(error, HiCacheError) and not isinstance(error, (DoubleFree, InvariantError))
+            is_finding = isinstance(error, InvariantError) and verb.__name__ == "check"  # no call has left it behind
+            if not (is_refusal or is_finding):
                 engine._doubt(verb.__name__, error)
             raise
         finally:

@@ -32,7 +32,9 @@ class PageCipher:
             self._gcm: Any = importlib.import_module("cryptography.hazmat.primitives.ciphers.modes").GCM
             self._invalid_tag: Any = importlib.import_module("cryptography.exceptions").InvalidTag
         except ImportError:
-            raise StoreError("encrypted pages need the package cryptography: pip install 'hicache[encrypt]'") from None
+            raise StoreError(
+                "encrypted pages need cryptography of hicache[encrypt]: pip install '.[encrypt]' in its clone"
+            ) from None
         if not isinstance(key, bytes) or len(key) != KEY_BYTES:
             raise StoreError(f"an encryption key is {KEY_BYTES} bytes; os.urandom({KEY_BYTES}) makes one")
         self._cipher: Any = partial(ciphers.Cipher, ciphers.algorithms.AES(key))

@@ -194,7 +194,7 @@ def load_mooncake() -> Any:
         import mooncake.store
     except ImportError as error:
         raise StoreError(
-            f"a store at mooncake:// needs Mooncake and libibverbs ({error}): "
-            "pip install 'hicache[mooncake]' and apt-get install libibverbs1"
+            f"a store at mooncake:// needs Mooncake and libibverbs ({error}), of hicache[mooncake]: "
+            "pip install '.[mooncake]' in its clone, and apt-get install libibverbs1"
         ) from None
     return mooncake.store

@@ -69,7 +69,6 @@ MUTATIONS = (
              "self.split_prefix(node, num", TREE),
     Mutation("hicache/eviction/orders.py", "self._rise(self._sink(at), last)", "self._rise(at, last)", EVICTION),
     Mutation("hicache/eviction/orders.py", "return (record.expected > 0, rank,", "return (0, rank,", EVICTION),
-    Mutation("hicache/eviction/orders.py", "new is ends or new.stamp <= record.stamp", "new is ends", EVICTION),
     Mutation("hicache/flow/commit.py", "            steps.callback(tree.touch, lease.node)\n",
              "            pass\n", "tests/flow"),
     Mutation("hicache/host/index.py", "                self.unlock([run.before])\n", "                pass\n",

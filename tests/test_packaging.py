@@ -8,10 +8,15 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from packaging.requirements import Requirement
+
+from hicache.errors import ConfigError
+from hicache.integrations.versions import LMCACHE, SGLANG, VLLM, require_version
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -75,6 +80,21 @@ def test_every_package_is_listed() -> None:
     data = {path.relative_to(ROOT / "hicache").as_posix() for path in (ROOT / "hicache").rglob("*.*")}
     data = {path for path in data if not path.endswith((".py", ".pyc"))}
     assert set(listed["package-data"]["hicache"]) == data
+
+
+@pytest.mark.parametrize(("server", "tested"), [("vllm", VLLM), ("sglang", SGLANG), ("lmcache", LMCACHE)])
+def test_an_extra_installs_what_its_plug_in_takes(server: str, tested: Sequence[str]) -> None:
+    """Of all releases around those that are tested: exactly these."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    (requirement,) = map(Requirement, project["optional-dependencies"][server])
+    assert requirement.name == server
+    for version in [f"0.{minor}.{patch}" for minor in (5, *range(31, 36)) for patch in range(30)]:
+        try:
+            require_version(server, version, tested)
+        except ConfigError:
+            assert version not in requirement.specifier
+        else:
+            assert version in requirement.specifier
 
 
 @pytest.mark.long

@@ -122,10 +122,11 @@ class UsageLog:
         self._shadow.split(upper.owner.name, lower.owner.name, upper.owner.num_tokens)
 
     def forget(self, record: Record) -> None:
-        """It is held no more; its uses are remembered for the time that they may matter."""
+        """It, or a part that was split off it, is held no more; its uses are remembered while they may matter."""
         usage, evicted = record.owner, self._evicted
         name = usage.name
         self._capacity_tokens = max(1, self.tokens)
+        self.tokens -= usage.num_tokens
         evicted[name] = _Uses(record.uses, record.used_at, usage.num_tokens)
         evicted.move_to_end(name)
         record.uses = 0.0
@@ -229,7 +230,6 @@ class FadingFrequency(PriorityHeap[R]):
     def evict(self, record: R) -> None:
         super().evict(record)
         self.log.forget(record)
-        self.log.tokens -= record.owner.num_tokens
 
     def victim(self) -> R | None:
         if self._generation != self.log.generation:

@@ -1,4 +1,4 @@
-"""What an eviction order is, and the two that policies are made of: a list by last use and a heap by rank.
+"""What an eviction order is, and the one that policies are made of: a heap by rank.
 
 An order is a persistent structure: the next victim is found without a look at the others. It holds records, one for
 each thing that may be evicted, and knows nothing of what they stand for: of nodes the radix tree keeps an order for
@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
-from typing import Any, Generic, Protocol, TypeVar, cast
+from typing import Any, Generic, Protocol, TypeVar
 
 Priority = float | tuple[float, ...]
 
@@ -39,17 +39,14 @@ class Record:
     """A thing's place in its order. `owner`: whose use counts, while the thing is held. `expected`: how many queued
     requests will need it.
 
-    Of a heap: `at`, the index of its entry. Of a list: `older` and `newer`, its neighbours while it is linked, and
-    `stamp`, the tick of its last use. Of the policy auto: `uses`, `used_at`, `hits`.
+    Of a heap: `at`, the index of its entry. Of the policy auto: `uses`, `used_at`, `hits`.
     """
 
-    __slots__ = ("at", "expected", "hits", "newer", "older", "stamp", "used_at", "uses")
+    __slots__ = ("at", "expected", "hits", "used_at", "uses")
 
     def __init__(self) -> None:
         self.at = _NO_ENTRY
-        self.older: Record = NOBODY
-        self.newer: Record = NOBODY
-        self.expected = self.stamp = self.used_at = self.hits = 0
+        self.expected = self.used_at = self.hits = 0
         self.uses = 0.0
 
     @property
@@ -58,7 +55,7 @@ class Record:
 
     def follow(self, other: Record) -> None:
         """It was part of what `other` stands for: their last uses are the same."""
-        self.stamp, self.uses, self.used_at, self.hits = other.stamp, other.uses, other.used_at, other.hits
+        self.uses, self.used_at, self.hits = other.uses, other.used_at, other.hits
 
 
 class CountedRecord(Record):
@@ -93,13 +90,13 @@ class EvictionOrder(Protocol[R]):
     """
 
     def insert(self, record: R) -> None:
-        """What is held, and not locked, from now on enters the order as the most recently used."""
+        """What is held, and not locked, from now on enters the order."""
 
     def hit(self, record: R) -> None:
         """It was used; where it is locked, that counts once it is unlocked."""
 
     def expect(self, record: R, change: int) -> None:
-        """`change` more queued requests will need it, or fewer. In a list it counts as just used."""
+        """`change` more queued requests will need it, or fewer. That is no use."""
 
     def lock(self, record: R) -> None:
         """It got its first lock and leaves the order."""
@@ -124,109 +121,6 @@ class EvictionOrder(Protocol[R]):
     def __iter__(self) -> Iterator[R]: ...
 
     def __len__(self) -> int: ...
-
-
-class RecencyList(Generic[R]):
-    """Least recently used first: rings of records, of what nobody expects and of what someone does.
-
-    Every operation is O(1), but for `unlock`, which looks for the record's place from both ends: copies lock what was
-    just used, or what is to go. A path is reported deepest first, so nearly always a parent is newer than its children.
-    One that is oldest and may not be evicted is set aside until it may. Iteration: oldest first, then those.
-    """
-
-    def __init__(self, is_evictable: Callable[[R], bool]) -> None:
-        self._is_evictable = is_evictable
-        # Each is closed by a record that nobody holds: its `newer` is the oldest, its `older` the newest.
-        self._rings = (Record(), Record())
-        for ends in self._rings:
-            ends.older = ends.newer = ends
-        self._num_linked = 0
-        self._aside: dict[R, None] = {}
-
-    def insert(self, record: R) -> None:
-        record.stamp = next(clock)
-        self._link(record, self._rings[record.expected > 0].older)
-
-    def hit(self, record: R) -> None:
-        record.stamp = next(clock)
-        if record.newer is not NOBODY:
-            self._unlink(record)
-            self._link(record, self._rings[record.expected > 0].older)
-
-    def expect(self, record: R, change: int) -> None:
-        is_in_order = record in self
-        if is_in_order:
-            self.lock(record)
-        record.expected += change
-        if is_in_order:
-            self.insert(record)
-
-    def lock(self, record: R) -> None:
-        if record.newer is not NOBODY:
-            self._unlink(record)
-        else:
-            del self._aside[record]
-
-    def unlock(self, record: R) -> None:
-        """Between those that were used before and after it."""
-        ends = old = new = self._rings[record.expected > 0]
-        while True:
-            old, new = old.newer, new.older
-            if new is ends or new.stamp <= record.stamp:
-                return self._link(record, new)
-            if old.stamp > record.stamp:
-                return self._link(record, old.older)
-
-    def update(self, record: R) -> None:
-        if record in self._aside:
-            del self._aside[record]
-            self.unlock(record)
-
-    def split(self, upper: R, lower: R) -> None:
-        if lower in self._aside:
-            self._aside[upper] = None
-        else:
-            self._link(upper, lower)
-
-    def evict(self, record: R) -> None:
-        self.lock(record)
-
-    def victim(self) -> R | None:
-        for ends in self._rings:
-            while (oldest := ends.newer) is not ends:
-                record = cast(R, oldest)
-                if self._is_evictable(record):
-                    return record
-                self._unlink(record)
-                self._aside[record] = None
-        return None
-
-    def __contains__(self, record: R) -> bool:
-        return record.newer is not NOBODY or record in self._aside
-
-    def __iter__(self) -> Iterator[R]:
-        for ends in self._rings:
-            record = ends.newer
-            while record is not ends:
-                yield cast(R, record)
-                record = record.newer
-        yield from self._aside
-
-    def __len__(self) -> int:
-        return self._num_linked + len(self._aside)
-
-    def _unlink(self, record: Record) -> None:
-        older, newer = record.older, record.newer
-        older.newer, newer.older = newer, older
-        record.older = record.newer = NOBODY
-        self._num_linked -= 1
-
-    def _link(self, record: Record, older: Record) -> None:
-        """Insert `record` next to `older`, on its newer side."""
-        newer = older.newer
-        record.older, record.newer = older, newer
-        older.newer = newer.older = record
-        self._num_linked += 1
 
 
 class EvictionStrategy(ABC):

@@ -10,7 +10,7 @@ from typing import Any
 
 from hicache.errors import ConfigError
 from hicache.eviction.frequency import FadingFrequency
-from hicache.eviction.orders import EvictionOrder, EvictionStrategy, PriorityHeap, R, RecencyList, Usage
+from hicache.eviction.orders import EvictionOrder, EvictionStrategy, PriorityHeap, R, Usage
 
 OrderFactory = Callable[[Callable[[Any], bool]], EvictionOrder[Any]]
 """Makes an empty order; its argument says of a record whether it may be a victim now."""
@@ -89,11 +89,10 @@ def ranked(strategy: Callable[[], EvictionStrategy]) -> OrderFactory:
     return make
 
 
-# What `eviction_policy` may name. A list keeps lru in order at O(1) an event, where a heap takes O(log n).
+# What `eviction_policy` may name.
 ORDERS: dict[str, OrderFactory] = {
     "auto": FadingFrequency,
     **{name: ranked(strategy) for name, strategy in _STRATEGIES.items()},
-    "lru": RecencyList,
 }
 
 

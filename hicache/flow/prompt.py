@@ -120,8 +120,12 @@ class HostWatch:
         )
 
     def came(self, run: HostRun) -> None:
+        told = None
         if self._events is not None:
-            self._events.stored(told_of(run), "CPU")
+            told = told_of(run)
+            told = told._replace(tokens=told.tokens.copy())
+            self._events.stored(told, "CPU")
+        run.about, run.place = told, 0  # its own pages alone: those of its whole prompt would stay as long as it does
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
         if self._has_stores and not run.stored and not self._lost.value:

@@ -234,7 +234,6 @@ class PageIndex:
 
     def unlock(self, runs: Iterable[HostRun]) -> None:
         """Undo one `lock`, which is no use."""
-        freed: list[HostRun] = []
         for unlocked in runs:
             run: HostRun | None = unlocked
             while run is not None:
@@ -243,10 +242,8 @@ class PageIndex:
                 if run.locks:
                     break
                 self.num_evictable += run.num_held
-                freed.append(run)
+                self._order.unlock(run)
                 run = run.before
-        for run in sorted(freed, key=lambda run: run.stamp):  # each finds its place behind those used before it
-            self._order.unlock(run)
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need these."""
@@ -334,9 +331,7 @@ class PageIndex:
         self.num_evictable -= num_pages + len(rest)
         self.num_raw -= len(rest)
         if start:
-            self._order.lock(run)  # its size counts there
             del run.keys[start:], run.ids[start:]
-            self._order.unlock(run)
             if self._log is not None:  # what comes back was used as this
                 left = HostRun(gone, ids, None, 0)
                 left.follow(run)
@@ -357,7 +352,7 @@ class PageIndex:
         """All of a reserved run is there, and was not before."""
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
-        run.is_published = True
+        run.is_published, run.last_access_time = True, next(clock)
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
         run.locks -= 1

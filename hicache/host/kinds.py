@@ -29,8 +29,9 @@ class PageKind(enum.IntEnum):
 
 
 def rest_keys(keys: Iterable[bytes]) -> list[bytes]:
-    """Under which stores have the second parts of raw pages: SHA-256(page key || "rest")."""
-    return [hashlib.sha256(key + b"rest").digest() for key in keys]
+    """Under which stores have the second parts of raw pages: SHA-256(page key || 0xff "rest"). No name of a component
+    has that byte, in UTF-8, so none has these keys."""
+    return [hashlib.sha256(key + b"\xffrest").digest() for key in keys]
 
 
 def mark(host: HostPagePool, runs: Iterable[HostRun]) -> None:

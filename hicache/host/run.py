@@ -43,7 +43,7 @@ class NewPages(NamedTuple):
 
 class HostRun(CountedRecord):
     """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only
-    the index changes it, but for `stored` and `source`.
+    the index changes it, but for `stored` and `source`, and `about` and `place` when it has come.
 
     `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
     `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that

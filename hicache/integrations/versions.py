@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from hicache.errors import ConfigError
 
+VLLM = ("0.32", "0.33")
+SGLANG = ("0.5.17", "0.5.23")
+LMCACHE = ("0.5.6", "0.5.7")
+
 
 def require_version(server: str, version: str, tested: Sequence[str]) -> str:
-    """The minor release of `version`, like "0.32" of "0.32.0+cpu". `tested`: those that are supported; one with three
-    numbers, like "0.5.23", stands for itself.
+    """The release of `version`, like "0.32" of "0.32.0+cpu". `tested`: those that are supported; one with three
+    numbers, like "0.5.23", stands for itself and what comes before and after it, as 0.5.23rc1 and 0.5.23.post1.
 
     `ConfigError` for every other: better no start than wrong pages.
     """
-    numbers = version.split("+", maxsplit=1)[0].split(".")
+    numbers = re.split(r"[^\d.]", version, maxsplit=1)[0].strip(".").split(".")
     for release in tested:
         if numbers[: len(release.split("."))] == release.split("."):
             return release

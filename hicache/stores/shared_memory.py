@@ -5,32 +5,48 @@ from __future__ import annotations
 import fcntl
 import os
 from pathlib import Path
+from typing import NamedTuple
 
 from hicache.storage import PageBuffer
+
+
+class _File(NamedTuple):
+    device: int
+    inode: int
+    name: str
 
 
 def descriptor_of(memory: PageBuffer) -> int | None:
     """A new descriptor of the file that `memory`, contiguous, maps from its beginning on and shares. None where there
     is no such file, or where this process does not have it open."""
-    file = _file_at(int(memory.__array_interface__["data"][0]))
-    for descriptor in map(int, os.listdir("/proc/self/fd")) if file is not None else ():
+    file = _file_at(memory)
+    if file is None:
+        return None
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
         try:
             found = os.fstat(descriptor)
             is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
-            if (found.st_dev, found.st_ino) == file and found.st_size >= memory.nbytes and is_writable:
+            if (found.st_dev, found.st_ino) == file[:2] and found.st_size >= memory.nbytes and is_writable:
                 return os.dup(descriptor)
         except OSError:  # it was closed meanwhile
             continue
     return None
 
 
-def _file_at(address: int) -> tuple[int, int] | None:
-    """Device and inode of the file whose first byte is mapped at `address`, shared."""
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
-        span, flags, offset, device, inode = line.split(maxsplit=5)[:5]
+def name_of(memory: PageBuffer) -> str:
+    """The name of that file, or what the kernel calls one without."""
+    file = _file_at(memory)
+    return "" if file is None else file.name
+
+
+def _file_at(memory: PageBuffer) -> _File | None:
+    """The file whose first byte is mapped where `memory` begins, shared."""
+    address = int(memory.__array_interface__["data"][0])
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+        span, flags, offset, device, inode, *name = line.split(maxsplit=5)
         start, end = (int(number, 16) for number in span.split("-"))
         if start <= address < end:
             major, minor = (int(number, 16) for number in device.split(":"))
             is_first = flags[3] == "s" and int(offset, 16) + address - start == 0
-            return (os.makedev(major, minor), int(inode)) if is_first else None
+            return _File(os.makedev(major, minor), int(inode), "".join(name)) if is_first else None
     return None

@@ -237,6 +237,8 @@ class RadixTree(Accounts):
         if node is None or num_tokens is None or self._ends_matches or account.component.at_node_end:
             return node
         num_evicted = -(-num_tokens // self.page_size) * self.page_size
+        while node.num_tokens > 2 * num_evicted:  # a split costs the length of both parts: in halves a page costs few
+            self.split_suffix(node, node.num_tokens // 2 // self.page_size * self.page_size)
         return node if node.num_tokens <= num_evicted else self.split_suffix(node, node.num_tokens - num_evicted)
 
     def drop(self, node: TreeNode, component: Component) -> list[Released]:

@@ -12,8 +12,10 @@ import pytest
 from component_case import MODELS, compute, config, prefill, verify
 from failing_calls import fails_at
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
-from hicache.errors import HiCacheError, NotRunning
+from hicache.errors import HiCacheError, InvariantError, NotRunning
+from hicache.host import pages_of
 from hicache.storage import open_existing
+from hicache.tiers import FULL
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, prompt, settled
 from toy_model import config as plain_config
@@ -62,6 +64,28 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
     assert store.stats().entries == 96 // 8
     store.check()
     store.close()
+
+
+def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> None:
+    """A copy under way loses a page, as by a bug. The poll that lands it says so and is the last call but for
+    those that end something. What `check` finds ends nothing."""
+    engine = build_engine(plain_config(), GEOMETRY)
+    engine.start()
+    with engine.acquire(CacheRequest("a", TOKENS)) as lease:
+        engine.commit(lease, TOKENS)
+    full = engine.inspect.context.full
+    full.index.num_evictable += 1
+    with pytest.raises(InvariantError, match="evictable"):
+        engine.check()
+    full.index.num_evictable -= 1
+    (copy,) = engine.inspect.backup._in_flight
+    full.host.end_read(pages_of(copy.runs[FULL])[:1])
+    with pytest.raises(InvariantError, match="without a reader"):
+        while True:
+            engine.poll()
+    with pytest.raises(NotRunning, match="poll"):
+        engine.poll()
+    engine.close()
 
 
 class Crowded:

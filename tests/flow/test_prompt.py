@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
-import numpy as np
+import gc
+import weakref
 
-from hicache.flow.prompt import Prompts
+import numpy as np
+import pytest
+
+from hicache.flow.prompt import HostWatch, Prompts, told_of
+from hicache.host import PageIndex
+from hicache.metrics import Metrics
+from hicache.replay.cache import BlockPool
+from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
+from hicache.tree.events import EventLog
 
 PAGE = 4
 
@@ -36,3 +45,24 @@ def test_requests_that_nobody_cancels_are_forgotten() -> None:
     for number in range(5000):
         prompts.of(tokens, "", tree.match(tokens), f"r{number}")
     assert prompts.of(tokens, "", tree.match(tokens), "first") is not first
+
+
+@pytest.mark.parametrize("has_events", [False, True])
+def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has_events: bool) -> None:
+    """The prompt's tokens go with its request; events tell those of the pages that came, also of a part."""
+    tree, told = RadixTree(PAGE, PageHasher(b"identity", PAGE)), EventLog()
+    watch = HostWatch(Metrics(), PAGE, has_stores=False, events=told if has_events else None)
+    index = PageIndex(BlockPool(None), "auto", watch.came, watch.left)
+    tokens = np.arange(20 * PAGE)
+    prompt = Prompts(tree).of(tokens, "", tree.match(tokens))
+    keys, held = prompt.keys, weakref.ref(prompt.tokens)
+    [run] = index.reserve(prompt.new_pages(FULL, range(16, 20))) or ()
+    [first] = index.publish(run, [True, True, False, False])
+    del prompt, run
+    told.take_changes()
+    gc.collect()
+    assert held() is None
+    if has_events:
+        pages = told_of(first)
+        assert (pages.keys, pages.before) == (keys[16:18], keys[15])
+        assert pages.tokens.tolist() == tokens[16 * PAGE : 18 * PAGE].tolist()

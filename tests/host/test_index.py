@@ -11,8 +11,9 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.eviction.policy import ORDERS
-from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, ids_of, pages_of, rest_of
+from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, rest_of
 from hicache.layout import BufferSpec, PoolLayout
+from hicache.replay.cache import BlockPool
 from hicache.tiers import DISK
 
 NUM_PAGES, RUN_PAGES = 40, 16
@@ -181,6 +182,20 @@ def test_of_prompts_the_one_used_longest_ago_leaves_first() -> None:
     (run,) = model.index.reserve([NewPages([b"new"] + [bytes([9, at]) for at in range(8)])]) or ()
     assert [model.index.held_end(keys, 0) for keys in prompts] == [13, 5, 13]
     model.index.abandon(run)
+
+
+@pytest.mark.parametrize("policy", ORDERS)
+def test_a_part_of_a_run_that_leaves_is_no_use_of_the_rest(policy: str) -> None:
+    """Requests that use two runs have not ended. The run that loses a page goes on losing them until it is gone."""
+    index = PageIndex(BlockPool(32), policy)
+    runs = [(index.reserve([NewPages([bytes([prompt, at]) for at in range(16)])]) or [])[0] for prompt in range(2)]
+    for run in runs:
+        index.publish(run)
+    index.count_use([RunPart(run, 0, 0, 16) for run in runs])
+    for at in range(16):
+        assert index.reserve([NewPages([bytes([9, at])])])
+    assert sorted(len(run.ids) * run.is_published for run in runs) == [0, 16]
+    index.check(16, Counter())
 
 
 def test_pieces_that_come_together_follow_each_other() -> None:

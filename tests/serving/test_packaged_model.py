@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
 
 from hicache.cli import main
 from hicache.errors import ConfigError
-from hicache.serving.packaged_model import NAME, ModelChoice, choose_model, packaged_file
+from hicache.serving import demo_flags
+from hicache.serving.chat import flags as chat_flags
+from hicache.serving.packaged_model import NAME, RANDOM, ModelChoice, choose_model, packaged_file
+from hicache.serving.server import flags as server_flags
 from server_case import serving
 
 UNPACKERS = all(map(importlib.util.find_spec, ("gguf", "accelerate")))
@@ -103,3 +108,21 @@ def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> No
         assert first.choices[0].message == second.choices[0].message
         assert first.usage and second.usage and second.usage.prompt_tokens_details
         assert second.usage.prompt_tokens_details.cached_tokens == (first.usage.prompt_tokens - 1) // 16 * 16 > 0
+
+
+@pytest.mark.parametrize("flags", [server_flags, demo_flags, chat_flags])
+def test_a_model_that_is_no_directory_is_refused_with_the_flags(
+    flags: ModuleType, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """Before what serves it is imported; for a name of a hub with the command that downloads it."""
+    parser = argparse.ArgumentParser()
+    flags.add_flags(parser)
+    for model, remedy in (
+        ("Qwen/Qwen3-8B", "hf download Qwen/Qwen3-8B --local-dir"),
+        ("/nowhere", "transformers model"),
+    ):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--model", model])
+        assert remedy in capsys.readouterr().err
+    for model in (RANDOM, str(tmp_path)):
+        assert parser.parse_args(["--model", model]).model == model

@@ -44,6 +44,14 @@ class Cache:
     def chunk_bytes(self) -> int:
         return -(-sum(self.widths) * self.blocks_per_chunk // 4096) * 4096
 
+    def on(self, device: str) -> CanonicalKVCaches:
+        """Of a worker."""
+        tensors = [torch.zeros(self.num_blocks, width, dtype=torch.int8, device=device) for width in self.widths]
+        return CanonicalKVCaches(
+            [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in tensors],
+            [[CanonicalKVCacheRef(i, self.widths[i]) for i in of_group] for of_group in self.groups],
+        )
+
 
 def offloading_config(cache: Cache, extra: dict[str, Any]) -> OffloadingConfig:
     """As vLLM makes it for one worker; every call is another engine."""
@@ -69,13 +77,9 @@ class Engine:
         config = offloading_config(cache, extra)
         self.spec = HiCacheOffloadingSpec(config)
         self.manager = self.spec.get_manager()
-        self.tensors = [torch.zeros(cache.num_blocks, width, dtype=torch.int8, device=device) for width in cache.widths]
-        self.worker = HiCacheOffloadingSpec(config).get_worker(
-            CanonicalKVCaches(
-                [CanonicalKVCacheTensor(tensor, tensor.shape[1]) for tensor in self.tensors],
-                [[CanonicalKVCacheRef(i, cache.widths[i]) for i in tensors] for tensors in cache.groups],
-            )
-        )
+        kv_caches = cache.on(device)
+        self.tensors = [entry.tensor for entry in kv_caches.tensors]
+        self.worker = HiCacheOffloadingSpec(config).get_worker(kv_caches)
         self._requests = itertools.count()
         self._jobs = itertools.count()
 

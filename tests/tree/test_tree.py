@@ -4,6 +4,7 @@ history is compared with dictionaries in test_tree_components.py."""
 from __future__ import annotations
 
 import gc
+import math
 import weakref
 
 import numpy as np
@@ -12,7 +13,7 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.tiers import FULL, MAMBA, SWA
-from hicache.tree import MambaComponent, NodeRun, PageHasher, RadixTree, SwaComponent, TreeComponent
+from hicache.tree import MambaComponent, NodeRun, PageHasher, RadixTree, SwaComponent, TreeComponent, TreeNode
 
 
 def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:
@@ -88,6 +89,26 @@ def test_a_dropped_node_is_freed_at_once() -> None:
         assert len(runs) == 2 and not any(run() is not None for run in runs)
     finally:
         gc.enable()
+
+
+def test_evicting_a_long_prompt_page_by_page_costs_few_copies_of_it() -> None:
+    """Its pages leave from the end, and all splits together copy it once for each doubling of its length."""
+    split_tokens = []
+
+    class Tree(RadixTree):
+        def split_suffix(self, node: TreeNode, num_kept: int) -> TreeNode:
+            split_tokens.append(node.num_tokens)
+            return super().split_suffix(node, num_kept)
+
+    tree, num_tokens = Tree(2, PageHasher(b"identity", 2)), 1024
+    tree.insert(tree.root, np.arange(num_tokens), torch.arange(num_tokens) + 1)
+    for end in range(num_tokens, 0, -2):
+        victim = tree.victim(FULL, 1)
+        assert victim is not None
+        [released] = tree.drop(victim, FULL)
+        assert released.value.tolist() == [end - 1, end]
+    assert not tree.num_nodes and sum(split_tokens) <= num_tokens * math.log2(num_tokens)
+    tree.check()
 
 
 def test_a_window_lock_survives_splits() -> None:

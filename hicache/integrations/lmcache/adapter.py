@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 from lmcache.lmcache_native import Bitmap
+from lmcache.v1.distributed import api
 from lmcache.v1.distributed.api import MemoryLayoutDesc, ObjectKey
 from lmcache.v1.distributed.internal_api import L2StoreResult
 from lmcache.v1.distributed.l2_adapters.base import AdapterUsage, L2AdapterInterface
@@ -26,13 +27,12 @@ from hicache.integrations.lmcache.layouts import ObjectKind, name_of
 from hicache.integrations.lmcache.stores import KindStores
 from hicache.integrations.lmcache.tasks import Background, Results
 from hicache.integrations.server_store import server_store_config
-from hicache.integrations.versions import require_version
+from hicache.integrations.versions import LMCACHE, require_version
 from hicache.storage import PageBuffer
 from hicache.storage.process.health import LIMITS
 
 log = logging.getLogger(__name__)
 
-TESTED = ("0.5.6",)
 _DELETE_S = 30.0
 
 
@@ -44,7 +44,7 @@ class HiCacheL2Adapter(L2AdapterInterface):
 
     def __init__(self, adapter_params: Mapping[str, Any], l1_memory_desc: object = None) -> None:
         config = server_store_config(adapter_params, "LMCache adapter_params")
-        release = require_version("lmcache", importlib.metadata.version("lmcache"), TESTED)
+        release = require_version("lmcache", importlib.metadata.version("lmcache"), LMCACHE)
         super().__init__(max_capacity_bytes=config.budget)
         self._budget_bytes = config.budget
         self._stores = KindStores(config, f"lmcache {release}")
@@ -164,6 +164,21 @@ class HiCacheL2Adapter(L2AdapterInterface):
                 gone = [key for key, ok in zip(of_model, await store.delete(names), strict=True) if ok]
                 if gone:
                     self._notify_keys_deleted(gone, [kind.num_bytes] * len(gone))
+
+    def submit_touch(self, keys: list[ObjectKey]) -> None:
+        """Requests used these objects in LMCache's memory: here too they are evicted last. Called by 0.5.7."""
+        self._notify_keys_accessed(keys)
+        self._background.start(self._touch(keys))
+
+    async def _touch(self, keys: Sequence[ObjectKey]) -> None:
+        for model in dict.fromkeys(key.model_name for key in keys):
+            names = [name_of(key) for key in keys if key.model_name == model]
+            for _, store in self._stores.of_model(model):
+                await store.find(names, will_load=True)
+
+    def get_memory_tags(self) -> api.MemoryTags:
+        """Called by LMCache 0.5.7."""
+        return api.MemoryTags(api.MemorySegment.STORAGE, api.MemoryResidency.LOCAL)
 
     def get_usage(self) -> AdapterUsage:
         """Disk space of the stores, another server's too; by salt, of what this process stored, before compression."""

@@ -116,7 +116,7 @@ class PageIndex:
         known = {*new}
         self._drop([page for page in pages if page not in known])
         for page in reversed(new):  # the first is the most recent
-            page.locks -= 1
+            page.locks, page.last_access_time = page.locks - 1, next(clock)
             if page.locks:
                 self._order.hit(page)
             else:
@@ -166,6 +166,7 @@ class PageIndex:
     def lift(self, pages: Sequence[HostPage]) -> None:
         """These pages became the most recent: make those before them more recent still."""
         for above in self._above(pages):
+            above.last_access_time = next(clock)
             self._order.hit(above)
 
     def clear(self) -> None:

@@ -6,9 +6,9 @@ from __future__ import annotations
 from importlib.metadata import version
 from typing import Any
 
+from hicache.integrations.versions import SGLANG as TESTED
 from hicache.integrations.versions import require_version
 
-TESTED = ("0.5.17", "0.5.23")
 RELEASE = require_version("SGLang", version("sglang"), TESTED)
 
 if RELEASE in TESTED:  # a name that moved is missed only after the release was refused

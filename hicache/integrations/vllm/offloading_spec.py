@@ -17,7 +17,12 @@ from typing import Any
 
 import torch
 from vllm.platforms import current_platform
-from vllm.v1.kv_offload.base import CanonicalKVCaches, OffloadingMetricMetadata, OffloadingWorker
+from vllm.v1.kv_offload.base import (
+    CanonicalKVCaches,
+    OffloadingManager,
+    OffloadingMetricMetadata,
+    OffloadingWorker,
+)
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -27,6 +32,7 @@ from hicache.host import CudaRegistry
 from hicache.integrations.vllm.head_layouts import head_layouts
 from hicache.integrations.vllm.offloading_settings import OF_VLLM, POLICIES, OffloadingSettings, offloading_settings
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
+from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
 from hicache.integrations.vllm.row_packing import PackingSpec, RowPacking, format_of, row_packing
 
@@ -84,6 +90,7 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
         return keys
 
     def __init__(self, config: OffloadingConfig) -> None:
+        remove_leftovers()
         self._settings = offloading_settings(config.extra_config)
         self.row_packing, changed = (
             _packing(self._settings, config),
@@ -97,6 +104,12 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
                 f"cpu_bytes_to_use={self._settings.cpu_bytes_to_use} holds no chunk of "
                 f"{self.kv_bytes_per_chunk} bytes; raise it to a multiple of that, or lower block_size"
             )
+
+    def get_manager(self) -> OffloadingManager:
+        manager = super().get_manager()
+        assert self._scheduler_mmap is not None
+        self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # behind the ranks
+        return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         if self._worker is None:
@@ -115,6 +128,7 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
+        self._note_mapped(region, self.config.parallel.rank)
         try:
             registry = CudaRegistry(device) if device.type == "cuda" else None
             is_shared = bool(self.secondary_tier_configs) or self.replicated_layout
@@ -127,6 +141,12 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
         except BaseException:
             rows.close()
             raise
+
+    def _note_mapped(self, region: SharedOffloadRegion, user: int) -> None:
+        """Of a process of this engine, which has mapped its region: that has no name from when all have."""
+        num_users = self.config.parallel.world_size + 1
+        if region.fd is not None and remove_names_once_mapped(region.mmap_path, region.fd, user, num_users):
+            region._creator = False
 
     def _links(self, kv_caches: CanonicalKVCaches, rows: ChunkRows) -> list[list[Link]]:
         """Of each cache group. ConfigError for caches that hicache cannot copy, or pack."""

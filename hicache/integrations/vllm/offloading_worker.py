@@ -9,7 +9,6 @@ and the server ends only if that fails too.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import mmap
 import os
@@ -30,6 +29,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from hicache.errors import OutOfMemory
 from hicache.host import CudaRegistry, PinnedRows, allocate_pinned
 from hicache.integrations.vllm.offloading_copies import Direction, chunk_blocks
+from hicache.integrations.vllm.region_files import remove_names
 from hicache.integrations.vllm.row_links import Link
 from hicache.transfer import TransferOp
 
@@ -69,12 +69,11 @@ class ChunkRows:
             self._is_private = True
 
     def forget_name(self) -> None:
-        """Remove the file's name once everybody has mapped it: the memory then goes with the last process, however it
-        ends. vLLM's tiering keeps the name until an orderly shutdown, which its processes are often killed before."""
+        """The scheduler and all workers are ready, so the name is removed at the latest now, and memory that nobody
+        uses."""
         if self._is_named:
             self._is_named = self._region._creator = False
-            with contextlib.suppress(FileNotFoundError):  # another worker was faster
-                os.unlink(self._region.mmap_path)
+            remove_names(self._region.mmap_path)
             if self._is_private:
                 self._region.mmap_obj.madvise(mmap.MADV_REMOVE)  # nobody uses the region
 
@@ -83,6 +82,7 @@ class ChunkRows:
         if self._pins is not None:
             self._pins.close()
         del self.host, self._pins  # the region cannot be unmapped while a tensor refers to it
+        self._region._creator &= os.path.exists(self._region.mmap_path)  # else it looks for a name that is gone
         self._region.cleanup()
 
 

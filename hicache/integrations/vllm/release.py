@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from hicache.integrations.versions import require_version
-
-TESTED = ("0.32", "0.33")
+from hicache.integrations.versions import VLLM, require_version
 
 
 def vllm_release() -> str:
-    """Like "0.32". `ConfigError` for a release that is not in `TESTED`."""
+    """Like "0.32". `ConfigError` for a release that is not in `VLLM`."""
     from vllm.version import __version__
 
-    return require_version("vLLM", __version__, TESTED)
+    return require_version("vLLM", __version__, VLLM)

@@ -42,6 +42,7 @@ from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.promotions import Promotions
+from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 from hicache.integrations.vllm.release import vllm_release
 from hicache.integrations.vllm.row_packing import PackingSpec
 from hicache.integrations.vllm.tier_events import TierEvents
@@ -50,7 +51,7 @@ from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, me
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.stores.shared_memory import descriptor_of
+from hicache.stores.shared_memory import descriptor_of, name_of
 from hicache.tiers import DISK
 
 log = logging.getLogger(__name__)
@@ -86,15 +87,14 @@ class HiCacheTier(SecondaryTierManager):
         `ConfigError` for wrong settings, `StoreError` for a budget that is too small, or memory that cannot be shared.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
+        remove_leftovers()
         self.locality = Locality.LOCAL
         config = gated_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
         self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
-        self._descriptor = descriptor_of(rows.reshape(-1))
-        if self._descriptor is None:
-            raise StoreError("vLLM's CPU tier is no open file of this process, which a store process could map as well")
+        self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
         self._packing = offloading_spec.row_packing if isinstance(offloading_spec, PackingSpec) else None
         tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if tells_events else None
@@ -377,3 +377,14 @@ class HiCacheTier(SecondaryTierManager):
                 transfer_bytes=sum(done.ok) * self.block_size_bytes,
             )
         )
+
+
+def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
+    """Of the file that has them, whose name is removed, unless the spec does that: vLLM starts its scheduler when all
+    workers have mapped it. StoreError where a store process could not map it."""
+    descriptor = descriptor_of(rows.reshape(-1))
+    if descriptor is None:
+        raise StoreError("vLLM's CPU tier is not one open file of this process that a store process could map too")
+    if not isinstance(spec, PackingSpec):
+        remove_names(name_of(rows.reshape(-1)))
+    return descriptor

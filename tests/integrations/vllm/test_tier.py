@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import random
 import threading
+import uuid
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -79,6 +80,19 @@ def _changed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.smoke
+@pytest.mark.smoke
+def test_the_memory_of_the_cpu_tier_has_no_name_once_the_tier_is_there(tmp_path: Path) -> None:
+    """All workers have mapped it by then. What a killed server left is gone, and the tier serves."""
+    left = Path(f"/dev/shm/vllm_offload_{uuid.uuid4().hex}.mmap")
+    left.write_bytes(b"left")
+    with scheduler(tmp_path) as opened:
+        assert not left.exists()
+        assert not list(Path("/dev/shm").glob(f"vllm_offload_{opened.config.engine_id}*"))
+        opened.store([key(1)])
+        opened.reset()
+        assert opened.load([key(1)]) == [True]
+
+
 def test_servers_that_differ_see_nothing_of_each_other(tmp_path: Path) -> None:
     """On one folder, whatever differs, also where only the weights behind a name do."""
     pages = tmp_path / "pages"

@@ -1,0 +1,61 @@
+"""What is removed of vLLM's files in /dev/shm, and what is not. Without vLLM."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
+
+FOLDER = Path("/dev/shm")
+
+
+@pytest.fixture
+def engine() -> Iterator[str]:
+    """The beginning of the names of an engine's files, which the test may leave."""
+    name = f"vllm_offload_hicache-test-{uuid.uuid4().hex}"
+    yield name
+    for path in FOLDER.glob(f"*{name}*"):
+        path.unlink()
+
+
+def test_files_that_nobody_uses_are_removed(engine: str) -> None:
+    """With those of further segments and those that were just made. What a process has open or mapped stays, and so
+    does what is no region of vLLM's."""
+    left = [FOLDER / f"{engine}-{name}" for name in ("left.mmap", "left.mmap.1", "empty.mmap")]
+    others = [FOLDER / f"{engine}.txt", FOLDER / f"my_{engine}.mmap"]
+    for path in (*left, *others):
+        path.write_bytes(b"" if "empty" in path.name else b"1" * mmap.PAGESIZE)
+    used, mapped = FOLDER / f"{engine}-open.mmap", FOLDER / f"{engine}-mapped.mmap"
+    mapped.write_bytes(b"1" * mmap.PAGESIZE)
+    with mapped.open("r+b") as file:
+        mapping = mmap.mmap(file.fileno(), mmap.PAGESIZE)
+    with used.open("wb"), mapping:
+        remove_leftovers()
+        assert {*FOLDER.glob(f"*{engine}*")} == {used, mapped, *others}
+    remove_leftovers()
+    assert {*FOLDER.glob(f"*{engine}*")} == {*others}
+
+
+@pytest.mark.parametrize("last", range(3))
+def test_the_names_go_when_the_last_user_has_mapped_the_region(engine: str, last: int) -> None:
+    """Whoever it is, and not when one that had mapped it has ended; further segments go with the first file."""
+    paths = [FOLDER / f"{engine}.mmap", FOLDER / f"{engine}.mmap.1"]
+    for path in paths:
+        path.touch()
+    users = [os.open(paths[0], os.O_RDWR) for _ in range(3)]
+    for user in {*range(3)} - {last}:
+        assert not remove_names_once_mapped(str(paths[0]), users[user], user, 3)
+    os.close(users[(last + 1) % 3])
+    assert not remove_names_once_mapped(str(paths[0]), users[last], last, 3)
+    assert all(path.exists() for path in paths)
+    users[(last + 1) % 3] = os.open(paths[0], os.O_RDWR)
+    assert remove_names_once_mapped(str(paths[0]), users[(last + 1) % 3], (last + 1) % 3, 3)
+    assert not any(path.exists() for path in paths)
+    for descriptor in users:
+        os.close(descriptor)
