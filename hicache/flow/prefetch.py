@@ -14,13 +14,13 @@ Few prefixes are read at a time and the others are queued, so that a step costs 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import math
 import time
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 
 # Between two attempts to start what was postponed: doubled while they bring nothing.
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0
+_ARRIVAL = attrgetter("arrival")
 # Of one step, so that it ends soon: prefixes in flight, tokens of prompts whose keys are computed, requests weighed.
 _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 
@@ -55,9 +56,9 @@ class Prefetcher(Movement):
         self._waiters: dict[str, Waiter] = {}
         self._by_read: dict[PrefixRead, dict[str, Waiter]] = {}
         self._arrivals = itertools.count()
-        self._postponed: list[tuple[int, Waiter]] = []  # a heap by arrival, and who has begun again
-        self._urgent_queue, self._background_queue = deque[Waiter](), deque[Waiter]()
-        self._to_weigh = deque[Waiter]()
+        # Lines of those that wait, and of nobody else (see `_forget`); the postponed ones by arrival.
+        self._urgent_queue, self._background_queue = dict[Waiter, None](), dict[Waiter, None]()
+        self._to_weigh, self._postponed = dict[Waiter, None](), list[Waiter]()
         self._claims = Claims()  # pages that landed for requests that were not admitted
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
@@ -83,7 +84,7 @@ class Prefetcher(Movement):
         waiter = Waiter(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
         self._waiters[request_id] = waiter
         if mode == "auto":
-            self._to_weigh.append(waiter)
+            self._to_weigh[waiter] = None
         try:
             self._begin(waiter)
         except BaseException:
@@ -161,9 +162,11 @@ class Prefetcher(Movement):
         if self._waiters:
             self._retry()
             self._start_queued()
-            turn = [self._to_weigh.popleft() for _ in range(min(_MAX_WEIGHED, len(self._to_weigh)))]
+            turn = list(itertools.islice(self._to_weigh, _MAX_WEIGHED))
+            for waiter in turn:  # to the end of the line
+                del self._to_weigh[waiter]
             weighed = self._undecided(turn)
-            self._to_weigh.extend(weighed)
+            self._to_weigh.update(dict.fromkeys(weighed))
             self._weigher.decide(weighed)
 
     def is_busy(self) -> bool:
@@ -184,7 +187,7 @@ class Prefetcher(Movement):
         """Read what the waiter still lacks, with others where a read in flight brings it."""
         self._assign(waiter, None)
         if len(self._reads) >= _MAX_READS:
-            (self._urgent_queue if waiter.handle.waits else self._background_queue).append(waiter)
+            (self._urgent_queue if waiter.handle.waits else self._background_queue)[waiter] = None
             return
         prefix = self._prefix(waiter)
         if prefix.is_complete or not self._max_pages:
@@ -219,20 +222,25 @@ class Prefetcher(Movement):
             del self._by_read[waiter.read][waiter.handle.request_id]
         if read is not None:
             self._by_read.setdefault(read, {})[waiter.handle.request_id] = waiter
-        waiter.read, waiter.owns, waiter.is_postponed = read, owns, False
+        waiter.read, waiter.owns = read, owns
 
     def _forget(self, waiter: Waiter) -> None:
-        """The request waits no longer. Queues find that out when its turn comes."""
+        """The request waits no longer."""
         waiter.handle.ended = True
         self._assign(waiter, None)
+        for line in (self._urgent_queue, self._background_queue, self._to_weigh):
+            line.pop(waiter, None)
+        at = bisect_left(self._postponed, waiter.arrival, key=_ARRIVAL)
+        if self._postponed[at : at + 1] == [waiter]:
+            del self._postponed[at]
         del self._waiters[waiter.handle.request_id]
 
     def _is_waiting(self, waiter: Waiter) -> bool:
         return self._waiters.get(waiter.handle.request_id) is waiter
 
     def _undecided(self, waiters: Iterable[Waiter]) -> list[Waiter]:
-        """Those that still wait, and may stop before the end."""
-        return [w for w in waiters if w.handle.waits and w.handle.mode == "auto" and self._is_waiting(w)]
+        """Those that may stop before the end."""
+        return [w for w in waiters if w.handle.waits and w.handle.mode == "auto"]
 
     def _start_queued(self) -> None:
         """Begin with those that wait for their turn, requests that wait before others, until enough was begun."""
@@ -240,10 +248,10 @@ class Prefetcher(Movement):
         while (queue := self._urgent_queue or self._background_queue) and len(self._reads) < _MAX_READS:
             if num_tokens >= _MAX_STARTED_TOKENS and len(self._reads):
                 break
-            waiter = queue.popleft()
-            if self._is_waiting(waiter):
-                num_tokens += len(waiter.tokens)
-                self._begin(waiter)
+            waiter = next(iter(queue))
+            del queue[waiter]
+            num_tokens += len(waiter.tokens)
+            self._begin(waiter)
 
     @staticmethod
     def _shared_end(read: PrefixRead, prefix: StorePrefix, waiter: Waiter) -> int:
@@ -314,26 +322,22 @@ class Prefetcher(Movement):
             )
         self._counters.postponed.value += 1
         self._assign(waiter, None)
-        waiter.is_postponed = True
-        heapq.heappush(self._postponed, (waiter.arrival, waiter))
+        insort(self._postponed, waiter, key=_ARRIVAL)
         others = len(self._reads) or self._claims.total > self._claims.of(handle)
         if handle.mode == "wait_complete" or not others:
             handle.waits = False
 
     def _retry(self) -> None:
         """The request that came first goes first, and the others after it."""
-        while self._postponed and not self._postponed[0][1].is_postponed:
-            heapq.heappop(self._postponed)
         if not self._postponed or self._clock() < self._retry_at_s:
             return
-        _, postponed = self._postponed[0]
+        postponed = self._postponed[0]
         if self._room(postponed.handle) <= 0:
             return
         self._retry_at_s = self._clock() + self._retry_s
         self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
         self._counters.retries.value += 1
-        heapq.heappop(self._postponed)
-        self._begin(postponed)
+        self._begin(self._postponed.pop(0))
 
     def _end(self, waiter: Waiter) -> None:
         handle = waiter.handle

@@ -122,7 +122,6 @@ class Waiter:
     end: int
     read: PrefixRead | None = None
     owns: bool = False
-    is_postponed: bool = False
     num_usable: int = 0
     seen_end: int = 0
     estimate_s: float | None = None
