@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -9,6 +11,7 @@ from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import OutOfSlots, TransferError
+from hicache.flow.waiting import Claims, Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,
@@ -208,6 +211,32 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
         stats = engine.stats()
         assert stats["prefetch.postponed_requests"] >= 2 and stats["prefetch.retries"] >= 2
         assert admitted(engine, "2", prompts[2]) == 192
+
+
+def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
+    """Handles go in any thread, and where the garbage collector runs: their pages are nobody's from then on, and no
+    other claim is miscounted for it."""
+    claims, gone, kept = Claims(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
+
+    class Interrupting(int):
+        """Where it is added to anything, a handle goes."""
+
+        def __radd__(self, other: int) -> int:
+            if gone:
+                gone.pop()
+            return int(self) + other
+
+    for handle in gone:
+        claims.add(handle, 10)
+    claims.add(other := Prefetch("r0", "auto"), 1)
+    del handle
+    claims.add(kept, Interrupting(5))
+    while gone:
+        thread = threading.Thread(target=gone.pop)
+        thread.start()
+        thread.join()
+    assert claims.total == 6 and claims.of(kept) == 5 and claims.of(other) == 1
+    assert (claims.pop("kept"), claims.pop("r0"), claims.pop("r1"), claims.total) == (5, 1, 0, 0)
 
 
 def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:
