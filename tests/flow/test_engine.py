@@ -25,6 +25,7 @@ from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage import store_folders
 from hicache.tiers import MAMBA, SWA, Component
+from hicache.tree import PageHasher
 from toy_model import prompt, settled
 from waiting import BOUND_S
 
@@ -141,6 +142,22 @@ def test_chunks_leave_states_at_their_ends() -> None:
             with engine.acquire(CacheRequest(f"b{asked}", more)) as lease:
                 assert lease.cached_len == reused
                 verify(engine, lease, more, reused, STATES)
+        settled(engine)
+
+
+@pytest.mark.parametrize("model", EACH_MODEL)
+def test_nothing_is_hashed_where_no_tier_asks_for_keys(model: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a host tier, stores and events no page gets a key, whatever is committed, evicted, expected or looked
+    up."""
+    monkeypatch.setattr(PageHasher, "chain", None)
+    with build_engine(config(host_bytes=0, page_size=8, mamba_size=6, device_tokens=768), model) as engine:
+        for number in range(16):
+            tokens = prompt(number, 57)
+            engine.expect(f"r{number}", tokens)
+            with engine.acquire(CacheRequest(f"r{number}", tokens, expected_uses=2)) as lease:
+                prefill(engine, lease, tokens, model)
+            assert engine.lookup(tokens).device == 56
+        assert any(count for name, count in engine.stats().items() if name.startswith("evict."))
         settled(engine)
 
 
