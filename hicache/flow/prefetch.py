@@ -33,7 +33,7 @@ from hicache.flow.prompt import Prompts
 from hicache.flow.waiting import Claims, Prefetch, PrefetchCounters, Waiter, Weigher
 from hicache.host import HostRun
 from hicache.storage.process.jobs import Stalled
-from hicache.tiers import DISK, FULL, Component, Store
+from hicache.tiers import FULL, Component, Store
 from hicache.tree.key import Tokens
 from hicache.tree.node import TreeNode
 
@@ -74,11 +74,10 @@ class Prefetcher(Movement):
 
     def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
+        if request_id in self._waiters:
+            return self._waiters[request_id].handle
         now_s = self._clock()
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, self._clock)
-        if request_id in self._waiters:
-            handle.ended = True
-            return handle
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
         waiter = Waiter(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
@@ -106,8 +105,9 @@ class Prefetcher(Movement):
                 found = found.with_answer(store, done.num_pages, done.others)
         end = prefix.usable_end(found, len(found.pages))
         stores = list(prefix.stores_of(found, prefix.num_usable, end))
-        # Where memory has the full pages, the disk adds windows or states to them.
-        stores += [DISK] * (max(0, end - prefix.num_usable) - len(stores))
+        # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
+        added = [store for component, store, _ in prefix.to_read(end, found) if component.name != FULL]
+        stores += [max(added)] * (max(0, end - prefix.num_usable) - len(stores)) if added else []
         return {store: stores.count(store) * self._context.tree.page_size for store in Store}, all_known
 
     def require_ready(self, request_id: str) -> None:

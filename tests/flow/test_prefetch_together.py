@@ -10,7 +10,7 @@ import pytest
 from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheRequest, build_engine
 from hicache.config import PrefetchMode
-from hicache.errors import OutOfSlots, TransferError
+from hicache.errors import OutOfSlots, PrefetchPending, TransferError
 from hicache.flow.waiting import Claims, Prefetch
 from prefetch_case import (
     PAGE,
@@ -75,6 +75,26 @@ def test_requests_for_the_same_pages_share_one_read(
                 with engine.acquire(CacheRequest(str(n), tokens)) as lease:
                     assert lease.cached_len == whole
         settled(engine)
+
+
+@pytest.mark.parametrize("mode", ["wait_complete", "best_effort"])
+def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: PacedStore) -> None:
+    """Another call while it goes on returns the same handle, of whatever mode, and admission waits where that says so.
+    After its end there is a new one."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        first = engine.prefetch("a", tokens, mode="wait_complete")
+        assert engine.prefetch("a", tokens, mode=mode) is first and not first.ready
+        until_found(engine, store, first)
+        assert engine.prefetch("a", tokens_of(2), mode=mode) is first
+        with pytest.raises(PrefetchPending):
+            engine.acquire(CacheRequest("a", tokens))
+        store.allow()
+        until_ready(engine, first)
+        assert engine.prefetch("a", tokens, mode=mode) is not first and first.landed_tokens == 192
+        assert admitted(engine, "a", tokens) == 192
 
 
 def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> None:
