@@ -145,8 +145,8 @@ class CacheEngine(EngineLife):
 
         `mode` (default: the configuration's): auto waits as long as that is estimated to be faster than computing,
         best_effort never makes the request wait, wait_complete until the end, timeout for `prefetch_timeout_s`.
-        `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`. While
-        it goes on, another call for the request returns the same handle, whatever else it says.
+        `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
+        Until it has ended, another call for the request returns the same handle.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)

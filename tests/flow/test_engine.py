@@ -267,15 +267,17 @@ def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_
 
 
 def test_refused_requests_leave_no_trace() -> None:
-    """A request that does not fit changes neither recency, structure, rows nor slots."""
-    with build_engine(config(max_requests=1, host_bytes=0), FULL) as engine:
+    """A request that does not fit changes neither recency, structure, rows nor slots, and counts nowhere but as
+    refused: neither does the load that it would have had."""
+    with build_engine(config(max_requests=1), FULL) as engine:
         serve(engine, "a", prompt(1, 60), FULL)
+        fill(engine, FULL, 2, length=120)
         lease = engine.acquire(CacheRequest("b", prompt(2, 60)))
         before = engine.stats()
         with pytest.raises(OutOfSlots):
-            engine.acquire(CacheRequest("c", prompt(3, 100)))
+            engine.acquire(CacheRequest("c", np.append(prompt(1, 56), prompt(3, 44))))
         with pytest.raises(OutOfRows, match="max_requests"):
-            engine.acquire(CacheRequest("d", prompt(4, 10)))
+            engine.acquire(CacheRequest("d", prompt(1, 50)))
         refused = {"admit.out_of_slots_attempts": 1, "admit.out_of_rows_attempts": 1}
         assert engine.stats() == {**before, **refused}
         with pytest.raises(PromptTooLong, match="device_tokens"):

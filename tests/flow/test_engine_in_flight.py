@@ -5,6 +5,8 @@ Copies are stepped by the test (`stepped_transfer`), so that each interleaving i
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -24,6 +26,7 @@ from component_case import (
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
+from hicache.flow.cost import LoadEstimate
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA
 from stepped_transfer import SteppedTransfers
@@ -258,9 +261,8 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
         serve(engine, transfers, f"other{n}", prompt(n, 100), model)
     longer = np.concatenate([first, prompt(3, 17)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            engine.inspect.restore, "is_worthwhile", lambda *_: False
-        )  # it computes all that only the host has
+        never = LoadEstimate(math.inf, 0.0)  # it computes all that only the host has
+        patch.setattr(engine.inspect.restore, "estimate", lambda *_: never)
         own = engine.acquire(CacheRequest("b", longer))
     assert own.hit.host == 0 and own.cached_len < 48
     loading = engine.acquire(CacheRequest("c", np.append(first, 1)))
