@@ -14,7 +14,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -50,11 +49,7 @@ class _Copy:
         self.locked = tuple(locked)
         self.runs: dict[Component, list[HostRun]] = {}
         self.slots: dict[Component, torch.Tensor] = {}
-        self.ops: list[TransferOp] = []
-
-    @cached_property
-    def op(self) -> JointOp:
-        return JointOp(self.ops)
+        self.op = JointOp()
 
 
 class Backup(CopyMovement[_Copy]):
@@ -170,7 +165,7 @@ class Backup(CopyMovement[_Copy]):
                     if not self._start(copy, each):
                         self._skip(each)
             finally:
-                if copy.ops:
+                if copy.op.parts:
                     undo.pop_all()
                     self._in_flight.append(copy)
 
@@ -210,7 +205,7 @@ class Backup(CopyMovement[_Copy]):
             undo.callback(host.end_read, held)
             op = component.transfer.store(slots, pages, rest)
             undo.pop_all()
-        copy.ops.append(op)
+        copy.op.parts.append(op)
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -256,7 +251,7 @@ class Backup(CopyMovement[_Copy]):
         confirmed = copy.op.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
         again = _Copy(copy.locked)
-        for (name, runs), op in zip(copy.runs.items(), copy.ops, strict=True):
+        for (name, runs), op in zip(copy.runs.items(), copy.op.parts, strict=True):
             component = self._context.by_name[name]
             component.host.end_read(held_by(runs))
             if confirmed:
@@ -269,7 +264,7 @@ class Backup(CopyMovement[_Copy]):
             self._seconds.observe(copy.op.seconds())
         else:
             self._failures.value += 1
-        if again.ops:
+        if again.op.parts:
             self._in_flight.append(again)  # which has the locks
         else:
             for node in copy.locked:

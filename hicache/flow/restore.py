@@ -144,7 +144,7 @@ class Restore(CopyMovement[Load]):
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
         op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
-        load.ops.append(op)
+        load.op.parts.append(op)
         load.reading[component.name] = held
 
     def _end(self, operation: Load) -> None:
