@@ -11,9 +11,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-
-import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
@@ -26,15 +23,16 @@ from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.node import TreeNode
 
 _DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
+_MAX_SENT_JOBS = 16  # of one step, so that it ends soon
 _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
 class _Write:
-    """A run of a component on its way to the store, in one job. `pages`: as they were sent. `stalled`: a stalled writer
+    """A run of a component on its way to the store, in one job. `pages`: as they are sent. `stalled`: a stalled writer
     has them."""
 
-    def __init__(self, run: HostRun, component: CacheComponent, pages: torch.Tensor) -> None:
-        self.run, self.component, self.pages, self.stalled = run, component, pages, False
+    def __init__(self, run: HostRun, component: CacheComponent) -> None:
+        self.run, self.component, self.pages, self.stalled = run, component, held_by([run]), False
 
 
 class Persist(Movement):
@@ -46,7 +44,8 @@ class Persist(Movement):
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
-        self._backlog: deque[WriteJob] = deque()
+        self._backlog: deque[int] = deque()  # of writes that were not sent yet the tickets
+        self._may_send = _MAX_SENT_JOBS
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._waiting: deque[tuple[CacheComponent, list[bytes]]] = deque()  # of each run its keys
@@ -60,7 +59,11 @@ class Persist(Movement):
         self._bytes, self._seconds = context.metrics.movement(name, moved, f"{took}, its share of a batch", **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
         gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", self._waiting.__len__)
-        gauge(f"{name}.queued_jobs", "jobs that wait for room in the writer's queue", self._backlog.__len__)
+        gauge(
+            f"{name}.queued_jobs",
+            "jobs that wait for their turn, or for room in the writer's queue",
+            self._backlog.__len__,
+        )
 
     def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
         """Send what is on the host and not yet in the store, or let it wait for its turn."""
@@ -90,7 +93,7 @@ class Persist(Movement):
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
-        outcomes = self._tier.writes.poll()
+        outcomes, self._may_send = self._tier.writes.poll(), _MAX_SENT_JOBS
         self.is_torn = bool(outcomes)
         for done in outcomes:
             write = self._writes[done.ticket]
@@ -161,21 +164,25 @@ class Persist(Movement):
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):
             return
-        host, index, ticket, pages = component.host, component.index, next(self._tickets), held_by([run])
-        job = WriteJob(ticket, (*run.keys, *rest_keys(run.rest)), host.views(pages))
-        with ExitStack() as undo:
-            index.lock([run])
-            undo.callback(index.unlock, [run])
-            host.begin_read(pages)
-            undo.pop_all()
-        self._locked_pages[component.name] += len(pages)
-        self._writes[ticket] = _Write(run, component, pages)
+        write, ticket = _Write(run, component), next(self._tickets)
+        component.index.lock([run])
+        self._writes[ticket] = write
+        self._locked_pages[component.name] += len(write.pages)
         self._sent.add(run)
-        self._backlog.append(job)
+        self._backlog.append(ticket)
 
     def _push(self) -> None:
-        while self._backlog and self._tier.writes.submit(self._backlog[0]):
+        """Send what has its turn, so much in a step that this ends soon."""
+        while self._backlog and self._may_send:
+            ticket = self._backlog[0]
+            write = self._writes[ticket]
+            host, keys = write.component.host, (*write.run.keys, *rest_keys(write.run.rest))
+            host.begin_read(write.pages)
+            if not self._tier.writes.submit(WriteJob(ticket, keys, host.views(write.pages))):
+                host.end_read(write.pages)
+                return
             self._backlog.popleft()
+            self._may_send -= 1
 
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:

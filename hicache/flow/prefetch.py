@@ -28,8 +28,9 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.located import Located, StorePrefix
 from hicache.flow.movement import Movement
-from hicache.flow.prefix_read import PrefixRead, PrefixReads
+from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.prompt import Prompts
+from hicache.flow.reading import PrefixRead
 from hicache.flow.waiting import Claims, Prefetch, PrefetchCounters, Waiter, Weigher
 from hicache.host import HostRun
 from hicache.storage.process.jobs import Stalled
@@ -130,7 +131,7 @@ class Prefetcher(Movement):
             self._num_claimed, self._retry_s = self._claimed(), _RETRY_S
 
     def poll(self) -> bool:
-        """Enter what the readers have answered; whether there was an answer."""
+        """Enter what the readers have answered, and give them more to do; whether there was any of it."""
         found: list[PrefixRead] = []
         answered: dict[PrefixRead, bool] = {}  # and whether a reader of it is stalled
         for read, done in self._reads.poll():
@@ -141,9 +142,13 @@ class Prefetcher(Movement):
             if read.found is not None and not was_known:
                 found.append(read)
             answered[read] = answered.get(read, False) or isinstance(done, Stalled)
+        if found:
+            self._fetch(found)
+        for read in self._reads.queue() if self._reads.to_queue else ():
+            self.is_torn = True
+            answered.setdefault(read, False)
         if not answered:
             return False
-        self._fetch(found)
         for read, is_stalled in answered.items():
             for waiter in self._waiters_of(read):
                 if is_stalled and not read.is_live:
@@ -364,7 +369,7 @@ class Prefetcher(Movement):
             self._claims.add(waiter.handle, num_pages)
 
     def _claimed(self) -> int:
-        return self._claims.total + self._reads.pages_in_flight(FULL)
+        return self._claims.total + self._reads.pages_claimed(FULL)
 
     def _room(self, handle: Prefetch) -> int:
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""

@@ -16,7 +16,8 @@ from weakref import ref
 from hicache.config import PrefetchMode
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.prefix_read import PrefixRead, PrefixReads
+from hicache.flow.prefix_read import PrefixReads
+from hicache.flow.reading import PrefixRead
 from hicache.metrics import Counter
 from hicache.tiers import Store
 from hicache.tree.key import Tokens

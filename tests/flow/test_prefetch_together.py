@@ -308,6 +308,49 @@ def test_nobody_waits_for_room_that_nobody_will_make(
         settled(engine)
 
 
+@pytest.mark.parametrize(("others", "landed"), [(5, 5), (2, 5), (0, 5)])
+def test_a_read_takes_the_room_beside_what_it_follows(others: int, landed: int, store: PacedStore) -> None:
+    """Host pages that the prefix continues stay, though the device has them too: what is read takes all others, those
+    of other prompts and free ones, and no more."""
+    tokens = tokens_of(1, 20 * PAGE + 1)
+    fill(store, tokens)
+    with engine_of(store, host_bytes=16 * PAGE * 192) as engine:
+        if others:
+            serve(engine, "x", tokens_of(2, others * PAGE + 1))
+            engine.flush()
+        serve(engine, "a", tokens[: 10 * PAGE + 1])
+        engine.flush()
+        handle = engine.prefetch("b", tokens)
+        eventually(lambda: engine.poll() or handle.ready, engine.stats)
+        engine.check()
+        assert (handle.found_tokens, handle.landed_tokens) == (10 * PAGE, landed * PAGE)
+        assert engine.lookup(tokens).device + engine.lookup(tokens).host == (10 + landed) * PAGE
+        engine.cancel("b")
+        settled(engine)
+
+
+def test_room_that_others_took_meanwhile_ends_a_read(store: PacedStore) -> None:
+    """A long prompt is queued in steps. Where host pages that it was to have are taken between two of them, what was
+    queued before still lands, and the rest comes when there is room."""
+    tokens = tokens_of(1, 150 * PAGE + 1)
+    sizes = {"device_tokens": 2048, "max_context_len": 2048, "host_bytes": 200 * PAGE * 192}
+    with engine_of(store, **sizes) as engine:
+        serve(engine, "fill", tokens)
+    with engine_of(store, **sizes) as engine:
+        host = engine.inspect.context.full.host
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        eventually(lambda: engine.poll() or handle.found_tokens, engine.stats)
+        taken = host.alloc(host.available())
+        assert taken is not None
+        eventually(lambda: engine.poll() or handle.ready, engine.stats)
+        assert 0 < handle.landed_tokens < 150 * PAGE and handle.found_tokens == 150 * PAGE
+        host.free(taken)
+        engine.check()
+        store.clock.now_s += 1.1
+        until_landed(engine, handle, 150 * PAGE)
+        assert admitted(engine, "a", tokens) == 150 * PAGE
+
+
 def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:
     """With a queue of one job, several prompts come in after all, each as far as it goes at a time."""
     prompts = [tokens_of(n) for n in range(3)]
