@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import torch
@@ -32,6 +32,8 @@ from hicache.tree.names import PageNames
 from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
+
+_MAX_COUNTED = 1 << 16  # 6 MiB
 
 
 class Unsaved(NamedTuple):
@@ -67,6 +69,7 @@ class Backup(CopyMovement[_Copy]):
         self._skipped_components = count(
             "backup.skipped_pages", "pages of windows and states that were not backed up for that reason"
         )
+        self._counted: dict[bytes, None] = {}  # pages that were skipped, of late
         self._waits = count("backup.awaited_evictions", "evictions that had to wait for a backup")
 
     def maybe_backup(self, node: TreeNode) -> None:
@@ -163,7 +166,7 @@ class Backup(CopyMovement[_Copy]):
             try:
                 for each in unsaved:
                     if not self._start(copy, each):
-                        self._skip(each)
+                        self._skip(each, stays=bool(nodes))
             finally:
                 if copy.op.parts:
                     undo.pop_all()
@@ -231,8 +234,14 @@ class Backup(CopyMovement[_Copy]):
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
         return [run for published in reversed(came) for run in published]
 
-    def _skip(self, unsaved: Unsaved) -> None:
-        num_pages = sum(len(pages.keys) for pages in unsaved.pages)
+    def _skip(self, unsaved: Unsaved, *, stays: bool) -> None:
+        """Count what the host has no capacity for. What stays on the device is tried again with all that comes behind
+        it, and counts once."""
+        keys = [key for pages in unsaved.pages for key in pages.keys if not stays or key not in self._counted]
+        self._counted.update(dict.fromkeys(keys if stays else ()))
+        for key in list(islice(self._counted, max(0, len(self._counted) - _MAX_COUNTED))):
+            del self._counted[key]
+        num_pages = len(keys)
         if unsaved.component.name != FULL:
             self._skipped_components.value += num_pages
             return
