@@ -32,7 +32,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.movement import Movement, land, settle
-from hicache.flow.persist import persists_of
+from hicache.flow.persist import persists_of, removals_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
@@ -78,7 +78,8 @@ class CacheEngine(EngineLife):
         prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
-        self._prefetcher = Prefetcher(context, prompts, self._cost) if context.stores else None
+        removals = removals_of(self._persists)
+        self._prefetcher = Prefetcher(context, prompts, self._cost, removals) if context.stores else None
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)

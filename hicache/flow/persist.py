@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
@@ -18,7 +18,7 @@ from hicache.flow.movement import Movement
 from hicache.flow.packing import whole_pages
 from hicache.flow.prompt import told_of
 from hicache.host import HostRun, held_by, rest_keys
-from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
+from hicache.storage.process.jobs import RemoveJob, Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.node import TreeNode
 
@@ -36,15 +36,16 @@ class _Write:
 
 
 class Persist(Movement):
-    """Owned by the scheduler thread; the writer thread sees frozen jobs only. `share`: how much of a component's host
-    pool may be locked on its way to `store`."""
+    """Owned by the scheduler thread; the writer thread sees frozen jobs only. `into`: the store; `share`: how much of a
+    component's host pool may be locked on its way there."""
 
     def __init__(self, context: EngineContext, store: Store, share: float) -> None:
-        self._context, self._store, self._share, self._tier = context, store, share, context.stores[store]
+        self._context, self.into, self._share, self._tier = context, store, share, context.stores[store]
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
-        self._backlog: deque[int] = deque()  # of writes that were not sent yet the tickets
+        self._removals: dict[int, RemoveJob] = {}
+        self._backlog: deque[int] = deque()  # tickets of both that were not sent yet
         self._may_send = _MAX_SENT_JOBS
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
@@ -74,6 +75,12 @@ class Persist(Movement):
                 self._send(run, component)
         self._push()
 
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove values that no engine can use, so that the store takes their pages anew; behind what was sent."""
+        ticket = next(self._tickets)
+        self._removals[ticket] = RemoveJob(ticket, tuple(keys))
+        self._backlog.append(ticket)
+
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
         what it refused before is sent again.
@@ -96,6 +103,10 @@ class Persist(Movement):
         outcomes, self._may_send = self._tier.writes.poll(), _MAX_SENT_JOBS
         self.is_torn = bool(outcomes)
         for done in outcomes:
+            if done.ticket in self._removals:
+                if isinstance(done, WriteDone):
+                    del self._removals[done.ticket]
+                continue
             write = self._writes[done.ticket]
             if not write.stalled:
                 self._locked_pages[write.component.name] -= len(write.pages)
@@ -124,7 +135,7 @@ class Persist(Movement):
         return (write.run for write in self._writes.values() if write.component.name == component)
 
     def _is_unstored(self, run: HostRun) -> bool:
-        return run.is_published and not run.stored & self._store and run not in self._sent
+        return run.is_published and not run.stored & self.into and run not in self._sent
 
     def _send_waiting(self) -> None:
         """Send what waits and is still there, as far as it fits; a run may have been divided meanwhile."""
@@ -146,13 +157,13 @@ class Persist(Movement):
         ok = whole_pages(run, done.ok)
         self._failures.value += len(ok) - sum(ok)
         events = self._context.tree.events
-        if events is not None and self._store is DISK:
+        if events is not None and self.into is DISK:
             if done.removed:
                 events.removed(done.removed, "DISK")
             if component.name == FULL:
                 events.stored(told_of(run), "DISK", ok)
         component.host.end_read(write.pages)
-        run.stored = run.stored | self._store if all(ok) else run.stored & ~self._store
+        run.stored = run.stored | self.into if all(ok) else run.stored & ~self.into
         self._sent.remove(run)
         component.index.unlock([run])
 
@@ -173,16 +184,25 @@ class Persist(Movement):
 
     def _push(self) -> None:
         """Send what has its turn, so much in a step that this ends soon."""
-        while self._backlog and self._may_send:
-            ticket = self._backlog[0]
-            write = self._writes[ticket]
-            host, keys = write.component.host, (*write.run.keys, *rest_keys(write.run.rest))
-            host.begin_read(write.pages)
-            if not self._tier.writes.submit(WriteJob(ticket, keys, host.views(write.pages))):
-                host.end_read(write.pages)
-                return
+        while self._backlog and self._may_send and self._submit(self._backlog[0]):
             self._backlog.popleft()
             self._may_send -= 1
+
+    def _submit(self, ticket: int) -> bool:
+        if ticket in self._removals:
+            return self._tier.writes.submit(self._removals[ticket])
+        write = self._writes[ticket]
+        host, keys = write.component.host, (*write.run.keys, *rest_keys(write.run.rest))
+        host.begin_read(write.pages)
+        if self._tier.writes.submit(WriteJob(ticket, keys, host.views(write.pages))):
+            return True
+        host.end_read(write.pages)
+        return False
+
+
+def removals_of(persists: Iterable[Persist]) -> dict[Store, Callable[[Sequence[bytes]], None]]:
+    """How each store that this engine writes to is told to remove values."""
+    return {persist.into: persist.remove for persist in persists}
 
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TypeAlias
 
@@ -32,6 +32,7 @@ from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, Rea
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 Answer: TypeAlias = FindDone | ReadDone | Stalled
+Removals: TypeAlias = Mapping[Store, Callable[[Sequence[bytes]], None]]
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
@@ -40,10 +41,11 @@ _METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
 class PrefixReads:
-    """The reads in flight. Owned by the scheduler thread."""
+    """The reads in flight. Owned by the scheduler thread. `remove`: takes keys that a store is to remove, for each that
+    the engine writes to."""
 
-    def __init__(self, context: EngineContext, cost: CostModel) -> None:
-        self._context, self._cost = context, cost
+    def __init__(self, context: EngineContext, cost: CostModel, remove: Removals) -> None:
+        self._context, self._cost, self._remove = context, cost, remove
         self._tiers = tuple(context.stores.items())
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
@@ -153,8 +155,13 @@ class PrefixReads:
         is_rest = batch.first is not None
         if not is_rest and batch.component.packing is not None and self._read_rest(read, done):
             return
-        batch.ok = done.ok if batch.first is None else batch.first.whole(done.ok if is_rest else ())
-        self._lost.value += 0 if batch.first is None else batch.first.num_lost
+        batch.ok = done.ok
+        if batch.first is not None:
+            num_told = done.asked if done.answered else 0
+            batch.ok = batch.first.whole(done.ok, num_told) if is_rest else batch.first.whole(())
+            self._lost.value += batch.first.num_lost
+            if batch.first.useless and batch.store in self._remove:
+                self._remove[batch.store]([*batch.first.useless, *rest_keys(batch.first.useless)])
         self._publish(batch)
         self._advance(read)
 
