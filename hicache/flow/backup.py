@@ -33,8 +33,6 @@ from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
 
-_MAX_COUNTED = 1 << 16  # 6 MiB
-
 
 class Unsaved(NamedTuple):
     """What the host lacks of what `component` has on the device: pages, and the device values that go there."""
@@ -69,7 +67,9 @@ class Backup(CopyMovement[_Copy]):
         self._skipped_components = count(
             "backup.skipped_pages", "pages of windows and states that were not backed up for that reason"
         )
-        self._counted: dict[bytes, None] = {}  # pages that were skipped, of late
+        # Pages that were skipped, the last at the end; and how many of all components the device may hold.
+        self._counted: dict[bytes, None] = {}
+        self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._waits = count("backup.awaited_evictions", "evictions that had to wait for a backup")
 
     def maybe_backup(self, node: TreeNode) -> None:
@@ -237,11 +237,13 @@ class Backup(CopyMovement[_Copy]):
     def _skip(self, unsaved: Unsaved, *, stays: bool) -> None:
         """Count what the host has no capacity for. What stays on the device is tried again with all that comes behind
         it, and counts once."""
-        keys = [key for pages in unsaved.pages for key in pages.keys if not stays or key not in self._counted]
-        self._counted.update(dict.fromkeys(keys if stays else ()))
-        for key in list(islice(self._counted, max(0, len(self._counted) - _MAX_COUNTED))):
+        keys = [key for pages in unsaved.pages for key in pages.keys]
+        num_pages = sum(not stays or key not in self._counted for key in keys)
+        for key in keys if stays else ():
+            self._counted.pop(key, None)
+            self._counted[key] = None
+        for key in list(islice(self._counted, max(0, len(self._counted) - self._max_counted))):
             del self._counted[key]
-        num_pages = len(keys)
         if unsaved.component.name != FULL:
             self._skipped_components.value += num_pages
             return

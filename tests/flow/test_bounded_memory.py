@@ -137,7 +137,7 @@ ORDERS = {
 @pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
 def test_memory_does_not_grow_with_requests(order: Order) -> None:
     """Once the tiers are full, requests with new names and new prompts add nothing to what the engine holds."""
-    with build_engine(settings(host_bytes=20 * PAGE * 192), GEOMETRY, store=MemoryPageStore(1 << 16)) as engine:
+    with build_engine(settings(host_bytes=20 * PAGE * 192), GEOMETRY, store=MemoryPageStore(1 << 13)) as engine:
         assert growth(engine, order, range(70), range(70, 110)) < NOISE_BYTES
 
 
@@ -147,7 +147,7 @@ def test_memory_does_not_grow_with_requests(order: Order) -> None:
 def test_memory_over_100_000_requests(order: Order, policy: str) -> None:
     """The same over 100 000 requests; `auto` remembers what was evicted in at most 16 MiB."""
     changes = {"host_bytes": 20 * PAGE * 192, "eviction_policy": policy}
-    with build_engine(settings(**changes), GEOMETRY, store=MemoryPageStore(1 << 16)) as engine:
+    with build_engine(settings(**changes), GEOMETRY, store=MemoryPageStore(1 << 13)) as engine:
         limit = 10 * NOISE_BYTES if policy == "lru" else 32 << 20
         assert growth(engine, order, range(1000), range(1000, 101_000)) < limit
 
