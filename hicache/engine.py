@@ -32,7 +32,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.movement import Movement, land, settle
-from hicache.flow.persist import persists_of
+from hicache.flow.persist import persists_of, removals_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
@@ -78,7 +78,8 @@ class CacheEngine(EngineLife):
         prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
-        self._prefetcher = Prefetcher(context, prompts, self._cost) if context.stores else None
+        removals = removals_of(self._persists)
+        self._prefetcher = Prefetcher(context, prompts, self._cost, removals) if context.stores else None
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
@@ -146,6 +147,7 @@ class CacheEngine(EngineLife):
         `mode` (default: the configuration's): auto waits as long as that is estimated to be faster than computing,
         best_effort never makes the request wait, wait_complete until the end, timeout for `prefetch_timeout_s`.
         `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
+        Until it has ended, another call for the request returns the same handle.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)

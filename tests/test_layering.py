@@ -42,6 +42,7 @@ FLOW_LEVELS = (
     ("persist", "prefetch", "restore"),
     ("waiting",),
     ("prefix_read",),
+    ("reading",),
     ("located", "cost"),
     ("context",),
     ("components",),

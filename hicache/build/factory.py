@@ -84,8 +84,8 @@ def build_engine(
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
-        index, last = links[name].index, tree.names.of(node)[-1:]
-        return index is not None and tree.names.of_component(name, last)[0] in index
+        index = links[name].index
+        return index is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in index
 
     others = [found for found in present.values() if found.name != FULL]
     tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)

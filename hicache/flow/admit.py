@@ -24,6 +24,7 @@ from hicache.errors import (
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
+from hicache.flow.cost import LoadEstimate
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
@@ -100,7 +101,7 @@ class Admit:
         context, tree = self._context, self._context.tree
         for component in context.components:
             component.refuse_impossible(request)
-        admission, located = self._count(request)
+        admission, located, estimate = self._count(request)
         for component in context.components:
             component.refuse_now(admission)
         if not context.req_to_token.available_size():
@@ -134,7 +135,7 @@ class Admit:
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
-            self._note_admitted(lease)
+            self._note_admitted(lease, estimate)
             undo.pop_all()
         return lease
 
@@ -220,8 +221,8 @@ class Admit:
     def _hit_ratio(self) -> float:
         return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
-    def _count(self, request: CacheRequest) -> tuple[Admission, Located | None]:
-        """What the request would get, and where its pages are, with a host tier."""
+    def _count(self, request: CacheRequest) -> tuple[Admission, Located | None, LoadEstimate | None]:
+        """What the request would get, where its pages are, with a host tier, and what decided about a load."""
         context, tree, num_tokens = self._context, self._context.tree, len(request.tokens)
         reserve, limit = request.reserve_tokens, num_tokens
         if request.max_cached_tokens is not None:
@@ -229,31 +230,35 @@ class Admit:
         whole = request.tokens[: self._max_cached(limit)]
         match = tree.match(whole, request.namespace)
         length, located, to_load = tree.usable_len(match, match.full_len), None, dict[Component, Sequence[int]]()
+        estimate = None
         if context.has_host:
             prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
             located = Located(context, prompt, match)
-            length, to_load = self._with_host(located, length)
+            length, to_load, estimate = self._with_host(located, length)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.full_len)
         num_slots = context.full.in_pages(end - device_len)
         num_own = num_slots - length + device_len
-        return Admission(match, length, device_len, end, num_slots, num_own, to_load), located
+        return Admission(match, length, device_len, end, num_slots, num_own, to_load), located, estimate
 
-    def _with_host(self, located: Located, resident: int) -> tuple[int, dict[Component, Sequence[int]]]:
+    def _with_host(
+        self, located: Located, resident: int
+    ) -> tuple[int, dict[Component, Sequence[int]], LoadEstimate | None]:
         """Tokens to start from, at least the `resident` ones, and what is to be loaded for that: what every component
-        can use, less what is not worth a load."""
+        can use, less what is not worth a load, by the estimate that comes with it."""
         page, components = self._context.tree.page_size, self._context.components
 
         def to_load(end: int) -> dict[Component, Sequence[int]]:
             return {component.name: component.pages_to_load(end, located) for component in components}
 
-        end = located.last_end(located.host_end, resident // page, located.in_memory)
+        end, estimate = located.last_end(located.host_end, resident // page, located.in_memory), None
         if end * page > resident:
             pages = to_load(end)
             num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
-            if self._restore.is_worthwhile(num_bytes, resident, end * page):
-                return end * page, pages
-        return resident, to_load(resident // page)
+            estimate = self._restore.estimate(num_bytes, resident, end * page)
+            if estimate.pays:
+                return end * page, pages, estimate
+        return resident, to_load(resident // page), estimate
 
     def _max_cached(self, num_tokens: int) -> int:
         """Whole pages of a prompt, less its last token, which is always computed: the caller wants its logits."""
@@ -314,7 +319,9 @@ class Admit:
         disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
         return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)
 
-    def _note_admitted(self, lease: Lease) -> None:
+    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None) -> None:
+        if estimate is not None:
+            self._restore.count_decision(estimate)
         self._requests.value += 1
         self._prompt.value += lease.prompt_len
         self._computed.value += lease.prompt_len - lease.cached_len

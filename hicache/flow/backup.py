@@ -14,8 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from contextlib import ExitStack
-from functools import cached_property
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import NamedTuple
 
 import torch
@@ -50,11 +49,7 @@ class _Copy:
         self.locked = tuple(locked)
         self.runs: dict[Component, list[HostRun]] = {}
         self.slots: dict[Component, torch.Tensor] = {}
-        self.ops: list[TransferOp] = []
-
-    @cached_property
-    def op(self) -> JointOp:
-        return JointOp(self.ops)
+        self.op = JointOp()
 
 
 class Backup(CopyMovement[_Copy]):
@@ -72,6 +67,9 @@ class Backup(CopyMovement[_Copy]):
         self._skipped_components = count(
             "backup.skipped_pages", "pages of windows and states that were not backed up for that reason"
         )
+        # Pages that were skipped, the last at the end; and how many of all components the device may hold.
+        self._counted: dict[bytes, None] = {}
+        self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._waits = count("backup.awaited_evictions", "evictions that had to wait for a backup")
 
     def maybe_backup(self, node: TreeNode) -> None:
@@ -168,9 +166,9 @@ class Backup(CopyMovement[_Copy]):
             try:
                 for each in unsaved:
                     if not self._start(copy, each):
-                        self._skip(each)
+                        self._skip(each, stays=bool(nodes))
             finally:
-                if copy.ops:
+                if copy.op.parts:
                     undo.pop_all()
                     self._in_flight.append(copy)
 
@@ -210,7 +208,7 @@ class Backup(CopyMovement[_Copy]):
             undo.callback(host.end_read, held)
             op = component.transfer.store(slots, pages, rest)
             undo.pop_all()
-        copy.ops.append(op)
+        copy.op.parts.append(op)
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -236,8 +234,16 @@ class Backup(CopyMovement[_Copy]):
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
         return [run for published in reversed(came) for run in published]
 
-    def _skip(self, unsaved: Unsaved) -> None:
-        num_pages = sum(len(pages.keys) for pages in unsaved.pages)
+    def _skip(self, unsaved: Unsaved, *, stays: bool) -> None:
+        """Count what the host has no capacity for. What stays on the device is tried again with all that comes behind
+        it, and counts once."""
+        keys = [key for pages in unsaved.pages for key in pages.keys]
+        num_pages = sum(not stays or key not in self._counted for key in keys)
+        for key in keys if stays else ():
+            self._counted.pop(key, None)
+            self._counted[key] = None
+        for key in list(islice(self._counted, max(0, len(self._counted) - self._max_counted))):
+            del self._counted[key]
         if unsaved.component.name != FULL:
             self._skipped_components.value += num_pages
             return
@@ -256,7 +262,7 @@ class Backup(CopyMovement[_Copy]):
         confirmed = copy.op.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
         again = _Copy(copy.locked)
-        for (name, runs), op in zip(copy.runs.items(), copy.ops, strict=True):
+        for (name, runs), op in zip(copy.runs.items(), copy.op.parts, strict=True):
             component = self._context.by_name[name]
             component.host.end_read(held_by(runs))
             if confirmed:
@@ -269,7 +275,7 @@ class Backup(CopyMovement[_Copy]):
             self._seconds.observe(copy.op.seconds())
         else:
             self._failures.value += 1
-        if again.ops:
+        if again.op.parts:
             self._in_flight.append(again)  # which has the locks
         else:
             for node in copy.locked:

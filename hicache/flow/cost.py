@@ -14,7 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import Metrics
@@ -201,6 +201,18 @@ class CostModel:
         return (end - start) / _ASSUMED_TOKENS_PER_S if compute_s is None else compute_s
 
 
+class LoadEstimate(NamedTuple):
+    """Seconds to load and to compute the same tokens; None: not known yet."""
+
+    load_s: float | None
+    compute_s: float | None
+
+    @property
+    def pays(self) -> bool:
+        """Whether to load. Yes, until both are known."""
+        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s
+
+
 class LoadDecisions:
     """Whether loads pay, counted decision by decision; the first one that does not is logged. One thread at a time.
 
@@ -215,20 +227,20 @@ class LoadDecisions:
         )
 
     def decide(self, load_s: float | None, compute_s: float | None) -> bool:
-        """Whether to load what takes so long to load and to compute; None: not known yet."""
+        """Whether to load what takes so long to load and to compute; None: not known yet. Counts it."""
+        pays = LoadEstimate(load_s, compute_s).pays
         if load_s is None or compute_s is None:
             self.unmeasured.value += 1
-            return True
-        if load_s <= compute_s:
+        elif pays:
             self.accepted.value += 1
-            return True
-        if not self.declined.value:
-            log.info(
-                "a prefix on the %s is computed again: loading it would take %.3g s, computing %.3g s; "
-                "prefill_tokens_per_s=0 loads it anyway",
-                self._source,
-                load_s,
-                compute_s,
-            )
-        self.declined.value += 1
-        return False
+        else:
+            if not self.declined.value:
+                log.info(
+                    "a prefix on the %s is computed again: loading it would take %.3g s, computing %.3g s; "
+                    "prefill_tokens_per_s=0 loads it anyway",
+                    self._source,
+                    load_s,
+                    compute_s,
+                )
+            self.declined.value += 1
+        return pays

@@ -9,7 +9,6 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
 import torch
@@ -22,34 +21,38 @@ from hicache.tree.node import NodeRun, TreeNode
 
 
 class JointOp:
-    """Copies that belong together, one a component: done when all are, failed when one is."""
+    """Copies that belong together, one a component: done when all are, failed when one is. Those that are added later
+    count from then on."""
 
-    def __init__(self, ops: Sequence[TransferOp]) -> None:
-        self._ops = tuple(ops)
-        self.num_bytes = sum(op.num_bytes for op in ops)
+    def __init__(self) -> None:
+        self.parts: list[TransferOp] = []
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(op.num_bytes for op in self.parts)
 
     @property
     def error(self) -> Exception | None:
-        return next((op.error for op in self._ops if op.error is not None), None)
+        return next((op.error for op in self.parts if op.error is not None), None)
 
     def done(self) -> bool:
-        return all(op.done() for op in self._ops)
+        return all(op.done() for op in self.parts)
 
     def wait(self) -> None:
-        for op in self._ops:
+        for op in self.parts:
             op.wait()
 
     def wait_outcome(self) -> None:
-        for op in self._ops:
+        for op in self.parts:
             op.wait_outcome()
 
     @property
     def is_undelayed(self) -> bool:
-        return all(op.is_undelayed for op in self._ops)
+        return all(op.is_undelayed for op in self.parts)
 
     def seconds(self) -> float:
         """Of the longest."""
-        return max(op.seconds() for op in self._ops)
+        return max(op.seconds() for op in self.parts)
 
 
 class Load:
@@ -69,16 +72,12 @@ class Load:
         self.runs: dict[Component, NodeRun] = {}
         self.load_ids: dict[Component, int] = {}
         self.reading: dict[Component, torch.Tensor] = {}
-        self.ops: list[TransferOp] = []
+        self.op = JointOp()
         self.readers = 0
         self.completed = self.abandoned = False
         self._cause: Exception | None = None
         self.orphans: list[torch.Tensor] = []
         self.orphan_states: dict[Component, list[torch.Tensor]] = {}
-
-    @cached_property
-    def op(self) -> JointOp:
-        return JointOp(self.ops)
 
     @property
     def error(self) -> Exception | None:

@@ -42,7 +42,8 @@ class MisfitPages:
 
 class FirstParts:
     """Of `runs` that a store was asked for: which packed pages came, and which first parts of raw ones; `ok` as the
-    store answered. `num_lost`: of what came verified, pages and second parts that are not what they should be."""
+    store answered. `num_lost`: of what came verified, pages and second parts that are not what they should be.
+    `useless`: keys of pages of which the store has something that can never be read whole."""
 
     def __init__(self, host: HostPagePool, runs: Sequence[HostRun], ok: Sequence[bool]) -> None:
         keys, places = [key for run in runs for key in run.keys], [page for run in runs for page in run.ids]
@@ -50,7 +51,8 @@ class FirstParts:
         kinds = dict(zip(keys, kinds_of(host, places, keys), strict=True))
         came = {key: at < len(ok) and ok[at] for at, key in enumerate(keys)}
         self._ok = {key: came[key] and kinds[key] in (PageKind.PACKED, PageKind.RAW) for key in keys}
-        self.num_lost += sum(came.values()) - sum(self._ok.values())
+        self.useless = [key for key in keys if came[key] and not self._ok[key]]
+        self.num_lost += len(self.useless)
         raw = {key for key in keys if kinds[key] == PageKind.RAW and self._ok[key]}
         self._raw = {run: found for run in runs if (found := [key for key in run.keys if key in raw])}
 
@@ -63,15 +65,17 @@ class FirstParts:
             self._ok.update(dict.fromkeys(keys[num_pages:], False))
         return {key: page for run in self._raw for key, page in run.rest.items()}
 
-    def whole(self, rest_ok: Sequence[bool]) -> tuple[bool, ...]:
+    def whole(self, rest_ok: Sequence[bool], num_told: int = 0) -> tuple[bool, ...]:
         """Which pages came whole, in the order of the runs: with the second parts that came, `rest_ok` as the store
-        answered, () where it was not asked."""
+        answered, () where it was not asked. `num_told`: of how many, from the first on, it is sure."""
         rest = {key: page for run in self._runs for key, page in run.rest.items()}
         kinds = kinds_of(self._host, [*rest.values()], [*rest])
         for at, (key, kind) in enumerate(zip(rest, kinds, strict=True)):
             came = at < len(rest_ok) and rest_ok[at]
             self._ok[key] = came and kind == PageKind.REST
             self.num_lost += came and not self._ok[key]
+            if not self._ok[key] and (came or at < num_told):
+                self.useless.append(key)
         return tuple(self._ok.values())
 
 

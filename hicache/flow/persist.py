@@ -10,10 +10,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
-
-import torch
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
@@ -21,32 +18,35 @@ from hicache.flow.movement import Movement
 from hicache.flow.packing import whole_pages
 from hicache.flow.prompt import told_of
 from hicache.host import HostRun, held_by, rest_keys
-from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
+from hicache.storage.process.jobs import RemoveJob, Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.node import TreeNode
 
 _DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
+_MAX_SENT_JOBS = 16  # of one step, so that it ends soon
 _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
 class _Write:
-    """A run of a component on its way to the store, in one job. `pages`: as they were sent. `stalled`: a stalled writer
+    """A run of a component on its way to the store, in one job. `pages`: as they are sent. `stalled`: a stalled writer
     has them."""
 
-    def __init__(self, run: HostRun, component: CacheComponent, pages: torch.Tensor) -> None:
-        self.run, self.component, self.pages, self.stalled = run, component, pages, False
+    def __init__(self, run: HostRun, component: CacheComponent) -> None:
+        self.run, self.component, self.pages, self.stalled = run, component, held_by([run]), False
 
 
 class Persist(Movement):
-    """Owned by the scheduler thread; the writer thread sees frozen jobs only. `share`: how much of a component's host
-    pool may be locked on its way to `store`."""
+    """Owned by the scheduler thread; the writer thread sees frozen jobs only. `into`: the store; `share`: how much of a
+    component's host pool may be locked on its way there."""
 
     def __init__(self, context: EngineContext, store: Store, share: float) -> None:
-        self._context, self._store, self._share, self._tier = context, store, share, context.stores[store]
+        self._context, self.into, self._share, self._tier = context, store, share, context.stores[store]
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
-        self._backlog: deque[WriteJob] = deque()
+        self._removals: dict[int, RemoveJob] = {}
+        self._backlog: deque[int] = deque()  # tickets of both that were not sent yet
+        self._may_send = _MAX_SENT_JOBS
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._waiting: deque[tuple[CacheComponent, list[bytes]]] = deque()  # of each run its keys
@@ -60,7 +60,11 @@ class Persist(Movement):
         self._bytes, self._seconds = context.metrics.movement(name, moved, f"{took}, its share of a batch", **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
         gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", self._waiting.__len__)
-        gauge(f"{name}.queued_jobs", "jobs that wait for room in the writer's queue", self._backlog.__len__)
+        gauge(
+            f"{name}.queued_jobs",
+            "jobs that wait for their turn, or for room in the writer's queue",
+            self._backlog.__len__,
+        )
 
     def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
         """Send what is on the host and not yet in the store, or let it wait for its turn."""
@@ -70,6 +74,12 @@ class Persist(Movement):
             else:
                 self._send(run, component)
         self._push()
+
+    def remove(self, keys: Sequence[bytes]) -> None:
+        """Remove values that no engine can use, so that the store takes their pages anew; behind what was sent."""
+        ticket = next(self._tickets)
+        self._removals[ticket] = RemoveJob(ticket, tuple(keys))
+        self._backlog.append(ticket)
 
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
@@ -90,9 +100,13 @@ class Persist(Movement):
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
-        outcomes = self._tier.writes.poll()
+        outcomes, self._may_send = self._tier.writes.poll(), _MAX_SENT_JOBS
         self.is_torn = bool(outcomes)
         for done in outcomes:
+            if done.ticket in self._removals:
+                if isinstance(done, WriteDone):
+                    del self._removals[done.ticket]
+                continue
             write = self._writes[done.ticket]
             if not write.stalled:
                 self._locked_pages[write.component.name] -= len(write.pages)
@@ -121,7 +135,7 @@ class Persist(Movement):
         return (write.run for write in self._writes.values() if write.component.name == component)
 
     def _is_unstored(self, run: HostRun) -> bool:
-        return run.is_published and not run.stored & self._store and run not in self._sent
+        return run.is_published and not run.stored & self.into and run not in self._sent
 
     def _send_waiting(self) -> None:
         """Send what waits and is still there, as far as it fits; a run may have been divided meanwhile."""
@@ -143,13 +157,13 @@ class Persist(Movement):
         ok = whole_pages(run, done.ok)
         self._failures.value += len(ok) - sum(ok)
         events = self._context.tree.events
-        if events is not None and self._store is DISK:
+        if events is not None and self.into is DISK:
             if done.removed:
                 events.removed(done.removed, "DISK")
             if component.name == FULL:
                 events.stored(told_of(run), "DISK", ok)
         component.host.end_read(write.pages)
-        run.stored = run.stored | self._store if all(ok) else run.stored & ~self._store
+        run.stored = run.stored | self.into if all(ok) else run.stored & ~self.into
         self._sent.remove(run)
         component.index.unlock([run])
 
@@ -161,21 +175,34 @@ class Persist(Movement):
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):
             return
-        host, index, ticket, pages = component.host, component.index, next(self._tickets), held_by([run])
-        job = WriteJob(ticket, (*run.keys, *rest_keys(run.rest)), host.views(pages))
-        with ExitStack() as undo:
-            index.lock([run])
-            undo.callback(index.unlock, [run])
-            host.begin_read(pages)
-            undo.pop_all()
-        self._locked_pages[component.name] += len(pages)
-        self._writes[ticket] = _Write(run, component, pages)
+        write, ticket = _Write(run, component), next(self._tickets)
+        component.index.lock([run])
+        self._writes[ticket] = write
+        self._locked_pages[component.name] += len(write.pages)
         self._sent.add(run)
-        self._backlog.append(job)
+        self._backlog.append(ticket)
 
     def _push(self) -> None:
-        while self._backlog and self._tier.writes.submit(self._backlog[0]):
+        """Send what has its turn, so much in a step that this ends soon."""
+        while self._backlog and self._may_send and self._submit(self._backlog[0]):
             self._backlog.popleft()
+            self._may_send -= 1
+
+    def _submit(self, ticket: int) -> bool:
+        if ticket in self._removals:
+            return self._tier.writes.submit(self._removals[ticket])
+        write = self._writes[ticket]
+        host, keys = write.component.host, (*write.run.keys, *rest_keys(write.run.rest))
+        host.begin_read(write.pages)
+        if self._tier.writes.submit(WriteJob(ticket, keys, host.views(write.pages))):
+            return True
+        host.end_read(write.pages)
+        return False
+
+
+def removals_of(persists: Iterable[Persist]) -> dict[Store, Callable[[Sequence[bytes]], None]]:
+    """How each store that this engine writes to is told to remove values."""
+    return {persist.into: persist.remove for persist in persists}
 
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:

@@ -14,13 +14,13 @@ Few prefixes are read at a time and the others are queued, so that a step costs 
 
 from __future__ import annotations
 
-import heapq
 import itertools
 import logging
 import math
 import time
-from collections import deque
+from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
+from operator import attrgetter
 
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
@@ -28,12 +28,13 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.located import Located, StorePrefix
 from hicache.flow.movement import Movement
-from hicache.flow.prefix_read import PrefixRead, PrefixReads
+from hicache.flow.prefix_read import PrefixReads, Removals
 from hicache.flow.prompt import Prompts
+from hicache.flow.reading import PrefixRead
 from hicache.flow.waiting import Claims, Prefetch, PrefetchCounters, Waiter, Weigher
 from hicache.host import HostRun
 from hicache.storage.process.jobs import Stalled
-from hicache.tiers import DISK, FULL, Component, Store
+from hicache.tiers import FULL, Component, Store
 from hicache.tree.key import Tokens
 from hicache.tree.node import TreeNode
 
@@ -41,6 +42,7 @@ log = logging.getLogger(__name__)
 
 # Between two attempts to start what was postponed: doubled while they bring nothing.
 _RETRY_S, _MAX_RETRY_S = 0.05, 1.0
+_ARRIVAL = attrgetter("arrival")
 # Of one step, so that it ends soon: prefixes in flight, tokens of prompts whose keys are computed, requests weighed.
 _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 
@@ -48,16 +50,16 @@ _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 class Prefetcher(Movement):
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
-    def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel) -> None:
+    def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel, remove: Removals) -> None:
         self._context, self._prompts, self._cost = context, prompts, cost
         self._clock = next(tier.clock for tier in context.stores.values())
-        self._reads = PrefixReads(context, cost)
+        self._reads = PrefixReads(context, cost, remove)
         self._waiters: dict[str, Waiter] = {}
         self._by_read: dict[PrefixRead, dict[str, Waiter]] = {}
         self._arrivals = itertools.count()
-        self._postponed: list[tuple[int, Waiter]] = []  # a heap by arrival, and who has begun again
-        self._urgent_queue, self._background_queue = deque[Waiter](), deque[Waiter]()
-        self._to_weigh = deque[Waiter]()
+        # Lines of those that wait, and of nobody else (see `_forget`); the postponed ones by arrival.
+        self._urgent_queue, self._background_queue = dict[Waiter, None](), dict[Waiter, None]()
+        self._to_weigh, self._postponed = dict[Waiter, None](), list[Waiter]()
         self._claims = Claims()  # pages that landed for requests that were not admitted
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
@@ -73,17 +75,16 @@ class Prefetcher(Movement):
 
     def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
+        if request_id in self._waiters:
+            return self._waiters[request_id].handle
         now_s = self._clock()
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, self._clock)
-        if request_id in self._waiters:
-            handle.ended = True
-            return handle
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
         waiter = Waiter(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
         self._waiters[request_id] = waiter
         if mode == "auto":
-            self._to_weigh.append(waiter)
+            self._to_weigh[waiter] = None
         try:
             self._begin(waiter)
         except BaseException:
@@ -105,8 +106,9 @@ class Prefetcher(Movement):
                 found = found.with_answer(store, done.num_pages, done.others)
         end = prefix.usable_end(found, len(found.pages))
         stores = list(prefix.stores_of(found, prefix.num_usable, end))
-        # Where memory has the full pages, the disk adds windows or states to them.
-        stores += [DISK] * (max(0, end - prefix.num_usable) - len(stores))
+        # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
+        added = [store for component, store, _ in prefix.to_read(end, found) if component.name != FULL]
+        stores += [max(added)] * (max(0, end - prefix.num_usable) - len(stores)) if added else []
         return {store: stores.count(store) * self._context.tree.page_size for store in Store}, all_known
 
     def require_ready(self, request_id: str) -> None:
@@ -129,7 +131,7 @@ class Prefetcher(Movement):
             self._num_claimed, self._retry_s = self._claimed(), _RETRY_S
 
     def poll(self) -> bool:
-        """Enter what the readers have answered; whether there was an answer."""
+        """Enter what the readers have answered, and give them more to do; whether there was any of it."""
         found: list[PrefixRead] = []
         answered: dict[PrefixRead, bool] = {}  # and whether a reader of it is stalled
         for read, done in self._reads.poll():
@@ -140,9 +142,13 @@ class Prefetcher(Movement):
             if read.found is not None and not was_known:
                 found.append(read)
             answered[read] = answered.get(read, False) or isinstance(done, Stalled)
+        if found:
+            self._fetch(found)
+        for read in self._reads.queue() if self._reads.to_queue else ():
+            self.is_torn = True
+            answered.setdefault(read, False)
         if not answered:
             return False
-        self._fetch(found)
         for read, is_stalled in answered.items():
             for waiter in self._waiters_of(read):
                 if is_stalled and not read.is_live:
@@ -161,9 +167,11 @@ class Prefetcher(Movement):
         if self._waiters:
             self._retry()
             self._start_queued()
-            turn = [self._to_weigh.popleft() for _ in range(min(_MAX_WEIGHED, len(self._to_weigh)))]
+            turn = list(itertools.islice(self._to_weigh, _MAX_WEIGHED))
+            for waiter in turn:  # to the end of the line
+                del self._to_weigh[waiter]
             weighed = self._undecided(turn)
-            self._to_weigh.extend(weighed)
+            self._to_weigh.update(dict.fromkeys(weighed))
             self._weigher.decide(weighed)
 
     def is_busy(self) -> bool:
@@ -184,7 +192,7 @@ class Prefetcher(Movement):
         """Read what the waiter still lacks, with others where a read in flight brings it."""
         self._assign(waiter, None)
         if len(self._reads) >= _MAX_READS:
-            (self._urgent_queue if waiter.handle.waits else self._background_queue).append(waiter)
+            (self._urgent_queue if waiter.handle.waits else self._background_queue)[waiter] = None
             return
         prefix = self._prefix(waiter)
         if prefix.is_complete or not self._max_pages:
@@ -219,20 +227,25 @@ class Prefetcher(Movement):
             del self._by_read[waiter.read][waiter.handle.request_id]
         if read is not None:
             self._by_read.setdefault(read, {})[waiter.handle.request_id] = waiter
-        waiter.read, waiter.owns, waiter.is_postponed = read, owns, False
+        waiter.read, waiter.owns = read, owns
 
     def _forget(self, waiter: Waiter) -> None:
-        """The request waits no longer. Queues find that out when its turn comes."""
+        """The request waits no longer."""
         waiter.handle.ended = True
         self._assign(waiter, None)
+        for line in (self._urgent_queue, self._background_queue, self._to_weigh):
+            line.pop(waiter, None)
+        at = bisect_left(self._postponed, waiter.arrival, key=_ARRIVAL)
+        if self._postponed[at : at + 1] == [waiter]:
+            del self._postponed[at]
         del self._waiters[waiter.handle.request_id]
 
     def _is_waiting(self, waiter: Waiter) -> bool:
         return self._waiters.get(waiter.handle.request_id) is waiter
 
     def _undecided(self, waiters: Iterable[Waiter]) -> list[Waiter]:
-        """Those that still wait, and may stop before the end."""
-        return [w for w in waiters if w.handle.waits and w.handle.mode == "auto" and self._is_waiting(w)]
+        """Those that may stop before the end."""
+        return [w for w in waiters if w.handle.waits and w.handle.mode == "auto"]
 
     def _start_queued(self) -> None:
         """Begin with those that wait for their turn, requests that wait before others, until enough was begun."""
@@ -240,10 +253,10 @@ class Prefetcher(Movement):
         while (queue := self._urgent_queue or self._background_queue) and len(self._reads) < _MAX_READS:
             if num_tokens >= _MAX_STARTED_TOKENS and len(self._reads):
                 break
-            waiter = queue.popleft()
-            if self._is_waiting(waiter):
-                num_tokens += len(waiter.tokens)
-                self._begin(waiter)
+            waiter = next(iter(queue))
+            del queue[waiter]
+            num_tokens += len(waiter.tokens)
+            self._begin(waiter)
 
     @staticmethod
     def _shared_end(read: PrefixRead, prefix: StorePrefix, waiter: Waiter) -> int:
@@ -314,26 +327,22 @@ class Prefetcher(Movement):
             )
         self._counters.postponed.value += 1
         self._assign(waiter, None)
-        waiter.is_postponed = True
-        heapq.heappush(self._postponed, (waiter.arrival, waiter))
+        insort(self._postponed, waiter, key=_ARRIVAL)
         others = len(self._reads) or self._claims.total > self._claims.of(handle)
         if handle.mode == "wait_complete" or not others:
             handle.waits = False
 
     def _retry(self) -> None:
         """The request that came first goes first, and the others after it."""
-        while self._postponed and not self._postponed[0][1].is_postponed:
-            heapq.heappop(self._postponed)
         if not self._postponed or self._clock() < self._retry_at_s:
             return
-        _, postponed = self._postponed[0]
+        postponed = self._postponed[0]
         if self._room(postponed.handle) <= 0:
             return
         self._retry_at_s = self._clock() + self._retry_s
         self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
         self._counters.retries.value += 1
-        heapq.heappop(self._postponed)
-        self._begin(postponed)
+        self._begin(self._postponed.pop(0))
 
     def _end(self, waiter: Waiter) -> None:
         handle = waiter.handle
@@ -360,7 +369,7 @@ class Prefetcher(Movement):
             self._claims.add(waiter.handle, num_pages)
 
     def _claimed(self) -> int:
-        return self._claims.total + self._reads.pages_in_flight(FULL)
+        return self._claims.total + self._reads.pages_claimed(FULL)
 
     def _room(self, handle: Prefetch) -> int:
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""

@@ -1,22 +1,20 @@
 """Stores to host, the bytes: one read brings what a prompt's prefix lacks on the host.
 
 A read asks the stores what they hold, the disk and then the remote tier for the rest, chooses the longest prefix that
-all components can use, reserves host pages, and publishes each batch when it has come. What was published stays,
-however the read ends. Pages that were given to a reader are freed only when the reader is done: a stalled one returns
-them later.
+all components can use and that the host has capacity for, reserves host pages job by job, some in each step, and
+publishes each batch when it has come. What was published stays, however the read ends. Pages that were given to a
+reader are freed only when the reader is done: a stalled one returns them later.
 
-    start -> (find, in each store) -> fetch: host pages -> (read, batch by batch) -> apply: published -> end
+    start -> (find, in each store) -> fetch: planned -> queue: host pages -> (read) -> apply: published -> end
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import torch
@@ -24,106 +22,36 @@ import torch
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.located import Found, StorePrefix
+from hicache.flow.located import StorePrefix
 from hicache.flow.packing import FirstParts
 from hicache.flow.prompt import told_of
+from hicache.flow.reading import Batch, PlannedJob, PrefixRead
 from hicache.host import HostRun, held_by, pages_of, rest_keys
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
-
-@dataclass
-class Batch:
-    """Pages of a component that one job reads from a store: `indices` in the prompt, and the host pages that were
-    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known. `first`: of packed pages that came,
-    where the second parts of raw ones come next."""
-
-    store: Store
-    component: CacheComponent
-    indices: list[int]
-    runs: list[HostRun]
-    pages: torch.Tensor
-    ok: tuple[bool, ...] | None = None
-    first: FirstParts | None = None
-
-
-@dataclass(eq=False)
-class PrefixRead:
-    """One read in flight.
-
-    [prefix.start, landed_end)   full pages of the prompt that have landed, or were there
-    [landed_end, end)            full pages that are read
-    [end, found_end)             pages of use that the stores hold, and for which no host page was free
-
-    `locked`: runs of the host that it continues, by component. `found`: the stores' answers, from which `end` and
-    `found_end` follow; before, they are all pages of the prompt. `partial`: the answers so far; `asked`: how many
-    stores were asked. `batches`: jobs that read, full pages first; `next_batch`: the first of full pages that has not
-    ended. `outstanding`: jobs that were not answered; `stalled`: the batches of those whose thread is stalled.
-    `failed`: nothing more is of use. `other_bytes`: of windows and states that are being read, by store. `is_short`:
-    another read could bring more.
-    """
-
-    number: int
-    prefix: StorePrefix
-    locked: dict[Component, list[HostRun]]
-    is_urgent: bool
-    until_s: float
-    landed_end: int
-    end: int
-    found_end: int
-    partial: Found
-    asked: int = 0
-    cancelled: threading.Event = field(default_factory=threading.Event)
-    batches: list[Batch] = field(default_factory=list)
-    stalled: set[int] = field(default_factory=set)
-    found: Found | None = None
-    next_batch: int = 0
-    outstanding: int = 0
-    other_bytes: dict[Store, int] = field(default_factory=dict)
-    failed: bool = False
-    is_short: bool = False
-
-    @property
-    def is_live(self) -> bool:
-        """Whether it may bring anything more."""
-        return not (self.failed or self.cancelled.is_set())
-
-    @property
-    def is_done(self) -> bool:
-        """Whether all its readers are done, but for stalled ones."""
-        return self.outstanding == len(self.stalled)
-
-    @property
-    def has_landed(self) -> bool:
-        """Whether it has brought anything."""
-        return self.landed_end > self.prefix.start
-
-    def bytes_left(self, end: int, store: Store) -> int:
-        """Bytes that have not landed of the first `end` pages, and come from `store`."""
-        if self.found is None:
-            return 0
-        stores = self.prefix.stores_of(self.found, self.landed_end, min(end, self.end))
-        others = self.other_bytes.get(store, 0) if end >= self.end else 0
-        return list(stores).count(store) * self.prefix.located.context.full.host.page_bytes + others
-
-
 Answer: TypeAlias = FindDone | ReadDone | Stalled
+Removals: TypeAlias = Mapping[Store, Callable[[Sequence[bytes]], None]]
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
+_MAX_QUEUED_JOBS = 16  # of one step: each takes 0.1 ms of the scheduler's thread, and readers far longer
 _METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
 class PrefixReads:
-    """The reads in flight. Owned by the scheduler thread."""
+    """The reads in flight. Owned by the scheduler thread. `remove`: takes keys that a store is to remove, for each that
+    the engine writes to."""
 
-    def __init__(self, context: EngineContext, cost: CostModel) -> None:
-        self._context, self._cost = context, cost
+    def __init__(self, context: EngineContext, cost: CostModel, remove: Removals) -> None:
+        self._context, self._cost, self._remove = context, cost, remove
         self._tiers = tuple(context.stores.items())
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
-        self._num_pages = dict.fromkeys(context.by_name, 0)  # by component, see `pages_in_flight`
+        # By component: see `pages_in_flight`, and those of planned jobs.
+        self._num_pages, self._planned = dict.fromkeys(context.by_name, 0), dict.fromkeys(context.by_name, 0)
+        self.to_queue: dict[PrefixRead, None] = {}  # those with planned jobs, and those that were stopped
         # Of reads that ended, by number and batch: what a stalled thread has. A find has no pages.
         self._left: dict[tuple[int, int], Batch | None] = {}
         count, moved = context.metrics.counter, "bytes of verified pages that a job read from the store to the host"
@@ -147,6 +75,10 @@ class PrefixReads:
     def pages_in_flight(self, component: Component) -> int:
         """Host pages of a component that are reserved for reads."""
         return self._num_pages[component]
+
+    def pages_claimed(self, component: Component) -> int:
+        """These, and those that are to be reserved."""
+        return self._num_pages[component] + self._planned[component]
 
     def start(self, prefix: StorePrefix, *, is_urgent: bool, until_s: float = math.inf) -> PrefixRead | None:
         """Ask the first store what it holds of `prefix`; None where their readers' queue is full.
@@ -179,8 +111,12 @@ class PrefixReads:
             yield from read.locked[component]
 
     def stop(self, read: PrefixRead) -> None:
-        """Read no further. What readers hold comes back through `apply`."""
+        """Read no further. What readers hold comes back through `apply`, and the read through `queue`."""
+        if read.cancelled.is_set():
+            return
         read.cancelled.set()
+        self._drop_planned(read)
+        self.to_queue[read] = None
         for _, tier in self._tiers:
             tier.reads.tell_cancelled()
 
@@ -208,8 +144,8 @@ class PrefixReads:
             self._note_answer(read, done)
             return
         batch = read.batches[done.batch]
-        if batch.component.name != FULL and batch.first is None:
-            read.other_bytes[batch.store] -= len(batch.indices) * batch.component.host.page_bytes
+        if batch.first is None:
+            self._count_other(read, batch.component, batch.store, len(batch.indices))
         num_ok, num_bytes = sum(done.ok), sum(done.ok) * batch.component.host.page_bytes
         self._lost.value += done.asked - num_ok
         if num_ok:
@@ -219,35 +155,64 @@ class PrefixReads:
         is_rest = batch.first is not None
         if not is_rest and batch.component.packing is not None and self._read_rest(read, done):
             return
-        batch.ok = done.ok if batch.first is None else batch.first.whole(done.ok if is_rest else ())
-        self._lost.value += 0 if batch.first is None else batch.first.num_lost
+        batch.ok = done.ok
+        if batch.first is not None:
+            num_told = done.asked if done.answered else 0
+            batch.ok = batch.first.whole(done.ok, num_told) if is_rest else batch.first.whole(())
+            self._lost.value += batch.first.num_lost
+            if batch.first.useless and batch.store in self._remove:
+                self._remove[batch.store]([*batch.first.useless, *rest_keys(batch.first.useless)])
         self._publish(batch)
         self._advance(read)
 
     def fetch(self, read: PrefixRead, max_pages: int) -> None:
-        """Take host pages for the longest prefix that all components can use, at most `max_pages` full ones, and queue
-        the reads."""
+        """Plan the jobs for the longest prefix that all components can use: of at most `max_pages` full pages, and no
+        more than there is room for beside what they follow, which stays."""
         assert read.found is not None
         if read.cancelled.is_set():
             return
-        prefix, found = read.prefix, read.found
-        num_pages = max(0, min(len(found.pages), max_pages, self._context.full.index.capacity))
+        prefix, found, full = read.prefix, read.found, self._context.full
+        new = prefix.prompt.new_pages(FULL, prefix.missing[: len(found.pages)])
+        followed = [run for pages in new if pages.before is not None and (run := full.index.get(pages.before))]
+        full.index.lock(followed)
+        read.locked[FULL] += followed
+        num_pages = max(0, min(len(found.pages), max_pages, self._capacity(full)))
         if num_pages < len(found.pages):
             read.end = prefix.usable_end(found, num_pages)
             read.is_short = read.end < read.found_end
         reads, needed = prefix.to_read(read.end, found), Counter[CacheComponent]()
         for component, _, indices in reads:
             needed[component] += len(indices)
-        if any(num_pages > component.index.capacity for component, num_pages in needed.items()):
+        if any(num_pages > self._capacity(component) for component, num_pages in needed.items()):
             read.failed = read.is_short = True
             return
         for component, store, indices in reads:
-            if read.is_live:
-                self._queue(read, component, store, indices)
+            self._planned[component.name] += len(indices)
+            if component.name != FULL:
+                num_bytes = len(indices) * component.host.page_bytes
+                read.other_bytes[store] = read.other_bytes.get(store, 0) + num_bytes
+            self.to_queue[read] = None
+            for job in self._jobs(store, len(indices), component.host.page_bytes):
+                read.planned.append(PlannedJob(component, store, indices[job]))
+
+    def queue(self) -> list[PrefixRead]:
+        """Reserve host pages for planned jobs and queue these, so many that a step stays short: those of reads that
+        requests wait for first. Returns the reads that it was, or that were stopped, of which some may be done."""
+        touched, num_jobs = list[PrefixRead](), 0
+        for read in sorted(self.to_queue, key=lambda read: not read.is_urgent):
+            if num_jobs < _MAX_QUEUED_JOBS or not read.planned:
+                touched.append(read)
+            while read.planned and num_jobs < _MAX_QUEUED_JOBS:
+                self._queue(read, read.planned.popleft())
+                num_jobs += 1
+            if not read.planned:
+                del self.to_queue[read]
+        return touched
 
     def end(self, read: PrefixRead) -> None:
         """All readers are done, but stalled ones: give back what did not come and what they do not have."""
         read.cancelled.set()
+        self.to_queue.pop(read, None)
         del self._reads[read.number]
         for index, batch in enumerate(read.batches):
             if index in read.stalled:
@@ -287,35 +252,42 @@ class PrefixReads:
         read.end = read.found_end = read.prefix.usable_end(read.found, len(read.found.pages))
         return True
 
-    def _queue(self, read: PrefixRead, component: CacheComponent, store: Store, indices: list[int]) -> None:
-        """Reserve host pages and queue reads of them."""
-        for job in self._jobs(store, len(indices), component.host.page_bytes):
-            of_job = indices[job]
-            runs = component.index.reserve(read.prefix.prompt.new_pages(component.name, of_job))
-            if runs is None:  # what it has reserved keeps others' pages from leaving
-                read.failed = read.is_short = True
-                self.stop(read)
-                return
+    def _capacity(self, component: CacheComponent) -> int:
+        """Host pages that nobody has, nor planned to."""
+        return component.index.capacity - self._planned[component.name]
+
+    def _drop_planned(self, read: PrefixRead) -> None:
+        for component, store, indices in read.planned:
+            self._planned[component.name] -= len(indices)
+            self._count_other(read, component, store, len(indices))
+        read.planned.clear()
+
+    @staticmethod
+    def _count_other(read: PrefixRead, component: CacheComponent, store: Store, num_pages: int) -> None:
+        """So many pages of a window or state have landed, or will not."""
+        if component.name != FULL:
+            read.other_bytes[store] -= num_pages * component.host.page_bytes
+
+    def _queue(self, read: PrefixRead, job: PlannedJob) -> None:
+        """Reserve host pages for a job and queue it. Where others took them meanwhile, or the readers' queue is full,
+        the read ends with what was queued before."""
+        component, store, indices = job
+        self._planned[component.name] -= len(indices)
+        runs = component.index.reserve(read.prefix.prompt.new_pages(component.name, indices))
+        if runs is not None:
             for run in runs:
                 run.source = store
-            batch = Batch(store, component, of_job, runs, pages_of(runs))
+            batch = Batch(store, component, indices, runs, pages_of(runs))
             component.host.begin_read(batch.pages)
-            self._num_pages[component.name] += len(of_job)
+            self._num_pages[component.name] += len(indices)
             read.batches.append(batch)
-            if not self._submit(read, len(read.batches) - 1):
+            keys = read.prefix.prompt.keys_of(component.name, indices)
+            if self._submit_job(read, len(read.batches) - 1, keys, batch.pages):
                 return
-
-    def _submit(self, read: PrefixRead, number: int) -> bool:
-        """Queue the job of batch `number`; False where the readers' queue is full."""
-        batch = read.batches[number]
-        component, keys = batch.component, read.prefix.prompt.keys_of(batch.component.name, batch.indices)
-        if not self._submit_job(read, number, keys, batch.pages):
             batch.ok = ()
-            return False
-        if component.name != FULL:
-            num_bytes = len(batch.indices) * component.host.page_bytes
-            read.other_bytes[batch.store] = read.other_bytes.get(batch.store, 0) + num_bytes
-        return True
+        self._count_other(read, component, store, len(indices))
+        self._drop_planned(read)
+        read.is_short = True
 
     def _submit_job(self, read: PrefixRead, number: int, keys: list[bytes], pages: torch.Tensor) -> bool:
         batch = read.batches[number]

@@ -19,7 +19,8 @@ from hicache.tree.events import EventLog
 from hicache.tree.key import Tokens
 from hicache.tree.names import PageNames, PromptPages
 
-_MAX_KEPT = 4096
+_MAX_KEPT_BYTES = 256 << 20
+_PAGE_BYTES = 256  # about what the keys of a page take: of full attention, and of one other component
 
 
 class Prompt:
@@ -62,6 +63,11 @@ class Prompt:
         """All pages, for events."""
         return PromptPages(self.keys, None, self.tokens, self.namespace)
 
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes of memory, when all its keys are made."""
+        return self.tokens.nbytes + _PAGE_BYTES * (1 + len(self.keys))
+
     def common_pages(self, other: Prompt) -> int:
         """With how many equal pages both begin. A key names all tokens up to its page, so the first that differs is
         found by bisection."""
@@ -72,29 +78,37 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of requests that wait to be admitted, of the last 4096. Owned by the scheduler thread."""
+    """The prompts of requests that wait to be admitted; of `max_bytes`, those used last, and at least one. Owned by the
+    scheduler thread."""
 
-    def __init__(self, tree: RadixTree) -> None:
-        self._tree = tree
+    def __init__(self, tree: RadixTree, max_bytes: int = _MAX_KEPT_BYTES) -> None:
+        self._tree, self._max_bytes = tree, max_bytes
         self._by_request: dict[str, Prompt] = {}
+        self._num_bytes = 0
 
     def of(self, tokens: Tokens, namespace: str, match: Match, request_id: str | None = None) -> Prompt:
         """Of the whole pages of `tokens`, of which the tree has `match`. Kept for the request, if there is one."""
         tree = self._tree
         whole = tokens[: len(tokens) // tree.page_size * tree.page_size]
-        known = None if request_id is None else self._by_request.get(request_id)
-        if known is not None and known.namespace == namespace and np.array_equal(known.tokens, whole):
-            return known
-        prompt = Prompt(tree.names, whole.copy(), namespace, match)
+        prompt = None if request_id is None else self._by_request.get(request_id)
+        if prompt is None or prompt.namespace != namespace or not np.array_equal(prompt.tokens, whole):
+            prompt = Prompt(tree.names, whole.copy(), namespace, match)
         if request_id is not None:
-            self._by_request[request_id] = prompt
-            if len(self._by_request) > _MAX_KEPT:  # a request that was refused may never be cancelled
-                del self._by_request[next(iter(self._by_request))]
+            self._keep(request_id, prompt)
         return prompt
 
     def forget(self, request_id: str) -> None:
         """The request waits no more."""
-        self._by_request.pop(request_id, None)
+        prompt = self._by_request.pop(request_id, None)
+        self._num_bytes -= 0 if prompt is None else prompt.num_bytes
+
+    def _keep(self, request_id: str, prompt: Prompt) -> None:
+        """As the one used last. Others go for it: a request that was refused may never be cancelled."""
+        self.forget(request_id)
+        self._by_request[request_id] = prompt
+        self._num_bytes += prompt.num_bytes
+        while self._num_bytes > self._max_bytes and len(self._by_request) > 1:
+            self.forget(next(iter(self._by_request)))
 
 
 log = logging.getLogger(__name__)

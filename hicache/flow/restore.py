@@ -14,7 +14,7 @@ import torch
 from hicache.errors import TransferError
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel, LoadDecisions
+from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
 from hicache.flow.lease import Lease
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
@@ -43,13 +43,15 @@ class Restore(CopyMovement[Load]):
         gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
         gauge("restore.queued_loads", "loads in flight", self.num_in_flight)
 
-    def is_worthwhile(self, num_bytes: int, start: int, end: int) -> bool:
-        """Whether loading `num_bytes` is faster than computing positions [start, end). Yes, until both speeds are
-        known."""
-        load_s, compute_s = self._cost.load_s(num_bytes), self._cost.prefill_s(start, end)
-        if load_s is not None and compute_s is not None:
-            self._estimates_s = (load_s, compute_s)
-        return self._decisions.decide(load_s, compute_s)
+    def estimate(self, num_bytes: int, start: int, end: int) -> LoadEstimate:
+        """Of loading `num_bytes`, and of computing positions [start, end) instead."""
+        return LoadEstimate(self._cost.load_s(num_bytes), self._cost.prefill_s(start, end))
+
+    def count_decision(self, estimate: LoadEstimate) -> None:
+        """A request was admitted by that estimate."""
+        if estimate.load_s is not None and estimate.compute_s is not None:
+            self._estimates_s = (estimate.load_s, estimate.compute_s)
+        self._decisions.decide(*estimate)
 
     def can_start(self) -> bool:
         """Whether a load may start now, whatever it brings."""
@@ -142,7 +144,7 @@ class Restore(CopyMovement[Load]):
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
         op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
-        load.ops.append(op)
+        load.op.parts.append(op)
         load.reading[component.name] = held
 
     def _end(self, operation: Load) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,8 @@ from weakref import ref
 from hicache.config import PrefetchMode
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.prefix_read import PrefixRead, PrefixReads
+from hicache.flow.prefix_read import PrefixReads
+from hicache.flow.reading import PrefixRead
 from hicache.metrics import Counter
 from hicache.tiers import Store
 from hicache.tree.key import Tokens
@@ -51,37 +53,58 @@ class Handle(Protocol):
     request_id: str
 
 
+class _Claim(ref[Handle]):
+    """Of one handle, by its identity. `num_pages`: what it claims."""
+
+    __slots__ = ("num_pages", "request_id")
+
+    def __init__(self, handle: Handle, callback: Callable[[_Claim], None]) -> None:
+        super().__init__(handle, callback)  # type: ignore[call-arg]
+        self.request_id, self.num_pages = handle.request_id, 0
+
+
 class Claims:
     """Pages by the handle of a prefetch; a request may have had several. Owned by the scheduler thread.
 
-    A claim goes with its handle, so that a caller who forgets a request takes nothing from others for good.
+    A claim goes with its handle, so that a caller who forgets a request takes nothing from others for good. Handles go
+    in any thread, and in the middle of anything: that is noted then, and counted at the next call.
     """
 
     def __init__(self) -> None:
-        self.total = 0
-        self._by_request: dict[str, dict[ref[Handle], int]] = {}
+        self._total = 0
+        self._by_request: dict[str, list[_Claim]] = {}
+        self._gone = deque[_Claim]()
+
+    @property
+    def total(self) -> int:
+        """The pages of all claims."""
+        while self._gone:
+            gone = self._gone.popleft()
+            claims = self._by_request.get(gone.request_id, [])
+            if gone in claims:  # dead ones are equal to themselves alone
+                claims.remove(gone)
+                self._total -= gone.num_pages
+            if not claims:
+                self._by_request.pop(gone.request_id, None)
+        return self._total
 
     def of(self, handle: Handle) -> int:
-        return self._by_request.get(handle.request_id, {}).get(ref(handle), 0)
+        return sum(claim.num_pages for claim in self._by_request.get(handle.request_id, ()) if claim() is handle)
 
     def add(self, handle: Handle, num_pages: int) -> None:
-        request_id = handle.request_id
-        claims = self._by_request.setdefault(request_id, {})
-        key = ref(handle, lambda gone: self._drop(request_id, gone))
-        claims[key] = claims.get(key, 0) + num_pages  # an equal key that is there stays, and so does its callback
-        self.total += num_pages
+        claims = self._by_request.setdefault(handle.request_id, [])
+        claim = next((claim for claim in claims if claim() is handle), None)
+        if claim is None:
+            claim = _Claim(handle, self._gone.append)
+            claims.append(claim)
+        claim.num_pages += num_pages
+        self._total += num_pages
 
     def pop(self, request_id: str) -> int:
         """The pages of all prefetches of a request, which are nobody's from now on."""
-        num_pages = sum(self._by_request.pop(request_id, {}).values())
-        self.total -= num_pages
+        num_pages = sum(claim.num_pages for claim in self._by_request.pop(request_id, ()))
+        self._total -= num_pages
         return num_pages
-
-    def _drop(self, request_id: str, gone: ref[Handle]) -> None:
-        claims = self._by_request.get(request_id, {})
-        self.total -= claims.pop(gone, 0)
-        if not claims:
-            self._by_request.pop(request_id, None)
 
 
 class Prefetch:
@@ -122,7 +145,6 @@ class Waiter:
     end: int
     read: PrefixRead | None = None
     owns: bool = False
-    is_postponed: bool = False
     num_usable: int = 0
     seen_end: int = 0
     estimate_s: float | None = None

@@ -71,12 +71,15 @@ class PageIndex:
         return run is not None and (run.is_published or run.source is None)
 
     def is_whole(self, keys: Sequence[bytes]) -> bool:
-        """Whether the last of `keys`, which follow each other in a prompt, `is_coming` and follows the others here.
-        False after a read that did not bring one of them."""
-        run = self._runs[keys[-1]] if self.is_coming(keys[-1]) else None
-        while run is not None and keys[0] not in run.keys:
-            run = run.before
-        return run is not None
+        """Whether all of `keys`, which follow each other in a prompt, are `is_coming`, whoever brings or brought them.
+        By run: a key names all tokens up to its page, so a run that has it has the pages before it."""
+        end = len(keys)
+        while end > 0:
+            run = self._runs.get(keys[end - 1])
+            if run is None or not (run.is_published or run.source is None):
+                return False
+            end -= run.keys.index(keys[end - 1]) + 1
+        return True
 
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""

@@ -207,15 +207,16 @@ class StoreService:
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
         ok: list[bool] = []
-        begin_s, part_pages = self.clock(), 1
+        begin_s, part_pages, answered = self.clock(), 1, True
         if job.pages:
             part_pages = max(1, self._settings.part_bytes // job.pages[0].nbytes)
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + part_pages)
-            got, _ = self._ask_to_read(partial(self._get, job, part), token, job.deadline_s)
+            got, can_tell = self._ask_to_read(partial(self._get, job, part), token, job.deadline_s)
             ok += got or [False] * len(job.keys[part])
-        missing = [False] * (len(job.keys) - len(ok))
-        return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
+            answered = answered and can_tell and self.clock() < job.deadline_s
+        missing, seconds = [False] * (len(job.keys) - len(ok)), self.clock() - begin_s
+        return ReadDone(job.ticket, job.batch, tuple(ok + missing), len(ok), seconds, answered)
 
     def _get(self, job: ReadJob, part: slice) -> list[bool]:
         until_s = time.monotonic() + job.deadline_s - self.clock()
@@ -347,7 +348,7 @@ def _emptied(store: PageStore) -> bool:
 def unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
     if isinstance(job, FindJob):
         return FindDone(job.ticket, 0, answered=False, batch=job.batch)
-    return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))
+    return ReadDone(job.ticket, job.batch, (False,) * len(job.keys), answered=False)
 
 
 def unserved_write(job: WriteJob | RemoveJob) -> WriteDone:

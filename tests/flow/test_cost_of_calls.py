@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import pytest
 
 from component_case import STATES
 from hicache import (
@@ -19,10 +20,12 @@ from hicache import (
     Prefetch,
     build_engine,
 )
+from hicache.storage.process.client_queue import ClientQueue
 from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
 
 PAGE = 8
+MAX_JOBS = 32  # that a poll gives to a store
 IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
 
 
@@ -88,6 +91,39 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
         read[num_pages] = sum(steps)
     assert read[2048] < 4.4 * read[512]
     assert admit[2048] < 5 * admit[512]
+
+
+def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long a prompt is, and however much of it waits: on its way to the disk, and back."""
+    jobs, submit = list[object](), ClientQueue.submit
+    monkeypatch.setattr(ClientQueue, "submit", lambda queue, job: jobs.append(job) or submit(queue, job))
+
+    def most_jobs(done: Callable[[], bool]) -> int:
+        """Of one poll until then."""
+        counts = [len(jobs)]
+
+        def poll() -> bool:
+            jobs.clear()
+            engine.poll()
+            counts.append(len(jobs))
+            return done()
+
+        eventually(poll, engine.stats)
+        jobs.clear()
+        return max(counts)
+
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
+    with engine_of(tmp_path, 1024, host_bytes=3 * 1024 * PAGE * 192) as engine:
+        with engine.acquire(CacheRequest("first", tokens)) as lease:
+            engine.commit(lease, tokens)
+        assert most_jobs(lambda: engine.stats()["persist.bytes"] == 1024 * PAGE * 192) <= MAX_JOBS
+    with engine_of(tmp_path, 1024) as engine:
+        handle = engine.prefetch("again", tokens)
+        assert most_jobs(lambda: handle.ready) <= MAX_JOBS
+        assert handle.landed_tokens == 1024 * PAGE
+        engine.cancel("again")
+        engine.flush()
+        engine.check()
 
 
 def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from disk_case import LossyStore
+from disk_case import LossyStore, TroubledStore
 from hicache import CacheEngine, DiskConfig, build_engine
 from hicache.host import PageKind, rest_keys
 from hicache.storage import LmdbPageStore, open_existing, store_at
@@ -130,12 +130,14 @@ def test_pages_that_are_gone(tmp_path: Path, part: str) -> None:
     ],
 )
 def test_values_of_other_pages(tmp_path: Path, part: str, other: str) -> None:
-    """Under a key is what belongs under another, and verifies there: of another page, or another part of the page."""
+    """Under a key is what belongs under another, and verifies there: of another page, or another part of the page. The
+    page that is computed anew takes its place."""
     values = Values(tmp_path / "s")
     values.replace(part, values.bytes[other])
     engine, cached_len = values.serve()
     assert cached_len == int(part[-1]) * PAGE
     assert (engine.stats()["prefetch.lost_pages"], engine.stats()["disk.corrupt_pages"]) == (1, 0)
+    assert values.serve()[1] == NUM_PAGES * PAGE
 
 
 @pytest.mark.parametrize("kind", [len(PageKind), 255])
@@ -146,6 +148,43 @@ def test_unknown_kinds(tmp_path: Path, part: str, kind: int) -> None:
     values.replace(part, values.bytes[part])
     engine, cached_len = values.serve()
     assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
+    assert values.serve()[1] == NUM_PAGES * PAGE
+
+
+@pytest.mark.parametrize(
+    "where", ["disk", "remote", pytest.param("process", marks=[pytest.mark.store_process, pytest.mark.long])]
+)
+def test_a_first_part_without_rest_makes_room_for_its_page(tmp_path: Path, where: str) -> None:
+    """Pages that were stored raw, whose second parts have left, are packed when they are computed anew. They are stored
+    then, and a prompt is found whole again, behind them too."""
+    values, shared = Values(tmp_path / "s"), MemoryPageStore(1 << 20)
+    for name in ("packed 1", "packed 3"):
+        values.bytes[name][-16] = PageKind.RAW
+        values.replace(name, values.bytes[name])
+    if where == "remote":
+        shared.put([(values.keys[name], value) for name, value in values.bytes.items()])
+        values.settings = config()
+    remote = shared if where == "remote" else None
+    for num_pages in (1, NUM_PAGES, NUM_PAGES):
+        assert values.serve(remote)[1] == num_pages * PAGE
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_a_store_that_cannot_tell_loses_nothing(tmp_path: Path, fails: bool) -> None:
+    """Where the call for second parts raises, they may be there: the first stay. Where it answers, those go whose
+    second is not there, and no others."""
+    values, deleted = Values(tmp_path / "s"), list[bytes]()
+    shared = TroubledStore(MemoryPageStore(1 << 20))
+    shared.put([(values.keys[name], value) for name, value in values.bytes.items() if fails or name != "rest 4"])
+    shared.delete = deleted.extend  # type: ignore[method-assign, assignment]
+
+    def trouble(verb: str) -> None:
+        if fails and verb == "get_into" and shared.verbs("get_into") == 1:
+            raise OSError("the connection is lost")
+
+    shared.trouble, values.settings = trouble, config()
+    assert values.serve(shared)[1] == (0 if fails else 4 * PAGE)  # type: ignore[arg-type]
+    assert deleted == ([] if fails else [values.keys["first 4"], *rest_keys([values.keys["first 4"]])])
 
 
 @pytest.mark.parametrize("part", PARTS)

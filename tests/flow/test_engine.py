@@ -25,6 +25,7 @@ from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage import store_folders
 from hicache.tiers import MAMBA, SWA, Component
+from hicache.tree import PageHasher
 from toy_model import prompt, settled
 from waiting import BOUND_S
 
@@ -144,6 +145,22 @@ def test_chunks_leave_states_at_their_ends() -> None:
         settled(engine)
 
 
+@pytest.mark.parametrize("model", EACH_MODEL)
+def test_nothing_is_hashed_where_no_tier_asks_for_keys(model: ModelGeometry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a host tier, stores and events no page gets a key, whatever is committed, evicted, expected or looked
+    up."""
+    monkeypatch.setattr(PageHasher, "chain", None)
+    with build_engine(config(host_bytes=0, page_size=8, mamba_size=6, device_tokens=768), model) as engine:
+        for number in range(16):
+            tokens = prompt(number, 57)
+            engine.expect(f"r{number}", tokens)
+            with engine.acquire(CacheRequest(f"r{number}", tokens, expected_uses=2)) as lease:
+                prefill(engine, lease, tokens, model)
+            assert engine.lookup(tokens).device == 56
+        assert any(count for name, count in engine.stats().items() if name.startswith("evict."))
+        settled(engine)
+
+
 def test_a_branching_point_gets_a_state() -> None:
     """Two prompts that branch after a common prefix: the second keeps a state there, and the third starts from it."""
     with build_engine(config(page_size=1, host_bytes=0), STATES) as engine:
@@ -250,15 +267,17 @@ def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_
 
 
 def test_refused_requests_leave_no_trace() -> None:
-    """A request that does not fit changes neither recency, structure, rows nor slots."""
-    with build_engine(config(max_requests=1, host_bytes=0), FULL) as engine:
+    """A request that does not fit changes neither recency, structure, rows nor slots, and counts nowhere but as
+    refused: neither does the load that it would have had."""
+    with build_engine(config(max_requests=1), FULL) as engine:
         serve(engine, "a", prompt(1, 60), FULL)
+        fill(engine, FULL, 2, length=120)
         lease = engine.acquire(CacheRequest("b", prompt(2, 60)))
         before = engine.stats()
         with pytest.raises(OutOfSlots):
-            engine.acquire(CacheRequest("c", prompt(3, 100)))
+            engine.acquire(CacheRequest("c", np.append(prompt(1, 56), prompt(3, 44))))
         with pytest.raises(OutOfRows, match="max_requests"):
-            engine.acquire(CacheRequest("d", prompt(4, 10)))
+            engine.acquire(CacheRequest("d", prompt(1, 50)))
         refused = {"admit.out_of_slots_attempts": 1, "admit.out_of_rows_attempts": 1}
         assert engine.stats() == {**before, **refused}
         with pytest.raises(PromptTooLong, match="device_tokens"):

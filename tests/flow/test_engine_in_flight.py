@@ -5,6 +5,8 @@ Copies are stepped by the test (`stepped_transfer`), so that each interleaving i
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import pytest
 from hypothesis import settings
@@ -24,8 +26,11 @@ from component_case import (
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
+from hicache.flow.cost import LoadEstimate
+from hicache.flow.movement import JointOp
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA
+from hicache.transfer.cpu import CpuOp
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -258,9 +263,8 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
         serve(engine, transfers, f"other{n}", prompt(n, 100), model)
     longer = np.concatenate([first, prompt(3, 17)])
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            engine.inspect.restore, "is_worthwhile", lambda *_: False
-        )  # it computes all that only the host has
+        never = LoadEstimate(math.inf, 0.0)  # it computes all that only the host has
+        patch.setattr(engine.inspect.restore, "estimate", lambda *_: never)
         own = engine.acquire(CacheRequest("b", longer))
     assert own.hit.host == 0 and own.cached_len < 48
     loading = engine.acquire(CacheRequest("c", np.append(first, 1)))
@@ -279,6 +283,19 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
     assert serve(engine, transfers, "d", longer, model) == 64
     assert engine.inspect.context.tree.protected(FULL_KV) == 0
     close(engine)
+
+
+def test_copies_are_one_with_those_that_are_submitted_later() -> None:
+    """Whoever has looked at copies of some components sees the failure and the bytes of one that follows."""
+    op, early, late = JointOp(), CpuOp(10), CpuOp(20)
+    op.parts.append(early)
+    early.run(lambda: None)
+    assert op.done() and op.error is None and op.num_bytes == 10
+    op.parts.append(late)
+    assert not op.done() and op.num_bytes == 30
+    late.error = TransferError("a copy fails")
+    late.run(lambda: None)
+    assert op.done() and op.error is late.error
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)

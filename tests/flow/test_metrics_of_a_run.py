@@ -10,11 +10,12 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.exposition import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from hicache import CacheEngine, CacheRequest, build_engine
+import component_case
+from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.config import DiskConfig
 from hicache.metrics import HistogramValue, MetricValue, flattened
 from hicache.serving.server.prometheus import EngineCollector
-from toy_model import GEOMETRY, compute, config
+from toy_model import GEOMETRY, compute, config, prompt
 
 PAGE, TOKEN_BYTES = 8, 192
 Served = tuple[CacheEngine, dict[str, int]]
@@ -133,3 +134,22 @@ def test_prometheus_reads_the_same(served: Served) -> None:
             assert samples.pop(bucket) == below
     assert not samples
     assert flattened(values) == engine.stats()
+
+
+@pytest.mark.parametrize("model", component_case.EACH_MODEL)
+def test_what_the_host_has_no_page_for_counts_once(model: ModelGeometry) -> None:
+    """However often a prompt that is longer than the host is committed and admitted: a token was copied to the host or
+    skipped; and a window or state is one page at most of each page of tokens."""
+    tokens, sizes = prompt(1, 20 * PAGE + 1), {"device_tokens": 512, "mamba_size": 32, "window_tokens": 512}
+    settings = component_case.config(**sizes, host_bytes=13 * PAGE * TOKEN_BYTES, host_states=3)
+    with build_engine(settings, model) as engine, engine.acquire(CacheRequest("a", tokens)) as lease:
+        for end in range(2 * PAGE, 20 * PAGE + 1, 2 * PAGE):
+            component_case.compute(engine, lease, tokens, end - 2 * PAGE, end, model)
+            engine.commit(lease, tokens[:end])
+            engine.flush()
+        with engine.acquire(CacheRequest("b", tokens)):
+            engine.flush()
+        full, *others = (len(component.index) for component in engine.inspect.context.components)
+        stats = engine.stats()
+        assert full < 20 and full * PAGE + stats["backup.skipped_tokens"] == 20 * PAGE
+        assert sum(others) + stats["backup.skipped_pages"] <= 20

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import threading
+
 import numpy as np
 import pytest
 
 from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheRequest, build_engine
 from hicache.config import PrefetchMode
-from hicache.errors import OutOfSlots, TransferError
+from hicache.errors import OutOfSlots, PrefetchPending, TransferError
+from hicache.flow.waiting import Claims, Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,
@@ -72,6 +75,26 @@ def test_requests_for_the_same_pages_share_one_read(
                 with engine.acquire(CacheRequest(str(n), tokens)) as lease:
                     assert lease.cached_len == whole
         settled(engine)
+
+
+@pytest.mark.parametrize("mode", ["wait_complete", "best_effort"])
+def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: PacedStore) -> None:
+    """Another call while it goes on returns the same handle, of whatever mode, and admission waits where that says so.
+    After its end there is a new one."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        first = engine.prefetch("a", tokens, mode="wait_complete")
+        assert engine.prefetch("a", tokens, mode=mode) is first and not first.ready
+        until_found(engine, store, first)
+        assert engine.prefetch("a", tokens_of(2), mode=mode) is first
+        with pytest.raises(PrefetchPending):
+            engine.acquire(CacheRequest("a", tokens))
+        store.allow()
+        until_ready(engine, first)
+        assert engine.prefetch("a", tokens, mode=mode) is not first and first.landed_tokens == 192
+        assert admitted(engine, "a", tokens) == 192
 
 
 def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> None:
@@ -210,6 +233,32 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
         assert admitted(engine, "2", prompts[2]) == 192
 
 
+def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
+    """Handles go in any thread, and where the garbage collector runs: their pages are nobody's from then on, and no
+    other claim is miscounted for it."""
+    claims, gone, kept = Claims(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
+
+    class Interrupting(int):
+        """Where it is added to anything, a handle goes."""
+
+        def __radd__(self, other: int) -> int:
+            if gone:
+                gone.pop()
+            return int(self) + other
+
+    for handle in gone:
+        claims.add(handle, 10)
+    claims.add(other := Prefetch("r0", "auto"), 1)
+    del handle
+    claims.add(kept, Interrupting(5))
+    while gone:
+        thread = threading.Thread(target=gone.pop)
+        thread.start()
+        thread.join()
+    assert claims.total == 6 and claims.of(kept) == 5 and claims.of(other) == 1
+    assert (claims.pop("kept"), claims.pop("r0"), claims.pop("r1"), claims.total) == (5, 1, 0, 0)
+
+
 def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:
     """Of prompts that come together the first alone may exceed the share, by more than the others have pages. They read
     nothing until it is admitted, and then all of theirs."""
@@ -257,6 +306,49 @@ def test_nobody_waits_for_room_that_nobody_will_make(
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             assert lease.hit.disk == landed * PAGE
         settled(engine)
+
+
+@pytest.mark.parametrize(("others", "landed"), [(5, 5), (2, 5), (0, 5)])
+def test_a_read_takes_the_room_beside_what_it_follows(others: int, landed: int, store: PacedStore) -> None:
+    """Host pages that the prefix continues stay, though the device has them too: what is read takes all others, those
+    of other prompts and free ones, and no more."""
+    tokens = tokens_of(1, 20 * PAGE + 1)
+    fill(store, tokens)
+    with engine_of(store, host_bytes=16 * PAGE * 192) as engine:
+        if others:
+            serve(engine, "x", tokens_of(2, others * PAGE + 1))
+            engine.flush()
+        serve(engine, "a", tokens[: 10 * PAGE + 1])
+        engine.flush()
+        handle = engine.prefetch("b", tokens)
+        eventually(lambda: engine.poll() or handle.ready, engine.stats)
+        engine.check()
+        assert (handle.found_tokens, handle.landed_tokens) == (10 * PAGE, landed * PAGE)
+        assert engine.lookup(tokens).device + engine.lookup(tokens).host == (10 + landed) * PAGE
+        engine.cancel("b")
+        settled(engine)
+
+
+def test_room_that_others_took_meanwhile_ends_a_read(store: PacedStore) -> None:
+    """A long prompt is queued in steps. Where host pages that it was to have are taken between two of them, what was
+    queued before still lands, and the rest comes when there is room."""
+    tokens = tokens_of(1, 150 * PAGE + 1)
+    sizes = {"device_tokens": 2048, "max_context_len": 2048, "host_bytes": 200 * PAGE * 192}
+    with engine_of(store, **sizes) as engine:
+        serve(engine, "fill", tokens)
+    with engine_of(store, **sizes) as engine:
+        host = engine.inspect.context.full.host
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        eventually(lambda: engine.poll() or handle.found_tokens, engine.stats)
+        taken = host.alloc(host.available())
+        assert taken is not None
+        eventually(lambda: engine.poll() or handle.ready, engine.stats)
+        assert 0 < handle.landed_tokens < 150 * PAGE and handle.found_tokens == 150 * PAGE
+        host.free(taken)
+        engine.check()
+        store.clock.now_s += 1.1
+        until_landed(engine, handle, 150 * PAGE)
+        assert admitted(engine, "a", tokens) == 150 * PAGE
 
 
 def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:

@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from hicache.flow.prompt import HostWatch, Prompts, told_of
+from hicache.flow.prompt import HostWatch, Prompt, Prompts, told_of
 from hicache.host import PageIndex
 from hicache.metrics import Metrics
 from hicache.replay.cache import BlockPool
@@ -37,14 +37,29 @@ def test_keys_are_made_once_and_of_the_same_prompt_alone() -> None:
     assert of(tokens) is not first
 
 
-def test_requests_that_nobody_cancels_are_forgotten() -> None:
+def test_prompts_that_nobody_cancels_are_forgotten_by_their_bytes() -> None:
+    """Whatever their number and size, the prompts used last stay, of so many bytes, and at least one: a single one may
+    take more."""
     tree = RadixTree(PAGE, PageHasher(b"identity", PAGE))
-    prompts, tokens = Prompts(tree), np.arange(4)
-    first = prompts.of(tokens, "", tree.match(tokens), "first")
-    assert prompts.of(tokens, "", tree.match(tokens), "first") is first
-    for number in range(5000):
-        prompts.of(tokens, "", tree.match(tokens), f"r{number}")
-    assert prompts.of(tokens, "", tree.match(tokens), "first") is not first
+    small, large = np.arange(4), np.arange(4 * 1000)
+    size = Prompts(tree).of(small, "", tree.match(small)).num_bytes
+    prompts = Prompts(tree, max_bytes=100 * size)
+
+    def of(request_id: str, tokens: np.ndarray = small) -> Prompt:
+        return prompts.of(tokens, "", tree.match(tokens), request_id)
+
+    first, second = of("first"), of("second")
+    for number in range(98):
+        of(f"r{number}")
+    assert of("first") is first
+    of("one more")
+    assert of("first") is first and of("second") is not second
+    kept = of("large", large)
+    assert of("large", large) is kept and of("first") is not first
+    assert of("large", large) is not kept
+    for number in range(5):  # of one request the last one alone counts
+        kept, others = of("again", np.arange(4 * (number + 1))), of("other")
+    assert of("again", kept.tokens) is kept and of("other") is others
 
 
 @pytest.mark.parametrize("has_events", [False, True])

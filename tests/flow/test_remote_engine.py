@@ -7,8 +7,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import component_case
 from disk_case import Clock, Gate, LossyStore, TroubledStore, failing, page_keys
-from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
+from hicache import AdvancedConfig, CacheEngine, Hit, ModelGeometry, RemoteConfig, build_engine
 from hicache.build.store_tiers import num_remote_readers
 from hicache.errors import ConfigError
 from hicache.storage import PageStore
@@ -89,6 +90,23 @@ def test_the_disk_is_asked_first_and_takes_what_the_remote_tier_gave(device: str
     with engine_over(None, disk, device=device) as alone:
         assert ask(alone, "d", prompt(0)) == Hit(disk=CACHED_LEN)
         settled(alone)
+
+
+@pytest.mark.parametrize("tier", ["disk", "remote"])
+@pytest.mark.parametrize("model", component_case.WITH_COMPONENTS)
+def test_windows_and_states_count_for_the_tier_that_has_them(tier: str, model: ModelGeometry) -> None:
+    """Where memory has the full pages and lost what goes with them, a lookup names the tier that adds that."""
+    tokens, both = prompt_of(1, 57), {"disk": MemoryPageStore(1 << 20), "remote": MemoryPageStore(1 << 20)}
+    with build_engine(component_case.config(), model, **{tier if tier == "remote" else "store": both[tier]}) as engine:
+        component_case.serve(engine, "a", tokens, model)
+    settings = component_case.config(prefetch_mode="wait_complete")
+    with build_engine(settings, model, store=both["disk"], remote=both["remote"]) as engine:
+        until_ready(engine, engine.prefetch("b", tokens))
+        engine.cancel("b")
+        engine.inspect.context.components[-1].index.clear()
+        found = engine.lookup(tokens, disk_wait_s=BOUND_S)
+        assert (found.disk, found.remote) == ((56, 0) if tier == "disk" else (0, 56))
+        settled(engine)
 
 
 def test_a_prompt_that_leaves_another_in_the_middle_of_a_node_finds_nothing_of_its_rest(device: str) -> None:

@@ -212,8 +212,9 @@ def test_pieces_that_come_together_follow_each_other() -> None:
         model.index.abandon(run)
 
 
-def test_pages_behind_one_that_did_not_come_are_not_whole() -> None:
-    """A read's page that did not come is lacking, whatever came behind it; from the device they count at once."""
+def test_pages_are_whole_where_none_is_lacking() -> None:
+    """A read's page that did not come is lacking, whatever came behind it, until it comes; from the device they count
+    at once."""
     model, keys = Model("fifo", 0), [bytes([at]) for at in range(40)]
     runs = model.index.reserve([NewPages(keys[:35])]) or ()
     assert [model.index.is_whole(keys[:end]) for end in (1, 20, 35, 36)] == [True, True, True, False]
@@ -224,6 +225,10 @@ def test_pages_behind_one_that_did_not_come_are_not_whole() -> None:
         model.index.publish(run, [key != keys[20] for key in run.keys])
     ends = {(start, end) for start in (0, 3, 20, 21, 30) for end in (20, 21, 35) if start < end}
     assert {at for at in ends if model.index.is_whole(keys[slice(*at)])} == {(0, 20), (3, 20), (21, 35), (30, 35)}
+    (filling,) = model.index.reserve([NewPages(keys[20:21], keys[19], 20)]) or ()
+    assert model.index.is_whole(keys[:35]) and not model.index.is_whole(keys[:36])
+    model.index.publish(filling)
+    assert {at for at in ends if model.index.is_whole(keys[slice(*at)])} == ends
 
 
 @pytest.mark.parametrize("is_second_first", [False, True])

@@ -1,0 +1,186 @@
+"""An engine keeps nothing of requests that are over, in whatever order its verbs were called: neither their prompts nor
+anything else that would add up."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import types
+from collections.abc import Callable
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from hicache import CacheEngine, CacheRequest, build_engine
+from hicache.config import PrefetchMode
+from memory_store import MemoryPageStore
+from prefetch_case import PAGE, PacedStore, engine_of, settings
+from toy_model import GEOMETRY
+from waiting import eventually
+
+Order = Callable[[CacheEngine, str, np.ndarray], None]
+LENGTH = 8 * PAGE + 1
+# Containers grow in steps of a few KiB. A prompt that is kept takes eight bytes a token: 40 of them twice this; and
+# 64 prefetches are under way at most, for which there is room after as many.
+NOISE_BYTES = 10 << 10
+_NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
+
+
+def prompt(number: int) -> np.ndarray:
+    tokens = np.arange(LENGTH) % 50
+    tokens[0] = number
+    return tokens
+
+
+def held_bytes(root: object) -> int:
+    """Of all objects that can be reached from `root`, code left out."""
+    seen, todo, num_bytes = {id(root)}, [root], 0
+    while todo:
+        held = todo.pop()
+        num_bytes += sys.getsizeof(held)
+        for below in gc.get_referents(held):
+            if id(below) not in seen and not isinstance(below, _NOT_DATA):
+                seen.add(id(below))
+                todo.append(below)
+    return num_bytes
+
+
+def growth(engine: CacheEngine, order: Order, warm: range, measured: range) -> int:
+    """By how many bytes the engine grows over the `measured` requests."""
+    sizes = []
+    for numbers in (warm, measured):
+        for number in numbers:
+            order(engine, f"r{number}", prompt(number))
+        engine.flush()
+        sizes.append(held_bytes(engine))
+    engine.check()
+    return sizes[1] - sizes[0]
+
+
+def compute(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    with engine.acquire(CacheRequest(name, tokens)) as lease:
+        engine.begin_forward([lease])
+        engine.commit(lease, tokens)
+    engine.poll()
+
+
+def prefetched(mode: PrefetchMode | None) -> Order:
+    """As in the README: prefetch, poll, acquire, commit, release."""
+
+    def order(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+        handle = engine.prefetch(name, tokens, mode=mode)
+        while not handle.ready:
+            engine.poll()
+        compute(engine, name, tokens)
+
+    return order
+
+
+def prefetch_and_cancel(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    engine.prefetch(name, tokens)
+    engine.cancel(name)
+
+
+def prefetch_poll_and_cancel(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    engine.prefetch(name, tokens)
+    engine.poll()
+    engine.cancel(name)
+
+
+def expect_and_cancel(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    engine.expect(name, tokens)
+    engine.cancel(name)
+
+
+def expect_and_acquire(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    engine.expect(name, tokens)
+    compute(engine, name, tokens)
+
+
+def lookup(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    engine.lookup(tokens, disk_wait_s=0.0)
+
+
+def same_name(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    prefetched(None)(engine, "always", tokens)
+
+
+def same_prompt(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    """Which memory has, in memory of its own: its prefetch is ready at once."""
+    prefetched(None)(engine, name, prompt(0))
+
+
+def cancel_a_lease(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
+    engine.acquire(CacheRequest(name, tokens))
+    engine.cancel(name)
+
+
+ORDERS = {
+    **{mode or "default": prefetched(mode) for mode in (None, "auto", "best_effort", "wait_complete", "timeout")},
+    **{
+        order.__name__: order
+        for order in (
+            prefetch_and_cancel,
+            prefetch_poll_and_cancel,
+            expect_and_cancel,
+            expect_and_acquire,
+            lookup,
+            compute,
+            same_name,
+            same_prompt,
+            cancel_a_lease,
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
+def test_memory_does_not_grow_with_requests(order: Order) -> None:
+    """Once the tiers are full, requests with new names and new prompts add nothing to what the engine holds."""
+    with build_engine(settings(host_bytes=20 * PAGE * 192), GEOMETRY, store=MemoryPageStore(1 << 13)) as engine:
+        assert growth(engine, order, range(70), range(70, 110)) < NOISE_BYTES
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", [name for name in ORDERS if name not in get_args(PrefetchMode)])
+def test_memory_over_100_000_requests(name: str) -> None:
+    """The same over 100 000 requests."""
+    with build_engine(settings(host_bytes=20 * PAGE * 192), GEOMETRY, store=MemoryPageStore(1 << 13)) as engine:
+        assert growth(engine, ORDERS[name], range(1000), range(1000, 101_000)) < NOISE_BYTES
+
+
+@pytest.mark.parametrize("why", ["the store hangs", "no host page is free"])
+def test_a_tier_that_stands_still_keeps_no_request_that_left(why: str, store: PacedStore) -> None:
+    """Requests that are queued behind reads, or wait for host pages, and are cancelled leave nothing."""
+    with engine_of(store) as engine:
+        compute(engine, "first", prompt(0))
+        engine.flush()
+        engine.reset()
+        host = engine.inspect.context.full.host
+        if why == "the store hangs":
+            store.hold()
+        else:
+            taken = host.alloc(host.available())
+        engine.prefetch("waits", prompt(0), mode="timeout")
+        store.trouble = lambda verb: store.calls.clear()
+        eventually(lambda: engine.poll() or store.held or engine.stats()["prefetch.postponed_requests"])
+        sizes = []
+        for numbers in (range(100), range(100, 200)):
+            for number in numbers:
+                tokens = prompt(number + 1 if why == "the store hangs" else 0)
+                engine.prefetch(f"r{number}", tokens, mode="best_effort")
+                engine.poll()
+                engine.cancel(f"r{number}")
+            if why != "the store hangs":
+                engine.flush()  # the reads that were cancelled end
+            sizes.append(held_bytes(engine))
+        assert sizes[1] - sizes[0] < NOISE_BYTES
+        engine.cancel("waits")
+        if why == "the store hangs":
+            store.allow()
+        else:
+            host.free(taken)
+        engine.flush()
+        engine.check()
