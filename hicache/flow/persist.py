@@ -46,6 +46,7 @@ class Persist(Movement):
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
+        self._times_lost = 0  # its process, as events know
         self._backlog: deque[WriteJob] = deque()
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
@@ -91,6 +92,7 @@ class Persist(Movement):
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
         outcomes = self._tier.writes.poll()
+        self._note_loss()
         self.is_torn = bool(outcomes)
         for done in outcomes:
             write = self._writes[done.ticket]
@@ -120,6 +122,13 @@ class Persist(Movement):
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         return (write.run for write in self._writes.values() if write.component.name == component)
 
+    def _note_loss(self) -> None:
+        """What the store lost before its process ended, that did not tell any more."""
+        events, num_lost = self._context.tree.events, self._tier.times_lost
+        if num_lost != self._times_lost and events is not None and self._store is DISK:
+            events.disk_lost()
+        self._times_lost = num_lost
+
     def _is_unstored(self, run: HostRun) -> bool:
         return run.is_published and not run.stored & self._store and run not in self._sent
 
@@ -144,8 +153,7 @@ class Persist(Movement):
         self._failures.value += len(ok) - sum(ok)
         events = self._context.tree.events
         if events is not None and self._store is DISK:
-            if done.removed:
-                events.removed(done.removed, "DISK")
+            events.removed(done.removed, "DISK")
             if component.name == FULL:
                 events.stored(told_of(run), "DISK", ok)
         component.host.end_read(write.pages)
