@@ -14,7 +14,7 @@ TYPECHECK := build/typecheck
 # Images often switch byte code off; then every worker, fork server and program compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-busy test-long test-servers test-all check bench docs clean
+.PHONY: demo serve test test-busy test-long test-servers test-all check bench docs tables clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -53,6 +53,10 @@ check: $(STAMP)
 docs: $(STAMP)
 	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
+# Those of the pages of docs/ that tell what the code declares: settings, flags, metrics, families.
+tables: $(STAMP)
+	$(PY) docs/site/tables.py
 
 # A small set, in a few minutes on any machine. BENCH=all runs each that this machine can run, BENCH=name one; the list is
 # printed first.

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import importlib
 import io
 import os
@@ -22,7 +23,7 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from hicache.console import printable
 from hicache.process.init import leave_process_1
@@ -102,10 +103,19 @@ _COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong flags in one line, with the command that lists the right ones."""
+    """Reports wrong flags in one line, with the flag that may be meant and the command that lists the right ones."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(_fail(f"{message}; '{self.prog} --help' lists the flags"))
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Of each command its own: the parser of all commands would name itself."""
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            meant = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
+            guess = f" ({meant[0]} is one)" if meant else ""
+            self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
+        return parsed, unknown
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
+import importlib.util
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 import pytest
+
+from hicache.config import SECTIONS
+from hicache.config.settings import settings_of
+from hicache.integrations.server_store import ServerStoreConfig
+from hicache.integrations.vllm.offloading_settings import OffloadingSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
@@ -52,3 +60,42 @@ def test_definitions_exist(page: Path) -> None:
     assert missing == []
     if page.name == "architecture.md":
         assert len(named) > 10
+
+
+@pytest.fixture(scope="module")
+def tables() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("docs_tables", ROOT / "docs/site/tables.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
+    """Of settings, flags, environment, metrics and families: run `make tables` where they are not."""
+    texts = {path.relative_to(ROOT): path.read_text() for path in (ROOT / "docs").rglob("*.md")}
+    assert [str(path) for path, text in texts.items() if tables.filled(text) != text] == []
+    marks = [re.findall(r"^<!-- (table|end of table)\b", text, re.MULTILINE) for text in texts.values()]
+    assert all(of_page == ["table", "end of table"] * (len(of_page) // 2) for of_page in marks)
+    assert sum(map(len, marks)) > 60
+
+
+def test_the_settings_page_has_every_declaration(tables: ModuleType) -> None:
+    """Each class that declares settings has a table there, each setting a row with its help, and with "required" where
+    it has no default."""
+    page = (ROOT / "docs/settings.md").read_text()
+    assert re.findall(r"<!-- table: settings (\w+) -->", page) == list(tables._SETTINGS)
+    classes = {*SECTIONS.values(), ServerStoreConfig, *_derived(ServerStoreConfig), OffloadingSettings}
+    assert {*tables._SETTINGS.values()} == classes
+    for cls in classes:
+        rows = dict(re.findall(r"\| `(?:\w+\.)?(\w+)` (.*)", tables._settings_table(cls.__name__)))
+        own = {field.name: field for field in dataclasses.fields(cls) if field.name in cls.__annotations__}
+        settings = {name: setting for name, setting in settings_of(cls).items() if name in own}
+        assert rows.keys() == settings.keys()
+        for name, setting in settings.items():
+            assert setting.help in rows[name]
+            assert ("| required |" in rows[name]) == (own[name].default is dataclasses.MISSING)
+
+
+def _derived(cls: type) -> set[type]:
+    return {cls for child in cls.__subclasses__() for cls in (child, *_derived(child))}

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import re
 from collections.abc import Iterable, Iterator
 from html.parser import HTMLParser
 from pathlib import Path
@@ -23,10 +21,6 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 import hicache
-from hicache.config import SECTIONS
-from hicache.config.settings import settings_of
-from hicache.integrations.server_store import ServerStoreConfig
-from hicache.integrations.vllm.offloading_settings import OffloadingSettings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = ("index.html", "start.html")  # where a reader may begin
@@ -135,24 +129,3 @@ def test_the_reference_has_every_public_name(hooks: ModuleType) -> None:
     """The pages together name what `hicache` exports, once each."""
     named = [name.rsplit(".", 1)[1] for names in hooks._public_names().values() for name in names]
     assert sorted(named) == hicache.__all__
-
-
-def test_the_settings_page_has_every_declaration(hooks: ModuleType) -> None:
-    """Each class that declares settings has a table there, each setting a row with its help, and with "required" where
-    it has no default."""
-    page = (ROOT / "docs/settings.md").read_text()
-    assert re.findall(r"<!-- settings: (\w+) -->", page) == list(hooks._SETTINGS)
-    classes = {*SECTIONS.values(), ServerStoreConfig, *_derived(ServerStoreConfig), OffloadingSettings}
-    assert {*hooks._SETTINGS.values()} == classes
-    for cls in classes:
-        rows = dict(re.findall(r"\| `(?:\w+\.)?(\w+)` (.*)", hooks._settings_table(cls.__name__)))
-        own = {field.name: field for field in dataclasses.fields(cls) if field.name in cls.__annotations__}
-        settings = {name: setting for name, setting in settings_of(cls).items() if name in own}
-        assert rows.keys() == settings.keys()
-        for name, setting in settings.items():
-            assert setting.help in rows[name]
-            assert ("| required |" in rows[name]) == (own[name].default is dataclasses.MISSING)
-
-
-def _derived(cls: type) -> set[type]:
-    return {cls for child in cls.__subclasses__() for cls in (child, *_derived(child))}

@@ -75,7 +75,12 @@ class Admit:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         self._prompts = prompts
         count = context.metrics.counter
-        self._requests = count("admit.requests", "requests admitted, each time anew after it was released")
+        self._requests = count("admit.requests", "prompts admitted, each once")
+        self._uncounted = count(
+            "admit.uncounted_requests",
+            "admissions of no new prompt: again after a preemption, further answers, warm-up",
+        )
+        self._uncounted_hits = count("admit.uncounted_hit_tokens", "tokens that these found cached, which are no hits")
         self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
         self._hits = [
             count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
@@ -135,7 +140,7 @@ class Admit:
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
-            self._note_admitted(lease, estimate)
+            self._note_admitted(lease, estimate, is_counted=request.is_counted)
             undo.pop_all()
         return lease
 
@@ -319,9 +324,13 @@ class Admit:
         disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
         return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)
 
-    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None) -> None:
+    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None, *, is_counted: bool) -> None:
         if estimate is not None:
             self._restore.count_decision(estimate)
+        if not is_counted:
+            self._uncounted.value += 1
+            self._uncounted_hits.value += lease.hit.tokens
+            return
         self._requests.value += 1
         self._prompt.value += lease.prompt_len
         self._computed.value += lease.prompt_len - lease.cached_len

@@ -24,6 +24,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
+from hicache.flow.prompt import told_of
 from hicache.host import HostRun, NewPages, held_by, mark, pages_of
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
@@ -232,7 +233,11 @@ class Backup(CopyMovement[_Copy]):
             mark(component.host, here)
         # The last first: the beginning of a prompt is the more recent.
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
-        return [run for published in reversed(came) for run in published]
+        published = [run for parts in reversed(came) for run in parts]
+        if (events := self._context.tree.events) is not None and component.name == FULL:
+            for run in published:
+                events.stored(told_of(run), "CPU")
+        return published
 
     def _skip(self, unsaved: Unsaved, *, stays: bool) -> None:
         """Count what the host has no capacity for. What stays on the device is tried again with all that comes behind

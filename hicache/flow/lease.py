@@ -57,7 +57,8 @@ class CacheRequest:
     `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
     then on. `branch_points`: token positions, like the end of a system prompt, after which other prompts may go on
     differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: so many
-    at most come from the cache, the others are computed, for their logits; None: all that it has.
+    at most come from the cache, the others are computed, for their logits; None: all that it has. `is_counted`: whether
+    it counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
     as twice as many uses, up to 32. `expected_uses`, when the lease ends: how often the prompt will be asked for again
@@ -73,6 +74,7 @@ class CacheRequest:
     branch_points: tuple[int, ...] = ()
     expected_uses: int | None = None
     max_cached_tokens: int | None = None
+    is_counted: bool = True
 
 
 class Lease:

@@ -44,6 +44,7 @@ class Persist(Movement):
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
+        self._times_lost = 0  # its process, as events know
         self._removals: dict[int, RemoveJob] = {}
         self._backlog: deque[int] = deque()  # tickets of both that were not sent yet
         self._may_send = _MAX_SENT_JOBS
@@ -101,6 +102,7 @@ class Persist(Movement):
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
         outcomes, self._may_send = self._tier.writes.poll(), _MAX_SENT_JOBS
+        self._note_loss()
         self.is_torn = bool(outcomes)
         for done in outcomes:
             if done.ticket in self._removals:
@@ -134,6 +136,13 @@ class Persist(Movement):
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         return (write.run for write in self._writes.values() if write.component.name == component)
 
+    def _note_loss(self) -> None:
+        """What the store lost before its process ended, that did not tell any more."""
+        events, num_lost = self._context.tree.events, self._tier.times_lost
+        if num_lost != self._times_lost and events is not None and self.into is DISK:
+            events.disk_lost()
+        self._times_lost = num_lost
+
     def _is_unstored(self, run: HostRun) -> bool:
         return run.is_published and not run.stored & self.into and run not in self._sent
 
@@ -158,8 +167,7 @@ class Persist(Movement):
         self._failures.value += len(ok) - sum(ok)
         events = self._context.tree.events
         if events is not None and self.into is DISK:
-            if done.removed:
-                events.removed(done.removed, "DISK")
+            events.removed(done.removed, "DISK")
             if component.name == FULL:
                 events.stored(told_of(run), "DISK", ok)
         component.host.end_read(write.pages)

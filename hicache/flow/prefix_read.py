@@ -240,7 +240,9 @@ class PrefixReads:
         if done.batch != FIND - read.asked + 1 or read.found is not None:
             return True  # a late answer, which others have replaced
         if isinstance(done, FindDone):
-            store, _ = self._tiers[read.asked - 1]
+            (store, tier), events = self._tiers[read.asked - 1], self._context.tree.events
+            if events is not None and store is DISK and done.answered and not tier.tells_removed:
+                events.missed_on_disk(read.prefix.page_keys[done.num_pages :][:1])
             read.partial = read.partial.with_answer(store, done.num_pages, done.others)
         if read.asked < len(self._tiers) and read.is_live and any(read.partial.missing(read.prefix)):
             if self._ask_next(read):
@@ -318,10 +320,9 @@ class PrefixReads:
         """The pages of each job, of `num_pages`."""
         tier = self._context.stores[store]
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
-        num_gauges = tier.num_readers if job_s is None else 0
+        start, num_gauges = 0, tier.num_readers if job_s is None else 0
         gauge_pages = min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes))
         job_pages = max(1, int(tier.job_pages * min(1.0, _MAX_JOB_S / (job_s or _MAX_JOB_S))))
-        start = 0
         while start < num_pages:
             end = min(num_pages, start + (gauge_pages if num_gauges > 0 else job_pages))
             yield slice(start, end)
@@ -358,8 +359,8 @@ class PrefixReads:
                 published.stored |= batch.store
                 if component.name == FULL:
                     self._landed.value += len(published.keys) * self._context.tree.page_size
-                    if events is not None and batch.store is DISK:
-                        events.found_on_disk(told_of(published))
+                    if events is not None:
+                        events.landed(told_of(published), from_disk=batch.store is DISK)
 
     def _free(self, batch: Batch | None) -> None:
         """Give back what was reserved for a batch that did not come."""

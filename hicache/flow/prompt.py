@@ -121,7 +121,7 @@ def told_of(run: HostRun) -> PromptPages:
 
 
 class HostWatch:
-    """Counts full pages that leave the host, and tells events of those that come and leave."""
+    """Counts full pages that leave the host and tells events of them; of those that come it keeps what events need."""
 
     def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
         self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
@@ -134,12 +134,12 @@ class HostWatch:
         )
 
     def came(self, run: HostRun) -> None:
+        """It keeps for events its own pages alone: those of its whole prompt would stay as long as it does."""
         told = None
         if self._events is not None:
             told = told_of(run)
             told = told._replace(tokens=told.tokens.copy())
-            self._events.stored(told, "CPU")
-        run.about, run.place = told, 0  # its own pages alone: those of its whole prompt would stay as long as it does
+        run.about, run.place = told, 0
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
         if self._has_stores and not run.stored and not self._lost.value:

@@ -121,6 +121,7 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         reserve_tokens=None if reserve is None else valid_count("reserve_tokens", reserve),
         priority=valid_count("priority", request.priority, _MAX_RANK),
         branch_points=tuple(valid_count("branch_points", point) for point in points),
+        is_counted=bool(request.is_counted),
         max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),
         expected_uses=None if uses is None else valid_count("expected_uses", uses, _MAX_RANK),
     )

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
-TIERS = ("device", "host", "disk")
+TIERS = ("device", "host", "disk", "remote")
 _MOVES = {
     "loads": "host_to_device",
     "backups": "device_to_host",

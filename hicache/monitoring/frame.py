@@ -21,8 +21,8 @@ def frame(server: str, history: History, trouble: str = "") -> RenderableType:
         _stacked(_tokens(reading, change), _counts("prefetch and gate", reading, change, "prefetch", "gate")),
         _stacked(_transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens")),
     )
-    parts = [Text(printable(trouble), style="bold red")] if trouble else []
-    return Group(_header(server, reading), _faults(reading), *parts, Text(), _tiers(reading, change), Text(), sides)
+    told = Text(printable(trouble), style="bold red")
+    return Group(_header(server, reading), _faults(reading), told, _tiers(reading, change), Text(), sides)
 
 
 def _stacked(*tables: Table) -> RenderableType:
@@ -55,7 +55,8 @@ def _tiers(reading: Reading, change: Change | None) -> Table:
         bar = ProgressBar(total=total, completed=min(used, total), width=14, pulse=False) if total else ""
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE
-        rows.append((tier, scaled(used, unit), of, bar, percent(now), percent(reading.hit_rate(tier))))
+        held = scaled(used, unit) if f"used.{tier}" in reading.figures else NONE
+        rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier))))
     return table(("tier", "used", "of", "", "hits now", "since start"), rows, framed=False)
 
 

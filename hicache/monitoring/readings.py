@@ -31,8 +31,8 @@ class Reading:
 
     @property
     def tiers(self) -> list[str]:
-        """Those that the server has."""
-        return [tier for tier in TIERS if f"used.{tier}" in self.figures]
+        """Those that the server has; a remote one does not say what it holds, and is known by its hits."""
+        return [tier for tier in TIERS if f"used.{tier}" in self.figures or self.get(f"hit_tokens.{tier}")]
 
     def hit_rate(self, tier: str) -> float | None:
         """The share of all prompt tokens since the server's start that the tier had; None before the first."""

@@ -36,7 +36,7 @@ class _Arrival:
 @dataclass(frozen=True)
 class _End:
     request_id: str
-    output_tokens: int
+    output_tokens: int | None
 
 
 @dataclass
@@ -79,8 +79,9 @@ class TraceRecorder:
         """A request came. `tokens`: int64 `[prompt]`, not changed any more; ids are not used twice at a time."""
         self._messages.put(_Arrival(request_id, self._clock() - self._start_s, tokens, namespace, session))
 
-    def ended(self, request_id: str, output_tokens: int) -> None:
-        """It ended with so many tokens generated; nothing happens for one that did not come."""
+    def ended(self, request_id: str, output_tokens: int | None) -> None:
+        """It ended with so many tokens generated; None: it was never admitted, and is left out. Nothing happens for one
+        that did not come."""
         self._messages.put(_End(request_id, output_tokens))
 
     def close(self) -> None:
@@ -101,7 +102,10 @@ class TraceRecorder:
             if isinstance(message, _Arrival):
                 self._open[message.request_id] = _Open(message)
             elif message.request_id in self._open:
-                self._open[message.request_id].output_tokens = message.output_tokens
+                if message.output_tokens is None:
+                    del self._open[message.request_id]
+                else:
+                    self._open[message.request_id].output_tokens = message.output_tokens
                 self._write_front()
         for request in self._open.values():
             request.output_tokens = request.output_tokens or 0

@@ -37,7 +37,8 @@ OnToken = Callable[[int], None]
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
-    `branch_points`, `expected_uses`: see `CacheRequest`.
+    `branch_points`, `expected_uses`: see `CacheRequest`. `is_counted`: False for a further answer to a prompt, whose
+    hits are no hits of a prompt.
 
     Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
     seconds after the submission, with the tokens generated so far. Requests are served in the order of their
@@ -61,6 +62,7 @@ class Request:
     deadline_s: float | None = None
     num_logprobs: int | None = None
     scores_prompt: bool = False
+    is_counted: bool = True
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):
@@ -81,6 +83,7 @@ class RequestOutput:
     """The outcome of a request.
 
     `tokens`: the generated ones. `hit`: cached tokens per tier at the first admission; `cached_len` is their sum.
+    `is_counted`: whether it counts in hit rates, for its prompt was admitted and has no other answer that counts.
     `computed_tokens`: prompt tokens that went through the model, including those computed again after a preemption.
     `ttft_s`: seconds from submission to the first token, without the auditor's time; 0 if there was none. `error`: the
     cause where `finish_reason` is "error".
@@ -95,6 +98,7 @@ class RequestOutput:
     ttft_s: float
     preemptions: int = 0
     error: HiCacheError | None = None
+    is_counted: bool = False
 
     @property
     def cached_len(self) -> int:

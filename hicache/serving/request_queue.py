@@ -11,7 +11,8 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine import Hit, Lease, Prefetch
-from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, TokenLogprobs
+from hicache.errors import HiCacheError
+from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, TokenLogprobs
 
 
 class ScheduledRequest:
@@ -100,6 +101,21 @@ class ScheduledRequest:
         if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
             return "stop"
         return "length" if self.length == len(self.sequence) else None
+
+    def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:
+        """Its outcome, where it ends now."""
+        return RequestOutput(
+            request_id=self.request_id,
+            prompt_tokens=len(self.request.tokens),
+            tokens=self.generated,
+            finish_reason=reason,
+            hit=self.hit or Hit(),
+            computed_tokens=self.computed_tokens,
+            ttft_s=self.ttft_s,
+            preemptions=self.preemptions,
+            error=error,
+            is_counted=self.request.is_counted and self.hit is not None,
+        )
 
 
 class RequestQueue:

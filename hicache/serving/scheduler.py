@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from weakref import ref
 
-from hicache.engine import CacheEngine, CacheRequest, Hit
+from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import (
     CallbackFailed,
     ConfigError,
@@ -214,6 +214,7 @@ class Scheduler:
                 branch_points=req.request.branch_points,
                 expected_uses=req.request.expected_uses,
                 max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
+                is_counted=req.request.is_counted and req.hit is None,
             )
         )
         req.lease, req.kv_len = lease, lease.cached_len
@@ -385,16 +386,4 @@ class Scheduler:
         self._running_batch.discard(req)
         del self._unfinished[req.request_id]
         req.lease, req.has_ended = None, True
-        self._finished.append(
-            RequestOutput(
-                request_id=req.request_id,
-                prompt_tokens=len(req.request.tokens),
-                tokens=req.generated,
-                finish_reason=reason,
-                hit=req.hit or Hit(),
-                computed_tokens=req.computed_tokens,
-                ttft_s=req.ttft_s,
-                preemptions=req.preemptions,
-                error=error,
-            )
-        )
+        self._finished.append(req.output(reason, error))

@@ -30,7 +30,7 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
     room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
     tokens = np.zeros(room, dtype=np.int64)
     for number in range(2):
-        with engine.acquire(CacheRequest(f"warm up {number}", tokens, "warm up")) as lease:
+        with engine.acquire(CacheRequest(f"warm up {number}", tokens, "warm up", is_counted=False)) as lease:
             middle = max(1, room // 2)
             for start, end in ((0, middle), (middle, room)):
                 begin_s = time.perf_counter()
@@ -48,7 +48,8 @@ def _decode_batches(engine: CacheEngine, runner: ModelRunner, max_running: int) 
     try:
         with suppress(ResourceExhausted):
             for number in range(max_running):
-                leases.append(engine.acquire(CacheRequest(f"warm up batch {number}", token, "warm up")))
+                request = CacheRequest(f"warm up batch {number}", token, "warm up", is_counted=False)
+                leases.append(engine.acquire(request))
         for num in sorted({min(bucket(num), len(leases)) for num in range(1, len(leases) + 1)}):
             runner.forward([Chunk(lease, token, 0, 1) for lease in leases[:num]])
     finally:

@@ -63,7 +63,8 @@ class StoreTier(StoreClient):
 
     `job_pages`: pages of one job that reads a prefix. `num_readers`: threads that read from the store. `patience_s`:
     until a job is answered, or announced as stalled, at most. A store that cannot be had now is tried again with
-    growing delays; other errors of opening are raised.
+    growing delays; other errors of opening are raised. `tells_removed`: answers of writes name each page that the store
+    lost; where several engines share a process, each is named to one of them.
     """
 
     def __init__(
@@ -78,6 +79,7 @@ class StoreTier(StoreClient):
         # Jobs that wait there, and those that the threads work on.
         super().__init__(transport, request, max_jobs=settings.queue_jobs + settings.readers, clock=clock)
         self.name, self.num_readers, self.job_pages = settings.name, settings.readers, job_pages
+        self.tells_removed = request.tells_removed and not request.url.startswith(SOCKET)
         self.patience_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
         self._owner = OwnerProcess(f"the {self.name} tier")
         self.open()

@@ -68,7 +68,7 @@ class PagesStored:
 
 @dataclass(frozen=True)
 class PagesRemoved:
-    """`medium` holds these pages no more; it may not have held them."""
+    """`medium` holds these pages no more."""
 
     keys: Sequence[bytes]
     medium: Medium
@@ -92,53 +92,108 @@ PageChange: TypeAlias = PagesStored | PagesRemoved | AllRemoved
 
 
 class EventLog:
-    """Changes since they were last taken, oldest first. Scheduler thread only."""
+    """Changes since they were last taken, oldest first, for readers that count. Scheduler thread only.
+
+    A block of a medium is told once, until it is told as removed; no other is told as removed. It is told behind its
+    parent: where no medium holds that, as behind a page that a read did not bring, when one does. Keeps the key of each
+    block that it told, some 200 bytes.
+    """
 
     def __init__(self) -> None:
         self._changes: list[PageChange] = []
+        self._told: dict[Medium, set[bytes]] = {"GPU": set(), "CPU": set(), "DISK": set()}
+        self._orphans: dict[bytes, dict[tuple[bytes, Medium], PagesStored]] = {}  # by parent
+        self._parents: dict[bytes, bytes] = {}  # of orphans
         self._gone: dict[bytes, None] = {}  # what the disk removed lately, oldest first
 
     def stored(self, pages: PromptPages, medium: Medium, which: Sequence[bool] | None = None) -> None:
         """`pages` are held by `medium`: all of them, or those for which `which` is true."""
-        for start, end in [(0, len(pages.keys))] if which is None else _runs(which):
-            keys, before, tokens, namespace = pages.part(start, end)
-            self._changes.append(PagesStored(keys, before, tokens, namespace, medium))
-            if medium == "DISK" and self._gone:
-                for key in keys:
-                    self._gone.pop(key, None)
+        told, keys, start = self._told[medium], pages.keys, 0
+        while start < len(keys):
+            end = start
+            while end < len(keys) and keys[end] not in told and (which is None or which[end]):
+                end += 1
+            if end > start:
+                self._enter(pages.part(start, end), medium)
+            start = end + 1
 
-    def found_on_disk(self, pages: PromptPages) -> None:
-        """A read found the pages on disk. Those that the disk removed lately may have gone since."""
-        self.stored(pages, "DISK", [key not in self._gone for key in pages.keys])
+    def landed(self, pages: PromptPages, *, from_disk: bool) -> None:
+        """A read brought the pages to the host. Those that the disk removed lately may have left it since."""
+        self.stored(pages, "CPU")
+        if from_disk:
+            self.stored(pages, "DISK", [key not in self._gone for key in pages.keys])
 
     def removed(self, keys: Sequence[bytes], medium: Medium) -> None:
-        self._changes.append(PagesRemoved(keys, medium))
+        """`medium` holds these no more; it may not have held them."""
+        self._drop(keys, medium)
         if medium == "DISK":
             self._gone.update(dict.fromkeys(keys))
             while len(self._gone) > _REMEMBERED:
                 del self._gone[next(iter(self._gone))]
 
+    def missed_on_disk(self, keys: Sequence[bytes]) -> None:
+        """The disk, which does not tell all that it removes, was asked for these and has them not."""
+        self._drop(keys, "DISK")
+
+    def disk_lost(self) -> None:
+        """What the disk removed lately will not be told: nobody knows what it holds until it is found again."""
+        orphans = [key for siblings in self._orphans.values() for key, medium in siblings if medium == "DISK"]
+        self._drop([*self._told["DISK"], *orphans], "DISK")
+
     def cleared(self) -> None:
         self._changes.append(AllRemoved())
+        for told in self._told.values():
+            told.clear()
+        self._orphans.clear()
+        self._parents.clear()
 
     def take_changes(self) -> list[PageChange]:
         """All changes so far; they are not told twice."""
         changes, self._changes = self._changes, []
         return changes
 
+    def _enter(self, pages: PromptPages, medium: Medium) -> None:
+        """They are new there. Told are those behind the first whose parent is known."""
+        for key in pages.keys if medium == "DISK" and self._gone else ():
+            self._gone.pop(key, None)
+        for at in range(len(pages.keys)):
+            later = pages.part(at, len(pages.keys))
+            if later.before is None or any(later.before in told for told in self._told.values()):
+                self._tell(PagesStored(*later, medium))
+                return
+            key = later.keys[0]
+            self._orphans.setdefault(later.before, {})[key, medium] = PagesStored(*later.part(0, 1), medium)
+            self._parents[key] = later.before
+
+    def _tell(self, stored: PagesStored) -> None:
+        """And those that have waited for it behind it."""
+        to_tell = [stored]
+        for change in to_tell:
+            self._changes.append(change)
+            self._told[change.medium].update(change.keys)
+            for key in change.keys if self._orphans else ():
+                for (orphan, medium), kept in self._orphans.pop(key, {}).items():
+                    self._parents.pop(orphan, None)
+                    to_tell += [] if orphan in self._told[medium] else [kept]
+
+    def _drop(self, keys: Sequence[bytes], medium: Medium) -> None:
+        told = self._told[medium]
+        gone = [key for key in keys if key in told]
+        if gone:
+            self._changes.append(PagesRemoved(gone, medium))
+            told.difference_update(gone)
+        for key in self._parents.keys() & keys if self._parents else ():
+            self._forget(key, medium)
+
+    def _forget(self, key: bytes, medium: Medium) -> None:
+        siblings = self._orphans[self._parents[key]]
+        siblings.pop((key, medium), None)
+        if not any(of == key for of, _ in siblings):
+            parent = self._parents.pop(key)
+            if not siblings:
+                del self._orphans[parent]
+
 
 def block_hash(key: bytes) -> int:
     """The first 64 bits of a page key, as a signed number."""
     return int.from_bytes(key[:8], "big", signed=True)
-
-
-def _runs(which: Sequence[bool]) -> Iterator[tuple[int, int]]:
-    """[start, end) of every run of true values."""
-    start = 0
-    while start < len(which):
-        end = start
-        while end < len(which) and which[end]:
-            end += 1
-        if end > start:
-            yield start, end
-        start = end + 1

@@ -132,6 +132,8 @@ def test_what_two_readings_say() -> None:
     history.add(reading(100, prompt__tokens=1300))
     assert history.change is not None and history.change.before.time_s == 30, "the last two are kept in any case"
     assert history.change.hit_rate("host") is None, "no prompt since"
+    assert reading(1, used__host=1, hit_tokens__remote=0).tiers == ["host"]
+    assert reading(1, used__host=1, hit_tokens__remote=1).tiers == ["host", "remote"]
     history.add(reading(101, start_time_s=2.0))
     assert history.change is None and history.last.hit_rate("host") is None
 

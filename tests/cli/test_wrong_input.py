@@ -235,6 +235,17 @@ def test_wrong_input_is_one_line(
     assert state(folder) == before and not (folder / "new" / "store.json").exists()
 
 
+def test_an_unknown_flag_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """And the flag that is most like it, where there is one."""
+    for command, flag, meant in (
+        ("serve", "--max-body-byte=1", "--max-body-bytes"),
+        ("store stat", "--jsn .", "--json"),
+        ("config", "--sho --show", "--show"),
+    ):
+        line = refused(capsys, *command.split(), *flag.split())
+        assert f"arguments: {flag.split()[0]} ({meant} is one); 'hicache {command} --help'" in line
+
+
 @pytest.mark.parametrize(
     ("data", "flags", "budget_bytes"),
     [

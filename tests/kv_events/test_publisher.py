@@ -19,6 +19,7 @@ from hicache.errors import ConfigError
 from hicache.kv_events import EventBatch, EventPublisher, FileSink, ZmqSink, sink_of
 from hicache.metrics import Metrics
 from hicache.tree.events import AllRemoved, EventLog, PageChange, PagesRemoved, PagesStored
+from hicache.tree.names import PromptPages
 from waiting import BOUND_S
 
 
@@ -53,6 +54,11 @@ def _keys(first: int, count: int) -> list[bytes]:
     return [number.to_bytes(8, "big") * 4 for number in range(first, first + count)]
 
 
+def _pages(number: int) -> PromptPages:
+    """Ten of a prompt of their own."""
+    return PromptPages(_keys(10 * number, 10), None, np.arange(20, dtype=np.int64), "")
+
+
 def test_a_sink_that_hangs_delays_nobody_and_every_loss_is_a_gap_in_the_numbers() -> None:
     """While the sink hangs every call returns; what the queue had no room for, and what failed, is missing and counted,
     the rest comes in order, and the stream begins and ends cleared."""
@@ -61,7 +67,7 @@ def test_a_sink_that_hangs_delays_nobody_and_every_loss_is_a_gap_in_the_numbers(
     publisher.start()
     assert sink.entered.wait(BOUND_S)
     for number in range(1, 41):
-        log.removed(_keys(number, 10), "GPU")
+        log.stored(_pages(number), "GPU")
         publisher.publish()
         publisher.publish()  # nothing changed: no batch
     sink.open()

@@ -16,20 +16,23 @@ from hicache.replay.trace import read_trace
 
 
 def test_what_is_recorded_replays(tmp_path: Path) -> None:
-    """Lines are in order of arrival, in whatever order requests ended; blocks are equal where prefix and tenant are."""
+    """Lines are in order of arrival, in whatever order requests ended; blocks are equal where prefix and tenant
+    are. What was never admitted is left out."""
     path, now_s = tmp_path / "trace.jsonl", iter(range(100))
     with TraceRecorder(path, 4, clock=lambda: float(next(now_s))) as recorder:
         recorder.arrived("a", np.arange(10), session="x")
+        recorder.arrived("refused", np.arange(12))
         recorder.arrived("b", np.arange(14))
         recorder.arrived("c", np.arange(10), namespace="other")
         recorder.arrived("d", np.arange(3))
         recorder.ended("c", 7)
         recorder.ended("b", 5)
         recorder.ended("unknown", 5)
+        recorder.ended("refused", None)
     trace = read_trace(path)
     a, b, c, d = trace.requests
     assert trace.block_tokens == 4 and recorder.num_written == 4
-    assert [request.time_s for request in trace.requests] == [0.0, 1.0, 2.0, 3.0]
+    assert [request.time_s for request in trace.requests] == [0.0, 2.0, 3.0, 4.0]
     assert [(request.input_tokens, request.output_tokens) for request in trace.requests] == [
         (10, 0),
         (14, 5),

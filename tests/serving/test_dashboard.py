@@ -10,7 +10,6 @@ import pytest
 
 from browser_case import BROWSER, Page, browser_page
 from hicache.monitoring.client import MetricsClient
-from hicache.monitoring.figures import TIERS
 from server_case import KEY, SECRET, TINY, Server, serving
 from waiting import eventually
 
@@ -61,7 +60,11 @@ def test_the_page_shows_what_the_server_exports(tmp_path: Path) -> None:
         ask(server, 4)
         figures = wait_until_equal(page, server)
         assert figures["prompt.tokens"] > figures["hit_tokens.device"] > 0
-        assert page.value("[...document.querySelectorAll('.tier b')].map(x => x.textContent)") == [*TIERS]
+        assert page.value("[...document.querySelectorAll('.tier b')].map(x => x.textContent)") == [
+            "device",
+            "host",
+            "disk",
+        ]
         page.wait_for("[...document.querySelectorAll('svg')].every(x => x.querySelector('path'))")
         page.value("document.querySelector('svg').dispatchEvent(new PointerEvent('pointermove', {clientX: 500}))")
         assert page.value("document.querySelectorAll('svg .at').length") == page.value("charts.length"), (

@@ -14,7 +14,7 @@ from serving_fuzz import MODELS, run
 
 def _assert_everything_happened(counts: Counter[str]) -> None:
     """The histories went through what they are about."""
-    ends = ("length", "stop", "abort", "timeout", "preemptions", "interrupts")
+    ends = ("length", "stop", "abort", "timeout", "preemptions", "admitted again", "interrupts")
     for what in (*ends, "device", "host", "restore.failures"):
         assert counts[what] > 0, f"no {what} in {dict(counts)}"
 

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from hicache.cli import main
 from hicache.console import scaled
 from hicache.monitoring.client import MetricsClient
-from hicache.monitoring.figures import FIGURES, TIERS
+from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.readings import Reading
 from server_case import Server
 from waiting import eventually
@@ -64,7 +64,8 @@ def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.Captu
 
     reading, lines = during(server, top)
     assert reading.get("tokens.reused") > 0
-    for tier in TIERS:
+    assert reading.tiers == ["device", "host", "disk"]
+    for tier in reading.tiers:
         rate = reading.hit_rate(tier)
         assert rate is not None
         assert any(re.match(rf"{tier} .* {rate:.1%}$", line.rstrip()) for line in lines), lines

@@ -135,12 +135,15 @@ def test_a_preempted_request_resumes_from_the_host(write_policy: str, params: Sa
         for _ in range(30):
             scheduler.step()
         scheduler.submit(Request("high", prompt(150, seed=2), 40, priority=1))
-        before = engine.stats()["admit.host_hit_tokens"]
+        before = engine.stats()
         outputs = _drain(scheduler)
         assert_released(engine)
-        resumed = engine.stats()["admit.host_hit_tokens"] - before
+        after = engine.stats()
+        resumed = (after["restore.bytes"] - before["restore.bytes"]) / token_bytes(model)
     assert outputs["low"].preemptions == 1 and list(outputs) == ["high", "low"]
     assert resumed >= 64, "pages beyond the prompt came from the host"
+    assert (after["admit.prompt_tokens"], after["admit.hit_ratio"]) == (60 + 150, 0), "they are its own, and no hit"
+    assert (after["admit.requests"], after["admit.uncounted_requests"]) == (2, 1)
     assert 60 < outputs["low"].computed_tokens <= 60 + 16, "at most a page is computed again"
     assert outputs["low"].tokens == expected
 

@@ -1,4 +1,6 @@
-"""What a router makes of KV events: which blocks each medium holds. As a program it subscribes over ZeroMQ:
+"""What a router makes of KV events: which blocks each medium holds. It counts as routers do, so it refuses a block that
+is stored twice, one that is removed and not held, and one whose parent no medium holds. As a program it subscribes over
+ZeroMQ:
 
     python tests/support/block_index.py ADDRESS REPLAY_ADDRESS [MODULE]
 
@@ -56,7 +58,9 @@ class BlockIndex:
             if kind == "BlockStored":
                 self._store(event)
             elif kind == "BlockRemoved":
-                self.held[event.medium].difference_update(event.block_hashes)
+                gone, held = set(event.block_hashes), self.held[event.medium]
+                assert len(gone) == len(event.block_hashes) > 0 and gone <= held, "removed what is not held"
+                held -= gone
             else:
                 assert kind == "AllBlocksCleared"
                 self.held = {medium: set() for medium in self.held}
@@ -64,11 +68,17 @@ class BlockIndex:
     def _store(self, event: Any) -> None:
         size, parent = event.block_size, event.parent_block_hash
         assert len(event.token_ids) == size * len(event.block_hashes) > 0
+        assert not self.held[event.medium].intersection(event.block_hashes), f"told twice on {event.medium}"
+        assert parent is None or self.knows(parent), f"a block of {event.medium} whose parent nothing holds"
         for index, name in enumerate(event.block_hashes):
             block = (parent, tuple(event.token_ids[index * size : (index + 1) * size]))
             assert self.blocks.setdefault(name, block) == block, "one hash names two blocks"
             parent = name
         self.held[event.medium].update(event.block_hashes)
+
+    def knows(self, name: int) -> bool:
+        """Whether a medium holds the block."""
+        return any(name in held for held in self.held.values())
 
 
 def read_lines(path: Path) -> list[KVEventBatch]:

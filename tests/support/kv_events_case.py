@@ -5,20 +5,31 @@ from __future__ import annotations
 import itertools
 import json
 import select
+from itertools import pairwise
 from pathlib import Path
 
 import block_index
 from hicache import CacheEngine, CacheRequest, build_engine
+from hicache.flow.prompt import told_of
 from hicache.tree.events import block_hash
 from programs import program
 from toy_model import GEOMETRY, compute, config
 from waiting import eventually
 
 
-def in_memory(engine: CacheEngine) -> dict[str, set[int]]:
+def in_memory(engine: CacheEngine) -> dict[str, dict[int, int | None]]:
+    """The blocks of device and host, with their parents."""
     tree, full = engine.inspect.context.tree, engine.inspect.context.full
-    on_device = {block_hash(key) for node in tree.nodes() for key in tree.names.of(node)}
-    return {"GPU": on_device, "CPU": {block_hash(key) for key in full.index}}
+    runs = {full.index.get(key) for key in full.index}
+    of_medium = {"GPU": map(tree.names.pages, tree.nodes()), "CPU": map(told_of, runs)}
+    return {
+        medium: {
+            block_hash(key): None if before is None else block_hash(before)
+            for pages in held
+            for before, key in pairwise([pages.before, *pages.keys])
+        }
+        for medium, held in of_medium.items()
+    }
 
 
 def serve(engine: CacheEngine, name: str, tokens: range) -> None:

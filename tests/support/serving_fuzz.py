@@ -2,6 +2,7 @@
 them, with aborts at any moment, callers that abort, submit and raise, passes that raise, copies that take as long as
 the draw says or fail, and a disk that fails and stalls.
 
+Each prompt that was admitted counts once in hit rates, as it was first admitted, and no other does.
 What was streamed of a request is its output, and is what it would get alone without a cache, up to where it ended. At
 the end of a history nothing is left that anybody holds.
 """
@@ -100,6 +101,7 @@ class ServingFuzz:
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.counts: Counter[str] = Counter()
+        self.admitted: Counter[str] = Counter()  # prompts, their tokens, and those that tiers had
 
     def run(self, num_requests: int) -> Counter[str]:
         """Serve that many requests, and some more that callers submit."""
@@ -185,8 +187,11 @@ class ServingFuzz:
         assert output.error is None or isinstance(output.error, _ERRORS), output.error
         self.counts[output.finish_reason] += 1
         self.counts["preemptions"] += output.preemptions
+        if output.is_counted:
+            self.admitted += Counter(requests=1, prompt_tokens=len(request.tokens))
         for tier in ("device", "host", "disk"):
             self.counts[tier] += getattr(output.hit, tier)
+            self.admitted[f"{tier}_hit_tokens"] += getattr(output.hit, tier)
 
     def _settle(self) -> None:
         """Everything is where it began."""
@@ -200,6 +205,8 @@ class ServingFuzz:
             self.counts[fault] += int(self.engine.stats().get(fault, 0))
         stats, table = self.engine.stats(), self.engine.req_to_token
         assert stats["device.protected_tokens"] == stats["engine.leases"] == stats["admit.expected_requests"] == 0
+        assert {name: stats[f"admit.{name}"] for name in self.admitted} == self.admitted
+        self.counts["admitted again"] += int(stats["admit.uncounted_requests"])
         assert table.available_size() == table.size
         if self.kind != "window":  # there the free are the fewer of full and window slots
             assert stats["device.free_tokens"] + stats["device.evictable_tokens"] == DEVICE_TOKENS

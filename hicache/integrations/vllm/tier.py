@@ -334,7 +334,10 @@ class HiCacheTier(SecondaryTierManager):
                 self._read(read)
             elif read.batch < 0:
                 self._lookups.stalled(read.ticket)
-        for written in self._disk.writes.poll():
+        outcomes = self._disk.writes.poll()
+        if self._events is not None:
+            self._events.note_losses(self._disk.times_lost)
+        for written in outcomes:
             if isinstance(written, WriteDone):
                 self._written(written)
 

@@ -20,6 +20,7 @@ class TierEvents:
         self._medium, self._locality = medium, locality
         self._chunk_of: dict[bytes, OffloadKey] = {}
         self._events: list[OffloadingEvent] = []
+        self._times_lost = 0
 
     def stored(self, keys: Sequence[bytes], chunks: Sequence[OffloadKey]) -> None:
         """The store holds the chunks, by these keys."""
@@ -30,6 +31,12 @@ class TierEvents:
     def removed(self, keys: Sequence[bytes]) -> None:
         """The store has lost these."""
         self._tell([self._chunk_of.pop(key) for key in keys if key in self._chunk_of], removed=True)
+
+    def note_losses(self, times_lost: int) -> None:
+        """So often has the store's process ended: what it had lost at last, nobody tells any more."""
+        if times_lost != self._times_lost:
+            self._times_lost = times_lost
+            self.removed(list(self._chunk_of))
 
     def take(self) -> list[OffloadingEvent]:
         events, self._events = self._events, []

@@ -191,7 +191,7 @@ class Frontend:
 
     def _submit(self, request: Request) -> None:
         self._thread.submit(request)
-        if self._recorder is not None:
+        if self._recorder is not None and request.is_counted:
             self._recorder.arrived(request.request_id, request.tokens, request.namespace)
 
     def _submit_others(self, open_request: _OpenRequest) -> None:
@@ -220,6 +220,7 @@ class Frontend:
             deadline_s=left_s,
             num_logprobs=body.num_logprobs,
             scores_prompt=body.echoes and number == 0,
+            is_counted=number == 0,
         )
 
     def _choice(self, body: GenerationBody, index: int, request: Request, text: str) -> Choice:
@@ -243,13 +244,15 @@ class Frontend:
     def _on_end(self, open_request: _OpenRequest, output: RequestOutput) -> None:
         del self._open[output.request_id]
         if self._recorder is not None:
-            self._recorder.ended(output.request_id, len(output.tokens))
+            self._recorder.ended(output.request_id, len(output.tokens) if output.is_counted else None)
         outcome = open_request.generation.end(output)
         if open_request.others:
             self._submit_others(open_request)
         metrics = self.metrics
         metrics.requests.labels(outcome).inc()
         metrics.request_s.observe(time.perf_counter() - open_request.arrival_s)
+        if not output.is_counted:
+            return
         metrics.prompt_tokens.inc(output.prompt_tokens)
         for tier in ("device", "host", "disk", "remote"):
             metrics.cached_tokens.labels(tier).inc(getattr(output.hit, tier))

@@ -36,9 +36,11 @@ class ServerMetrics:
         for outcome in _OUTCOMES:
             self.requests.labels(outcome)  # a rate begins at 0, so that the first error of a server is seen
         self.http = Counter("hicache_http_responses", "HTTP responses", ["route", "status"], registry=registry)
-        self.prompt_tokens = Counter("hicache_prompt_tokens", "Tokens of admitted prompts", registry=registry)
+        self.prompt_tokens = Counter(
+            "hicache_prompt_tokens", "Tokens of admitted prompts that have ended", registry=registry
+        )
         self.cached_tokens = Counter(
-            "hicache_cached_tokens", "Tokens of prompts that were found in a tier", ["tier"], registry=registry
+            "hicache_cached_tokens", "Of these, tokens that a tier had", ["tier"], registry=registry
         )
         self.generated_tokens = Counter("hicache_generation_tokens", "Tokens generated", registry=registry)
         self.ttft_s = Histogram(

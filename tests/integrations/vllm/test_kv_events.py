@@ -14,6 +14,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.events import Offlo
 from vllm.v1.core.kv_cache_utils import BlockHash, maybe_convert_block_hash
 from vllm.v1.kv_offload.base import OffloadingKVEventsConfig, get_offload_block_hash
 
+from hicache.integrations.vllm.tier_events import TierEvents
 from kv_events_case import subscribe
 from vllm_tier_case import NUM_CHUNKS, Scheduler, key, scheduler
 
@@ -68,6 +69,17 @@ def test_a_router_knows_what_the_disk_holds(tmp_path: Path) -> None:
         router.hear()
     assert router.removed
     assert router.held == {maybe_convert_block_hash(BlockHash(get_offload_block_hash(chunk))) for chunk in found}
+
+
+def test_what_a_store_held_whose_process_ended_is_told_anew() -> None:
+    """All that was told is removed once, and told once more when it is written again."""
+    events, keys = TierEvents("STORAGE", "LOCAL"), [bytes([number]) for number in range(4)]
+    told = []
+    for times_lost in (0, 1, 1):
+        events.note_losses(times_lost)
+        events.stored(keys, CHUNKS[:4])
+        told += [(event.removed, list(event.keys)) for event in events.take()]
+    assert told == [(False, CHUNKS[:4]), (True, CHUNKS[:4]), (False, CHUNKS[:4])]
 
 
 def test_without_vllms_events_nothing_is_kept_for_them(tmp_path: Path) -> None:

@@ -1,0 +1,103 @@
+"""What an engine's log of KV events tells, against a reader that counts."""
+
+from __future__ import annotations
+
+import random
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from block_index import BlockIndex
+from hicache.tree.events import EventLog, Medium, block_hash
+from hicache.tree.names import PromptPages
+
+SIZE, MEDIA = 2, get_args(Medium)
+# Prompts that share beginnings: a key names a block and all before it.
+TEXTS = ("abcdefgh", "abcdxyz", "abq", "0123456789", "012abc")
+
+
+def _pages(text: str, start: int, end: int) -> PromptPages:
+    keys = [bytes([ord(text[at]), at, *map(ord, text[: at + 1])]).ljust(32, b"\0") for at in range(len(text))]
+    tokens = np.repeat(np.frombuffer(text.encode(), np.uint8).astype(np.int64), SIZE)
+    return PromptPages(keys, None, tokens, "").part(start, end)
+
+
+class History:
+    """A log, a reader of it, and the truth beside them: what each medium holds, with the parents of blocks."""
+
+    def __init__(self, seed: int) -> None:
+        self.dice, self.log, self.reader = random.Random(seed), EventLog(), BlockIndex()
+        self.held: dict[str, set[bytes]] = {medium: set() for medium in MEDIA}
+        self.parents: dict[bytes, bytes | None] = {}
+        self.gone = set[bytes]()  # what the disk told that it removed
+        self.num_untold = 0
+
+    def step(self) -> None:
+        text, medium = self.dice.choice(TEXTS), self.dice.choice(MEDIA)
+        start = self.dice.randrange(len(text))
+        pages = _pages(text, start, self.dice.randrange(start, len(text)) + 1)
+        self.parents.update(zip(pages.keys, [pages.before, *pages.keys], strict=False))
+        draw = self.dice.random()
+        if draw < 0.4:
+            which = None if self.dice.random() < 0.5 else [self.dice.random() < 0.5 for _ in pages.keys]
+            self.log.stored(pages, medium, which)
+            came = {key for at, key in enumerate(pages.keys) if which is None or which[at]}
+            self.held[medium] |= came
+            self.gone -= came if medium == "DISK" else set()
+        elif draw < 0.55:
+            self.log.landed(pages, from_disk=(from_disk := self.dice.random() < 0.7))
+            self.held["CPU"].update(pages.keys)
+            self.held["DISK"] |= {*pages.keys} - self.gone if from_disk else set()
+        elif draw < 0.9:
+            self.log.removed(pages.keys, medium)
+            self.held[medium].difference_update(pages.keys)
+            self.gone |= {*pages.keys} if medium == "DISK" else set()
+        elif draw < 0.97:
+            self.log.missed_on_disk(pages.keys[:1])
+            self.held["DISK"].discard(pages.keys[0])
+        elif draw < 0.99:
+            self.log.disk_lost()
+            self.held["DISK"].clear()
+        else:
+            self.log.cleared()
+            self.held = {medium: set() for medium in MEDIA}
+
+    def read(self) -> None:
+        for change in self.log.take_changes():
+            self.reader.apply(change.blocks(3))
+        for medium, held in self.held.items():
+            told = {key for key in held if block_hash(key) in self.reader.held[medium]}
+            assert len(told) == len(self.reader.held[medium])
+            for key in held - told:
+                parent = self.parents[key]
+                assert parent is not None and not self.reader.knows(block_hash(parent))
+            self.num_untold += len(held - told)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_reader_that_counts_holds_what_the_media_hold(seed: int) -> None:
+    """Whatever comes twice, behind a gap, or goes unseen: each block of a medium is told once until it is removed, and
+    behind its parent. What is held and not told is a block whose parent no medium holds."""
+    history = History(seed)
+    for _ in range(400):
+        history.step()
+        history.read()
+    assert history.num_untold
+
+
+def test_blocks_behind_a_gap_are_told_when_it_is_filled() -> None:
+    """Parts of a long prompt that come last first are told in its order, whoever holds the parents."""
+    log, reader, text = EventLog(), BlockIndex(), "".join(map(chr, range(32, 126)))
+    for start in range(len(text) - 1, 0, -1):
+        log.stored(_pages(text, start, start + 1), "CPU")
+    assert not log.take_changes()
+    log.removed(_pages(text, 5, 6).keys, "CPU")
+    log.stored(_pages(text, 0, 1), "GPU")
+    for change in log.take_changes():
+        reader.apply(change.blocks(64))
+    assert (len(reader.held["GPU"]), len(reader.held["CPU"])) == (1, 4)
+    log.stored(_pages(text, 5, 6), "CPU")
+    for change in log.take_changes():
+        reader.apply(change.blocks(64))
+    assert len(reader.held["CPU"]) == len(text) - 1
