@@ -141,30 +141,32 @@ class Accounts:
     def protected(self, component: Component) -> int:
         return self._by_component[component].protected
 
-    def lock(self, node: TreeNode) -> None:
-        """Someone needs the prefix that ends with `node` to stay, with what its components need of it."""
+    def lock(self, node: TreeNode, ahead: int = 0) -> None:
+        """Someone needs the prefix that ends `ahead` tokens behind `node` to stay up to there, with what its components
+        need of it."""
         if node.parent is None:
             return
         for account in self._accounts:
-            for locked in account.component.nodes_to_lock(node):
+            for locked in account.component.nodes_to_lock(node, ahead):
                 account.lock(locked)
 
-    def unlock(self, node: TreeNode) -> None:
+    def unlock(self, node: TreeNode, ahead: int = 0) -> None:
         """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
         if node.parent is None:
             return
         for account in self._accounts:
-            for locked in account.component.nodes_to_unlock(node):
+            for locked in account.component.nodes_to_unlock(node, ahead):
                 account.unlock(locked)
 
-    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
-        """A lock at `old` becomes one at `new`, at the cost of what lies between where `new` continues `old`."""
+    def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
+        """A lock at `old`, with `ahead`, becomes one at `new`, at the cost of what lies between where `new` continues
+        `old`."""
         if old.parent is None or new.parent is None:
             self.lock(new)
-            self.unlock(old)
+            self.unlock(old, ahead)
             return
         for account in self._accounts:
-            to_lock, to_unlock = account.component.nodes_to_move(old, new)
+            to_lock, to_unlock = account.component.nodes_to_move(old, new, ahead)
             for locked in to_lock:
                 account.lock(locked)
             for locked in to_unlock:

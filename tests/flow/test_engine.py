@@ -14,6 +14,7 @@ from component_case import (
     POLICIES,
     STATES,
     WINDOWS,
+    WITH_COMPONENTS,
     compute,
     config,
     prefill,
@@ -263,6 +264,39 @@ def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_
             with engine.acquire(CacheRequest("next", first)) as lease:
                 assert lease.cached_len == 40
                 verify(engine, lease, first, 40, STATES)
+        settled(engine)
+
+
+@pytest.mark.parametrize("model", WITH_COMPONENTS)
+def test_what_the_device_has_in_front_of_a_load_makes_room(model: ModelGeometry) -> None:
+    """A prefix whose end comes from the host needs no window or state of the part that the device has: where the rest
+    fits with these alone, the request is admitted."""
+    one = prompt(1, 121)
+    with build_engine(config(device_tokens=512, mamba_size=4, max_requests=2), model) as engine:
+        serve(engine, "a", one, model, chunk=40)
+        engine.reset(("device",))
+        with engine.acquire(CacheRequest("b", one[:41], max_cached_tokens=0)) as lease:
+            prefill(engine, lease, one[:41], model)
+        engine.flush()
+        running = engine.acquire(CacheRequest("runs", prompt(3, 9), reserve_tokens=0))
+        tokens = np.concatenate([one[:120], prompt(2, 80)])
+        with engine.acquire(CacheRequest("next", tokens, reserve_tokens=72)) as lease:
+            assert (lease.hit.device, lease.hit.host) == (40, 80)
+            verify(engine, lease, tokens, 120, model)
+        engine.release(running)
+        settled(engine)
+
+
+def test_what_lies_before_the_last_window_makes_room() -> None:
+    """Of a node that the last window of a prefix begins in, what is in front of that leaves where it is in the way."""
+    sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 0, "page_size": 8}
+    with build_engine(config(**sizes), WINDOWS) as engine:
+        one = prompt(1, 193)
+        serve(engine, "a", one, WINDOWS, chunk=64)
+        tokens = np.concatenate([one[:184], prompt(2, 80)])
+        with engine.acquire(CacheRequest("b", tokens, reserve_tokens=72)) as lease:
+            assert lease.cached_len == 184
+            verify(engine, lease, tokens, 184, WINDOWS)
         settled(engine)
 
 
