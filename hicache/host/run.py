@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,8 @@ import torch
 
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
+
+_RUN_PAGES = 16
 
 
 class Pages(Protocol):
@@ -48,11 +50,13 @@ class HostRun(CountedRecord):
     `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
     `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
     are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
-    `place`: what `reserve` was told of it. `rest`: by key the second pages of those that did not fit one when packed.
+    `place`: what `reserve` was told of it.
+    `rest`: by key the second pages of those that did not fit one when packed.
     """
 
     __slots__ = (
-        "about", "after", "before", "ids", "is_published", "keys", "locks", "place", "rest", "source", "stored",
+        "about", "after", "before", "ids", "is_published", "keys", "locks", "place", "rest", "source",
+        "stored",
     )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
@@ -86,6 +90,17 @@ class HostRun(CountedRecord):
         del self.keys[:num_pages], self.ids[:num_pages]
         self.key, self.place = self.keys[0], self.place + num_pages
         return first
+
+
+def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
+    """Runs of at most `_RUN_PAGES` in which `pages` come, to the next of `ids` in the pool."""
+    start = 0
+    while start < len(pages.keys):
+        end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
+        run = HostRun(list(pages.keys[start:end]), list(islice(ids, end - start)), pages.about, pages.place + start)
+        run.priority = pages.priority
+        yield run
+        start = end
 
 
 class RunPart(NamedTuple):

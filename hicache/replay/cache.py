@@ -189,14 +189,13 @@ class CacheSimulation:
             self.disk.put([keys[at] for at in read])
         return read[:num_disk], read[num_disk:]
 
-    def _enter(self, pieces: Sequence[NewPages]) -> bool:
-        """What the host lacks of `pieces`, all or none."""
+    def _enter(self, pieces: Sequence[NewPages]) -> None:
+        """What the host lacks of `pieces`, as far as it fits."""
         assert self.host is not None
-        runs = self.host.reserve([new for piece in pieces for new in self.host.absent(piece)])
-        for run in reversed(runs or ()):
+        absent = [new for piece in pieces for new in self.host.absent(piece)]
+        for run in reversed(self.host.reserve(self.host.fitting(absent)) or ()):
             self.host.publish(run)
             run.stored = 0 if self.disk is None else DISK
-        return runs is not None
 
     def _admit(self, node: TreeNode, blocks: Tokens, keys: list[bytes], length: int) -> TreeNode:
         """Make slots available for what the prefix of `length` blocks lacks behind `node` and what follows it, and load
@@ -253,9 +252,11 @@ class CacheSimulation:
         self._save([_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted])
 
     def _save(self, pieces: Sequence[NewPages]) -> None:
-        """Device to host, and from there to the disk, all or none."""
-        if pieces and self._enter(pieces) and self.disk is not None:
-            self.disk.put([key for piece in pieces for key in piece.keys])
+        """Device to host, and from there to the disk, as far as the host has room."""
+        if pieces and self.host is not None:
+            self._enter(pieces)
+            if self.disk is not None:
+                self.disk.put([key for piece in pieces for key in piece.keys if key in self.host])
 
     # Capacity
 

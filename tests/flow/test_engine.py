@@ -21,6 +21,7 @@ from component_case import (
     serve,
     verify,
 )
+from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
@@ -212,6 +213,31 @@ def test_what_leaves_the_device_together_stays_together_on_the_host() -> None:
         assert all(runs[at] is runs[at - 1] or runs[at].before is runs[at - 1] for at in range(1, 7))  # type: ignore
         stats = engine.stats()
         assert stats["evict.device_lost_tokens"] == 0 < stats["evict.device_demoted_tokens"]
+        settled(engine)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("model", EACH_MODEL)
+def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, policy: str) -> None:
+    """Of what leaves the device at once, or is committed at once, the host gets as much as it has room for: what leaves
+    last, and of that the beginning; and no window or state without its full pages."""
+    sizes = {"device_tokens": 512, "window_tokens": 640, "host_states": 4, "write_policy": policy}
+    with build_engine(config(host_bytes=13 * 8 * (160 if model is STATES else 256), **sizes), model) as engine:
+        index, prompts = engine.inspect.context.full.index, [prompt(1, 81), prompt(2, 81)]
+        if policy == "write_through":
+            prompts = [np.concatenate(prompts)]
+        for n, tokens in enumerate(prompts):
+            serve(engine, f"r{n}", tokens, model)
+        if policy == "write_back":
+            with engine.acquire(CacheRequest("a", prompt(8, 256))), engine.acquire(CacheRequest("b", prompt(9, 256))):
+                engine.check()
+        on_host = [[key in index for key in page_keys(engine, tokens)] for tokens in reversed(prompts)]
+        num_pages = index.pool.num_pages
+        assert 10 < num_pages < 20
+        assert [held for of_prompt in on_host for held in of_prompt] == [n < num_pages for n in range(20)]
+        for component in engine.inspect.context.components:
+            names = engine.inspect.context.tree.names
+            assert {*component.index} <= {*names.of_component(component.name, [*index])}
         settled(engine)
 
 
