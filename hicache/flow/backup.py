@@ -140,7 +140,8 @@ class Backup(CopyMovement[_Copy]):
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
     ) -> None:
         tree, value, keys = self._context.tree, node.value_of(component.name), self._context.tree.names.of(node)
-        first, told = node.depth_tokens // tree.page_size - len(keys), None
+        uses, told = tree.account(component.name).uses_of(node), None
+        first = node.depth_tokens // tree.page_size - len(keys)
         before = tree.names.before(node) if first and component.name == FULL else None
         if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
@@ -148,7 +149,7 @@ class Backup(CopyMovement[_Copy]):
             keys, told = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             told = tree.names.pages(node)
-        new = NewPages(keys, before, first, told, priority=node.priority)
+        new = NewPages(keys, before, first, told, 0, node.priority, node.hit_count, uses)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)

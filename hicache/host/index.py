@@ -264,12 +264,14 @@ class PageIndex:
             if run.is_published:
                 self._order.expect(run, change)
 
-    def expect_uses(self, runs: Iterable[HostRun], num_uses: int) -> None:
-        """These will be asked for `num_uses` times; counts under the policy auto alone."""
-        for run in runs:
-            if self._log is not None:
-                self._log.expect(run, num_uses)
-                self._order.update(run)
+    def expect_uses(self, keys: Sequence[bytes], num_uses: int) -> None:
+        """These pages, those on their way too, will be asked for `num_uses` times; counts under the policy auto alone.
+        A run that has others as well is not one without a use."""
+        expected, runs = {*keys}, dict.fromkeys(self._runs[key] for key in keys if key in self._runs)
+        for run in runs if self._log is not None else ():
+            if num_uses or expected.issuperset(run.keys):
+                run.expected_uses = max(run.expected_uses, num_uses) if num_uses else 0.0
+                self._tell_uses(run)
 
     def raise_priority(self, runs: Iterable[HostRun], priority: int) -> None:
         """A request of `priority` uses these: none has a lower one from now on."""
@@ -345,10 +347,12 @@ class PageIndex:
             self._on_leave(run, gone)
 
     def _publish(self, run: HostRun) -> None:
-        """All of a reserved run is there, and was not before."""
+        """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
         run.is_published, run.last_access_time = True, next(clock)
+        said = (self._runs[key].expected_uses for key in run.keys if key in self._runs)
+        run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
         run.locks -= 1
@@ -359,8 +363,16 @@ class PageIndex:
             self._order.insert(run)
             if run.before is not None:
                 self.unlock([run.before])
+        self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)
+
+    def _tell_uses(self, run: HostRun) -> None:
+        """What was said of its uses counts once it is there."""
+        if self._log is not None and run.is_published and run.expected_uses != 1.0:
+            self._log.expect(run, run.expected_uses)
+            self._order.update(run)
+            run.expected_uses = 1.0
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has

@@ -249,7 +249,11 @@ class CacheSimulation:
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
         wanted = list(takewhile(lambda at: at.hit_count >= hits, lacking))
-        self._save([_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted])
+        pieces = [_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted]
+        self._save([self._used_as(piece, at) for piece, at in zip(pieces, wanted, strict=True)])
+
+    def _used_as(self, piece: NewPages, node: TreeNode) -> NewPages:
+        return piece._replace(hit_count=node.hit_count, uses=self.tree.account(FULL).uses_of(node))
 
     def _save(self, pieces: Sequence[NewPages]) -> None:
         """Device to host, and from there to the disk, as far as the host has room."""
@@ -274,7 +278,8 @@ class CacheSimulation:
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
             if self.settings.write_policy == "write_back" and self.host is not None:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
-                unsaved.append(NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens))
+                piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
+                unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
         self._save(unsaved[::-1])
 

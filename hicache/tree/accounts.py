@@ -46,6 +46,10 @@ class Account:
         """What a node that holds a value counts for: its tokens, or 1 for a state."""
         return 1 if self.component.at_node_end else node.num_tokens
 
+    def uses_of(self, node: TreeNode) -> float:
+        """Of what `node` has, see `UsageLog.uses_of`; 1 under other policies."""
+        return 1.0 if self.log is None else self.log.uses_of(node.holdings[self.name])
+
     @staticmethod
     def like_tokens(log: UsageLog, namespace: str, start: int, raw: memoryview, page_size: int) -> int:
         """How many tokens of `raw`, which follow `start` others, one node is to have, see `UsageLog.like_tokens`."""
