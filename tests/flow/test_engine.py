@@ -11,8 +11,10 @@ from component_case import (
     EACH_MODEL,
     FULL,
     MODELS,
+    PACKABLE,
     POLICIES,
     STATES,
+    WIDER,
     WINDOWS,
     WITH_COMPONENTS,
     compute,
@@ -238,6 +240,24 @@ def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, po
         for component in engine.inspect.context.components:
             names = engine.inspect.context.tree.names
             assert {*component.index} <= {*names.of_component(component.name, [*index])}
+        settled(engine)
+
+
+def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
+    """Where a full page finds no second place on the host, its window is not kept there, which does."""
+    sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "kv_packing": "4"}
+    with build_engine(config(**sizes, **PACKABLE), WIDER["window"]) as engine:
+        full, names = engine.inspect.context.full.index, engine.inspect.context.tree.names
+        serve(engine, "a", prompt(1, 49), WIDER["window"])
+        locked = full.runs_of([*full])
+        full.lock(locked)
+        with engine.acquire(CacheRequest("b", prompt(2, 65))) as lease:
+            prefill(engine, lease, prompt(2, 65), WIDER["window"])
+        engine.flush()
+        full.unlock(locked)
+        assert engine.stats()["packing.dropped_pages"] > 0
+        windows = engine.inspect.context.by_name[SWA].index
+        assert {*windows} <= {*names.of_component(SWA, [*full])}
         settled(engine)
 
 
