@@ -117,7 +117,7 @@ class UsageLog:
         """Its uses as of now, 1 at least; 0 where none is to come."""
         if record.uses <= _NO_USES:
             return 0.0 if record.uses else 1.0
-        return max(1.0, record.uses * 2.0 ** ((record.used_at - self._seen_tokens) / self.half_life))
+        return max(1.0, record.uses * math.pow(2.0, (record.used_at - self._seen_tokens) / self.half_life))
 
     def expect(self, record: Record, num_uses: float) -> None:
         """It will be used `num_uses` times; 0: its uses so far say nothing, nor does one that a lock has kept from

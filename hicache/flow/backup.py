@@ -28,7 +28,7 @@ from hicache.host import HostRun, NewPages, held_by, mark, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
-from hicache.tree.names import PageNames
+from hicache.tree.names import PageNames, PromptPages
 from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,8 @@ log = logging.getLogger(__name__)
 
 class Unsaved(NamedTuple):
     """What the host lacks of what `component` has on the device: pages, and the device value of the node of each.
-    `about` of pages of windows and states: the keys of the full pages without which they are of no use."""
+    `about` of pages of windows and states: the keys of the full pages without which they are of no use; None: those are
+    elsewhere."""
 
     component: CacheComponent
     pages: list[NewPages]
@@ -140,7 +141,8 @@ class Backup(CopyMovement[_Copy]):
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
     ) -> None:
         tree, value, keys = self._context.tree, node.value_of(component.name), self._context.tree.names.of(node)
-        uses, told = tree.account(component.name).uses_of(node), None
+        told: PromptPages | Sequence[bytes] | None = None
+        uses = tree.account(component.name).uses_of(node)
         first = node.depth_tokens // tree.page_size - len(keys)
         before = tree.names.before(node) if first and component.name == FULL else None
         if component.tree_component.at_node_end:
@@ -204,7 +206,8 @@ class Backup(CopyMovement[_Copy]):
         """Those pages of windows or states whose full pages the host has or gets."""
         is_coming, found = self._context.full.index.is_coming, Unsaved(unsaved.component, [], [])
         for pages, value in zip(unsaved.pages, unsaved.values, strict=True):
-            of_use = [at for at in range(len(pages.keys)) if is_coming(pages.about[pages.place + at])]
+            full_keys = pages.about and pages.about[pages.place : pages.place + len(pages.keys)]
+            of_use = [at for at in range(len(pages.keys)) if full_keys is None or is_coming(full_keys[at])]
             for start, end in spans(of_use):
                 keys, first, place = pages.keys[start:end], pages.first + start, pages.place + start
                 found.pages.append(pages._replace(keys=keys, first=first, place=place))
@@ -242,8 +245,8 @@ class Backup(CopyMovement[_Copy]):
             if run in ok or not index.reserve_rest(run, keys):
                 assert packing is not None
                 packing.drop(len(keys))
-                came = ok.get(run) or [True] * len(run.keys)
-                ok[run] = [of_use and key not in keys for of_use, key in zip(came, run.keys, strict=True)]
+                known = ok.get(run) or [True] * len(run.keys)
+                ok[run] = [of_use and key not in keys for of_use, key in zip(known, run.keys, strict=True)]
         copied = [run for run in raw.keys if run not in ok]
         if copied:
             self._copy(again, component, copied, *raw.of(copied, slots))
@@ -257,7 +260,7 @@ class Backup(CopyMovement[_Copy]):
     def _are_of_use(self, component: CacheComponent, run: HostRun) -> list[bool]:
         """Of each page that was copied whether its full page is there: of two that were copied together, one may not
         fit when it is packed."""
-        if component.name == FULL:
+        if component.name == FULL or run.about is None:
             return [True] * len(run.keys)
         full_keys = run.about[run.place : run.place + len(run.keys)]
         return [self._context.full.index.is_coming(key) for key in full_keys]

@@ -185,6 +185,14 @@ def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
     return torch.tensor([page for run in runs for page in run.ids], dtype=torch.int64)
 
 
+def path_of(run: HostRun) -> list[HostRun]:
+    """What `run` follows on the host, from the first on, and itself."""
+    path = [run]
+    while (before := path[-1].before) is not None:
+        path.append(before)
+    return path[::-1]
+
+
 def held_by(runs: Iterable[HostRun]) -> torch.Tensor:
     """Their pages in the host pool, int64 `[pages]`: of each run, those of `pages_of`, then second ones."""
     return torch.tensor([page for run in runs for page in (*run.ids, *run.rest.values())], dtype=torch.int64)

@@ -18,7 +18,7 @@ import torch
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
-from hicache.host import NewPages, PageIndex, RunPart, spans, used_alike, within
+from hicache.host import NewPages, PageIndex, RunPart, path_of, spans, used_alike, within
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
 from hicache.tree import PageHasher, RadixTree, TreeNode
@@ -261,6 +261,9 @@ class CacheSimulation:
             self._enter(pieces)
             if self.disk is not None:
                 self.disk.put([key for piece in pieces for key in piece.keys if key in self.host])
+                last = (self.host.get(piece.keys[-1]) for piece in pieces)
+                for path in (path_of(run) for run in last if run is not None):
+                    self.disk.touch([key for run in path for key in run.keys])
 
     # Capacity
 
