@@ -36,6 +36,7 @@ from hicache.flow.persist import persists_of, removals_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
+from hicache.flow.stop import store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
     valid_count,
@@ -377,6 +378,8 @@ class CacheEngine(EngineLife):
             self._end(lease)
         if was_running and not self._settle():
             log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
+        elif was_running and self._backup is not None and self._persists:
+            store_promised(self._context, self._backup, self._persists, self._settle)
 
     def _forget(self, request_id: str) -> None:
         """The request waits no more."""

@@ -85,7 +85,8 @@ class EngineLife(ABC):
 
     @exclusive
     def close(self) -> None:
-        """Release every lease, finish what is under way, stop the threads, close the store. In a fork: nothing.
+        """Release every lease, finish what is under way, take to the stores what the write policy promised and the
+        device alone has, beginnings of prompts first, stop the threads, close the store. In a fork: nothing.
 
         Waits for each store that hangs no longer than twice its I/O timeout: what is left then, a later call finishes.
         """

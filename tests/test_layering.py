@@ -36,7 +36,7 @@ SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 
 # Within flow/, from the top down: a movement imports those of lower levels.
 FLOW_LEVELS = (
-    ("upkeep", "validation"),
+    ("upkeep", "validation", "stop"),
     ("admit", "commit"),
     ("backup",),
     ("persist", "prefetch", "restore"),

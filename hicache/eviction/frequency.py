@@ -113,8 +113,19 @@ class UsageLog:
             self._hit_tokens += usage.num_tokens
             self._count(record, usage.num_tokens)
 
-    def expect(self, record: Record, num_uses: int) -> None:
-        """It will be used `num_uses` times; 0: its uses so far say nothing."""
+    def uses_of(self, record: Record) -> float:
+        """Its uses as of now, 1 at least; 0 where none is to come."""
+        if record.uses <= _NO_USES:
+            return 0.0 if record.uses else 1.0
+        return max(1.0, record.uses * math.pow(2.0, (record.used_at - self._seen_tokens) / self.half_life))
+
+    def expect(self, record: Record, num_uses: float) -> None:
+        """It will be used `num_uses` times; 0: its uses so far say nothing, nor does one that a lock has kept from
+        being counted."""
+        if record.uses:
+            self.use(record)
+        else:
+            self.enter(record)
         record.uses = max(record.uses, float(num_uses)) if num_uses else _NO_USES
         record.used_at = self._seen_tokens if num_uses else record.used_at
 

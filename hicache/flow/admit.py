@@ -116,15 +116,17 @@ class Admit:
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
 
-        node = tree.node_at(admission.match, admission.device_len)
+        node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
+        for component in context.components:
+            component.trim(node, ahead)
         lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
         lease.length = admission.end
         full_len = admission.match.full_len if located is None else located.host_end * tree.page_size
         lease.branching_len = full_len if full_len > admission.length else 0
         with ExitStack() as undo:
             undo.callback(self._restore.free, lease)
-            tree.lock(node)
-            undo.callback(lambda: tree.unlock(lease.node))
+            tree.lock(node, ahead)
+            undo.callback(lambda: tree.unlock(lease.node, admission.length - lease.node.depth_tokens))
             with ExitStack() as held:
                 parts = dict[Component, list[RunPart]]()
                 if located is not None:
@@ -300,8 +302,6 @@ class Admit:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
         for node in path:
             node.hit_count += 1
-        for component in self._context.components:
-            component.trim(lease.node)
         lease.cached_len = admission.length
 
     def _start(self, lease: Lease, admission: Admission) -> None:

@@ -25,18 +25,20 @@ from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, NewPages, held_by, mark, pages_of
+from hicache.host import HostRun, NewPages, held_by, mark, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
-from hicache.tree.names import PageNames
+from hicache.tree.names import PageNames, PromptPages
 from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
 
 
 class Unsaved(NamedTuple):
-    """What the host lacks of what `component` has on the device: pages, and the device values that go there."""
+    """What the host lacks of what `component` has on the device: pages, and the device value of the node of each.
+    `about` of pages of windows and states: the keys of the full pages without which they are of no use; None: those are
+    elsewhere."""
 
     component: CacheComponent
     pages: list[NewPages]
@@ -99,7 +101,8 @@ class Backup(CopyMovement[_Copy]):
 
     def save(self, unsaved: Sequence[Unsaved]) -> None:
         """Copy what leaves the device, which nobody frees before that, and wait: the last moment before an eviction.
-        `unsaved`: as nodes leave, those that others follow behind them."""
+        `unsaved`: as nodes leave, those that others follow behind them. Where the host has not room for all, what
+        leaves last stays, and of that the beginning."""
         by_component: dict[Component, Unsaved] = {}
         for component, pages, values in reversed(unsaved):
             known = by_component.setdefault(component.name, Unsaved(component, [], []))
@@ -138,20 +141,21 @@ class Backup(CopyMovement[_Copy]):
     def _add_unsaved(
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
     ) -> None:
-        tree, value, size = self._context.tree, node.value_of(component.name), component.page_size
-        keys, told = tree.names.of(node), None
+        tree, value, keys = self._context.tree, node.value_of(component.name), self._context.tree.names.of(node)
+        told: PromptPages | Sequence[bytes] | None = None
+        uses = tree.account(component.name).uses_of(node)
         first = node.depth_tokens // tree.page_size - len(keys)
         before = tree.names.before(node) if first and component.name == FULL else None
         if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
         if component.name != FULL:
-            keys = PageNames.of_component(component.name, keys)
+            keys, told = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             told = tree.names.pages(node)
-        for piece in component.index.absent(NewPages(keys, before, first, told, priority=node.priority)):
-            start = piece.place * size
-            pages.append(piece)
-            values.append(value[start : start + len(piece.keys) * size])
+        new = NewPages(keys, before, first, told, 0, node.priority, node.hit_count, uses)
+        absent = component.index.absent(new)
+        pages += absent
+        values += [value] * len(absent)
 
     def _submit(self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode]) -> None:
         """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity."""
@@ -166,32 +170,50 @@ class Backup(CopyMovement[_Copy]):
                 undo.callback(tree.unlock, node)
             try:
                 for each in unsaved:
-                    if not self._start(copy, each):
-                        self._skip(each, stays=bool(nodes))
+                    self._skip(each.component, self._start(copy, each), stays=bool(nodes))
             finally:
                 if copy.op.parts:
                     undo.pop_all()
                     self._in_flight.append(copy)
 
-    def _start(self, copy: _Copy, unsaved: Unsaved) -> bool:
-        """Submit one component's copy; False where the host has no capacity for it."""
-        component, new, values = unsaved
-        index = component.index
-        runs = index.reserve(new)
+    def _start(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
+        """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
+        component, new, values = unsaved if unsaved.component.name == FULL else self._with_full_pages(unsaved)
+        index, size = component.index, component.page_size
+        is_raw = component.packing is not None and not component.packing.is_on
+        fits = index.fitting(new, 1 + is_raw)
+        left = [key for pages in new for key in pages.keys][sum(len(pages.keys) for pages in fits) :]
+        runs = index.reserve(fits) if fits else None
         if runs is None:
-            return False
+            return left
         with ExitStack() as undo:
             for run in runs:
                 undo.callback(index.abandon, run)
-            if component.packing is None or component.packing.is_on:
-                rest = None
-            elif all(index.reserve_rest(run, run.keys) for run in runs):
+            rest = None
+            if is_raw:
+                for run in runs:
+                    has_room = index.reserve_rest(run, run.keys)
+                    assert has_room, "two places a page fit"
                 rest = torch.tensor([page for run in runs for page in run.rest.values()], dtype=torch.int64)
-            else:
-                return False
-            self._copy(copy, component, runs, component.device_ids(joined(values)), pages_of(runs), rest)
+            parts = [
+                value[pages.place * size : (pages.place + len(pages.keys)) * size]
+                for pages, value in zip(fits, values, strict=False)
+            ]
+            self._copy(copy, component, runs, component.device_ids(joined(parts)), pages_of(runs), rest)
             undo.pop_all()
-        return True
+        return left
+
+    def _with_full_pages(self, unsaved: Unsaved) -> Unsaved:
+        """Those pages of windows or states whose full pages the host has or gets."""
+        is_coming, found = self._context.full.index.is_coming, Unsaved(unsaved.component, [], [])
+        for pages, value in zip(unsaved.pages, unsaved.values, strict=True):
+            full_keys = pages.about and pages.about[pages.place : pages.place + len(pages.keys)]
+            of_use = [at for at in range(len(pages.keys)) if full_keys is None or is_coming(full_keys[at])]
+            for start, end in spans(of_use):
+                keys, first, place = pages.keys[start:end], pages.first + start, pages.place + start
+                found.pages.append(pages._replace(keys=keys, first=first, place=place))
+                found.values.append(value)
+        return found
 
     @staticmethod
     def _copy(
@@ -219,12 +241,13 @@ class Backup(CopyMovement[_Copy]):
         index, packing, raw = component.index, component.packing, MisfitPages(runs, op.misfits)
         if packing is not None and not runs[0].rest:
             packing.count(raw.num_pages, len(op.misfits))
-        ok: dict[HostRun, list[bool]] = {}
+        ok = {run: of_use for run in runs if not all(of_use := self._are_of_use(component, run))}
         for run, keys in raw.keys.items():
-            if not index.reserve_rest(run, keys):
+            if run in ok or not index.reserve_rest(run, keys):
                 assert packing is not None
                 packing.drop(len(keys))
-                ok[run] = [key not in keys for key in run.keys]
+                known = ok.get(run) or [True] * len(run.keys)
+                ok[run] = [of_use and key not in keys for of_use, key in zip(known, run.keys, strict=True)]
         copied = [run for run in raw.keys if run not in ok]
         if copied:
             self._copy(again, component, copied, *raw.of(copied, slots))
@@ -239,21 +262,28 @@ class Backup(CopyMovement[_Copy]):
                 events.stored(told_of(run), "CPU")
         return published
 
-    def _skip(self, unsaved: Unsaved, *, stays: bool) -> None:
+    def _are_of_use(self, component: CacheComponent, run: HostRun) -> list[bool]:
+        """Of each page that was copied whether its full page is there: of two that were copied together, one may not
+        fit when it is packed."""
+        if component.name == FULL or run.about is None:
+            return [True] * len(run.keys)
+        full_keys = run.about[run.place : run.place + len(run.keys)]
+        return [self._context.full.index.is_coming(key) for key in full_keys]
+
+    def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, stays: bool) -> None:
         """Count what the host has no capacity for. What stays on the device is tried again with all that comes behind
         it, and counts once."""
-        keys = [key for pages in unsaved.pages for key in pages.keys]
         num_pages = sum(not stays or key not in self._counted for key in keys)
         for key in keys if stays else ():
             self._counted.pop(key, None)
             self._counted[key] = None
         for key in list(islice(self._counted, max(0, len(self._counted) - self._max_counted))):
             del self._counted[key]
-        if unsaved.component.name != FULL:
+        if component.name != FULL:
             self._skipped_components.value += num_pages
             return
         num_tokens = num_pages * self._context.tree.page_size
-        if not self._skipped.value:
+        if num_tokens and not self._skipped.value:
             log.warning(
                 "%d tokens are not backed up: of %d host pages none can be evicted for them; raise host_bytes",
                 num_tokens,

@@ -73,10 +73,10 @@ class Commit:
         lease.released = True
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             steps.callback(self._restore.free, lease)
-            if self._context.has_host:
-                steps.callback(self._use_host, lease)
             if lease.expected_uses is not None:
                 steps.callback(self._expect_uses, lease, lease.expected_uses)
+            if self._context.has_host:
+                steps.callback(self._use_host, lease)
             steps.callback(tree.unlock, lease.node)
             steps.callback(tree.touch, lease.node)
 
@@ -96,7 +96,7 @@ class Commit:
             names = self._context.tree.names
             for component in self._context.components:
                 keys = names.of_component(component.name, [key for node in nodes for key in names.of(node)])
-                component.index.expect_uses(component.index.runs_of(keys), num_uses)
+                component.index.expect_uses(keys, num_uses)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
         """The components that have room for what they give with the first `length` tokens; None where nothing is to be

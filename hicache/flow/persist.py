@@ -17,13 +17,14 @@ from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.flow.packing import whole_pages
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, held_by, rest_keys
+from hicache.host import HostRun, held_by, path_of, rest_keys
 from hicache.storage.process.jobs import RemoveJob, Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.node import TreeNode
 
 _DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
 _MAX_SENT_JOBS = 16  # of one step, so that it ends soon
+_STORE_SHARE = 0.25  # of its budget, on its way at a time
 _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
@@ -99,11 +100,19 @@ class Persist(Movement):
                 runs = component.index.runs_of(keys[component.name])
                 self.store(component, [run for run in runs if self._is_unstored(run)])
 
+    def send_again(self) -> None:
+        """Send what is on the host and the store did not take, what others follow before them."""
+        for component in reversed(self._context.components):
+            runs = [run for run in component.index.runs_of([*component.index]) if self._is_unstored(run)]
+            paths = dict.fromkeys(above for run in runs if run.source is None for above in path_of(run))
+            self.store(component, [run for run in paths if self._is_unstored(run)])
+
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
         outcomes, self._may_send = self._tier.writes.poll(), _MAX_SENT_JOBS
         self._note_loss()
         self.is_torn = bool(outcomes)
+        landed = list[HostRun]()
         for done in outcomes:
             if done.ticket in self._removals:
                 if isinstance(done, WriteDone):
@@ -116,6 +125,8 @@ class Persist(Movement):
                 write.stalled = True
             else:
                 self._take(self._writes.pop(done.ticket), done)
+                landed += [write.run] if write.component.name == FULL else []
+        self._use_prefixes(landed)
         self.is_torn = False
         if outcomes:  # which alone make room: what waits, waits for one
             self._send_waiting()
@@ -142,6 +153,15 @@ class Persist(Movement):
         if num_lost != self._times_lost and events is not None and self.into is DISK:
             events.disk_lost()
         self._times_lost = num_lost
+
+    def _use_prefixes(self, landed: Sequence[HostRun]) -> None:
+        """What these continue counts as used after them: of a prompt that is larger than the store the end leaves."""
+        followed = {run.before for run in landed}
+        for run in landed:
+            if run.before is not None and run not in followed:
+                path = path_of(run)
+                used = [key for above in path for key in above.keys]
+                self._tier.used(used + rest_keys(key for above in path for key in above.rest))
 
     def _is_unstored(self, run: HostRun) -> bool:
         return run.is_published and not run.stored & self.into and run not in self._sent
@@ -176,9 +196,12 @@ class Persist(Movement):
         component.index.unlock([run])
 
     def _fits(self, run: HostRun, component: CacheComponent) -> bool:
-        """Whether the rest of the host pool stays free of such locks; one run alone always may be sent."""
-        locked = self._locked_pages[component.name]
-        return not locked or locked + len(run.keys) <= self._share * component.host.num_pages
+        """Whether the rest of the host pool stays free of such locks, and the store has room for what is on its way
+        beside what that continues; one run alone always may be sent."""
+        locked, most = self._locked_pages[component.name], self._share * component.host.num_pages
+        if budget_bytes := self._tier.stats().budget_bytes:
+            most = min(most, _STORE_SHARE * budget_bytes / component.host.page_bytes)
+        return not locked or locked + len(run.keys) <= most
 
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):

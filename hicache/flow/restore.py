@@ -78,7 +78,7 @@ class Restore(CopyMovement[Load]):
                     self._submit(load, component, component.begin_load(load, lease, slots), undo)
             tree.lock(load.node)
             undo.callback(tree.unlock, load.node)
-            tree.move_lock(lease.node, load.node)
+            tree.move_lock(lease.node, load.node, load.node.depth_tokens - lease.node.depth_tokens)
             undo.pop_all()
         lease.node, lease.tree_len = load.node, load.node.depth_tokens
         for below in load.depends_on:

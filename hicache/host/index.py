@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse, groupby, islice
+from itertools import filterfalse, groupby
 
 import torch
 
@@ -22,9 +22,8 @@ from hicache.errors import InvariantError
 from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
-from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, spans
-
-_RUN_PAGES = 16
+from hicache.host.audit import Counts, index_violations
+from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, runs_for, spans
 
 
 class PageIndex:
@@ -128,12 +127,27 @@ class PageIndex:
 
     # Coming
 
+    def fitting(self, new: Sequence[NewPages], places: int = 1) -> list[NewPages]:
+        """Of `new`, from its first page on, what there is room for beside what it follows, at `places` a page."""
+        fits, befores, taken = list[NewPages](), list[HostRun](), 0
+        try:
+            for pages in new:
+                if pages.before and (before := self._runs.get(pages.before)):
+                    self.lock([before])
+                    befores.append(before)
+                num_pages = min(len(pages.keys), max(0, self.capacity - taken) // places)
+                if num_pages:
+                    fits.append(pages._replace(keys=pages.keys[:num_pages]))
+                if num_pages < len(pages.keys):
+                    break
+                taken += places * num_pages
+        finally:
+            self.unlock(befores)
+        return fits
+
     def reserve(self, new: Sequence[NewPages]) -> list[HostRun] | None:
         """Pages to write to, for which others leave; None, and none leaves, where too many are locked. What others of
-        `new` follow comes before them.
-
-        Of keys that somebody has already, `publish` keeps what comes first.
-        """
+        `new` follow comes before them. Of keys that somebody has already, `publish` keeps what comes first."""
         num_pages = sum(len(pages.keys) for pages in new)
         befores = [run for pages in new if pages.before and (run := self._runs.get(pages.before))]
         self.lock(befores)  # what pages follow must not leave for them
@@ -142,16 +156,12 @@ class PageIndex:
                 return None
             free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
-                before, start = self._runs.get(pages.before) if pages.before else None, 0
-                while start < len(pages.keys):
-                    end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
-                    keys = list(pages.keys[start:end])
-                    run = HostRun(keys, list(islice(free, len(keys))), pages.about, pages.place + start)
-                    run.priority = pages.priority
+                before = self._runs.get(pages.before) if pages.before else None
+                for run in runs_for(pages, free):
                     self._follow(run, before)
-                    self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, keys), run))
+                    self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, run.keys), run))
                     runs.append(run)
-                    before, start = run, end
+                    before = run
         finally:
             self.unlock(befores)
         return runs
@@ -254,12 +264,14 @@ class PageIndex:
             if run.is_published:
                 self._order.expect(run, change)
 
-    def expect_uses(self, runs: Iterable[HostRun], num_uses: int) -> None:
-        """These will be asked for `num_uses` times; counts under the policy auto alone."""
-        for run in runs:
-            if self._log is not None:
-                self._log.expect(run, num_uses)
-                self._order.update(run)
+    def expect_uses(self, keys: Sequence[bytes], num_uses: int) -> None:
+        """These pages, those on their way too, will be asked for `num_uses` times; counts under the policy auto alone.
+        A run that has others as well is not one without a use."""
+        expected, runs = {*keys}, dict.fromkeys(self._runs[key] for key in keys if key in self._runs)
+        for run in runs if self._log is not None else ():
+            if num_uses or expected.issuperset(run.keys):
+                run.expected_uses = max(run.expected_uses, num_uses) if num_uses else 0.0
+                self._tell_uses(run)
 
     def raise_priority(self, runs: Iterable[HostRun], priority: int) -> None:
         """A request of `priority` uses these: none has a lower one from now on."""
@@ -282,27 +294,10 @@ class PageIndex:
     def check(self, in_flight: int, locks: Counter[HostRun]) -> None:
         """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
         is locked is somebody's: `in_flight` pages, and `locks` by run."""
-        found = []
         runs = {run for run in self._runs.values() if run.is_published}
-        known = {**locks, **dict.fromkeys(runs)}
-        held = held_by(runs).tolist()
-        if len({*held}) < len(held) or len(held) - self.num_raw != len(self._ids):
-            found.append("two keys share a host page, or a run and the index disagree")
-        if any(not run.rest.keys() <= {*run.keys} for run in runs):
-            found.append("a second page is kept for a page that left")
-        if len(held) + self.num_in_flight + self.pool.available() != self.pool.num_pages:
-            found.append(f"{len(held)} pages are held, {self.num_in_flight} in flight and "
-                         f"{self.pool.available()} free of {self.pool.num_pages}")  # fmt: skip
-        if self.num_in_flight != in_flight:
-            found.append(f"{self.num_in_flight} pages are in flight, {in_flight} of copies and reads")
-        for run in known:
-            wanted = locks[run] + (not run.is_published) + sum(child.locks > 0 for child in run.after)
-            if run.locks != wanted:
-                found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
-        if {*self._order} != {run for run in runs if not run.locks}:
-            found.append("the eviction order is not exactly the runs that are not locked")
-        if self.num_evictable != sum(run.num_held for run in runs if not run.locks):
-            found.append(f"{self.num_evictable} pages were counted as evictable")
+        counted = len(self._ids), self.num_raw, self.num_in_flight, self.num_evictable
+        counts = Counts(*counted, self.pool.available(), self.pool.num_pages)
+        found = index_violations(runs, {*self._order}, counts, in_flight, locks)
         if found:
             raise InvariantError("host index", found)
         self.pool.check()
@@ -352,10 +347,12 @@ class PageIndex:
             self._on_leave(run, gone)
 
     def _publish(self, run: HostRun) -> None:
-        """All of a reserved run is there, and was not before."""
+        """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
         run.is_published, run.last_access_time = True, next(clock)
+        said = (self._runs[key].expected_uses for key in run.keys if key in self._runs)
+        run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
         run.locks -= 1
@@ -366,8 +363,16 @@ class PageIndex:
             self._order.insert(run)
             if run.before is not None:
                 self.unlock([run.before])
+        self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)
+
+    def _tell_uses(self, run: HostRun) -> None:
+        """What was said of its uses counts once it is there."""
+        if self._log is not None and run.is_published and run.expected_uses != 1.0:
+            self._log.expect(run, run.expected_uses)
+            self._order.update(run)
+            run.expected_uses = 1.0
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterable, Sequence
-from itertools import pairwise
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice, pairwise
 from operator import attrgetter
 from typing import Any, NamedTuple, Protocol
 
@@ -12,6 +12,8 @@ import torch
 
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
+
+_RUN_PAGES = 16
 
 
 class Pages(Protocol):
@@ -31,7 +33,8 @@ class Pages(Protocol):
 class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `before` (None: behind none).
     `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
-    its `place`-th. `priority`: of the request that they are for."""
+    its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
+    from, `uses`: see `UsageLog.uses_of`."""
 
     keys: Sequence[bytes]
     before: bytes | None = None
@@ -39,6 +42,8 @@ class NewPages(NamedTuple):
     about: Any = None
     place: int = 0
     priority: int = 0
+    hit_count: int = 1
+    uses: float = 1.0
 
 
 class HostRun(CountedRecord):
@@ -48,17 +53,19 @@ class HostRun(CountedRecord):
     `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
     `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
     are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
-    `place`: what `reserve` was told of it. `rest`: by key the second pages of those that did not fit one when packed.
+    `place`: what `reserve` was told of it. `expected_uses`: what its uses are when it has come; 1: its coming alone.
+    `rest`: by key the second pages of those that did not fit one when packed.
     """
 
     __slots__ = (
-        "about", "after", "before", "ids", "is_published", "keys", "locks", "place", "rest", "source", "stored",
+        "about", "after", "before", "expected_uses", "ids", "is_published", "keys", "locks", "place", "rest", "source",
+        "stored",
     )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
         super().__init__(keys[0])
         self.keys, self.ids, self.about, self.place = keys, ids, about, place
-        self.locks, self.stored, self.hit_count = 1, 0, 1
+        self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
         self.is_published = False
@@ -79,13 +86,24 @@ class HostRun(CountedRecord):
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
         first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
-        first.hit_count, first.priority = self.hit_count, self.priority
+        first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)
         first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
         del self.keys[:num_pages], self.ids[:num_pages]
         self.key, self.place = self.keys[0], self.place + num_pages
         return first
+
+
+def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
+    """Runs of at most `_RUN_PAGES` in which `pages` come, to the next of `ids` in the pool."""
+    start = 0
+    while start < len(pages.keys):
+        end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
+        run = HostRun(list(pages.keys[start:end]), list(islice(ids, end - start)), pages.about, pages.place + start)
+        run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
+        yield run
+        start = end
 
 
 class RunPart(NamedTuple):
@@ -165,6 +183,14 @@ def rest_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
     """Their pages in the host pool, int64 `[pages]`, without second ones."""
     return torch.tensor([page for run in runs for page in run.ids], dtype=torch.int64)
+
+
+def path_of(run: HostRun) -> list[HostRun]:
+    """What `run` follows on the host, from the first on, and itself."""
+    path = [run]
+    while (before := path[-1].before) is not None:
+        path.append(before)
+    return path[::-1]
 
 
 def held_by(runs: Iterable[HostRun]) -> torch.Tensor:

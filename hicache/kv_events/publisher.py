@@ -112,6 +112,7 @@ class EventPublisher:
             self._sink.close()
             return True
         if not self._ends:
+            self.publish()  # what closing has changed so far
             self._log.cleared()
             self.publish()
         self._end()

@@ -18,7 +18,7 @@ import torch
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
-from hicache.host import NewPages, PageIndex, RunPart, spans, used_alike, within
+from hicache.host import NewPages, PageIndex, RunPart, path_of, spans, used_alike, within
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
 from hicache.tree import PageHasher, RadixTree, TreeNode
@@ -189,14 +189,13 @@ class CacheSimulation:
             self.disk.put([keys[at] for at in read])
         return read[:num_disk], read[num_disk:]
 
-    def _enter(self, pieces: Sequence[NewPages]) -> bool:
-        """What the host lacks of `pieces`, all or none."""
+    def _enter(self, pieces: Sequence[NewPages]) -> None:
+        """What the host lacks of `pieces`, as far as it fits."""
         assert self.host is not None
-        runs = self.host.reserve([new for piece in pieces for new in self.host.absent(piece)])
-        for run in reversed(runs or ()):
+        absent = [new for piece in pieces for new in self.host.absent(piece)]
+        for run in reversed(self.host.reserve(self.host.fitting(absent)) or ()):
             self.host.publish(run)
             run.stored = 0 if self.disk is None else DISK
-        return runs is not None
 
     def _admit(self, node: TreeNode, blocks: Tokens, keys: list[bytes], length: int) -> TreeNode:
         """Make slots available for what the prefix of `length` blocks lacks behind `node` and what follows it, and load
@@ -250,12 +249,21 @@ class CacheSimulation:
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
         wanted = list(takewhile(lambda at: at.hit_count >= hits, lacking))
-        self._save([_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted])
+        pieces = [_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted]
+        self._save([self._used_as(piece, at) for piece, at in zip(pieces, wanted, strict=True)])
+
+    def _used_as(self, piece: NewPages, node: TreeNode) -> NewPages:
+        return piece._replace(hit_count=node.hit_count, uses=self.tree.account(FULL).uses_of(node))
 
     def _save(self, pieces: Sequence[NewPages]) -> None:
-        """Device to host, and from there to the disk, all or none."""
-        if pieces and self._enter(pieces) and self.disk is not None:
-            self.disk.put([key for piece in pieces for key in piece.keys])
+        """Device to host, and from there to the disk, as far as the host has room."""
+        if pieces and self.host is not None:
+            self._enter(pieces)
+            if self.disk is not None:
+                self.disk.put([key for piece in pieces for key in piece.keys if key in self.host])
+                last = (self.host.get(piece.keys[-1]) for piece in pieces)
+                for path in (path_of(run) for run in last if run is not None):
+                    self.disk.touch([key for run in path for key in run.keys])
 
     # Capacity
 
@@ -273,7 +281,8 @@ class CacheSimulation:
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
             if self.settings.write_policy == "write_back" and self.host is not None:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
-                unsaved.append(NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens))
+                piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
+                unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
         self._save(unsaved[::-1])
 

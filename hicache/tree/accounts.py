@@ -46,6 +46,10 @@ class Account:
         """What a node that holds a value counts for: its tokens, or 1 for a state."""
         return 1 if self.component.at_node_end else node.num_tokens
 
+    def uses_of(self, node: TreeNode) -> float:
+        """Of what `node` has, see `UsageLog.uses_of`; 1 under other policies."""
+        return 1.0 if self.log is None else self.log.uses_of(node.holdings[self.name])
+
     @staticmethod
     def like_tokens(log: UsageLog, namespace: str, start: int, raw: memoryview, page_size: int) -> int:
         """How many tokens of `raw`, which follow `start` others, one node is to have, see `UsageLog.like_tokens`."""
@@ -141,30 +145,32 @@ class Accounts:
     def protected(self, component: Component) -> int:
         return self._by_component[component].protected
 
-    def lock(self, node: TreeNode) -> None:
-        """Someone needs the prefix that ends with `node` to stay, with what its components need of it."""
+    def lock(self, node: TreeNode, ahead: int = 0) -> None:
+        """Someone needs the prefix that ends `ahead` tokens behind `node` to stay up to there, with what its components
+        need of it."""
         if node.parent is None:
             return
         for account in self._accounts:
-            for locked in account.component.nodes_to_lock(node):
+            for locked in account.component.nodes_to_lock(node, ahead):
                 account.lock(locked)
 
-    def unlock(self, node: TreeNode) -> None:
+    def unlock(self, node: TreeNode, ahead: int = 0) -> None:
         """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
         if node.parent is None:
             return
         for account in self._accounts:
-            for locked in account.component.nodes_to_unlock(node):
+            for locked in account.component.nodes_to_unlock(node, ahead):
                 account.unlock(locked)
 
-    def move_lock(self, old: TreeNode, new: TreeNode) -> None:
-        """A lock at `old` becomes one at `new`, at the cost of what lies between where `new` continues `old`."""
+    def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
+        """A lock at `old`, with `ahead`, becomes one at `new`, at the cost of what lies between where `new` continues
+        `old`."""
         if old.parent is None or new.parent is None:
             self.lock(new)
-            self.unlock(old)
+            self.unlock(old, ahead)
             return
         for account in self._accounts:
-            to_lock, to_unlock = account.component.nodes_to_move(old, new)
+            to_lock, to_unlock = account.component.nodes_to_move(old, new, ahead)
             for locked in to_lock:
                 account.lock(locked)
             for locked in to_unlock:

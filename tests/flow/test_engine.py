@@ -11,15 +11,19 @@ from component_case import (
     EACH_MODEL,
     FULL,
     MODELS,
+    PACKABLE,
     POLICIES,
     STATES,
+    WIDER,
     WINDOWS,
+    WITH_COMPONENTS,
     compute,
     config,
     prefill,
     serve,
     verify,
 )
+from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
@@ -214,6 +218,49 @@ def test_what_leaves_the_device_together_stays_together_on_the_host() -> None:
         settled(engine)
 
 
+@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("model", EACH_MODEL)
+def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, policy: str) -> None:
+    """Of what leaves the device at once, or is committed at once, the host gets as much as it has room for: what leaves
+    last, and of that the beginning; and no window or state without its full pages."""
+    sizes = {"device_tokens": 512, "window_tokens": 640, "host_states": 4, "write_policy": policy}
+    with build_engine(config(host_bytes=13 * 8 * (160 if model is STATES else 256), **sizes), model) as engine:
+        index, prompts = engine.inspect.context.full.index, [prompt(1, 81), prompt(2, 81)]
+        if policy == "write_through":
+            prompts = [np.concatenate(prompts)]
+        for n, tokens in enumerate(prompts):
+            serve(engine, f"r{n}", tokens, model)
+        if policy == "write_back":
+            with engine.acquire(CacheRequest("a", prompt(8, 256))), engine.acquire(CacheRequest("b", prompt(9, 256))):
+                engine.check()
+        on_host = [[key in index for key in page_keys(engine, tokens)] for tokens in reversed(prompts)]
+        num_pages = index.pool.num_pages
+        assert 10 < num_pages < 20
+        assert [held for of_prompt in on_host for held in of_prompt] == [n < num_pages for n in range(20)]
+        for component in engine.inspect.context.components:
+            names = engine.inspect.context.tree.names
+            assert {*component.index} <= {*names.of_component(component.name, [*index])}
+        settled(engine)
+
+
+def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
+    """Where a full page finds no second place on the host, its window is not kept there, which does."""
+    sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "kv_packing": "4"}
+    with build_engine(config(**sizes, **PACKABLE), WIDER["window"]) as engine:
+        full, names = engine.inspect.context.full.index, engine.inspect.context.tree.names
+        serve(engine, "a", prompt(1, 49), WIDER["window"])
+        locked = full.runs_of([*full])
+        full.lock(locked)
+        with engine.acquire(CacheRequest("b", prompt(2, 65))) as lease:
+            prefill(engine, lease, prompt(2, 65), WIDER["window"])
+        engine.flush()
+        full.unlock(locked)
+        assert engine.stats()["packing.dropped_pages"] > 0
+        windows = engine.inspect.context.by_name[SWA].index
+        assert {*windows} <= {*names.of_component(SWA, [*full])}
+        settled(engine)
+
+
 def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
     """Of a full host, the prompt of the request that ended last stays, whenever it came."""
     with build_engine(config(device_tokens=512, host_bytes=15 * 8 * 192), FULL) as engine:
@@ -263,6 +310,39 @@ def test_a_state_that_the_prefix_does_not_keep_makes_room(mamba_size: int, runs_
             with engine.acquire(CacheRequest("next", first)) as lease:
                 assert lease.cached_len == 40
                 verify(engine, lease, first, 40, STATES)
+        settled(engine)
+
+
+@pytest.mark.parametrize("model", WITH_COMPONENTS)
+def test_what_the_device_has_in_front_of_a_load_makes_room(model: ModelGeometry) -> None:
+    """A prefix whose end comes from the host needs no window or state of the part that the device has: where the rest
+    fits with these alone, the request is admitted."""
+    one = prompt(1, 121)
+    with build_engine(config(device_tokens=512, mamba_size=4, max_requests=2), model) as engine:
+        serve(engine, "a", one, model, chunk=40)
+        engine.reset(("device",))
+        with engine.acquire(CacheRequest("b", one[:41], max_cached_tokens=0)) as lease:
+            prefill(engine, lease, one[:41], model)
+        engine.flush()
+        running = engine.acquire(CacheRequest("runs", prompt(3, 9), reserve_tokens=0))
+        tokens = np.concatenate([one[:120], prompt(2, 80)])
+        with engine.acquire(CacheRequest("next", tokens, reserve_tokens=72)) as lease:
+            assert (lease.hit.device, lease.hit.host) == (40, 80)
+            verify(engine, lease, tokens, 120, model)
+        engine.release(running)
+        settled(engine)
+
+
+def test_what_lies_before_the_last_window_makes_room() -> None:
+    """Of a node that the last window of a prefix begins in, what is in front of that leaves where it is in the way."""
+    sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 0, "page_size": 8}
+    with build_engine(config(**sizes), WINDOWS) as engine:
+        one = prompt(1, 193)
+        serve(engine, "a", one, WINDOWS, chunk=64)
+        tokens = np.concatenate([one[:184], prompt(2, 80)])
+        with engine.acquire(CacheRequest("b", tokens, reserve_tokens=72)) as lease:
+            assert lease.cached_len == 184
+            verify(engine, lease, tokens, 184, WINDOWS)
         settled(engine)
 
 

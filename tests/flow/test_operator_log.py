@@ -39,9 +39,9 @@ def test_a_host_pool_that_is_too_small(caplog: pytest.LogCaptureFixture) -> None
         for seed in range(3):
             serve(engine, f"r{seed}", prompt(seed))
             engine.flush()
-        assert engine.stats()["backup.skipped_tokens"] == 3 * 64
+        assert engine.stats()["backup.skipped_tokens"] == 3 * 40
     (line,) = lines(caplog, "not backed up")
-    assert line.startswith("64 tokens") and "3 host pages" in line and "host_bytes" in line
+    assert line.startswith("40 tokens") and "3 host pages" in line and "host_bytes" in line
 
 
 def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,4 +1,4 @@
-"""Only a use is a use: copies of what is cached change nothing about what is evicted next."""
+"""What is known of how often a prompt is used: only a use is one, and it goes with the pages from tier to tier."""
 
 from __future__ import annotations
 
@@ -6,16 +6,28 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
-from toy_model import GEOMETRY, config
+from stepped_transfer import SteppedTransfers
+from toy_model import GEOMETRY, config, prompt, settled
+
+PAGE_BYTES = 8 * 192
 
 
 def held(engine: CacheEngine, tokens: np.ndarray) -> int:
     return engine.lookup(tokens).device
 
 
-def compute(engine: CacheEngine, name: str, tokens: np.ndarray) -> None:
-    with engine.acquire(CacheRequest(name, tokens)) as lease:
+def compute(engine: CacheEngine, name: str, tokens: np.ndarray, **hints: object) -> None:
+    with engine.acquire(CacheRequest(name, tokens, **hints)) as lease:  # type: ignore[arg-type]
         engine.commit(lease, tokens)
+
+
+def empty_device(engine: CacheEngine) -> None:
+    """What is left there after two prompts that fill it, which are not computed, goes too."""
+    engine.flush()
+    with engine.acquire(CacheRequest("a", prompt(98, 256))), engine.acquire(CacheRequest("b", prompt(99, 256))):
+        engine.flush()
+    assert engine.reset(("device",))
+    engine.check()
 
 
 @pytest.mark.parametrize("policy", ["write_back", "write_through"])
@@ -31,3 +43,50 @@ def test_what_was_used_last_goes_last(policy: str) -> None:
             engine.flush()
             engine.check()
         assert held(engine, hot) == 48 and held(engine, cold) < 48
+
+
+@pytest.mark.parametrize("policy", ["lfu", "slru"])
+def test_uses_go_to_the_host_with_what_leaves_the_device(policy: str) -> None:
+    """A prompt that was used often, and then leaves the device, stays on the host longer than one that came after
+    it."""
+    sizes = {"host_bytes": 15 * PAGE_BYTES, "eviction_policy": policy, "write_policy": "write_back"}
+    with build_engine(config(**sizes), GEOMETRY) as engine:
+        often, once = prompt(1, 57), prompt(2, 57)
+        for n in range(20):
+            compute(engine, f"often{n}", often)
+        compute(engine, "once", once)
+        compute(engine, "x", prompt(3, 121))  # both leave the device for the host, which is full now
+        compute(engine, "y", prompt(4, 53))  # seven pages of x follow them
+        assert (engine.lookup(often).host, engine.lookup(once).host) == (56, 8)
+        settled(engine)
+
+
+@pytest.mark.parametrize("way", ["landed", "in flight", "divided in flight", "used before", "evicted later"])
+def test_what_is_said_of_later_uses_holds_on_the_host(way: str) -> None:
+    """Of two prompts the host keeps that which will be asked for again, and evicts first that which will not, whether
+    their pages were there when the caller said so, on their way, or come when the device evicts them."""
+    policy = "write_back" if way == "evicted later" else "write_through"
+    sizes = {"device_tokens": 512, "host_bytes": 31 * PAGE_BYTES, "eviction_policy": "auto", "write_policy": policy}
+    engine = build_engine(config(**sizes), GEOMETRY)
+    SteppedTransfers(engine)
+    with engine:
+        again, ended = prompt(1, 81), prompt(2, 81)  # ten pages each, of thirty
+        for name, tokens, num_uses in (("again", again, 5), ("ended", ended, 0)):
+            if way == "used before":
+                compute(engine, f"{name} before", tokens[:41])
+                engine.flush()
+            lease = engine.acquire(CacheRequest(name, tokens, expected_uses=num_uses))
+            engine.commit(lease, tokens)
+            if way == "landed":
+                engine.flush()
+            if way == "divided in flight":
+                compute(engine, f"{name} in part", np.concatenate([tokens[:40], prompt(3, 9)]))
+            engine.release(lease)
+            engine.flush()
+            engine.check()
+        for n in range(2):
+            empty_device(engine)
+            compute(engine, f"next{n}", prompt(4 + n, 117))  # fourteen pages
+        empty_device(engine)
+        assert engine.lookup(again).host == 80 and engine.lookup(ended).host <= 40
+        settled(engine)

@@ -28,7 +28,7 @@ from waiting import eventually
 
 class Listening(EngineFuzz):
     """A history whose events go to `stream`, with a small store in its folder. `index`: the router's view before the
-    engine was closed; `on_disk`: what its store held then."""
+    engine was closed; `in_memory`, `on_disk`: what its tiers held then."""
 
     def __init__(self, kind: str, seed: int, folder: Path) -> None:
         self.stream = folder / "events.jsonl"
@@ -47,7 +47,7 @@ class Listening(EngineFuzz):
         eventually(lambda: disk.poll() or not (disk.reads.under_way or disk.writes.under_way))
         self.engine.flush()
         _wait_until_written(self.engine)
-        self.index = BlockIndex()
+        self.in_memory, self.index = in_memory(self.engine), BlockIndex()
         for batch in read_lines(self.stream):
             self.index.apply(batch.events)
         store = self.faults.stores[-1]
@@ -83,7 +83,7 @@ def test_a_router_holds_what_the_tiers_hold_after_any_history(kind: str, seed: i
 
 def _same(history: Listening) -> None:
     tree, index = history.engine.inspect.context.tree, history.index
-    held = in_memory(history.engine)
+    held = history.in_memory
     assert index.held["GPU"] == held["GPU"].keys() and index.held["CPU"] <= held["CPU"].keys()
     assert not any(_is_known(index, held["CPU"][name]) for name in held["CPU"].keys() - index.held["CPU"])
     for node in tree.nodes():

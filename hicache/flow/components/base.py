@@ -157,8 +157,9 @@ class CacheComponent(ABC):
     def refuse_impossible(self, request: CacheRequest) -> None:  # noqa: B027
         """Raise PromptTooLong where the request can never fit."""
 
-    def trim(self, node: TreeNode) -> None:  # noqa: B027
-        """Split nodes above `node` such that no more than needed is kept for a prefix that ends there."""
+    def trim(self, node: TreeNode, ahead: int = 0) -> None:  # noqa: B027
+        """Split nodes above `node` such that no more than needed is kept for a prefix that ends `ahead` tokens behind
+        it. Before that is locked: of a locked node both halves stay."""
 
     @abstractmethod
     def needed(self, admission: Admission) -> int:

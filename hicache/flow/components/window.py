@@ -83,10 +83,10 @@ class SlidingWindow(CacheComponent):
     def count_eviction(self, node: TreeNode) -> None:
         self._evicted.value += node.num_tokens
 
-    def trim(self, node: TreeNode) -> None:
-        required = self.tree_component.required_nodes(node)
-        surplus = sum(node.num_tokens for node in required) - self.tree_component.window
-        if surplus >= self.page_size:
+    def trim(self, node: TreeNode, ahead: int = 0) -> None:
+        required = self.tree_component.required_nodes(node, ahead)
+        surplus = sum(node.num_tokens for node in required) + ahead - self.tree_component.window
+        if required and surplus >= self.page_size:
             self.tree.split_prefix(required[-1], surplus // self.page_size * self.page_size)
 
     def refuse_impossible(self, request: CacheRequest) -> None:

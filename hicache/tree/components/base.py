@@ -56,14 +56,15 @@ class TreeComponent(ABC):
         """Whether no match can end in a leaf any more, since it lacks this component."""
         return not leaf.has(self.name)
 
-    def nodes_to_lock(self, node: TreeNode) -> Iterable[TreeNode]:
-        """The nodes that a lock at `node` is counted on."""
-        return self.required_nodes(node)
+    def nodes_to_lock(self, node: TreeNode, ahead: int) -> Iterable[TreeNode]:
+        """The nodes that a lock at `node` is counted on. `ahead`: tokens that are to come behind `node` before the end
+        of the prefix that it is for, whose value at `node` nobody needs then."""
+        return () if ahead and self.at_node_end else self.required_nodes(node)
 
-    def nodes_to_unlock(self, node: TreeNode) -> Iterable[TreeNode]:
+    def nodes_to_unlock(self, node: TreeNode, ahead: int) -> Iterable[TreeNode]:
         """The nodes that a lock at `node` was counted on, with the parts that were split off them since."""
-        return self.required_nodes(node)
+        return self.nodes_to_lock(node, ahead)
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode) -> tuple[list[TreeNode], list[TreeNode]]:
-        """Nodes to lock and nodes to unlock where a lock at `old` becomes one at `new`."""
-        return list(self.nodes_to_lock(new)), list(self.nodes_to_unlock(old))
+    def nodes_to_move(self, old: TreeNode, new: TreeNode, ahead: int) -> tuple[list[TreeNode], list[TreeNode]]:
+        """Nodes to lock and nodes to unlock where a lock at `old`, with `ahead`, becomes one at `new`."""
+        return list(self.nodes_to_lock(new, 0)), list(self.nodes_to_unlock(old, ahead))

@@ -28,16 +28,13 @@ class FullComponent(TreeComponent):
     def required_nodes(self, node: TreeNode) -> Iterator[TreeNode]:
         return node.climb()
 
-    def nodes_to_lock(self, node: TreeNode) -> list[TreeNode]:
-        return node.path()
-
-    def nodes_to_unlock(self, node: TreeNode) -> list[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
         return node.path()
 
     def is_evictable(self, node: TreeNode) -> bool:
         return not node.children
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode) -> tuple[list[TreeNode], list[TreeNode]]:
+    def nodes_to_move(self, old: TreeNode, new: TreeNode, ahead: int) -> tuple[list[TreeNode], list[TreeNode]]:
         """The nodes between the two where `new` continues `old`: the cost of a chunk, not of its prompt."""
         between: list[TreeNode] = []
         node = new

@@ -31,25 +31,27 @@ class SwaComponent(TreeComponent):
 
     def __init__(self, window: int, page_size: int) -> None:
         self.window, self._page_size = window, page_size
-        # Tokens that each lock at a node was counted over. They are the same however the nodes were split since.
-        self._locked_tokens: dict[TreeNode, list[int]] = {}
+        # Tokens that each lock at a node, and its `ahead`, was counted over. They are the same however the nodes were
+        # split since.
+        self._locked_tokens: dict[tuple[TreeNode, int], list[int]] = {}
 
     def new_walk(self) -> MatchWalk:
         return _Window(self.window)
 
-    def required_nodes(self, node: TreeNode) -> list[TreeNode]:
-        return last_nodes(node, self.window)
+    def required_nodes(self, node: TreeNode, ahead: int = 0) -> list[TreeNode]:
+        """`ahead`: see `nodes_to_lock`."""
+        return last_nodes(node, self.window - ahead)
 
-    def nodes_to_lock(self, node: TreeNode) -> list[TreeNode]:
-        nodes = self.required_nodes(node)
-        self._locked_tokens.setdefault(node, []).append(sum(required.num_tokens for required in nodes))
+    def nodes_to_lock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
+        nodes = self.required_nodes(node, ahead)
+        self._locked_tokens.setdefault((node, ahead), []).append(sum(required.num_tokens for required in nodes))
         return nodes
 
-    def nodes_to_unlock(self, node: TreeNode) -> list[TreeNode]:
-        locks = self._locked_tokens[node]
+    def nodes_to_unlock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
+        locks = self._locked_tokens[node, ahead]
         num_tokens = locks.pop()
         if not locks:
-            del self._locked_tokens[node]
+            del self._locked_tokens[node, ahead]
         return last_nodes(node, num_tokens)
 
     def surplus_tokens(self, node: TreeNode) -> int:

@@ -1,0 +1,123 @@
+"""What an orderly stop takes to the stores: what the write policy promised, and the device alone has.
+
+The beginnings of all prompts go before their ends, so that what a store has can be read, whatever ends this before it
+is done and however little the store has room for. Nobody needs the host any more: it is emptied before each batch, when
+the stores have what was there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
+
+from hicache.flow.backup import Backup, Unsaved
+from hicache.flow.components import CacheComponent
+from hicache.flow.context import EngineContext
+from hicache.flow.persist import Persist
+from hicache.host import NewPages, rest_keys
+from hicache.stores.tier import StoreTier
+from hicache.tiers import FULL, Component
+from hicache.tree.node import TreeNode
+
+log = logging.getLogger(__name__)
+
+_PIECE_PAGES, _ANSWER_S = 16, 5.0
+_HOST_PARTS, _STORE_PARTS = 2, 8  # a batch takes one of them: raw pages have two places; what a put evicts is no head
+
+
+class _Piece(NamedTuple):
+    """Pages of one component of `node`, as one `Unsaved`."""
+
+    node: TreeNode
+    unsaved: Unsaved
+
+    @property
+    def pages(self) -> NewPages:
+        return self.unsaved.pages[0]
+
+
+def store_promised(
+    context: EngineContext, backup: Backup, persists: Sequence[Persist], settle: Callable[[], bool]
+) -> None:
+    """Nothing is under way, and no lease is held. `settle`: lands what is under way, and says whether all of it has."""
+    for persist in persists:
+        persist.send_again()
+    tiers = [context.stores[persist.into] for persist in persists]
+    pieces = [piece for node in _promised(context) for piece in _pieces(backup, node, _limits(context, tiers))]
+    pieces.sort(key=lambda piece: (piece.pages.first, -piece.node.last_access_time))
+    full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
+    is_settled = settle()
+    for batch in _batches(pieces, _limits(context, tiers)) if is_settled else ():
+        for component in context.components:
+            component.index.clear()
+        backup.save([piece.unsaved for piece in reversed(batch)])
+        if not settle():
+            break
+        for piece in batch:
+            component, keys = piece.unsaved.component, piece.pages.keys
+            (full_keys if component.name == FULL else others).extend(keys)
+            if component.index.num_raw:
+                others += rest_keys(key for run in component.index.runs_of(keys) for key in run.rest)
+        num_left -= len(batch)
+        kept = [_keeps(tier, full_keys, others) for tier in tiers]
+        if not any(kept):
+            break
+    if num_left:
+        log.warning("the stores take no more: %d of %d parts of prompts are not stored", num_left, len(pieces))
+
+
+def _promised(context: EngineContext) -> Iterator[TreeNode]:
+    """The nodes that would be copied, had the host room: parents first."""
+    policy, waiting = context.write_policy, list(context.tree.root.children.values())
+    while waiting:
+        node = waiting.pop()
+        if policy.at_eviction or policy.wants(node):
+            yield node
+            waiting += node.children.values()
+
+
+def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Component, int]:
+    """Pages of each component in one batch."""
+    budgets = [budget for tier in tiers if (budget := tier.stats().budget_bytes)]
+
+    def limit(component: CacheComponent) -> int:
+        of_stores = [budget // component.host.page_bytes // _STORE_PARTS for budget in budgets]
+        return max(1, min(component.host.num_pages // _HOST_PARTS, *of_stores, component.host.num_pages))
+
+    return {component.name: limit(component) for component in context.components}
+
+
+def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Iterator[_Piece]:
+    """What the host lacks of `node`. Of a window or state its full pages may be in the stores already."""
+    for component, pages, values in backup.unsaved(node):
+        most = min(_PIECE_PAGES, limits[component.name])
+        for new, value in zip(pages, values, strict=True):
+            about = new.about if component.name == FULL else None
+            for start in range(0, len(new.keys), most):
+                before = new.keys[start - 1] if start else new.before
+                keys, first, place = new.keys[start : start + most], new.first + start, new.place + start
+                piece = new._replace(keys=keys, before=before, first=first, place=place, about=about)
+                yield _Piece(node, Unsaved(component, [piece], [value]))
+
+
+def _batches(pieces: Sequence[_Piece], limits: dict[Component, int]) -> Iterator[list[_Piece]]:
+    batch, held = list[_Piece](), Counter[Component]()
+    for piece in pieces:
+        name, num_pages = piece.unsaved.component.name, len(piece.pages.keys)
+        if held[name] + num_pages > limits[name]:
+            yield batch
+            batch, held = [], Counter()
+        batch.append(piece)
+        held[name] += num_pages
+    if batch:
+        yield batch
+
+
+def _keeps(tier: StoreTier, full_keys: Sequence[bytes], others: Sequence[bytes]) -> bool:
+    """Whether the store has all of them, so that it may take more. What came first counts as used last: it is evicted
+    last."""
+    tier.used([*full_keys, *others])
+    found = None if tier.writes.refuses() else tier.find(full_keys, _ANSWER_S)
+    return not tier.writes.refuses() and (found is None or found.num_pages == len(full_keys))
