@@ -90,15 +90,19 @@ def _warn_of_refusal(why: str) -> None:
 
 def _file_without_name(num_bytes: int) -> int:
     """Its memory is taken at once: what is not there when it is touched would end the process (SIGBUS)."""
-    descriptor, path = tempfile.mkstemp(prefix="hicache-", dir=_SHARED_FOLDER)
-    try:
-        os.unlink(path)
-        if num_bytes:
-            os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        os.close(descriptor)
-        what = f"{_SHARED_FOLDER} has no room for {num_bytes} bytes; enlarge it (docker run --shm-size)"
-        raise OSError(error.errno, f"{error.strerror}: {what}") from error
+    with contextlib.ExitStack() as undone:
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="hicache-", dir=_SHARED_FOLDER)
+            undone.callback(os.close, descriptor)
+            os.unlink(path)
+            for start in range(0, num_bytes, HUGE_PAGE_BYTES):
+                os.pwrite(descriptor, bytes(min(HUGE_PAGE_BYTES, num_bytes - start)), start)
+        except OSError as error:
+            what = f"memfd_create is refused, and {_SHARED_FOLDER} has no room for {num_bytes} bytes"
+            raise OSError(
+                error.errno, f"{error.strerror}: {what}; allow the one, or enlarge the other (docker run --shm-size)"
+            ) from error
+        undone.pop_all()
     return descriptor
 
 

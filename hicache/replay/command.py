@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
@@ -23,6 +22,7 @@ from hicache.replay.report import require_report_packages, result_rows, write_re
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
+from hicache.storage.memory import usable_cpus
 
 UNLIMITED = "unlimited"
 _TIERS = ("device", "host", "disk")
@@ -61,7 +61,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_node_flags(parser)
     _add_cost_flags(parser)
     parser.add_argument(
-        "--processes", type=as_flag(_COUNT), default=len(os.sched_getaffinity(0)), metavar="N",
+        "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
         help="replays beside each other (default: one a processor)",
     )  # fmt: skip
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")

@@ -65,11 +65,10 @@ class State(enum.IntEnum):
 
 
 class StoreClient:
-    """See the module. `open` before use.
-
-    `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each may be under way. `in_process`: a
-    thread of this process serves the store, so pages may lie anywhere. `times_lost`: how often the process ended or
-    said nothing. `note`: what `keep` left with the store, once it is open. `clock`: seconds, that of deadlines.
+    """See the module. `open` before use. `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each
+    may be under way. `in_process`: a thread of this process serves the store, so pages may lie anywhere. `times_lost`:
+    how often the process ended or said nothing. `note`: what `keep` left with the store, once it is open. `clock`:
+    seconds, that of deadlines.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ from hicache.storage.process.jobs import (
     WriteDone,
     WriteJob,
 )
-from hicache.storage.process.settings import ServiceSettings as ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
@@ -106,7 +106,7 @@ class StoreService:
         """Of the store; those before, where it raises."""
         try:
             stats = self.store.stats()
-            _require_numbers(stats)
+            tuple(map(int, dataclasses.astuple(stats)))  # which raises for what is no number
             self._stats, self._stats_fail = stats, False
         except Exception:
             if not self._stats_fail:
@@ -366,12 +366,6 @@ def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
     if len(found) != len(asked):
         raise StoreError(f"a store was asked about {len(asked)} pages, and gave {len(found)} answers")
     return found
-
-
-def _require_numbers(stats: StoreStats) -> None:
-    """TypeError or ValueError where a store counts something else than numbers."""
-    for number in dataclasses.astuple(stats):
-        int(number)
 
 
 def _emptied(store: PageStore) -> bool:
