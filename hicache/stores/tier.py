@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from hicache.config.settings import SOCKET
 from hicache.metrics import Metrics, MetricType
 from hicache.storage.base import PageStore
 from hicache.storage.owner import OwnerProcess
@@ -20,7 +21,6 @@ from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.storage.process.transports import InlineServer, OwnProcess, ServedSocket, Transport
 
 JOB_PAGES = 8
-SOCKET = "unix:"
 
 _PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "process_state": ("gauge", "the store process: 0 open, 1 opening its store, 2 lost"),

@@ -138,7 +138,7 @@ class ServedSocket(Transport):
             connected.close()
             command = f"hicache store serve URL --socket {self._path}"
             raise StoreUnavailable(
-                f"nothing serves a store at {self._path} ({error.strerror}); start `{command}`"
+                f"nothing serves a store at {self._path} ({error.strerror or error}); start `{command}`"
             ) from error
         if uid != os.getuid():
             connected.close()
