@@ -24,7 +24,7 @@ from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, 
 from hicache.errors import ConfigError
 from hicache.storage import PageCipher, PageFormat
 from hicache.storage.base import is_lasting, opening_error
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import is_store_name, store_name

@@ -16,7 +16,8 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.process.frames import VERSION
 from hicache.storage.process.health import Limits
-from hicache.storage.process.service import ServiceSettings, StoreService
+from hicache.storage.process.service import StoreService
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import store_name
 from hicache.storage.urls import open_store

@@ -35,7 +35,7 @@ from hicache.storage.process import frames
 from hicache.storage.process.frames import Kind
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
 from hicache.stores import open_tier
 from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
