@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.common import BenchUnavailable
+from hicache.monitoring.loopback import opener_for
 from hicache.storage.mooncake_client import load_mooncake
 
 PATIENCE_S = 60.0
@@ -188,7 +189,7 @@ class S3Server(Server):
     def _request(self, method: str, path: str, body: bytes | None = None) -> bytes:
         headers = {"Authorization": "AWS4-HMAC-SHA256 Credential=testing/20260101/us-east-1/s3/aws4_request"}
         request = urllib.request.Request(self.endpoint + path, body, headers, method=method)
-        with urllib.request.urlopen(request, timeout=PATIENCE_S) as answer:
+        with opener_for(request.full_url).open(request, timeout=PATIENCE_S) as answer:
             return bytes(answer.read())
 
 

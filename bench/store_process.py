@@ -32,7 +32,7 @@ from hicache.bench.common import Report
 from hicache.storage import PageFilter, PageFormat
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import PageRows, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, open_tier
 

@@ -7,6 +7,7 @@ rich where a table or a bar is made: the command line must take Ctrl-C while it 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import math
 import os
@@ -16,6 +17,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, TypeAlias
+from urllib.parse import unquote
 
 from hicache.errors import ConfigError
 
@@ -30,6 +32,7 @@ NONE = "-"  # of a figure that is not known
 _NO_TERMINAL_COLUMNS = 1_000  # nothing folds the lines of a file or a pipe
 _NAME_COLUMNS = 20  # which a narrow terminal leaves to the names
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
+_URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
 _MAX_SHOWN = 80
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
 _DECIMAL = ("", "k", "M", "G", "T")
@@ -194,6 +197,42 @@ def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
     with Progress(*parts, console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(what, total=None)
         yield lambda done, total: bars.update(task, completed=done, total=total)
+
+
+def path_text(given: object) -> str:
+    """The path that a user wrote, as text: `~` is a home, file:///path a path, and bytes that are no UTF-8 stay what
+    they are. ConfigError, which says why, for what is no path."""
+    text = os.fspath(given) if isinstance(given, os.PathLike) else given
+    if not isinstance(text, str):
+        raise ConfigError("must be text")
+    if scheme := _URL.match(text):
+        host, slash, rest = text[scheme.end() :].partition("/")
+        if scheme[1].lower() != "file" or host not in ("", "localhost") or not slash:
+            raise ConfigError("is a URL and no path of this machine")
+        text = unquote(f"/{rest}", errors="surrogateescape")
+    home = os.path.expanduser(text)
+    if home == text and text.startswith("~") and not os.path.lexists(text):
+        raise ConfigError("begins with ~ and names no home; write ./~ for a file of that name")
+    try:
+        is_path = "\0" not in os.fsdecode(os.fsencode(home))
+    except UnicodeEncodeError:
+        is_path = False
+    if not is_path:
+        raise ConfigError("is not a path")
+    return home
+
+
+def path_flag(text: str) -> str:
+    """The same, as the `type` of a flag."""
+    try:
+        return path_text(text)
+    except ConfigError as error:
+        raise argparse.ArgumentTypeError(f"{text!a} {error}") from None
+
+
+def path_of(text: str) -> Path:
+    """The same as a path, as the `type` of a flag."""
+    return Path(path_flag(text))
 
 
 def read_text(path: Path) -> str:

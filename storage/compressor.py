@@ -6,7 +6,6 @@ behind compresses less, but only where it waits for compression: where the disk 
 
 from __future__ import annotations
 
-import os
 from collections import deque
 from collections.abc import Generator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -14,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from hicache.storage.base import PageBuffer
 from hicache.storage.codec import PageCodecs
 from hicache.storage.header import HeaderAndPayload
-from hicache.storage.memory import aligned_from_heap
+from hicache.storage.memory import aligned_from_heap, usable_cpus
 
 # zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
 _MAX_THREADS, _SHARE_OF_CORES = 8, 2
@@ -27,7 +26,7 @@ class PageCompressor:
 
     def __init__(self, codecs: PageCodecs, ahead_bytes: int) -> None:
         self._codecs, self._ahead_bytes = codecs, ahead_bytes
-        num_threads = min(_MAX_THREADS, max(2, len(os.sched_getaffinity(0)) // _SHARE_OF_CORES))
+        num_threads = min(_MAX_THREADS, max(2, len(usable_cpus()) // _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hicache-disk-compress")
         self._waits_share = 0.0  # of the last pages
 

@@ -10,11 +10,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import functools
 import logging
 import os
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -22,6 +23,8 @@ from hicache.storage.base import StoreError, StoreLocked, opening_error
 
 log = logging.getLogger("hicache.storage")
 
+# Calls that a file system, an old kernel or the seccomp profile of a container does not know.
+REFUSALS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM})
 STORE_FILE, INDEX_FILE, LOCK_FILE = "store.json", "index.mdb", "writer.lock"
 NEW_SUFFIX = ".new"
 PRIVATE_FOLDER_MODE, PRIVATE_FILE_MODE = 0o700, 0o600
@@ -41,12 +44,32 @@ def slots_files(path: Path) -> list[Path]:
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames in `path` survive a power failure."""
+    """Make renames in `path` survive a power failure, where its file system can."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        os.fsync(descriptor)
+        synced(os.fsync, descriptor, path)
     finally:
         os.close(descriptor)
+
+
+def synced(call: Callable[[int], None], descriptor: int, path: Path) -> None:
+    """Call fsync or fdatasync on something in the folder `path`, or on the folder itself. Where the file system, or a
+    container, knows no such call, one warning says so. OSError where the disk fails."""
+    try:
+        call(descriptor)
+    except OSError as error:
+        if error.errno not in REFUSALS:
+            raise
+        _warn_of_no_sync(str(path), error.strerror)
+
+
+@functools.cache
+def _warn_of_no_sync(path: str, why: str) -> None:
+    """Once."""
+    log.warning(
+        "the file system of %s cannot be told to write to its disk (%s): a power failure may cost what was stored last",
+        path, why,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -57,7 +80,7 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
     with open(new, "w+b", opener=open_private) as written:
         yield written
         written.flush()
-        os.fsync(written.fileno())
+        synced(os.fsync, written.fileno(), file.parent)
     new.replace(file)
     sync_directory(file.parent)
 
@@ -109,7 +132,14 @@ class WriterLock:
             try:
                 fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 return
-            except BlockingIOError:
+            except OSError as error:
+                if error.errno in (*REFUSALS, errno.ENOLCK):
+                    raise StoreError(
+                        f"the file system of {self._path} has no locks ({error.strerror}), so nothing would keep "
+                        "another process from writing there; choose a path on another one, or mount it with locks"
+                    ) from error
+                if not isinstance(error, BlockingIOError):
+                    raise
                 if not os.fstat(self._descriptor).st_size or time.monotonic() > until_s:
                     raise
                 time.sleep(_LOOK_S)

@@ -32,6 +32,7 @@ import xxhash
 
 from hicache.storage.directory import replacing
 from hicache.storage.header import HEADER_BYTES
+from hicache.storage.memory import memory_file
 from hicache.storage.records import FORMAT
 from hicache.storage.slot_file import SlotLength
 
@@ -169,7 +170,7 @@ class Index:
     def __init__(self, budget_bytes: int, memory: int | None = None) -> None:
         """`budget_bytes` of the store: the index needs less than a page's share of it for each page. `memory`:
         descriptor of a memfd with the index; it is an empty one without."""
-        descriptor = os.memfd_create("hicache-index") if memory is None else os.dup(memory)
+        descriptor = memory_file("hicache-index") if memory is None else os.dup(memory)
         try:
             self._env = lmdb.open(
                 f"/proc/self/fd/{descriptor}",
@@ -196,7 +197,7 @@ class Index:
     @classmethod
     def open_sealed(cls, file: Path, budget_bytes: int) -> Index | None:
         """A copy of the index in a file; None if there is none, or it is not what was sealed."""
-        with open(os.memfd_create("hicache-index"), "wb") as memory:
+        with open(memory_file("hicache-index"), "wb") as memory:
             try:
                 with open(file, "rb") as source:
                     if _copied(source, os.fstat(source.fileno()).st_size - _SEAL_BYTES, memory) != source.read():

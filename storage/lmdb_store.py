@@ -93,10 +93,10 @@ class LmdbPageStore(PageReads):
                 files, self._corrupt, self._counters, self._note_removed, shares_budget=shares_budget
             )
             files.record_settings()
+            self._compressor = PageCompressor(codecs, commit_bytes(budget_bytes))
         except BaseException:
             files.close(is_whole=False)
             raise
-        self._compressor = PageCompressor(codecs, commit_bytes(budget_bytes))
 
     @property
     def note(self) -> bytes:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
+import functools
+import logging
 import mmap
 import os
 import queue
+import tempfile
 import threading
 from collections.abc import Iterator
 
@@ -13,11 +17,14 @@ import numpy as np
 
 from hicache.storage.base import PageBuffer
 
+log = logging.getLogger(__name__)
+
 ALIGNMENT = 4096  # bytes: offset, length and memory of an O_DIRECT read; sufficient for every common disk
 # Buffers up to this size are kept for the next value: page-faulting fresh memory costs more than copying a small value.
 # A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
 MAX_KEPT_BYTES = 64 << 20
 HUGE_PAGE_BYTES = 2 << 20
+_SHARED_FOLDER = "/dev/shm"
 
 
 def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT) -> int:
@@ -49,6 +56,64 @@ def aligned_from_heap(num_bytes: int) -> memoryview:
     return memory[-memory.ctypes.data % ALIGNMENT :][: round_up(num_bytes)].data
 
 
+def memory_file(name: str, num_bytes: int = 0) -> int:
+    """A descriptor of a new file of zeros that lies in memory. With `num_bytes` it has so many, and can become no
+    shorter, so that whoever maps it may touch all of it. OSError where there is no such memory.
+
+    Where memfd_create is refused, as by old seccomp profiles, the file lies in /dev/shm, whose size bounds it.
+    """
+    try:
+        descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except (OSError, AttributeError) as error:
+        _warn_of_refusal(str(error))
+        return _file_without_name(num_bytes)
+    try:
+        if num_bytes:
+            os.ftruncate(descriptor, num_bytes)
+            with contextlib.suppress(OSError):  # a kernel without seals
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+@functools.cache
+def _warn_of_refusal(why: str) -> None:
+    """Once."""
+    log.warning(
+        "memfd_create is refused here (%s): shared memory is taken from %s; allow it in the container's seccomp "
+        "profile, or make %s as large as the host tier",
+        why, _SHARED_FOLDER, _SHARED_FOLDER,
+    )  # fmt: skip
+
+
+def _file_without_name(num_bytes: int) -> int:
+    """Its memory is taken at once: what is not there when it is touched would end the process (SIGBUS)."""
+    with contextlib.ExitStack() as undone:
+        try:
+            descriptor, path = tempfile.mkstemp(prefix="hicache-", dir=_SHARED_FOLDER)
+            undone.callback(os.close, descriptor)
+            os.unlink(path)
+            for start in range(0, num_bytes, HUGE_PAGE_BYTES):
+                os.pwrite(descriptor, bytes(min(HUGE_PAGE_BYTES, num_bytes - start)), start)
+        except OSError as error:
+            what = f"memfd_create is refused, and {_SHARED_FOLDER} has no room for {num_bytes} bytes"
+            raise OSError(
+                error.errno, f"{error.strerror}: {what}; allow the one, or enlarge the other (docker run --shm-size)"
+            ) from error
+        undone.pop_all()
+    return descriptor
+
+
+def usable_cpus() -> set[int]:
+    """The CPUs that this process may run on; all, where the kernel does not tell."""
+    try:
+        return os.sched_getaffinity(0)
+    except OSError:
+        return set(range(os.cpu_count() or 1))
+
+
 class _Buffer:
     """Memory for one value after the other."""
 
@@ -78,7 +143,7 @@ class CoreScratch:
 
     def __init__(self) -> None:
         self._free: queue.LifoQueue[_Buffer] = queue.LifoQueue()
-        for _ in os.sched_getaffinity(0):
+        for _ in usable_cpus():
             self._free.put(_Buffer())
 
     @contextlib.contextmanager

@@ -31,7 +31,7 @@ import numpy as np
 import xxhash
 
 from hicache.storage.base import PageBuffer
-from hicache.storage.directory import open_private, slots_file, slots_files, sync_directory
+from hicache.storage.directory import REFUSALS, open_private, slots_file, slots_files, sync_directory, synced
 from hicache.storage.header import HEADER_BYTES
 from hicache.storage.memory import ALIGNMENT, Scratch, aligned_buffer, round_up
 
@@ -193,9 +193,16 @@ class SlotFile:
             self._write([_NO_BLOCK], slot)
 
     def allocate(self, slots: Iterable[int]) -> None:
-        """Take disk space for slots, in ascending order."""
+        """Take disk space for slots, in ascending order; where that is refused, each write takes its own."""
+        descriptor = self._file.fileno()
         for run in runs(slots, int):
-            os.posix_fallocate(self._file.fileno(), run[0] * self.slot_bytes, len(run) * self.slot_bytes)
+            start, num_bytes = run[0] * self.slot_bytes, len(run) * self.slot_bytes
+            try:
+                os.posix_fallocate(descriptor, start, num_bytes)
+            except OSError as error:
+                if error.errno not in REFUSALS:
+                    raise
+                os.ftruncate(descriptor, max(os.fstat(descriptor).st_size, start + num_bytes))
 
     def punch(self, slots: Iterable[int]) -> bool:
         """Give the disk space of slots back, in ascending order; False if the file system has no holes: then they only
@@ -217,7 +224,7 @@ class SlotFile:
         """Return when everything written before is on disk; any thread."""
         num_writes = self._num_writes
         if num_writes > self._num_synced:
-            os.fdatasync(self._file.fileno())
+            synced(os.fdatasync, self._file.fileno(), self._data.parent)
             self._num_synced = num_writes
 
     def _punch(self, offset: int, num_bytes: int) -> bool:
@@ -226,7 +233,7 @@ class SlotFile:
         if not self._system.fallocate(ctypes.c_int(self._file.fileno()), mode, *where):
             return True
         reason = ctypes.get_errno()
-        if reason not in (errno.EOPNOTSUPP, errno.ENOSYS):
+        if reason not in REFUSALS and not (reason == errno.EFBIG and offset == _MAX_OFFSET):
             raise OSError(reason, os.strerror(reason), str(self._data))
         return False
 
@@ -241,7 +248,7 @@ class SlotFile:
             try:
                 moved = call(file.fileno(), left, start + done)
             except OSError as error:
-                if error.errno != errno.EINVAL or file is self._file:
+                if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or file is self._file:
                     raise
                 file = self._file  # memory, or what is left of a part, that cannot go directly
                 continue

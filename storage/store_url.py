@@ -54,7 +54,8 @@ class StoreUrl:
         if has_gaps or parts.fragment or "@" in parts.query or len(dict(given)) < len(given):
             raise _unreadable(scheme)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
-        return cls(scheme, user, password, host, port, unquote(parts.path), dict(given))
+        path = unquote(parts.path, errors="surrogateescape")  # as the system's names of files have them
+        return cls(scheme, user, password, host, port, path, dict(given))
 
     def options(self, **defaults: int | float | str) -> dict[str, Any]:
         """`defaults`, replaced by the options given. An option is named without its unit, and read as its default is:

@@ -16,7 +16,7 @@ from hicache.layout import PoolLayout
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store

@@ -34,6 +34,7 @@ from hicache.config.settings import (
     short_repr,
 )
 from hicache.config.stores import MAX_S, DiskConfig, RemoteConfig
+from hicache.console import path_flag
 from hicache.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -263,7 +264,9 @@ class EngineConfig:
         for section, cls in SECTIONS.items():
             group = parser.add_argument_group(section or title)
             if not section:
-                group.add_argument("--config", metavar="FILE", help="YAML file with any of these settings")
+                group.add_argument(
+                    "--config", type=path_flag, metavar="FILE", help="YAML file with any of these settings"
+                )
             add_section(group, section, cls)
 
     @classmethod

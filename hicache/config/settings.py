@@ -11,7 +11,6 @@ import argparse
 import dataclasses
 import math
 import numbers
-import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
@@ -21,9 +20,10 @@ from typing import Any, NamedTuple, get_type_hints
 
 import yaml
 
-from hicache.console import parse_bytes, sized
+from hicache.console import parse_bytes, path_text, sized
 from hicache.errors import ConfigError
 
+SOCKET = "unix:"  # before the path of a socket that stands for a directory
 INT64_MAX = (1 << 63) - 1
 _SCHEME = r"[a-z][a-z0-9+.-]*://"
 _USER = re.compile(f"((?:^|,)(?:{_SCHEME})?)(?:(?!,{_SCHEME}).)*@", re.IGNORECASE | re.ASCII | re.DOTALL)
@@ -203,22 +203,27 @@ class Urls(Text):
 
 @dataclass(frozen=True)
 class FilePath(Setting):
-    """A path of the file system, as text."""
+    """A path of the file system, as text; `may_be_socket`: or unix:/path/of/socket."""
 
     metavar = "PATH"
     may_be_empty: bool = True
+    may_be_socket: bool = False
 
     def _value(self, given: object) -> str:
-        path = os.fspath(given) if isinstance(given, os.PathLike) else given
-        if not isinstance(path, str):
-            raise self._refused(given, "must be text")
+        is_socket = self.may_be_socket and isinstance(given, str) and given.startswith(SOCKET)
         try:
-            is_path = b"\0" not in os.fsencode(path)
+            path = path_text(given.removeprefix(SOCKET) if is_socket and isinstance(given, str) else given)
+        except ConfigError as error:
+            raise self._refused(given, str(error)) from None
+        try:
+            path.encode()
         except UnicodeEncodeError:
-            is_path = False
-        if not is_path or not (path or self.may_be_empty):
+            raise self._refused(given, "is not UTF-8 (give another folder, or a link to it)") from None
+        if any(character < " " or character == "\x7f" for character in path):
+            raise self._refused(given, "has a control character")
+        if not path and (is_socket or not self.may_be_empty):
             raise self._refused(given, "is not a path")
-        return path
+        return f"{SOCKET}{path}" if is_socket else path
 
 
 @dataclass(frozen=True)
@@ -327,7 +332,7 @@ def combine(
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
     """The mapping in a YAML file. `ConfigError` where there is none."""
     try:
-        values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        values = yaml.safe_load(Path(path_text(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
     except Exception as error:  # the parser raises what its parts raise: ValueError, KeyError, RecursionError, …

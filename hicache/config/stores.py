@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Literal, get_args
 from urllib.parse import quote
 
-from hicache.config.settings import Choice, FilePath, Number, Share, Size, Urls, Whole, settle, short_repr
+from hicache.config.settings import SOCKET, Choice, FilePath, Number, Share, Size, Urls, Whole, settle, short_repr
 from hicache.errors import ConfigError
 
 Durability = Literal["relaxed", "commit"]
@@ -31,7 +31,9 @@ class DiskConfig:
     one that `hicache store serve` serves to several engines, with its settings; `budget_bytes` bounds the files of all
     its stores from the first write."""
 
-    path: Annotated[str, FilePath("directory of the stores, one for each model", may_be_empty=False)]
+    path: Annotated[
+        str, FilePath("directory of the stores, one for each model", may_be_empty=False, may_be_socket=True)
+    ]
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
@@ -50,9 +52,9 @@ class DiskConfig:
     @property
     def url(self) -> str:
         """Of the store, for `hicache.storage.open_store`, or unix:/path/of/socket."""
-        if self.path.startswith("unix:"):
+        if self.path.startswith(SOCKET):
             return self.path
-        path = quote(os.path.abspath(self.path))
+        path = quote(os.fsencode(os.path.abspath(self.path)))
         return f"lmdb://{path}?budget={self.budget_bytes}&durability={self.durability}&level={self.level}"
 
 

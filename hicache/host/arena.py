@@ -24,6 +24,7 @@ import torch
 from hicache.errors import OutOfMemory
 from hicache.host.memory import require
 from hicache.host.numa import cpus_near, pci_address, run_near
+from hicache.storage.memory import memory_file, usable_cpus
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class CudaRegistry:
 
     def near(self) -> frozenset[int]:
         """CPUs from which the memory should be touched first; empty for no preference."""
-        return cpus_near(pci_address(self._device), os.sched_getaffinity(0))
+        return cpus_near(pci_address(self._device), usable_cpus())
 
     def register(self, address: int, num_bytes: int) -> str | None:
         """Page-lock `[address, address + num_bytes)`; None, or why it cannot be locked."""
@@ -146,6 +147,8 @@ class PinnedArena:
         require(total, setting)
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         self.descriptor = _memory_file(total, setting) if shared else -1
+        # Also when this is dropped without a close, as by an engine that cannot be built: its memory stays taken else.
+        self._forget = weakref.finalize(self, _close_file, self.descriptor)
         mapping = _map(total, setting, self.descriptor)
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
         self._pins: PinnedRows | None = None
@@ -160,9 +163,8 @@ class PinnedArena:
         """Unpin. Idempotent. The memory itself is released with the last tensor that refers to it."""
         if self._pins is not None:
             self._pins.close()
-        if self.descriptor >= 0:
-            os.close(self.descriptor)
-            self.descriptor = -1
+        self._forget()
+        self.descriptor = -1
 
 
 def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRegistry) -> torch.Tensor:
@@ -201,14 +203,16 @@ def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:
 
 
 def _memory_file(num_bytes: int, setting: str) -> int:
-    """A file of zeros in memory, which no limit of /dev/shm bounds."""
-    descriptor = os.memfd_create("hicache-host", os.MFD_CLOEXEC)
+    """OutOfMemory names `setting`."""
     try:
-        os.ftruncate(descriptor, max(num_bytes, 1))
+        return memory_file("hicache-host", max(num_bytes, 1))
     except OSError as error:
-        os.close(descriptor)
         raise OutOfMemory(f"cannot take {num_bytes} bytes of shared memory ({error}); lower {setting}") from None
-    return descriptor
+
+
+def _close_file(descriptor: int) -> None:
+    if descriptor >= 0:
+        os.close(descriptor)
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:

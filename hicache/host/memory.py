@@ -48,7 +48,10 @@ def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
 
 def require(asked_bytes: int, setting: str, available: int | None = None) -> None:
     """Raise `OutOfMemory` naming `setting` unless `asked_bytes` and the reserve fit in `available` (None: read now)."""
-    free = available_bytes() if available is None else available
+    try:
+        free = available_bytes() if available is None else available
+    except OSError:  # a container without /proc: the system refuses what it has not
+        return
     if asked_bytes + RESERVE_BYTES > free:
         raise OutOfMemory(
             f"{setting}={asked_bytes} does not fit: {free} bytes are free, {RESERVE_BYTES} stay in reserve; "

@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from hicache.storage.memory import usable_cpus
+
 SYS = Path("/sys")
 MAX_THREADS = 16  # clearing pages is bound by memory bandwidth, which fewer cores saturate
 
@@ -62,7 +64,7 @@ def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collec
     Returns when all are done; raises the first error. The affinity of all other threads stays as it is.
     """
     items = list(items)
-    num_threads = max(1, min(MAX_THREADS, len(items), len(cpus or os.sched_getaffinity(0))))
+    num_threads = max(1, min(MAX_THREADS, len(items), len(cpus or usable_cpus())))
     with ThreadPoolExecutor(num_threads, "hicache-touch", _bind, (cpus,)) as threads:
         for _ in threads.map(work, items):
             pass

@@ -19,12 +19,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hicache.config import DiskConfig
-from hicache.config.settings import FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
+from hicache.config.settings import SOCKET, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
 from hicache.storage import PageCipher, PageFormat
 from hicache.storage.base import is_lasting, opening_error
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import is_store_name, store_name
@@ -43,7 +43,11 @@ class ServerStoreConfig:
 
     path: Annotated[
         str,
-        FilePath("directory of the stores, or unix:/path/of/socket of a process that serves one", may_be_empty=False),
+        FilePath(
+            "directory of the stores, or unix:/path/of/socket of a process that serves one",
+            may_be_empty=False,
+            may_be_socket=True,
+        ),
     ]
     budget: Annotated[int, Size("maximum size of the stores' files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
@@ -58,7 +62,7 @@ class ServerStoreConfig:
     @property
     def is_served(self) -> bool:
         """Whether the process of an operator has the stores."""
-        return self.path.startswith("unix:")
+        return self.path.startswith(SOCKET)
 
 
 def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from itertools import islice
 from typing import Any
 
+from hicache.console import path_text
 from hicache.errors import ConfigError
 from hicache.kv_events.publisher import EventBatch, EventSink
 from hicache.tree import BlockStored, KVCacheEvent
@@ -31,8 +32,15 @@ _END = (-1).to_bytes(8, "big", signed=True)
 def sink_of(address: str, topic: str = "", replay: str = "") -> EventSink:
     """The sink for the address of `kv_events`. Raises `ConfigError` where it cannot be used."""
     if address.startswith("file:"):
-        return FileSink(address.removeprefix("file:"))
+        return FileSink(_path_in(address))
     return ZmqSink(address, topic, replay)
+
+
+def _path_in(address: str) -> str:
+    try:
+        return path_text(address if address.startswith("file://") else address.removeprefix("file:"))
+    except ConfigError as error:
+        raise ConfigError(f"kv_events={address!a} {error}; give file:PATH") from None
 
 
 def events_of(batch: EventBatch) -> Iterator[dict[str, Any]]:

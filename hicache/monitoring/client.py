@@ -7,9 +7,9 @@ import json
 import time
 import urllib.error
 import urllib.parse
-import urllib.request
 
 from hicache.errors import NoServer, NotOurServer
+from hicache.monitoring.loopback import opener_for
 from hicache.monitoring.readings import Reading
 
 _TIMEOUT_S = 5.0
@@ -41,7 +41,7 @@ class MetricsClient:
         try:
             if urllib.parse.urlsplit(self.server).scheme not in ("http", "https"):
                 raise ValueError("the address begins with neither http:// nor https://")
-            with urllib.request.urlopen(f"{self.server}/metrics.json", timeout=_TIMEOUT_S) as response:
+            with opener_for(self.server).open(f"{self.server}/metrics.json", timeout=_TIMEOUT_S) as response:
                 content: bytes = response.read(_MAX_BYTES)
             return content.decode(errors="replace")
         except urllib.error.HTTPError as error:

@@ -14,7 +14,7 @@ from typing import Any
 
 from hicache.config import EngineConfig
 from hicache.config.settings import Number, Size, Tokens, Whole, as_flag, settings_of
-from hicache.console import progress
+from hicache.console import path_flag, progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
 from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
@@ -85,7 +85,10 @@ class Plan:
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache plan`."""
     parser.add_argument(
-        "--model", required=True, help=f"a transformers config.json, a folder with one, or one of {', '.join(PRESETS)}"
+        "--model",
+        required=True,
+        type=path_flag,
+        help=f"a transformers config.json, a folder with one, or one of {', '.join(PRESETS)}",
     )
     parser.add_argument("--gpu", required=True, help=f"its memory, like 80GiB, or one of {', '.join(GPUS)}")
     parser.add_argument("--gpus", type=_COUNT, default=1, help="GPUs that share the model's weights (default 1)")
@@ -97,7 +100,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--dtype", type=as_flag(_ENGINE["dtype"]), default="auto", help="of keys and values (default: the model's)"
     )
-    parser.add_argument("--trace", metavar="FILE", help="requests whose hit rate to expect, as `hicache replay` reads")
+    parser.add_argument(
+        "--trace", type=path_flag, metavar="FILE", help="requests whose hit rate to expect, as `hicache replay` reads"
+    )
     add_trace_flags(parser)
     parser.add_argument("--policy", default=EngineConfig.eviction_policy, help="eviction order of that replay")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")

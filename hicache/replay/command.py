@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import fields
 from itertools import product
-from pathlib import Path
 from typing import Any
 
 from hicache.config.settings import Number, Size, Whole, as_flag
-from hicache.console import counted, print_table, progress, require_writable, write_whole
+from hicache.console import counted, path_of, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
@@ -23,6 +21,7 @@ from hicache.replay.report import require_report_packages, result_rows, write_re
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
+from hicache.storage.memory import usable_cpus
 
 UNLIMITED = "unlimited"
 _TIERS = ("device", "host", "disk")
@@ -35,7 +34,9 @@ _RATE = as_flag(Number("a rate above 0", 1e-12))
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `hicache replay`."""
-    parser.add_argument("trace", metavar="TRACE", type=Path, help="a trace of requests, may be gzipped: docs/replay.md")
+    parser.add_argument(
+        "trace", metavar="TRACE", type=path_of, help="a trace of requests, may be gzipped: docs/replay.md"
+    )
     add_trace_flags(parser)
     sizes = parser.add_argument_group(
         "sizes (a row for every combination; 'unlimited' is a size; default: a device of "
@@ -61,11 +62,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add_node_flags(parser)
     _add_cost_flags(parser)
     parser.add_argument(
-        "--processes", type=as_flag(_COUNT), default=len(os.sched_getaffinity(0)), metavar="N",
+        "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
         help="replays beside each other (default: one a processor)",
     )  # fmt: skip
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--report", type=Path, metavar="FILE", help="write tables and plots as one HTML page")
+    parser.add_argument("--json", type=path_of, metavar="FILE", help="write the rows as JSON")
+    parser.add_argument("--report", type=path_of, metavar="FILE", help="write tables and plots as one HTML page")
 
 
 def _add_node_flags(parser: argparse.ArgumentParser) -> None:
@@ -85,7 +86,7 @@ def _add_node_flags(parser: argparse.ArgumentParser) -> None:
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("time to first token (needs the speed of prefill)")
     costs.add_argument(
-        "--calibration", type=Path, nargs="+", default=[], metavar="FILE",
+        "--calibration", type=path_of, nargs="+", default=[], metavar="FILE",
         help="JSON with rates: engine.stats(), a bench result, or the names of these flags with _; flags count more",
     )  # fmt: skip
     size = as_flag(Size("bytes of a token", 1))

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache.console import path_text
 from hicache.errors import ConfigError, TraceError
 
 FORMAT, VERSION = "hicache-trace", 1
@@ -73,7 +74,7 @@ def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")
     if time_unit is not None and time_unit not in TIME_UNITS:
         raise ConfigError(f"time_unit={time_unit!r}: give one of {', '.join(TIME_UNITS)}")
-    path = Path(path)
+    path = Path(path_text(path))
     lines = _lines(path)
     number, first = next(lines, (0, {}))
     if not number:

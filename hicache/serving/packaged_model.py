@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from hicache.config import models_folder
+from hicache.console import path_flag
 from hicache.errors import ConfigError
 
 RANDOM = "random"  # what users write for the random model; a directory of that name is ./random
@@ -57,6 +58,7 @@ def require_folder(path: str) -> None:
 def model_flag(text: str) -> str:
     """The model that a user names, as the `type` of a flag."""
     if text not in (RANDOM, argparse.SUPPRESS):  # the latter: where argparse takes its default through this
+        text = path_flag(text)
         try:
             require_folder(text)
         except ConfigError as error:

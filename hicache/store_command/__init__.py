@@ -7,11 +7,10 @@ import json
 import logging
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 from hicache.config.settings import Size, Whole, as_flag
 from hicache.config.stores import MAX_STORE_BYTES
-from hicache.console import printable
+from hicache.console import path_flag, path_of, printable
 from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
@@ -48,14 +47,14 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
 
     exporting = _add(subparsers, commands.export_pages, "export", "write all pages to an archive")
-    exporting.add_argument("file", metavar="FILE", help="the archive, - for the standard output")
+    exporting.add_argument("file", type=path_flag, metavar="FILE", help="the archive, - for the standard output")
     exporting.add_argument("--force", action="store_true", help="replace FILE if it exists")
     _takes_key(exporting)
 
     importing = _add(
         subparsers, commands.import_pages, "import", "store the pages of an archive; status 1 if some are refused"
     )
-    importing.add_argument("file", metavar="FILE", help="the archive, - for the standard input")
+    importing.add_argument("file", type=path_flag, metavar="FILE", help="the archive, - for the standard input")
     _takes_size(importing, "--budget", "budget of a new store (default: the archive's)")
     _takes_size(importing, "--max-budget", "maximum of the archive's budget (default 64GiB)", 64 << 30)
     _takes_size(importing, "--max-page", "maximum page size of a new store (default 256MiB)", 256 << 20)
@@ -64,14 +63,16 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
     serving.add_argument("url", metavar="URL", help="the store, like lmdb:///var/lib/hicache?budget=100GiB")
-    serving.add_argument("--socket", required=True, metavar="PATH", help="engines name it as disk path unix:PATH")
+    serving.add_argument(
+        "--socket", required=True, type=path_of, metavar="PATH", help="engines name it as disk path unix:PATH"
+    )
 
 
 def run(flags: argparse.Namespace) -> int:
     """Run one subcommand; returns the exit status. Raises what the subcommand raises."""
     if flags.verb == "serve":
         with text_lines("%(asctime)s %(levelname)s %(message)s", logging.INFO):
-            serve(flags.url, Path(flags.socket))
+            serve(flags.url, flags.socket)
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:
         progress = Steps(calm, wanted=not flags.json)
@@ -92,7 +93,7 @@ def _add(
     help: str,
 ) -> argparse.ArgumentParser:
     parser = subparsers.add_parser(name, help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
-    parser.add_argument("path", metavar="DIR", help="the directory of the store, or of its path")
+    parser.add_argument("path", type=path_flag, metavar="DIR", help="the directory of the store, or of its path")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run_command=run_command)
     return parser

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.config import DiskConfig
+from hicache.config.secret import cipher_of
 from hicache.console import columns, printable, sized
 from hicache.errors import ConfigError
 from hicache.storage import (
@@ -44,7 +45,6 @@ from hicache.store_command.import_export import (
     source,
 )
 from hicache.store_command.reporting import LogCapture, Steps
-from hicache.stores import cipher_of
 
 _DAY_S = 86400
 _SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity

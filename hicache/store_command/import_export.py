@@ -16,7 +16,7 @@ from typing import BinaryIO
 
 from hicache.errors import ConfigError
 from hicache.storage import LmdbPageStore, PageCipher, StoreError, open_existing, put_values
-from hicache.storage.directory import STORE_FILE, sync_directory
+from hicache.storage.directory import STORE_FILE, sync_directory, synced
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_files import read_record
 from hicache.storage.store_folder import name_of
@@ -149,7 +149,7 @@ def _require_absent(path: Path, *, force: bool) -> None:
 def _publish(file: io.RawIOBase, path: Path, temporary: Path, *, force: bool) -> None:
     """Give the file its name, after its content is on disk."""
     try:
-        os.fsync(file.fileno())
+        synced(os.fsync, file.fileno(), path.parent)
         _require_absent(path, force=force)
         temporary.replace(path)
         sync_directory(path.parent)

@@ -1,8 +1,8 @@
 """The tiers below memory as an engine sees them: identity and byte order of its pages, and the client of their
 store."""
 
+from hicache.config.secret import cipher_of, key_of
 from hicache.stores.page_format import identity_of, namespace_digest, page_filter
-from hicache.stores.secret import cipher_of, key_of
 from hicache.stores.tier import StoreTier, given_tier, open_tier
 
 __all__ = [

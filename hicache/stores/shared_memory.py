@@ -42,7 +42,11 @@ def name_of(memory: PageBuffer) -> str:
 def _file_at(memory: PageBuffer) -> _File | None:
     """The file whose first byte is mapped where `memory` begins, shared."""
     address = int(memory.__array_interface__["data"][0])
-    for line in Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines():
+    try:
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+    except OSError:  # a container without /proc
+        return None
+    for line in lines:
         span, flags, offset, device, inode, *name = line.split(maxsplit=5)
         start, end = (int(number, 16) for number in span.split("-"))
         if start <= address < end:

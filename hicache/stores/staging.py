@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import mmap
 import os
 import threading
 from collections import deque
@@ -20,11 +19,10 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 from typing import ParamSpec, TypeVar
 
-import numpy as np
-
 from hicache.storage import PageBuffer
 from hicache.storage.process.frames import Outcome
 from hicache.storage.process.jobs import FindDone, FindJob, Job, ReadJob, RemoveJob, Stalled, WriteJob
+from hicache.storage.process.shared_memory import new_memory
 from hicache.stores.tier import StoreTier
 
 LOOK_S = 0.25  # between two looks for a process that says nothing
@@ -42,9 +40,7 @@ class StagingPages:
     memory. One thread at a time."""
 
     def __init__(self, tier: StoreTier, num_pages: int, page_bytes: int) -> None:
-        self._descriptor = os.memfd_create("hicache-staging", os.MFD_CLOEXEC)
-        os.ftruncate(self._descriptor, num_pages * page_bytes)
-        memory = np.frombuffer(mmap.mmap(self._descriptor, num_pages * page_bytes), dtype=np.uint8)
+        self._descriptor, memory = new_memory("hicache-staging", num_pages * page_bytes)
         tier.share(self._descriptor, memory)
         self.num_pages = num_pages
         self._free = list(memory.reshape(num_pages, page_bytes))

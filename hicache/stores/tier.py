@@ -10,17 +10,17 @@ import time
 from collections.abc import Callable, Mapping
 from functools import partial
 
+from hicache.config.settings import SOCKET
 from hicache.metrics import Metrics, MetricType
 from hicache.storage.base import PageStore
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.process.client import MAX_SILENCE_S, StoreClient
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores, StoreRequest
 from hicache.storage.process.transports import InlineServer, OwnProcess, ServedSocket, Transport
 
 JOB_PAGES = 8
-SOCKET = "unix:"
 
 _PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "process_state": ("gauge", "the store process: 0 open, 1 opening its store, 2 lost"),

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import json
 import logging
 import math
 import time
@@ -66,11 +65,10 @@ class State(enum.IntEnum):
 
 
 class StoreClient:
-    """See the module. `open` before use.
-
-    `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each may be under way. `in_process`: a
-    thread of this process serves the store, so pages may lie anywhere. `times_lost`: how often the process ended or
-    said nothing. `note`: what `keep` left with the store, once it is open. `clock`: seconds, that of deadlines.
+    """See the module. `open` before use. `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each
+    may be under way. `in_process`: a thread of this process serves the store, so pages may lie anywhere. `times_lost`:
+    how often the process ended or said nothing. `note`: what `keep` left with the store, once it is open. `clock`:
+    seconds, that of deadlines.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class StoreClient:
         self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
         self.writes: ClientQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = ClientQueue(self, "writes", max_jobs, unserved_write)
-        self.status, self.in_process = SharedStatus.create(), transport.same_process
+        self.status, self.in_process = SharedStatus(), transport.same_process
         self._memories = SharedMemories(transport.same_process)
         self._connection: Connection | None = None
         self.state, self.times_lost, self.page_sizes, self.note = State.LOST, 0, tuple[int, ...](), b""
@@ -312,8 +310,7 @@ class StoreClient:
         if kind is Kind.ALIVE:
             return
         if kind is Kind.OPENED:
-            about = json.loads(body.rest())
-            self.page_sizes, self.note = tuple(about["page_sizes"]), bytes.fromhex(about["note"])
+            self.page_sizes, self.note = body.opened()
             if self.state is State.OPENING:
                 self.state = State.OPEN
                 if self.times_lost:

@@ -48,6 +48,8 @@ from hicache.storage.slot_file import MAX_KEY_BYTES
 VERSION = 3
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
+_MAX_SHORT_BYTES = 1 << 20  # of frames that bring no keys
+_MAX_ERROR_CHARS = 1 << 14
 OWN_MEMORY = 0  # the number of the address space that client and server share when they are one process
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
@@ -85,6 +87,10 @@ class Kind(enum.IntEnum):
     WRITTEN = 36
     STALLED = 37
     ALIVE = 38
+
+
+# Those with keys, or a byte for each.
+_LONG = {Kind.FIND, Kind.READ, Kind.WRITE, Kind.USED, Kind.REMOVE, Kind.FOUND, Kind.READ_DONE, Kind.WRITTEN}
 
 
 @dataclass(frozen=True)
@@ -134,8 +140,12 @@ def memory(number: int, num_bytes: int) -> bytes:
     return frame(Kind.MEMORY, _MEMORY.pack(number, num_bytes))
 
 
+def opened(page_sizes: Sequence[int], note: bytes) -> bytes:
+    return frame(Kind.OPENED, json.dumps({"page_sizes": page_sizes, "note": note.hex()}).encode())
+
+
 def failed(error: Exception) -> bytes:
-    return frame(Kind.FAILED, json.dumps([type(error).__name__, str(error)]).encode())
+    return frame(Kind.FAILED, json.dumps([type(error).__name__, str(error)[:_MAX_ERROR_CHARS]]).encode())
 
 
 def outcome(done: Outcome, *, is_write: bool) -> bytes:
@@ -182,6 +192,8 @@ class Body:
     def job(self, kind: Kind, pages_at: Callable[[Pages], tuple[PageBytes, ...]]) -> Job:
         """`pages_at`: the pages of a read or a write."""
         ticket, batch, queue_class, deadline_s, number = self.fields(_JOB)
+        if math.isnan(deadline_s):
+            raise FrameError("a deadline that is no number")
         memory, page_bytes, count = self.fields(_PAGES)
         places, keys = Pages(memory, page_bytes, array("Q", self.take(8 * count))), self.keys()
         if kind is Kind.FIND:
@@ -209,9 +221,27 @@ class Body:
         number, num_bytes = self.fields(_MEMORY)
         return number, num_bytes
 
+    def json(self) -> object:
+        try:
+            return json.loads(self.rest())
+        except (ValueError, RecursionError) as error:
+            raise FrameError(f"a frame brings no JSON: {error}") from None
+
+    def opened(self) -> tuple[tuple[int, ...], bytes]:
+        """The sizes of the store's pages, and its note."""
+        try:
+            match self.json():
+                case {"page_sizes": [*sizes], "note": str(note)}:
+                    return tuple(map(int, sizes)), bytes.fromhex(note)
+        except TypeError:
+            pass
+        raise FrameError("a process says in no way that is understood that its store is open")
+
     def failed(self) -> StoreError:
-        name, message = json.loads(self.rest())
-        return _ERRORS.get(str(name), StoreError)(str(message))
+        match self.json():
+            case [str(name), str(message)]:
+                return _ERRORS.get(name, StoreError)(message)
+        raise FrameError("a process says in no way that is understood that its store is not open")
 
     def outcome(self, kind: Kind) -> tuple[Outcome, bool]:
         """What a job came to, and whether it was a write."""
@@ -241,14 +271,15 @@ class Frames:
         at = 0
         try:
             while len(self._buffer) - at >= _HEAD.size:
-                length, kind = _HEAD.unpack_from(self._buffer, at)
-                if not 1 <= length <= MAX_FRAME_BYTES:
+                length, number = _HEAD.unpack_from(self._buffer, at)
+                kind = Kind(number)
+                if not 1 <= length <= (MAX_FRAME_BYTES if kind in _LONG else _MAX_SHORT_BYTES):
                     raise FrameError(f"a frame of {length} bytes")
                 end = at + _COUNT.size + length
                 if len(self._buffer) < end:
                     break
                 body = bytes(self._buffer[at + _HEAD.size : end])
                 at = end
-                yield Kind(kind), Body(body)
+                yield kind, Body(body)
         finally:
             del self._buffer[:at]

@@ -9,6 +9,7 @@ Times are seconds of the injected clock.
 
 from __future__ import annotations
 
+import dataclasses
 import enum
 import logging
 import math
@@ -39,6 +40,12 @@ class Limits:
     max_failures: int = 3
     open_s: float = 30.0
     close_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        """ValueError for what is no time."""
+        for name, value in dataclasses.asdict(self).items():
+            if not isinstance(value, int | float) or not value >= 0:
+                raise ValueError(f"{name}={value!r}")
 
 
 LIMITS = Limits()

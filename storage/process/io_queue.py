@@ -61,9 +61,9 @@ class IoQueue(Generic[J, D]):
         for n in range(num_threads):
             watchdog: Watchdog[Queued[J, D]] = Watchdog(self._clock, self._limits.io_timeout_s)
             name = f"hicache-{self._tier}-{self.name}-{n}"
-            self._threads.append((threading.Thread(target=loop, args=(watchdog,), name=name, daemon=True), watchdog))
-        for thread, _ in self._threads:
+            thread = threading.Thread(target=loop, args=(watchdog,), name=name, daemon=True)
             thread.start()
+            self._threads.append((thread, watchdog))
 
     def submit(self, job: J, reply: Callable[[Any], None]) -> None:
         """Queue a job, or refuse it where no thread would do it."""

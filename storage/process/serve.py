@@ -52,7 +52,7 @@ def _listening(path: Path) -> socket.socket:
         listener.listen(_BACKLOG)
     except OSError as error:
         listener.close()
-        raise StoreError(f"cannot serve at {path}: {error.strerror}; choose another path") from error
+        raise StoreError(f"cannot serve at {path}: {error.strerror or error}; choose another path") from error
     except BaseException:
         listener.close()
         raise

@@ -8,20 +8,20 @@ used for a while (see `health`).
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import groupby
 from typing import NamedTuple, TypeAlias
 
-from hicache.storage.base import PageStore, StoreError
+from hicache.storage.base import PageStore, StoreError, StoreStats
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.maintenance import evict
-from hicache.storage.process.health import LIMITS, Breaker, BreakerToken, Limits, Watchdog
+from hicache.storage.process.health import Breaker, BreakerToken, Watchdog
 from hicache.storage.process.io_queue import IoQueue, Queued
 from hicache.storage.process.jobs import (
     FindDone,
@@ -32,6 +32,7 @@ from hicache.storage.process.jobs import (
     WriteDone,
     WriteJob,
 )
+from hicache.storage.process.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
@@ -39,23 +40,6 @@ _GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and betw
 _IDLE_S = 10.0  # without a write, after which it is looked whether other stores need space
 _GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
-
-
-@dataclass(frozen=True)
-class ServiceSettings:
-    """`readers`: threads that read. `queue_jobs`: how many reads, and how many writes, may wait. `full_bytes`: waiting
-    writes of so many bytes count as a full queue. `part_bytes`: of the pages of one call to the store, between two
-    looks of a reader at whether it should go on; a larger page goes alone. `gives_way`: writes wait while reads do.
-    `name`: of the tier, in logs and threads.
-    """
-
-    readers: int = 4
-    queue_jobs: int = 64
-    full_bytes: int = 1 << 40
-    part_bytes: int = 8 << 20  # neighbours are read together
-    gives_way: bool = False
-    name: str = "disk"
-    limits: Limits = LIMITS
 
 
 class _Fault(NamedTuple):
@@ -88,13 +72,19 @@ class StoreService:
         self.store, self._owns_store, self._settings, self.clock = store, owns_store, settings, clock
         self._removed = removed if removed is not None else []
         self.failed_touches = 0
+        self._stats, self._stats_fail = StoreStats(), False
         queue_jobs, limits, name = settings.queue_jobs, settings.limits, settings.name
         self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
         self.reads = IoQueue("reads", queue_jobs, unserved_read, limits, clock, name)
         self.writes: IoQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = IoQueue("writes", queue_jobs, unserved_write, limits, clock, name)
-        self.reads.start(settings.readers, self._read_loop)
-        self.writes.start(1, self._write_loop)
+        try:
+            self.reads.start(settings.readers, self._read_loop)
+            self.writes.start(1, self._write_loop)
+        except BaseException:  # no thread is left on the machine
+            self.writes.stop()
+            self.reads.stop()
+            raise
 
     def used(self, keys: Sequence[bytes]) -> None:
         """A request used these pages, in the order of its prompt, whichever tier served them."""
@@ -107,6 +97,22 @@ class StoreService:
                     self._settings.name,
                 )
             self.failed_touches += 1
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return self.store.page_sizes
+
+    def stats(self) -> StoreStats:
+        """Of the store; those before, where it raises."""
+        try:
+            stats = self.store.stats()
+            tuple(map(int, dataclasses.astuple(stats)))  # which raises for what is no number
+            self._stats, self._stats_fail = stats, False
+        except Exception:
+            if not self._stats_fail:
+                log.exception("the store of the %s tier does not count; its last numbers are kept", self._settings.name)
+            self._stats_fail = True
+        return self._stats
 
     @property
     def note(self) -> bytes:
@@ -147,44 +153,69 @@ class StoreService:
     # On the threads
 
     def _read_loop(self, watchdog: Watchdog[_Read]) -> None:
+        """A thread that waits refers to no job: its pages keep the memory of an engine that has left."""
+        while self._do_read(watchdog):
+            continue
+
+    def _do_read(self, watchdog: Watchdog[_Read]) -> bool:
+        """Do the next read; False where none comes any more."""
         reads = self.reads
-        while (item := reads.take()) is not None:
-            job = item.job
-            if isinstance(job, ReadJob) and self._is_void(job):
-                item.reply(unserved_read(job))
-            elif token := reads.breaker.admit(can_probe=isinstance(job, ReadJob)):
-                watchdog.begin([item], token)
+        if (item := reads.take()) is None:
+            return False
+        job = item.job
+        if isinstance(job, ReadJob) and self._is_void(job):
+            item.reply(unserved_read(job))
+        elif token := reads.breaker.admit(can_probe=isinstance(job, ReadJob)):
+            watchdog.begin([item], token)
+            answer = unserved_read(job)
+            try:
                 answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
-                watchdog.end()
-                item.reply(answer)
-            else:
-                reads.refuse(item)
+            except Exception:  # the thread is for the jobs of others too
+                log.exception("a read of the %s tier failed", self._settings.name)
+            watchdog.end()
+            item.reply(answer)
+        else:
+            reads.refuse(item)
+        return True
 
     def _write_loop(self, watchdog: Watchdog[_Write]) -> None:
+        while self._do_writes(watchdog):
+            continue
+
+    def _do_writes(self, watchdog: Watchdog[_Write]) -> bool:
+        """Do the writes that wait; False where none come any more."""
         writes = self.writes
-        while (first := writes.take(_IDLE_S)) is not None or not writes.is_stopped:
-            if first is None:
+        if (first := writes.take(_IDLE_S)) is None:
+            if not writes.is_stopped:
                 self._keep_budget(watchdog)
-                continue
-            if self._settings.gives_way:
-                self._give_way()
-            items = [first, *writes.take_more(_GROUP_BYTES - first.num_bytes)]
-            if token := writes.breaker.admit():
-                watchdog.begin(items, token)
+            return not writes.is_stopped or len(writes) > 0
+        if self._settings.gives_way:
+            self._give_way()
+        items = [first, *writes.take_more(_GROUP_BYTES - first.num_bytes)]
+        if token := writes.breaker.admit():
+            watchdog.begin(items, token)
+            answers = [unserved_write(item.job) for item in items]
+            try:
                 answers = self._change([item.job for item in items], token)
-                watchdog.end()
-                for item, answer in zip(items, answers, strict=True):
-                    item.reply(answer)
-            else:
-                for item in items:
-                    writes.refuse(item)
+            except Exception:
+                log.exception("writes of the %s tier failed", self._settings.name)
+            watchdog.end()
+            for item, answer in zip(items, answers, strict=True):
+                item.reply(answer)
+        else:
+            for item in items:
+                writes.refuse(item)
+        return True
 
     def _keep_budget(self, watchdog: Watchdog[_Write]) -> None:
         """Other stores may need what this one, which writes nothing now, has beyond its share."""
         token = self.writes.breaker.admit(can_probe=False)
         if token is not None and isinstance(self.store, LmdbPageStore):
             watchdog.begin([], token)
-            self.store.keep_budget()
+            try:
+                self.store.keep_budget()
+            except Exception:
+                log.exception("the budget of the %s tier is not kept", self._settings.name)
             watchdog.end()
 
     def _give_way(self) -> None:
@@ -296,11 +327,11 @@ class StoreService:
         is full."""
 
         def fault_of(fails: bool) -> _Fault | None:
-            if self.store.stats().read_only:
+            if self.stats().read_only:
                 return _Fault("the store is read-only; free space on its disk", lasting=True)
             return _Fault("the store did not take pages") if fails else None
 
-        ok, fault = _answer(call, lambda: self.store.stats().write_errors, fault_of)
+        ok, fault = _answer(call, lambda: self.stats().write_errors, fault_of)
         _tell(self.writes.breaker, token, fault)
         return ok
 

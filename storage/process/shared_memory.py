@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import fcntl
 import mmap
 import os
 from array import array
@@ -12,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.memory import memory_file
 from hicache.storage.process import frames
 from hicache.storage.process.connection import Connection
 from hicache.storage.process.frames import OWN_MEMORY, FrameError, Pages
@@ -57,17 +59,63 @@ class SharedMemories:
         raise StoreError("a page lies in memory that the store process does not share")
 
 
-def mapped(descriptor: int, num_bytes: int) -> PageBuffer:
-    """The shared memory behind `descriptor`, which is closed."""
+class ClientMemory:
+    """The first `num_bytes` of the file behind `descriptor`, which a client shares. `data`: all of them, uint8.
+
+    To touch memory behind the end of its file ends a process (SIGBUS). So the file is sealed: it can become no shorter.
+    Where the kernel seals it not, its length is looked at before each job. Takes the descriptor over.
+    """
+
+    def __init__(self, descriptor: int, num_bytes: int) -> None:
+        self._descriptor, self._is_sealed = descriptor, False
+        try:
+            with contextlib.suppress(OSError):  # no memfd, or one that takes no seals
+                fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+                self._is_sealed = True
+            self._require(max(1, num_bytes))
+            mapping = mmap.mmap(descriptor, num_bytes)
+        except BaseException:
+            self.close()
+            raise
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            mapping.madvise(mmap.MADV_HUGEPAGE)
+        self.data: PageBuffer = np.frombuffer(mapping, dtype=np.uint8)
+        if self._is_sealed:
+            self.close()
+
+    def pages(self, pages: Pages) -> tuple[PageBytes, ...]:
+        """FrameError where one ends behind the memory."""
+        memory, num_bytes = self.data, pages.page_bytes
+        if any(offset + num_bytes > len(memory) for offset in pages.offsets):
+            raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
+        if not self._is_sealed:
+            self._require(len(memory))
+        return tuple(memory[offset : offset + num_bytes] for offset in pages.offsets)
+
+    def close(self) -> None:
+        """Look at the file no more. Idempotent. The memory is unmapped with the last page that refers to it."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+    def _require(self, num_bytes: int) -> None:
+        found = os.fstat(self._descriptor).st_size
+        if found < num_bytes:
+            raise FrameError(f"memory of {found} bytes was to have {num_bytes}")
+
+
+def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
+    """Fresh memory that another process can map, and its descriptor, which is the caller's. StoreError where there is
+    none."""
     try:
-        if os.fstat(descriptor).st_size < num_bytes:
-            raise FrameError(f"memory of {os.fstat(descriptor).st_size} bytes was to have {num_bytes}")
-        mapping = mmap.mmap(descriptor, num_bytes)
-    finally:
-        os.close(descriptor)
-    with contextlib.suppress(OSError):  # a kernel without huge pages
-        mapping.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(mapping, dtype=np.uint8)
+        descriptor = memory_file(name, num_bytes)
+        try:
+            return descriptor, np.frombuffer(mmap.mmap(descriptor, num_bytes), dtype=np.uint8)
+        except BaseException:
+            os.close(descriptor)
+            raise
+    except OSError as error:
+        raise StoreError(f"no memory to share with a store process: {error}") from error
 
 
 def page_at(address: int, num_bytes: int) -> PageBytes:

@@ -9,12 +9,15 @@ from __future__ import annotations
 import dataclasses
 import mmap
 import os
+from array import array
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from hicache.storage.base import StoreStats
+from hicache.storage.process.frames import FrameError
+from hicache.storage.process.shared_memory import new_memory
 
 _STATS = tuple(field.name for field in dataclasses.fields(StoreStats))
 QUEUE_NUMBERS = ("state", "opens", "failures", "refused_jobs", "stalled_jobs", "queued_jobs", "queued_bytes")
@@ -27,23 +30,35 @@ _NAMES = (
 _INDEX = {name: i for i, name in enumerate(_NAMES)}
 
 
-class SharedStatus:
-    """`descriptor`: of the memory, to be passed on, until `close`; the numbers can be read after that."""
-
-    @classmethod
-    def create(cls) -> SharedStatus:
-        descriptor = os.memfd_create("hicache-status", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, mmap.PAGESIZE)
-        return cls(descriptor)
+class StatusWriter:
+    """The numbers as the process writes them, into the file behind a client's `descriptor`, which it takes over. They
+    are written, not mapped: who touches the memory of a file that was made shorter ends (SIGBUS)."""
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = descriptor
-        self._numbers = np.frombuffer(mmap.mmap(descriptor, mmap.PAGESIZE), dtype=np.float64)
+        self._descriptor = descriptor
+        if os.fstat(descriptor).st_size < mmap.PAGESIZE:
+            self.close()
+            raise FrameError("the status of a client is no memory of a page")
 
     def write(self, stats: StoreStats, failed_touches: int, queues: Mapping[str, tuple[float, ...]]) -> None:
         """`queues`: by name, the `QUEUE_NUMBERS`, and until when jobs are refused."""
         numbers = [*map(float, dataclasses.astuple(stats)), failed_touches, *queues["reads"], *queues["writes"]]
-        self._numbers[: len(numbers)] = numbers
+        os.pwrite(self._descriptor, array("d", numbers), 0)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+class SharedStatus:
+    """The numbers as a client reads them. `descriptor`: of the memory, to be passed on, until `close`; the numbers can
+    be read after that. StoreError where there is no memory to share."""
+
+    def __init__(self) -> None:
+        self.descriptor, memory = new_memory("hicache-status", mmap.PAGESIZE)
+        self._numbers = memory.view(np.float64)
 
     def stats(self) -> StoreStats:
         values = self._numbers[: len(_STATS)].tolist()

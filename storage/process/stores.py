@@ -16,7 +16,8 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFilter, PageFormat
 from hicache.storage.process.frames import VERSION
 from hicache.storage.process.health import Limits
-from hicache.storage.process.service import ServiceSettings, StoreService
+from hicache.storage.process.service import StoreService
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import store_name
 from hicache.storage.urls import open_store
@@ -47,7 +48,7 @@ class StoreRequest:
             settings["limits"] = Limits(**settings["limits"])
             key, settings = bytes.fromhex(about["key"]), ServiceSettings(**settings)
             return cls(about["url"], about["identity"], formats, key, about["tells_removed"], settings)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise StoreError(f"a client asks for a store in a way that is not understood: {error!r}") from error
 
 
@@ -107,7 +108,11 @@ class OpenStores:
             on_removed=removed.extend if request.tells_removed else None,
             name=name,
         )
-        return StoreService(store, request.settings, clock=self._clock, removed=removed)
+        try:
+            return StoreService(store, request.settings, clock=self._clock, removed=removed)
+        except BaseException:
+            store.close()
+            raise
 
     def release(self, service: StoreService) -> None:
         """A client has left: closes the store after the last one, and raises what closing raises."""

@@ -25,6 +25,10 @@ from hicache.storage.process.stores import OpenStores
 log = logging.getLogger(__name__)
 
 _LOOK_WAIT_S = 5.0
+_INSTEAD = (
+    "run the store in threads of the engine (transport=inline), or start `hicache store serve URL --socket PATH` and "
+    "give the engine unix:PATH"
+)
 
 
 class Transport(ABC):
@@ -68,16 +72,19 @@ class OwnProcess(Transport):
         self._watched = -1  # a pidfd
 
     def connect(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
-        engine = os.pidfd_open(os.getpid())
-        try:
-            with theirs:
-                self._launch(theirs.fileno(), engine)
-        except (OSError, ValueError) as error:  # a shell that cannot fork says no number
-            ours.close()
-            raise StoreUnavailable(f"cannot start the store process {sys.executable}: {error}") from error
-        finally:
-            os.close(engine)
+        with contextlib.ExitStack() as undone:
+            try:
+                ours, theirs = socket.socketpair()
+                undone.callback(ours.close)
+                with theirs:
+                    engine = _pidfd_of(os.getpid())
+                    try:
+                        self._launch(theirs.fileno(), engine)
+                    finally:
+                        os.close(engine)
+            except (OSError, ValueError) as error:  # a shell that cannot fork says no number
+                raise StoreUnavailable(f"cannot start the store process {sys.executable}: {error}") from error
+            undone.pop_all()
         return ours
 
     def _launch(self, number: int, engine: int) -> None:
@@ -90,20 +97,27 @@ class OwnProcess(Transport):
         ) as shell:  # fmt: skip
             assert shell.stdout is not None
             self.pid = int(shell.stdout.readline())
-            self._watched = os.pidfd_open(self.pid)
+            self._watched = _pidfd_of(self.pid)
 
     def has_ended(self) -> bool:
-        if self._watched >= 0 and select.select([self._watched], [], [], 0)[0]:
-            with contextlib.suppress(ChildProcessError):  # an orphan is a child of process 1, which this one may be
-                os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
-            os.close(self._watched)
-            self._watched = -1
+        if self._watched >= 0:
+            poller = select.poll()  # select() takes no descriptor from 1024 on
+            poller.register(self._watched, select.POLLIN)
+            if poller.poll(0):
+                with contextlib.suppress(ChildProcessError):  # an orphan is a child of process 1, which this one may be
+                    os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
+                os.close(self._watched)
+                self._watched = -1
         return self._watched < 0
 
     def end(self) -> None:
         if self._watched >= 0:
-            with contextlib.suppress(ProcessLookupError):
+            try:
                 signal.pidfd_send_signal(self._watched, signal.SIGKILL)
+            except ProcessLookupError:
+                return
+            except OSError as error:
+                log.warning("the store process %d cannot be ended (pidfd_send_signal: %s)", self.pid, error)
 
 
 class ServedSocket(Transport):
@@ -117,11 +131,14 @@ class ServedSocket(Transport):
         try:
             connected.connect(str(self._path))
             uid = user_of(connected)
+        except StoreError:
+            connected.close()
+            raise
         except OSError as error:
             connected.close()
             command = f"hicache store serve URL --socket {self._path}"
             raise StoreUnavailable(
-                f"nothing serves a store at {self._path} ({error.strerror}); start `{command}`"
+                f"nothing serves a store at {self._path} ({error.strerror or error}); start `{command}`"
             ) from error
         if uid != os.getuid():
             connected.close()
@@ -171,6 +188,17 @@ class InlineServer(Transport):
             self._server.call(self._server.look)
             self._server.call(looked.set)
             looked.wait(_LOOK_WAIT_S)
+
+
+def _pidfd_of(pid: int) -> int:
+    """StoreError where the kernel, the profile of a container or this Python has no pidfd_open."""
+    try:
+        return os.pidfd_open(pid)
+    except (OSError, AttributeError) as error:
+        raise StoreError(
+            f"the store process cannot be watched, for pidfd_open is refused here ({error}); allow it in the "
+            f"container's seccomp profile, {_INSTEAD}"
+        ) from error
 
 
 def _import_path() -> list[str]:

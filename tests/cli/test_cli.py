@@ -99,7 +99,7 @@ def call(*arguments):
             status = main(arguments)
         except SystemExit as left:
             status = left.code or 0
-    return status, out.getvalue(), err.getvalue()
+    return status, out.getvalue(), err.getvalue(), "torch" in sys.modules
 
 print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
 """
@@ -109,7 +109,7 @@ HELP = [[], *([name] for name in ("demo", "serve", "chat", "plan", "top", "store
 
 def test_what_works_without_the_extras(tmp_path: Path) -> None:
     """Without the packages of all extras every --help, `top`, `plan` of a known model, `replay` and `store` work; what
-    needs a package names its extra in one line."""
+    needs a package names its extra in one line. Those about a store or a server load no torch, which takes seconds."""
     store = open_store(tmp_path / "store")
     put_numbers(store, range(2))
     store.close()
@@ -128,32 +128,38 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
     with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
         threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
         helps = [[*name, "--help"] for name in [*HELP, *(["store", verb] for verb in STORE_VERBS)]]
-        works = {
+        light = {
             "hicache 0.": ["--version"],
             "running 3": ["top", "--once", f"127.0.0.1:{server.server_port}"],
+            "identity.": ["store", "stat", str(tmp_path / "store")],
+            "2 pages": ["store", "export", str(tmp_path / "store"), str(tmp_path / "archive")],
+        }
+        works = {
             "--device-tokens": ["plan", "--model", "llama-3.1-8b", "--gpu", "h100"],
             "unlimited": ["replay", str(trace), "--processes", "1"],
-            "2 pages": ["store", "export", str(tmp_path / "store"), str(tmp_path / "archive")],
         }
         needs = {
             "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
             "replay": [["replay", str(trace), "--report", str(tmp_path / "report.html")]],
         }
-        lines = [*helps, *works.values(), *(line for group in needs.values() for line in group)]
+        lines = [*light.values(), *helps, *works.values(), *(line for group in needs.values() for line in group)]
         done = subprocess.run(
             [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(lines)], stdout=subprocess.PIPE, text=True, check=True
         )
         server.shutdown()
     results = iter(json.loads(done.stdout))
+    for words, line in light.items():
+        status, out, err, has_torch = next(results)
+        assert (status, err, has_torch) == (0, "", False) and words in out, line
     for line in helps:
-        status, out, err = next(results)
+        status, out, err, _ = next(results)
         assert (status, err) == (0, "") and " ".join(["usage: hicache", *line[:-1]]) in out, line
     for words, line in works.items():
-        status, out, err = next(results)
+        status, out, err, _ = next(results)
         assert (status, err) == (0, "") and words in out, line
     for extra, group in needs.items():
         for line in group:
-            status, out, err = next(results)
+            status, out, err, _ = next(results)
             assert (status, out, len(err.splitlines())) == (2, "", 1) and f"hicache[{extra}]" in err, line
 
 

@@ -186,7 +186,7 @@ sys.exit(main(sys.argv[2:]))
     ("module", "arguments"),
     [
         ("yaml", ["config", "--show"]),
-        ("torch", ["store", "stat", "x"]),
+        ("lmdb", ["store", "stat", "x"]),
         ("transformers", ["demo"]),
     ],
 )

@@ -16,8 +16,11 @@ from rich.console import Console
 
 from cli_case import refused
 from hicache.cli import main
+from hicache.errors import NotOurServer
+from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.frame import frame
+from hicache.monitoring.loopback import is_loopback
 from hicache.monitoring.readings import History, Reading
 from programs import command
 from waiting import eventually
@@ -58,6 +61,21 @@ def test_another_server_is_one_line(status: int, text: str, capsys: pytest.Captu
     """What answers, and is no hicache server, ends with status 2 and one line that names it."""
     with http_server(status, text) as (host, port):
         assert f"http://{host}:{port} is no hicache server: " in refused(capsys, "top", f"{host}:{port}")
+
+
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment, as behind that of a company, is asked for other machines alone."""
+    with http_server(502, "a proxy") as (host, port), http_server(200, OURS) as (_, own):
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://{host}:{port}")
+        for here in ("127.0.0.1", "localhost"):
+            assert MetricsClient(f"{here}:{own}").read().figures["requests.running"] == 3
+        with pytest.raises(NotOurServer, match="502"):
+            MetricsClient("hicache.invalid:8000").read()
+    hosts = ("127.8.9.1", "LOCALHOST", "localhost.", "a.localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0")
+    assert all(is_loopback(f"http://{host}:80/v1") for host in hosts)
+    others = ("http://10.0.0.1", "http://localhost.example", "http://[::2]", "no URL", "http://[")
+    assert not any(map(is_loopback, others))
 
 
 def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import re
 import shlex
 import tarfile
 from pathlib import Path
+from urllib.parse import quote
 
 import pytest
 import xxhash
 
-from cli_case import output, refused
-from hicache.storage import describe, store_at
+import hicache.storage
+from cli_case import outcome, output, refused
+from hicache.config import DiskConfig
+from hicache.errors import ConfigError
+from hicache.storage import PageFormat, describe, store_at
 from storage_pages import open_store, put_numbers
 
 HUGE = "9999999999999999999999"
@@ -274,3 +280,38 @@ def test_texts_of_a_store_do_not_reach_the_terminal(tmp_path: Path, capsys: pyte
     assert len(evil.splitlines()) == len(plain.splitlines()) + 1 and evil.isascii()
     assert all(line.isprintable() for line in evil.splitlines()) and "\\x1b[2J" in evil and "\\ud800" in evil
     assert "\\x1b[2J" in refused(capsys, "store", "import", store_at(tmp_path / "plain.store"), tmp_path / "evil")
+
+
+def test_paths_as_users_write_them(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A home and a file URL lead to the same files in settings and commands; what is no path of this machine, or no
+    UTF-8 in a setting, is refused by the name of its setting or flag. The URL of a store takes any bytes."""
+    odd = tmp_path / "café 100%"
+    odd.mkdir()
+    monkeypatch.setenv("HOME", str(odd))
+    quoted = quote(os.fsencode(odd))
+    for path in (odd / "store", "~/store", f"file://{quoted}/store", f"FILE://localhost{quoted}/store"):
+        config = DiskConfig(path=path, budget_bytes=8 << 20)  # type: ignore[arg-type]
+        assert Path(config.path) == odd / "store"
+        opened = hicache.storage.open_store(config.url, identity={"model": "m"}, formats=[PageFormat(4096)])
+        opened.close()
+        assert outcome(capsys, "store", "stat", path, "--json")[0] == 0
+        assert outcome(capsys, "store", "stat", path)[0] == 0
+    assert sorted(os.listdir(tmp_path)) == [odd.name] and os.listdir(odd) == ["store"]
+    assert DiskConfig(path="unix:~/sock").url == f"unix:{odd}/sock"
+    (odd / "settings.yaml").write_text("device_tokens: 4096")
+    given = ("--config", "~/settings.yaml", "--disk-path", odd, "--model-id", "m")
+    assert outcome(capsys, "config", "--show", *given)[0] == 0
+    for wrong in ("file://elsewhere/x", "file://", "https://host/x", "~nobody-of-that-name/x", "\udfff", "a\0b"):
+        with pytest.raises(ConfigError, match="disk path="):
+            DiskConfig(path=wrong)
+        for flags in ("store stat {}", "store serve lmdb:///x --socket {}", "replay {}", "plan --model {}"):
+            named = refused(capsys, *(part.format(wrong) for part in flags.split()))
+            assert re.search("argument (DIR|path|--socket|TRACE|trace|--model)", named), named
+    for wrong, why in (("a\nb", "control"), (os.fsdecode(b"caf\xe9"), "UTF-8")):
+        with pytest.raises(ConfigError, match=f"disk path=.*{why}"):
+            DiskConfig(path=wrong)
+    url = f"lmdb://{quote(os.fsencode(tmp_path) + b'/caf%s' % bytes([0xE9]))}?budget=8MiB"
+    hicache.storage.open_store(url, identity={"model": "m"}, formats=[PageFormat(4096)]).close()
+    assert b"caf\xe9" in os.listdir(os.fsencode(tmp_path))

@@ -10,7 +10,7 @@ import hicache.build.store_tiers
 import hicache.storage.process.stores
 from disk_case import Clock, TroubledStore
 from hicache.storage import open_store
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from prefetch_case import PacedStore
 
 TOY_PAGE_BYTES = 8 * 192  # of 8 tokens of the toy model

@@ -16,7 +16,7 @@ from hicache.integrations.server_store import ServerStore, ServerStoreConfig, se
 from hicache.integrations.versions import require_version
 from hicache.storage import PageBuffer, PageFormat, StoreError, describe
 from hicache.storage.process.health import Limits
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.stores.staging import WaitingTier
 from store_server import served
 from waiting import eventually

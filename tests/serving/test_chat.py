@@ -14,7 +14,9 @@ from pathlib import Path
 
 import pytest
 
+import hicache.serving.chat.command
 from cli_case import refused
+from hicache.errors import ConfigError
 from programs import PIPE, Program, command
 from server_case import KEY, SECRET, TINY, Server
 from waiting import BOUND_S, eventually
@@ -30,7 +32,9 @@ def document(path: Path, name: str) -> Path:
 
 
 def chat(server: Server, *arguments: object, **settings: object) -> Program:
-    environment = {**os.environ, "HICACHE_API_KEY": KEY, "TERM": "dumb", "COLUMNS": "200"}
+    """Behind a proxy that does not answer, which is not for a server on this machine."""
+    proxy = dict.fromkeys(("http_proxy", "https_proxy", "all_proxy"), "http://127.0.0.1:9")
+    environment = {**os.environ, **proxy, "HICACHE_API_KEY": KEY, "TERM": "dumb", "COLUMNS": "200"}
     return command("chat", "--url", server.root, "--max-tokens", 8, *arguments, env=environment, **settings)
 
 
@@ -44,6 +48,13 @@ def piped(program: Program, question: str) -> tuple[str, tuple[str, ...]]:
     found = LINE.fullmatch(notes.splitlines()[-1])
     assert found is not None, notes
     return answer, found.groups()
+
+
+def test_a_proxy_that_is_none_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of the environment that cannot be used ends a chat with a server elsewhere by name."""
+    monkeypatch.setenv("all_proxy", "nonsense://somewhere")
+    with pytest.raises(ConfigError, match="all_proxy"):
+        hicache.serving.chat.command._client("http://server.invalid:8000", "none")
 
 
 def test_a_question_through_a_pipe(server: Server, tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import ctypes
 import errno
 import gc
 import json
+import math
 import os
 import select
 import signal
@@ -22,7 +23,7 @@ import hicache.storage.process.service
 import hicache.storage.process.stores
 import hicache.storage.store_files
 import process_case
-from disk_case import PATIENCE_S, Gate, TroubledStore, pages
+from disk_case import PATIENCE_S, Gate, TroubledStore, disk_threads, pages
 from hicache.storage import (
     StoreError,
     StoreLocked,
@@ -34,6 +35,7 @@ from hicache.storage.process import frames
 from hicache.storage.process.frames import Kind
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
 from hicache.stores import open_tier
 from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
@@ -154,6 +156,28 @@ def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFix
             open_tier(request(url))
         assert not isinstance(raised.value, StoreUnavailable) and "the store process ended" not in str(raised.value)
     assert not caplog.messages
+
+
+def test_a_store_whose_threads_cannot_be_started_is_closed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the machine has no thread left for a store that was opened, it is given back whole."""
+    begin = threading.Thread.start
+
+    def start(thread: threading.Thread) -> None:
+        if thread.name.endswith("-writes-0"):
+            raise RuntimeError("can't start new thread")
+        begin(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", start)
+        with pytest.raises(StoreError, match="start new thread"):
+            open_tier(request(at(tmp_path / "s")), in_process=True)
+    eventually(lambda: is_free(tmp_path / "s"))
+    assert not disk_threads()
+    for wrong in ({"readers": 0}, {"readers": 1 << 30}, {"full_bytes": 0}, {"queue_jobs": "x"}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            ServiceSettings(**wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="io_timeout_s"):
+        Limits(io_timeout_s=math.nan)
 
 
 def test_a_process_that_dies_is_started_again(case: Case) -> None:

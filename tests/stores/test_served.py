@@ -3,26 +3,35 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
+import select
 import signal
 import socket
+import threading
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import hicache.storage.process.server
+import hicache.storage.process.session
 import process_case
 from disk_case import pages
+from frame_fuzz import Nonsense, held_by
 from hicache.storage import open_existing
 from hicache.storage.process import frames
 from hicache.storage.process.frames import _COUNT, NO_PAGES, Kind, Pages
 from hicache.storage.process.jobs import FindJob, ReadDone, Stalled, WriteJob
+from hicache.storage.process.server import Server
 from hicache.storage.process.status import QUEUE_NUMBERS
+from hicache.storage.process.stores import OpenStores
 from process_case import HASTY, NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at, request
 from programs import Program
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 pytestmark = pytest.mark.store_process
 SUPPORT = Path(process_case.__file__).parent
@@ -151,6 +160,90 @@ def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -
             bad.until_open()
             assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
         assert good.tier.is_healthy and good.tier.status.queue("writes")[QUEUE_NUMBERS.index("opens")] == 0
+
+
+def test_what_an_engine_shared_leaves_with_it(served: tuple[Program, str]) -> None:
+    """The process unmaps the memory of an engine that has left, though the threads that did its last jobs have had
+    none since: the host tier of the next one is as large."""
+    program, path = served
+    keys, data = pages(1, 2)
+    with contextlib.closing(Case(path)) as first:
+        assert first.stored(keys, data) == (True, True)
+        before = held_by(program.pid)
+        with contextlib.closing(Case(path)) as second:
+            for _ in range(4):  # for each of the readers
+                assert second.found(keys, data) == (True, True) and second.stored(keys, data) == (True, True)
+        eventually(lambda: held_by(program.pid) == before, lambda: (held_by(program.pid), before))
+
+
+def test_nobody_is_accepted_again_and_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where no descriptor is left for a client that waits, it is looked for with the next look and not before, and
+    served once there is one. One that asks for no store is left in the end."""
+    monkeypatch.setattr(hicache.storage.process.server, "LOOK_S", 3600.0)
+    listener = Scarce(tmp_path / "sock")
+    server = Server(OpenStores(at(tmp_path / "root")), listener=listener)
+    with joined(threading.Thread(target=server.run), server.stop), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(tmp_path / "sock"))
+        eventually(lambda: listener.num_refused)
+        for _ in range(10):
+            came = threading.Event()
+            server.call(came.set)
+            assert came.wait(BOUND_S)
+        assert listener.num_refused == 1
+        listener.has_room = True
+        server.call(server.look)
+        client.settimeout(BOUND_S)
+        client.sendall(b"\xff" * 8)
+        client.shutdown(socket.SHUT_WR)
+        with contextlib.suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+        monkeypatch.setattr(hicache.storage.process.session, "OPEN_WITHIN_S", -1.0)
+        with socket.socket(socket.AF_UNIX) as idle:
+            idle.connect(str(tmp_path / "sock"))
+            eventually(lambda: (server.call(server.look), select.select([idle], [], [], 0)[0])[1])
+            assert idle.recv(1) == b""
+
+
+class Scarce(socket.socket):
+    """A listener that has no descriptor for a client yet."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(socket.AF_UNIX)
+        self.bind(str(path))
+        self.listen()
+        self.num_refused, self.has_room = 0, False
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        if self.has_room:
+            return super().accept()
+        self.num_refused += 1
+        raise OSError(errno.EMFILE, "Too many open files")
+
+
+@contextlib.contextmanager
+def joined(thread: threading.Thread, stop: Callable[[], None]) -> Iterator[None]:
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join()
+
+
+@pytest.mark.parametrize("num_clients", [40, pytest.param(2000, marks=pytest.mark.long)])
+def test_nonsense_concerns_nobody_else(served: tuple[Program, str], num_clients: int) -> None:
+    """Whatever frames, requests, lengths and descriptors clients send, whatever becomes of their memory, and wherever
+    they leave off, another client gets its bytes, and the process holds what it held before."""
+    program, path = served
+    keys, data = pages(1, 4)
+    with contextlib.closing(Case(path)) as good:
+        assert good.stored(keys, data) == (True,) * 4
+        before = held_by(program.pid)
+        for seed in range(num_clients):
+            Nonsense(path.removeprefix("unix:"), seed).send_all()
+        eventually(lambda: held_by(program.pid) == before, lambda: (held_by(program.pid), before))
+        assert good.stored(keys, data) == (True,) * 4 and good.found(keys, data) == (True,) * 4
+        assert good.tier.times_lost == 0 and good.tier.is_healthy
 
 
 def _is_served(path: Path) -> bool:

@@ -13,7 +13,7 @@ import pytest
 from disk_case import Clock, Gate, TroubledStore, started_tier
 from hicache.storage import PageBuffer, PageFormat
 from hicache.storage.process.health import LIMITS, Limits
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import open_tier
 from hicache.stores.staging import WaitingTier

@@ -14,7 +14,7 @@ import memory_store
 from disk_case import PATIENCE_S, disk_threads, page_keys
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, Hit, build_engine
 from hicache.errors import ConfigError
-from hicache.storage import PageBuffer, PageStore
+from hicache.storage import PageBuffer, PageStore, StoreStats
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, serve
 from waiting import eventually
@@ -160,6 +160,31 @@ def test_a_store_that_fails_is_left_alone(kind: Any) -> None:
         eventually(lambda: ask(engine, "again", prompt(4)) and all(store.contains(keys)))
     with engine_over(store) as engine:
         assert ask(engine, "d", prompt(4)) == Hit(disk=CACHED_LEN)
+
+
+class Unnumbered(MemoryPageStore):
+    """A store that raises instead of counting, or counts what is no number, every other time."""
+
+    turn = 0
+
+    def stats(self) -> StoreStats:
+        self.turn += 1
+        if self.turn % 4 == 1:
+            raise RuntimeError("a client library's error")
+        return StoreStats(entries=None) if self.turn % 4 == 3 else super().stats()  # type: ignore[arg-type]
+
+
+def test_a_store_that_cannot_count_is_used() -> None:
+    """Whatever `stats` raises or gives, pages are stored and come back; the last numbers that were some are shown."""
+    store = Unnumbered(1 << 20)
+    with engine_over(store) as engine:
+        ask(engine, "a", prompt(0))
+        keys = page_keys(engine, prompt(0))
+    with engine_over(store) as engine:
+        assert all(store.contains(keys))
+        assert ask(engine, "b", prompt(0)) == Hit(disk=CACHED_LEN)
+        stats = engine.stats()
+        assert stats["disk.stored_pages"] == NUM_PAGES and not stats["disk.process_failures"]
 
 
 def test_what_a_store_refuses_stays_on_the_host() -> None:

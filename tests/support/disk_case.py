@@ -14,7 +14,7 @@ import numpy as np
 from hicache.engine import CacheEngine
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.stores import StoreTier, given_tier
 from memory_store import MemoryPageStore
 from waiting import BOUND_S, eventually

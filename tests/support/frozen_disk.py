@@ -25,7 +25,7 @@ from hicache.errors import ResourceExhausted
 from hicache.storage import PageFormat, open_existing, store_at
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import PageRows
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.store_files import INDEX_FILE
 from hicache.stores import open_tier

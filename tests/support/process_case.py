@@ -13,7 +13,7 @@ import numpy as np
 from hicache.storage import PageFormat, StoreLocked, open_existing
 from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, open_tier
 from waiting import eventually

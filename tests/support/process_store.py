@@ -14,7 +14,7 @@ from itertools import groupby
 from hicache.storage import PageBuffer, PageCipher, PageFormat, StoreError, StoreStats
 from hicache.storage.lookup import check_keys, check_pages
 from hicache.storage.process.health import Limits
-from hicache.storage.process.service import ServiceSettings
+from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import open_tier
 from hicache.stores.staging import WaitingTier

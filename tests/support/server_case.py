@@ -9,12 +9,12 @@ import os
 import re
 import signal
 import urllib.error
-import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import programs
+from hicache.monitoring.loopback import opener_for
 from waiting import BOUND_S, eventually
 
 if TYPE_CHECKING:
@@ -53,10 +53,11 @@ class Server:
     def client(self, api_key: str = "any") -> openai.OpenAI:
         import openai
 
-        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=BOUND_S)
+        direct = openai.DefaultHttpxClient(trust_env=False)  # whatever proxy the environment has
+        return openai.OpenAI(base_url=self.url, api_key=api_key, max_retries=0, timeout=BOUND_S, http_client=direct)
 
     def get(self, path: str) -> str:
-        with urllib.request.urlopen(self.root + path, timeout=BOUND_S) as response:
+        with opener_for(self.root).open(self.root + path, timeout=BOUND_S) as response:
             return str(response.read().decode())
 
     def status(self, path: str) -> int:

@@ -16,6 +16,7 @@ from hicache.config import EngineConfig, api_key
 from hicache.console import new_console, printable
 from hicache.errors import ConfigError
 from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.loopback import is_loopback
 from hicache.serving.chat.conversation import Conversation, documents_of
 
 _TIMEOUT_S = 600.0  # until the next part of an answer: a long prompt takes a while to compute
@@ -29,12 +30,26 @@ def run(flags: argparse.Namespace) -> int:
     if not interactive and not piped:
         raise ConfigError("there is no question; write one on the standard input, or chat in a terminal")
     with _server(flags, notes) as server:
-        key = flags.api_key or api_key() or "none"
-        client = openai.OpenAI(base_url=f"{server}/v1", api_key=key, max_retries=0, timeout=_TIMEOUT_S)
-        conversation = Conversation(client, server, flags.max_tokens, documents)
+        conversation = Conversation(
+            _client(server, flags.api_key or api_key() or "none"), server, flags.max_tokens, documents
+        )
         for question in _typed(notes) if interactive else [piped]:
             _answer(conversation, question, notes)
     return 0
+
+
+def _client(server: str, key: str) -> openai.OpenAI:
+    """Raises ConfigError where the environment names a proxy that cannot be used."""
+    try:
+        through = openai.DefaultHttpxClient(trust_env=False) if is_loopback(server) else None
+        return openai.OpenAI(
+            base_url=f"{server}/v1", api_key=key, max_retries=0, timeout=_TIMEOUT_S, http_client=through
+        )
+    except (ImportError, ValueError) as error:
+        raise ConfigError(
+            f"a proxy of the environment cannot be used: {error}; correct http_proxy, https_proxy or all_proxy, or "
+            "name the server in no_proxy"
+        ) from error
 
 
 @contextlib.contextmanager

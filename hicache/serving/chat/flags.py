@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 
 from hicache.config.settings import Whole, as_flag
+from hicache.console import path_of
 from hicache.serving.server.flags import add_server_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache chat`: its own, and those of the server that it starts unless there is a URL."""
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="texts that the chat is about")
+    parser.add_argument("files", nargs="*", type=path_of, metavar="FILE", help="texts that the chat is about")
     parser.add_argument("--url", metavar="URL", help="address of a running server (default: one is started here)")
     parser.add_argument(
         "--max-tokens", type=as_flag(Whole("a number of tokens", 1, 1 << 20)), default=256, metavar="TOKENS",

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import get_args
 
 from hicache.config import EngineConfig, Kernels
 from hicache.config.settings import Number, Size, Whole, as_flag
+from hicache.console import path_of
 from hicache.process.logs import LEVELS
 from hicache.serving.packaged_model import model_flag
 
@@ -67,7 +67,9 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         "--log-level", choices=LEVELS, default="info",
         help="what is logged at least; debug has probes and scrapes too (default info)",
     )  # fmt: skip
-    server.add_argument("--record", type=Path, metavar="FILE", help="write a trace of the requests for hicache replay")
+    server.add_argument(
+        "--record", type=path_of, metavar="FILE", help="write a trace of the requests for hicache replay"
+    )
     _add_scheduler_flags(parser)
     EngineConfig.add_flags(parser, "engine (sizes are chosen by the model and the memory unless given)")
 

@@ -31,6 +31,7 @@ from hicache.process.logs import described
 from hicache.serving.models import Tokenizer
 from hicache.serving.server.prompts import BODIES, Prepared, Prompt, PromptEncoder, PromptLimits
 from hicache.serving.server.replies import ApiError, internal_error, unavailable
+from hicache.storage.memory import usable_cpus
 
 _SMALL_BYTES = 128 << 10  # parsed and tokenized in less time than a fork takes, times ten
 _NUM_THREADS = 2
@@ -86,7 +87,7 @@ class PromptWorkers:
     def __init__(self, encoder: PromptEncoder, tokenizers: TokenizerProcess | None) -> None:
         self._encoder, self._tokenizers = encoder, tokenizers
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "hicache-prompts")
-        self._free_processes = asyncio.Semaphore(max(2, min(8, len(os.sched_getaffinity(0)) // 2)))
+        self._free_processes = asyncio.Semaphore(max(2, min(8, len(usable_cpus()) // 2)))
 
     async def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
         """As `PromptEncoder.prepare`. Where the task is cancelled, what was not begun is not done, and a process
@@ -146,7 +147,8 @@ def _fork_jobs(control: socket.socket, load: Callable[[], Tokenizer]) -> NoRetur
 
 def _run_job(job: socket.socket, tokenizer: Tokenizer) -> NoReturn:
     try:
-        os.nice(_NICE)
+        with contextlib.suppress(OSError):  # a container may refuse either
+            os.nice(_NICE)
         with contextlib.suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("500")  # where memory ends, rather this one than the server
         stream = job.makefile("rb")

@@ -1,0 +1,314 @@
+"""One client of a store process: what it sends, the memory that it shares, and what it is told.
+
+Everything runs on the loop's thread (`server`), but for `post`. Neither the bytes nor the descriptors that come are
+trusted: whatever they lead to ends the session, and nothing beside it.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import selectors
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
+
+from hicache.storage.base import PageBuffer, StoreError
+from hicache.storage.process import frames
+from hicache.storage.process.connection import Connection, ConnectionEnded
+from hicache.storage.process.frames import OWN_MEMORY, Body, FrameError, Kind, Outcome, Pages
+from hicache.storage.process.jobs import FindJob, Job, PageBytes, ReadJob, Stalled
+from hicache.storage.process.service import StoreService
+from hicache.storage.process.shared_memory import ClientMemory, page_at
+from hicache.storage.process.status import StatusWriter
+from hicache.storage.process.stores import OpenStores
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+OPEN_WITHIN_S = 30.0  # a connection is to ask for its store
+_MAX_DESCRIPTORS = 16  # of one call, and of those that no frame has taken
+_MAX_MEMORIES = 256
+_MAX_UNSENT_BYTES = 16 << 20  # for a client that does not read
+
+
+class Loop(Protocol):
+    """What a session has of its `Server`."""
+
+    stores: OpenStores
+    same_process: bool
+    selector: selectors.BaseSelector
+
+    def call(self, do: Callable[[], None]) -> None: ...
+
+    def call_later(self, do: Callable[[], None], why: str) -> None: ...
+
+    def forget(self, client: Session) -> None: ...
+
+    def log_left(self, error: Exception) -> None: ...
+
+
+class Session(Connection):
+    """See the module. The client's memory is mapped until its last job is answered after its end."""
+
+    def __init__(self, server: Loop, connected: socket.socket) -> None:
+        super().__init__(connected)
+        self._server = server
+        self._descriptors = deque[int]()  # that came and nobody has taken
+        self._memories: dict[int, ClientMemory] = {}
+        self._status: StatusWriter | None = None
+        self._service: StoreService | None = None
+        self._cancels: dict[tuple[int, int], threading.Event] = {}
+        self._outcomes: deque[tuple[Outcome, bool]] = deque()
+        self._waits_to_send = False
+        self._num_jobs = 0  # not answered yet
+        self._ended = self._is_opening = False
+        self._open_until_s = time.monotonic() + OPEN_WITHIN_S
+        server.selector.register(connected, selectors.EVENT_READ, lambda events: self._try(self._on_ready, events))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether it has to be looked at."""
+        is_asking = self._status is None or self._is_opening
+        return self._num_jobs > 0 or is_asking or (self._service is not None and self._service.is_busy)
+
+    def post(self, is_write: bool, done: Outcome) -> None:
+        """Take an outcome from the thread that did the job."""
+        self._outcomes.append((done, is_write))
+        self._call(self._deliver)
+
+    def look(self) -> None:
+        self._try(self._look)
+
+    def _look(self) -> None:
+        if self._service is not None:
+            self._service.look()
+            self._deliver()
+        if self._status is None and time.monotonic() > self._open_until_s:
+            self.end("it has asked for no store")
+        self._tell(frames.frame(Kind.ALIVE))
+
+    def end(self, why: str) -> None:
+        """Listen to the client no more: its reads end, its writes are still done."""
+        if self._ended:
+            return
+        self._ended = True
+        log.debug("a client leaves: %s", why)
+        for cancelled in self._cancels.values():
+            cancelled.set()
+        self._server.selector.unregister(self.socket)
+        while self._descriptors:
+            os.close(self._descriptors.popleft())
+        if self._service is not None:
+            self._aside("close", partial(self._release, self._service))
+        self._leave()
+
+    def _leave(self) -> None:
+        """Close the connection once no thread uses the client's memory: that is what its end tells the client. What is
+        being opened has to be closed by this loop."""
+        if self._ended and not self._num_jobs:
+            self.close()
+            for memory in self._memories.values():
+                memory.close()
+            self._memories.clear()
+            if self._status is not None:
+                self._status.close()
+            if not self._is_opening:
+                self._server.forget(self)
+
+    def _release(self, service: StoreService) -> None:
+        try:
+            self._server.stores.release(service)
+        except Exception:
+            log.exception("a store could not be closed")
+
+    def _try(self, do: Callable[..., None], *arguments: object) -> None:
+        """Whatever it raises ends this client, and no other."""
+        try:
+            do(*arguments)
+        except ConnectionEnded as ended:
+            self.end(str(ended))
+        except (OSError, StoreError, ValueError) as error:
+            self._server.log_left(error)
+            self.end(str(error))
+        except Exception as error:
+            log.exception("a client of the store process is left for an unexpected error")
+            self.end(repr(error))
+        if self._ended:
+            self._leave()
+
+    def _call(self, do: Callable[..., None], *arguments: object) -> None:
+        """On the loop's thread. Any thread."""
+        self._server.call(partial(self._try, do, *arguments))
+
+    # What the client says
+
+    def _on_ready(self, events: int) -> None:
+        if events & selectors.EVENT_WRITE:
+            self._tell(b"")
+        if not events & selectors.EVENT_READ or self._ended:
+            return
+        for kind, body in self.frames.feed(self.take()):
+            self._hear(kind, body)
+        if len(self._descriptors) > _MAX_DESCRIPTORS:
+            raise FrameError("descriptors that belong to no frame")
+
+    def _read(self, num_bytes: int) -> bytes:
+        data, descriptors, _, _ = socket.recv_fds(self.socket, num_bytes, _MAX_DESCRIPTORS)
+        self._descriptors += descriptors
+        return data
+
+    def _descriptor(self) -> int:
+        if not self._descriptors:
+            raise FrameError("a frame came without its descriptor; where they have run out, raise ulimit -n")
+        return self._descriptors.popleft()
+
+    def _hear(self, kind: Kind, body: Body) -> None:
+        if kind is Kind.MEMORY:
+            self._share(*body.memory())
+        elif kind is Kind.OPEN:
+            self._open(body.json())
+        elif self._service is None:
+            raise FrameError("a job for a store that is not open")
+        else:
+            self._ask(kind, body, self._service)
+
+    def _share(self, number: int, num_bytes: int) -> None:
+        descriptor = self._descriptor()
+        if number in self._memories or len(self._memories) >= _MAX_MEMORIES:
+            os.close(descriptor)
+            raise FrameError(f"memory {number} after {len(self._memories)} others")
+        self._memories[number] = ClientMemory(descriptor, num_bytes)
+        if self._service is not None:
+            self._register(self._service, self._memories[number].data)
+
+    def _ask(self, kind: Kind, body: Body, service: StoreService) -> None:
+        if kind in (Kind.FIND, Kind.READ, Kind.WRITE, Kind.REMOVE):
+            self._submit(body.job(kind, partial(self._pages, service)), service)
+        elif kind is Kind.USED:
+            service.used(body.keys())
+            self._note_status(service)
+        elif kind is Kind.NOTE:
+            service.note = body.note()
+        elif kind is Kind.CANCEL:
+            if (wanted := self._cancels.get(body.cancel())) is not None:
+                wanted.set()
+        elif kind is Kind.CLOSE:
+            self._service = None
+            self._aside("close", partial(self._attempt, partial(self._server.stores.release, service), self._closed))
+        else:
+            raise FrameError(f"a client does not send {kind.name}")
+
+    def _submit(self, job: Job, service: StoreService) -> None:
+        if isinstance(job, FindJob | ReadJob):
+            service.reads.submit(job, partial(self.post, False))
+            if isinstance(job, ReadJob):
+                self._cancels[job.ticket, job.batch] = job.cancelled
+        else:
+            service.writes.submit(job, partial(self.post, True))
+        self._num_jobs += 1
+
+    def _pages(self, service: StoreService, pages: Pages) -> tuple[PageBytes, ...]:
+        num_bytes, sizes = pages.page_bytes, service.page_sizes
+        if pages.offsets and (not num_bytes or (sizes and num_bytes not in sizes)):
+            raise FrameError(f"pages of {num_bytes} bytes in a store of {sizes}")
+        if pages.memory == OWN_MEMORY:
+            if not self._server.same_process:
+                raise FrameError("pages by address, from another process")
+            return tuple(page_at(address, num_bytes) for address in pages.offsets)
+        if pages.memory not in self._memories:
+            raise FrameError(f"pages in memory {pages.memory}, which is not shared")
+        return self._memories[pages.memory].pages(pages)
+
+    # Beside the loop: what may take long
+
+    def _open(self, request: object) -> None:
+        if self._status is not None:
+            raise FrameError("a client asks for a second store")
+        if not isinstance(request, dict) or request.pop("version", None) != frames.VERSION:
+            raise FrameError(f"this store process speaks version {frames.VERSION} of its frames")
+        self._status = StatusWriter(self._descriptor())
+        self._is_opening = True
+        self._aside("open", partial(self._attempt, partial(self._server.stores.acquire, request), self._opened))
+
+    def _aside(self, what: str, do: Callable[[], None]) -> None:
+        """A process ends after such a thread, so a store that its engine closed is closed whatever becomes of the
+        engine. In a thread of an engine it is a daemon, as that thread is."""
+        try:
+            threading.Thread(target=do, name=f"hicache-store-{what}").start()
+        except RuntimeError as error:
+            self._server.call_later(partial(self._aside, what, do), f"a store cannot {what}: {error}; raise ulimit -u")
+
+    def _attempt(self, do: Callable[[], T], then: Callable[[T], None]) -> None:
+        try:
+            result = do()
+        except Exception as error:  # which the client raises
+            log.debug("a store cannot be opened or closed", exc_info=True)
+            self._call(self._fail, error)
+        else:
+            self._call(then, result)
+
+    def _opened(self, service: StoreService) -> None:
+        self._is_opening = False
+        if self._ended:
+            self._aside("close", partial(self._release, service))
+            self._leave()
+            return
+        self._service = service
+        for memory in self._memories.values():
+            self._register(service, memory.data)
+        self._note_status(service)
+        self._tell(frames.opened(service.page_sizes, service.note))
+
+    @staticmethod
+    def _register(service: StoreService, memory: PageBuffer) -> None:
+        """A hint: without it a store copies through memory of its own."""
+        try:
+            service.store.register_memory(memory)
+        except Exception:
+            log.warning("the store takes no shared memory, and will copy", exc_info=True)
+
+    def _closed(self, _: None) -> None:
+        self._deliver()
+        self.end("its store is closed")
+
+    def _fail(self, error: Exception) -> None:
+        self._is_opening = False
+        self._tell(frames.failed(error))
+        self.end("its store is not open")
+        self._leave()
+
+    # What the client is told
+
+    def _deliver(self) -> None:
+        if self._service is not None:
+            self._note_status(self._service)
+        found = []
+        while self._outcomes:
+            done, is_write = self._outcomes.popleft()
+            if not isinstance(done, Stalled):
+                self._num_jobs -= 1
+                self._cancels.pop((done.ticket, done.batch), None)
+            found.append(frames.outcome(done, is_write=is_write))
+        self._tell(b"".join(found))
+        self._leave()
+
+    def _note_status(self, service: StoreService) -> None:
+        if self._status is not None and not self._ended:
+            self._status.write(service.stats(), service.failed_touches, service.numbers())
+
+    def _tell(self, data: bytes) -> None:
+        if self._ended:
+            return
+        self.send(data)
+        if len(self.unsent) > _MAX_UNSENT_BYTES:
+            raise FrameError("it does not take what it asked for")
+        if self._waits_to_send != bool(self.unsent):
+            self._waits_to_send = bool(self.unsent)
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+            key = self._server.selector.get_key(self.socket)
+            self._server.selector.modify(self.socket, wanted, key.data)
