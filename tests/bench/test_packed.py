@@ -17,7 +17,19 @@ from hicache.bench.transfer import Rig
 from hicache.cli import main
 
 CPU = torch.device("cpu")
-TRANSFERS = {"load.contiguous", "load.random", "load.3bit", "load.1", "load.8", "store", "both", "capacity.host"}
+TRANSFERS = {
+    "load.contiguous",
+    "load.random",
+    "load.3bit",
+    "load.1",
+    "load.8",
+    "unfit.load",
+    "unfit.store",
+    "unfit.first_layer",
+    "store",
+    "both",
+    "capacity.host",
+}
 
 
 def _sample(rng: np.random.Generator) -> KvSample:

@@ -115,7 +115,7 @@ BAD = {
     "empty key": (["--api-key", ""], "--api-key"),
     "key that no header has": (["--api-key", " a"], "API key"),
     "name that is no text": (["--served-model-name", "m\udcff"], "--served-model-name"),
-    "directory that is no text": (["{tmp}/m\udcff"], "--served-model-name"),
+    "directory that is no text": (["--model", "{tmp}/m\udcff"], "argument --model"),
     "unknown flag": (["--colour"], "--colour"),
 }
 

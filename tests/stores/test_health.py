@@ -10,6 +10,7 @@ import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -29,8 +30,11 @@ from disk_case import (
 )
 from hicache.metrics import Metrics
 from hicache.storage import StoreError, StoreLocked
+from hicache.storage.process.frames import Kind, frame
 from hicache.storage.process.health import Breaker, Limits, State
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
+from hicache.storage.process.session import Session
+from hicache.storage.process.status import StatusWriter
 from hicache.stores import StoreTier
 from waiting import eventually
 
@@ -270,6 +274,45 @@ def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path
     seen = gauges(disk)
     assert (seen["disk.reads_stalled_jobs"], seen["disk.reads_opens"], seen["disk.reads_state"]) == (readers, 1, 0)
     assert disk.close() and disk_threads() == []
+
+
+def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Whoever has the late answer of a stalled read may read again at once, also where the answer came while the state
+    before it was being told."""
+    clock, (keys, data) = Clock(), pages(1, 2)
+    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, readers=1)
+    gate, came, write, post, tell = Gate("get_into"), threading.Event(), StatusWriter.write, Session.post, Session._tell
+    store.trouble = gate
+    until_s: list[float] = []  # as last told
+    told: list[tuple[float, float]] = []  # with each answer, and as it was
+
+    def written(status: StatusWriter, stats: Any, touches: int, queues: Any) -> None:
+        write(status, stats, touches, queues)
+        until_s[:] = [queues["reads"][-1]]
+        if gate.held:
+            gate.open()
+            assert came.wait(PATIENCE_S)
+
+    def posted(session: Session, is_write: bool, done: Any) -> None:
+        post(session, is_write, done)
+        if isinstance(done, ReadDone):
+            came.set()
+
+    def telling(session: Session, message: bytes) -> None:
+        if message not in (b"", frame(Kind.ALIVE)) and session._service is not None:
+            told.append((until_s[0], session._service.numbers()["reads"][-1]))
+        tell(session, message)
+
+    monkeypatch.setattr(Session, "post", posted)
+    disk.reads.submit(ReadJob(1, 0, keys, blank(2), threading.Event()))
+    eventually(lambda: gate.held == 1)
+    clock.now_s += 10.1
+    assert disk.reads.poll() == [Stalled(1, 0)]
+    monkeypatch.setattr(StatusWriter, "write", written)
+    monkeypatch.setattr(Session, "_tell", telling)
+    assert wait_for_reads(disk, 1) == [ReadDone(1, 0, (True, True), asked=2)]
+    assert told and all(state == now for state, now in told)
+    disk.close()
 
 
 def test_a_stalled_write_is_announced_and_holds_up_no_read(tmp_path: Path) -> None:
