@@ -22,7 +22,7 @@ from hicache.transfer.base import TransferBackend
 
 log = logging.getLogger(__name__)
 
-_EXIT_S = 5.0
+_EXIT_S, _LOOK_S = 5.0, 0.001
 E = TypeVar("E", bound="EngineLife")
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -34,10 +34,10 @@ def exclusive(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
     @functools.wraps(verb)
     def call(engine: E, /, *args: P.args, **kwargs: P.kwargs) -> R:
         thread = threading.get_ident()
-        if engine._caller is not None:
+        if engine._turn.thread is not None:
             engine._refuse_second()
         try:  # from the look to the note nothing is called, so no other thread comes in between
-            engine._caller = thread
+            engine._turn.thread = thread
             return verb(engine, *args, **kwargs)
         except BaseException as error:
             is_refusal = isinstance(error, HiCacheError) and not isinstance(error, (DoubleFree, InvariantError))
@@ -46,15 +46,34 @@ def exclusive(verb: Callable[Concatenate[E, P], R]) -> Callable[Concatenate[E, P
                 engine._doubt(verb.__name__, error)
             raise
         finally:
-            engine._caller = None
+            engine._turn.thread = None
 
     return call
+
+
+class _Turn:
+    """Which `thread` is inside a call of an engine, if any is. The hook at the exit shares it, without the engine."""
+
+    def __init__(self) -> None:
+        self.thread: int | None = None
+
+    def take(self, deadline_s: float) -> bool:
+        """Be inside for good, so that calls of other threads are refused, once the one under way has ended; False: it
+        has not, until `deadline_s` of `time.monotonic`."""
+        thread = threading.get_ident()
+        while True:
+            if self.thread is None or self.thread == thread:
+                self.thread = thread  # as in `exclusive`
+                return True
+            if time.monotonic() >= deadline_s:
+                return False
+            time.sleep(_LOOK_S)
 
 
 class EngineLife(ABC):
     """Starts and ends the parts of an engine that have threads or files, and says when it may be called.
 
-    `_caller`: the thread inside a call. `_why_not`: why only what ends something may be called; empty while it runs.
+    `_turn`: the thread inside a call. `_why_not`: why only what ends something may be called; empty while it runs.
     `_is_broken`: a call left the accounts half done, so nothing may rely on them.
     """
 
@@ -64,7 +83,7 @@ class EngineLife(ABC):
         self._hosts = [component.host for component in on_host]
         self._transfers: list[TransferBackend] = [component.transfer for component in on_host]
         self._stores, self._events = list(context.stores.values()), events
-        self._caller: int | None = None
+        self._turn = _Turn()
         self._why_not = "the engine is not started; call start()"
         self._is_broken = self._is_started = self._is_closed = False
         self._finalizer: weakref.finalize[..., object] | None = None
@@ -78,7 +97,7 @@ class EngineLife(ABC):
             return
         self._is_started, self._why_not = True, ""
         threads = (self._transfers, self._stores, self._events)
-        self._finalizer = weakref.finalize(self, abandon, self._owner, *threads)
+        self._finalizer = weakref.finalize(self, abandon, self._owner, self._turn, *threads)
         for part in (*self._transfers, self._events):
             if part is not None:
                 part.start()
@@ -131,7 +150,7 @@ class EngineLife(ABC):
         """A call begins while another is under way: ConcurrentCall, but in a fork, where that one never ends."""
         if self._owner.is_here:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
-            raise ConcurrentCall(f"thread {names.get(self._caller, self._caller)}")
+            raise ConcurrentCall(f"thread {names.get(self._turn.thread, self._turn.thread)}")
 
     def _doubt(self, verb: str, error: BaseException) -> None:
         """A call of `verb` ended in an error that nobody raised on purpose; that of Ctrl-C is one. Unless every account
@@ -148,18 +167,24 @@ class EngineLife(ABC):
 
 def abandon(
     owner: OwnerProcess,
+    turn: _Turn,
     transfers: Sequence[TransferBackend],
     stores: Sequence[StoreTier],
     events: EventPublisher | None,
 ) -> None:
     """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
-    inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`. Nothing in a fork."""
+    inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`. Nothing in a fork.
+
+    A daemon thread may be inside a call: that ends first, at the latest with the copies that it waits for, and no other
+    begins. Where it does not end its stores are left to it: their processes see the end of this one.
+    """
     if not owner.is_here:
         return
     deadline_s = time.monotonic() + _EXIT_S
+    is_alone = turn.take(deadline_s - _EXIT_S / 2)
     for transfer in transfers:
         transfer.abandon(deadline_s)
-    for store in stores:
+    for store in stores if is_alone or turn.take(deadline_s) else ():
         store.abandon(max(0.0, deadline_s - time.monotonic()))
     if events is not None:
         events.abandon(deadline_s)

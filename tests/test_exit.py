@@ -8,12 +8,15 @@ from __future__ import annotations
 import gc
 import signal
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
+from hicache.errors import ConcurrentCall
 from hicache.storage import open_existing
 from programs import Program, output
 from waiting import eventually
@@ -116,6 +119,44 @@ def test_an_engine_that_is_dropped_stops_its_threads(tmp_path: Path) -> None:
 
     eventually(lambda: not left(), left)
     open_existing(tmp_path).close()
+
+
+def test_the_end_waits_for_the_call_of_another_thread(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The hook at the exit touches no store while a daemon thread is inside a call of the engine, and no other call
+    begins after it."""
+    config = EngineConfig(
+        device_tokens=1024, host_bytes=8 << 20, host_page_size=16, model_id="m", disk=DiskConfig(path=str(tmp_path))
+    )
+    engine = build_engine(config, ModelGeometry(layer_num=2, head_num=2, head_dim=16))
+    engine.start()
+    (tier,) = engine.inspect.context.stores.values()
+    inside, go_on, order = threading.Event(), threading.Event(), list[str]()
+    find, left, sleep = tier.find, tier.abandon, time.sleep
+
+    def found(*of: Any) -> Any:
+        inside.set()
+        assert go_on.wait(60)
+        order.append("answered")
+        return find(*of)
+
+    def abandoned(within_s: float) -> None:
+        order.append("abandoned")
+        left(within_s)
+
+    monkeypatch.setattr(tier, "find", found)
+    monkeypatch.setattr(tier, "abandon", abandoned)
+    caller = threading.Thread(target=engine.lookup, args=(np.arange(100),))
+    caller.start()
+    assert inside.wait(60)
+    monkeypatch.setattr(time, "sleep", lambda seconds: (go_on.set(), sleep(seconds)))  # the hook looks again
+    assert engine._finalizer is not None
+    end = threading.Thread(target=engine._finalizer)
+    end.start()
+    end.join(60)
+    caller.join(60)
+    assert order == ["answered", "abandoned"]
+    with pytest.raises(ConcurrentCall):
+        engine.poll()
 
 
 # Forks a process with an engine, a tensor cache and a remote store. Each child ends, in its way, after its parent has
