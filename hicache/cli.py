@@ -90,8 +90,8 @@ _COMMANDS = {
     ),
     "bench": _Command(
         "hicache.bench.command",
-        "benchmarks: list, run, compare, plot",
-        "Measure this machine beside its own ceilings, compare two results, draw them.",
+        "benchmarks: list, run, compare",
+        "Measure this machine beside its own ceilings, and compare two results.",
     ),
     "config": _Command(
         "hicache.config.command",

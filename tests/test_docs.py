@@ -1,28 +1,35 @@
-"""The documentation names files, classes and functions that exist."""
+"""The documentation names files, classes, functions, commands, results and settings that exist."""
 
 from __future__ import annotations
 
+import argparse
 import ast
 import dataclasses
 import importlib.util
+import json
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+from hicache import cli, store_command
+from hicache.bench import command as bench_command
+from hicache.bench.common import read_report
 from hicache.config import SECTIONS
 from hicache.config.settings import settings_of
-from hicache.integrations.server_store import ServerStoreConfig
-from hicache.integrations.vllm.offloading_settings import OffloadingSettings
+from hicache.integrations.load_gate import gated_store_config
+from hicache.integrations.server_store import ServerStoreConfig, server_store_config
+from hicache.integrations.sglang.linker_settings import linker_config
+from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted(
     [
-        *(ROOT / "docs").glob("*.md"),
-        *(ROOT / "docs/integrations").glob("*.md"),
+        *(ROOT / "docs").rglob("*.md"),
         ROOT / "README.md",
+        ROOT / "CHANGELOG.md",
         ROOT / "CONTRIBUTING.md",
     ]
 )
@@ -48,8 +55,97 @@ def test_files_exist(page: Path) -> None:
     text = page.read_text()
     paths = re.findall(r"`([\w/]+/(?:\w+\.py)?)(?:: [\w.]+)?`", text) + re.findall(r"`(\w+\.py)(?:: [\w.]+)?`", text)
     assert [path for path in paths if _file(path) is None] == []
-    links = [link for link in re.findall(r"\]\(([^)#:]+)\)", text) if not (page.parent / link).exists()]
-    assert links == []
+    links = re.findall(r"\]\(([^)#:]*)(?:#([^)]+))?\)", text)
+    assert [link for link, _ in links if not (page.parent / link).exists()] == []
+    targets = [(page.parent / link if link else page, anchor) for link, anchor in links if anchor]
+    assert [(str(to), anchor) for to, anchor in targets if anchor not in _anchors(to)] == []
+    named = re.findall(r"`([\w-]+-(?:cpu|nvidia)-[\w-]+\.json)`", text)
+    assert [name for name in named if not (ROOT / "bench/results" / name).exists()] == []
+
+
+def _anchors(page: Path) -> set[str]:
+    """Of the headings of a page, as GitHub and the site make them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    texts = [re.sub(r"\[([^]]*)\]\([^)]*\)", r"\1", heading).lower() for heading in headings]
+    return {re.sub(r"[^\w -]", "", text).strip().replace(" ", "-") for text in texts}
+
+
+@pytest.fixture(scope="module")
+def commands() -> dict[str, set[str]]:
+    """By what stands before them, the words that may follow."""
+    files = [*(ROOT / "bench").glob("*.py"), *(ROOT / "bench").glob("*/__init__.py")]
+    return {
+        "hicache": {*cli._COMMANDS},
+        "hicache bench": _subcommands(bench_command.add_flags),
+        "hicache store": _subcommands(store_command.add_flags),
+        "(?:hicache )?bench run": {"all", "small"}.union(*(_matches(r'^NAME = "(\w+)"', file) for file in files)),
+        "make": _matches(r"^([a-z-]+):", ROOT / "Makefile"),
+    }
+
+
+def _subcommands(add_flags: Callable[[argparse.ArgumentParser], None]) -> set[str]:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    return {name for action in parser._actions if isinstance(action.choices, dict) for name in action.choices}
+
+
+def _matches(pattern: str, file: Path) -> set[str]:
+    return set(re.findall(pattern, file.read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
+    """Every command of `hicache`, every benchmark and every target of `make` that stands in code is there."""
+    code = "\n".join(re.findall(r"^ {4}[^\n]*|`[^`\n]+`", page.read_text(), re.MULTILINE))
+    for words, known in commands.items():
+        named = re.findall(rf"(?:(?<=`)|(?<=^ {{4}})){words} ([a-z_][\w|-]*)(?![\w:|-])", code, re.MULTILINE)
+        assert {word for alternatives in named for word in alternatives.split("|")} - known == set()
+
+
+def test_results_are_those_that_the_page_of_performance_names() -> None:
+    """Its first table has every result file, with the commit that the file names."""
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = re.findall(r"^\| (`[^|]*`) \| ([^|]*) \|", page.partition("\n## ")[0], re.MULTILINE)
+    commits = {name: commit for names, commit in rows for name in re.findall(r"`([^`]+)`", names)}
+    results = {path.name: read_report(path).commit for path in (ROOT / "bench/results").glob("*.json")}
+    assert commits.keys() == results.keys()
+    assert [name for name, commit in commits.items() if not results[name].startswith(commit)] == []
+
+
+def test_missed_targets_are_named() -> None:
+    """Of each case of a server that missed its target the page of performance has the ratio, in bold."""
+    page = (ROOT / "docs/performance.md").read_text()
+    for path in (ROOT / "bench/results").glob("servers-*.json"):
+        for case in read_report(path).cases:
+            if case.note.startswith("target missed"):
+                row = next(line for line in page.splitlines() if line.startswith(f"| `{case.name.split('.', 2)[2]}`"))
+                assert "**missed**" in row, case.name
+
+
+def test_settings_of_servers_are_taken() -> None:
+    """What the pages give to copy is JSON, and the plug-in that it names takes it."""
+    checked = 0
+    pages = [ROOT / "README.md", *(ROOT / "docs/integrations").glob("*.md")]
+    flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config|[\w-]*linker-config|l2-adapter) '(\{.*?\})'"
+    for text in re.findall(flag, "\n".join(page.read_text() for page in pages), re.DOTALL):
+        if "..." in text:
+            continue
+        given, checked = json.loads(text), checked + 1
+        if "kv_connector_extra_config" in given:
+            extra = given["kv_connector_extra_config"]
+            if extra["spec_name"] == "HiCacheOffloadingSpec":
+                offloading_settings(extra)
+            else:
+                (tier,) = extra["secondary_tiers"]
+                gated_store_config({k: v for k, v in tier.items() if k not in ("type", "module_path")}, "tier")
+        elif "linker" in given:
+            linker_config(given["linker_extra_config"])
+        elif "adapter_params" in given:
+            server_store_config(given["adapter_params"], "adapter_params")
+        else:
+            names = ("backend_name", "module_path", "class_name", "interface_v1")
+            gated_store_config({k: v for k, v in given.items() if k not in names}, "extra config")
+    assert checked >= 7
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -2,12 +2,13 @@
 
 Each mode has a process of its own, so that a restart is one, and the device is free for the next. For vLLM:
 
-    first             time to the first token of new prompts, with `HiCacheTier`, over no offloading; .cpu, .fs, .spec:
-                      with vLLM's CPU tier, with its disk tier, and with `HiCacheOffloadingSpec`
+    first             time to the first token of new prompts, with `HiCacheOffloadingSpec` and a disk, over no
+                      offloading; .cpu, .fs: with vLLM's CPU tier, with its disk tier; .spec: with
+                      `HiCacheOffloadingSpec` alone; .tier: with vLLM's CPU tier and `HiCacheTier` below
     host.one          a document from CPU memory and 8 tokens, with `HiCacheOffloadingSpec`, over vLLM's own CPU tier
     host.throughput   more documents than the device holds, from CPU memory, in tokens a second; over the same
-    restart.over_fs   time to the first token of documents after a restart, with `HiCacheTier`, over vLLM's disk tier;
-                      .over_computing: over no offloading
+    restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
+                      over vLLM's disk tier; .over_computing: over no offloading; .tier behind both: `HiCacheTier`
     cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
     shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk
     bytes.<run>       what a run has moved, by vLLM's metrics
@@ -50,8 +51,8 @@ _Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", choices=_SERVERS, default="vllm")
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, fs; "
-    modes += "of SGLang file"
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, fs, "
+    modes += "tier; of SGLang file"
     parser.add_argument("--only", type=lambda text: text.split(","), metavar="MODES", help=modes)
     parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
     parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
@@ -141,17 +142,19 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
                 f"count; {of_ceiling:.0f} of the ceiling's",
             )
 
-    computed, restarted = ("none", "first", Served.first_ms), ("hicache.restart", "first", Served.first_ms)
+    computed = ("none", "first", Served.first_ms)
+    restarts = {mode: (f"{mode}.restart", "first", Served.first_ms) for mode in ("hicache", "tier", server.OWN_DISK)}
     for mode in [name for name in runs if name != "none" and not name.endswith(".restart")]:
         ours = mode == "hicache"
         add("first" if ours else f"first.{mode}", (mode, "first", Served.first_ms), computed, 1.03 if ours else None)
     add("host.one", ("spec", "host", Served.total_ms), ("cpu", "host", Served.total_ms), 0.97)
     many = [(run, "throughput", Served.rates) for run in ("spec", "cpu")]
     add("host.throughput", many[0], many[1], 1.05, "higher")
-    add(f"restart.over_{server.OWN_DISK}", restarted, (f"{server.OWN_DISK}.restart", "first", Served.first_ms), 0.85)
-    add("restart.over_computing", restarted, computed, 1.03)
+    for suffix, restarted in (("", restarts["hicache"]), (".tier", restarts["tier"])):
+        add(f"restart.over_{server.OWN_DISK}{suffix}", restarted, restarts[server.OWN_DISK], 0.85)
+        add(f"restart.over_computing{suffix}", restarted, computed, 1.03)
     add("cold", ("spec", "cold", Served.rates), ("none", "cold", Served.rates), 0.99, "higher")
     for mode in ("spec", "cpu"):
         ours, shared, one = mode == "spec", (mode, "shared", Served.total_ms), (mode, "host", Served.first_ms)
         add("shared50" if ours else f"shared50.{mode}", shared, one, 1.3 if ours else None)
-    add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarted)
+    add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarts["hicache"])

@@ -26,6 +26,8 @@ RUNS = {
     "spec": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
     "fs": ("warm", "first"),
     "fs.restart": ("warm", "first"),
+    "tier": ("warm", "first"),
+    "tier.restart": ("warm", "first"),
     "hicache": ("warm", "first", "one_more"),
     "hicache.restart": ("warm", "first", "shared"),
 }
@@ -33,6 +35,7 @@ OWN_DISK = "fs"
 _ON_CPUS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **_ON_CPUS}
 
+_PLUG_IN = "hicache.integrations.vllm"
 _WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
 _QUIET_S, _PATIENCE_S = 3.0, 120.0
 
@@ -102,15 +105,16 @@ def _offloading(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, 
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "blocks_per_chunk": args.blocks_per_chunk}
     if mode == "none":
         return None
+    # A tiny model computes faster than a disk answers.
+    disk = {"path": files, "budget": "100GB"} | ({"prefill_tokens_per_s": 0} if args.small else {})
     if mode in ("spec", "hicache"):
-        extra |= {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
-        # A tiny model computes faster than a disk answers.
-        disk = {"path": files, "budget": "100GB"} | ({"prefill_tokens_per_s": 0} if args.small else {})
+        extra |= {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": _PLUG_IN}
         return extra | ({"disk": disk} if mode == "hicache" else {})
     extra["spec_name"] = "TieringOffloadingSpec"
     if args.device.type == "cpu":
         extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
-    return extra | ({"secondary_tiers": [{"type": "fs", "root_dir": files}]} if mode == "fs" else {})
+    tiers = {"fs": {"type": "fs", "root_dir": files}, "tier": {"type": "HiCacheTier", "module_path": _PLUG_IN, **disk}}
+    return extra | ({"secondary_tiers": [tiers[mode]]} if mode in tiers else {})
 
 
 class _Server:

@@ -3,6 +3,7 @@ cached, and a CPU tier on CPUs, where vLLM's own refuses to run. Imports vLLM.""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -33,22 +34,24 @@ class WorkerExtension:
 class CopyingWorker(OffloadingWorker):
     """Copies blocks between vLLM's cache and its CPU tier on the CPU, where its own worker does not run."""
 
-    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion) -> None:
+    def __init__(self, caches: CanonicalKVCaches, region: SharedOffloadRegion, blocks_per_chunk: int) -> None:
         self._blocks = [cache.tensor for cache in caches.tensors]
-        self._rows = [region.create_next_worker_view(cache.page_size_bytes) for cache in caches.tensors]
+        widths = [cache.page_size_bytes * blocks_per_chunk for cache in caches.tensors]
+        rows = [region.create_next_worker_view(width) for width in widths]
+        self._rows = [view.unflatten(1, (blocks_per_chunk, -1)) for view in rows]  # [chunk, block of it, byte]
         self._finished: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: Any) -> bool:
         for blocks, rows in zip(self._blocks, self._rows, strict=True):
-            for block, row in zip(src_spec.block_ids, dst_spec.chunk_ids, strict=True):
-                rows[row] = blocks[block].reshape(-1).view(torch.int8)
+            for block, chunk, part in _places(src_spec, dst_spec.chunk_ids, rows.shape[1]):
+                rows[chunk, part] = blocks[block].reshape(-1).view(torch.int8)
         self._finished.append(TransferResult(job_id, True))
         return True
 
     def submit_load(self, job_id: int, src_spec: Any, dst_spec: GPULoadStoreSpec, expedited: bool = False) -> bool:
         for blocks, rows in zip(self._blocks, self._rows, strict=True):
-            for row, block in zip(src_spec.chunk_ids, dst_spec.block_ids, strict=True):
-                blocks[block] = rows[row].view(blocks.dtype).reshape(blocks[block].shape)
+            for block, chunk, part in _places(dst_spec, src_spec.chunk_ids, rows.shape[1]):
+                blocks[block] = rows[chunk, part].view(blocks.dtype).reshape(blocks[block].shape)
         self._finished.append(TransferResult(job_id, True))
         return True
 
@@ -58,6 +61,17 @@ class CopyingWorker(OffloadingWorker):
 
     def wait(self, job_ids: set[int]) -> None:
         """Nothing is under way."""
+
+
+def _places(spec: GPULoadStoreSpec, chunk_ids: Sequence[int], blocks_per_chunk: int) -> Iterator[tuple[int, int, int]]:
+    """Of each block its chunk, and which of the chunk's blocks it is. A group's first block may lie within a chunk."""
+    blocks, chunks = iter(spec.block_ids), iter(chunk_ids)
+    for size, index in zip(spec.group_sizes, spec.block_indices, strict=True):
+        chunk = -1
+        for place in range(index, index + size):
+            if place == index or place % blocks_per_chunk == 0:
+                chunk = int(next(chunks))
+            yield int(next(blocks)), chunk, place % blocks_per_chunk
 
 
 class CPUTieringSpec(TieringOffloadingSpec):
@@ -71,4 +85,4 @@ class CPUTieringSpec(TieringOffloadingSpec):
             kv_bytes_per_chunk=self.kv_bytes_per_chunk,
             cpu_page_size=self.cpu_page_size_per_worker,
         )
-        return CopyingWorker(kv_caches, region)
+        return CopyingWorker(kv_caches, region, self.blocks_per_chunk)

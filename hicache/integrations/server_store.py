@@ -4,8 +4,9 @@
     path/sglang-0.5.23-…/    another one
 
 So servers of different identities on one path never see each other's pages, and none is refused. One process writes and
-reads a store: a child of the server's, or that of an operator, which serves the stores of one directory to all servers
-of the machine. Where the store of its identity cannot be used, a server goes on without it and tries again.
+reads a store: one that the server starts and that outlives it until all is written, or that of an operator, which
+serves the stores of one directory to all servers of the machine. Where the store of its identity cannot be used, a
+server goes on without it and tries again.
 """
 
 from __future__ import annotations

@@ -220,17 +220,21 @@ def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:
     assert describe(next((tmp_path / "3").iterdir())).entries == 2 * cached // 64
 
 
-@pytest.mark.smoke
-def test_the_benchmark_compares_a_restart_with_computing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes: no offloading, our tier, and our tier after a restart. Five documents, asked twice in each, have
-    the same tokens, computed or loaded; from the disk comes all that was stored."""
+@pytest.mark.parametrize("mode", [pytest.param("hicache", marks=pytest.mark.smoke), "tier"])
+def test_the_benchmark_compares_a_restart_with_computing(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three processes: no offloading, our spec with a disk or vLLM's own CPU tier above ours, and that after a restart.
+    Five documents, asked twice in each, have the same tokens, computed or loaded; from the disk comes all that was
+    stored."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    report = read_report(run_one(servers, ["--device", "cpu", "--only", "none,hicache", "--out", str(tmp_path)]))
+    report = read_report(run_one(servers, ["--device", "cpu", "--only", f"none,{mode}", "--out", str(tmp_path)]))
     cases = {case.name.removeprefix("servers.vllm."): case for case in report.cases}
-    timed = {"first", "restart.over_computing", "shared50.disk"}
-    assert cases.keys() == {*timed, "bytes.hicache", "bytes.hicache.restart", "tokens"}
+    suffix = {"hicache": "", "tier": ".tier"}[mode]
+    compared = [f"first{suffix}", f"restart.over_computing{suffix}"]
+    timed = {*compared, *({"shared50.disk"} if mode == "hicache" else ())}
+    assert cases.keys() == {*timed, f"bytes.{mode}", f"bytes.{mode}.restart", "tokens"}
     assert all(cases[name].ratio for name in timed)
     assert cases["tokens"].value == 2 * 5 * 2
-    cached = [cases[name].note.split()[2] for name in ("first", "restart.over_computing")]
-    assert cached == ["0", "1024"]
+    assert [cases[name].note.split()[2] for name in compared] == ["0", "1024"]
