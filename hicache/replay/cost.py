@@ -71,9 +71,9 @@ class TierCosts:
 _NAMES = tuple(item.name for item in fields(TierCosts))
 # Stats of `CacheEngine.stats()`. The disk's rate is that of one reader.
 _STATS = {
-    "cost.load_bytes_per_s": "load_bytes_per_s",
-    "cost.read_bytes_per_s": "disk_bytes_per_s",
-    "cost.prefill_tokens_per_s": "prefill_tokens_per_s",
+    "cost.load_bytes_per_second": "load_bytes_per_s",
+    "cost.read_bytes_per_second": "disk_bytes_per_s",
+    "cost.prefill_tokens_per_second": "prefill_tokens_per_s",
 }
 # Cases of bench results, by the front of their names; the first of each counts.
 _CASES = {

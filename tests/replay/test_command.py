@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from disk_case import Clock
 from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.replay.cost import TierCosts, costs_of
@@ -18,8 +19,10 @@ from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplaySettings, optimal, replay
 from hicache.replay.sweep import cases_of, sweep
 from hicache.replay.trace import read_trace
+from prefetch_case import PacedStore, engine_of, fill, measure_disk, tokens_of
 from programs import command
 from replay_case import synthetic_trace, trace_of
+from toy_model import serve
 from waiting import eventually
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,9 +100,18 @@ def test_times_are_sums_of_copies_and_computing() -> None:
 
 
 def test_rates_are_found_in_files(tmp_path: Path) -> None:
-    """Stats of an engine, results of benches and plain rates; later files and flags count more."""
+    """What an engine answers after a read, a load and a prompt, the benches' own results, and plain rates; zeros are
+    unknown; later files and flags count more."""
     files = [tmp_path / name for name in ("stats.json", "bench.json", "plain.json")]
-    stats = {"cost.load_bytes_per_s": 7.0, "cost.read_bytes_per_s": 5.0, "cost.prefill_tokens_per_s": 0.0, "x": 1}
+    store, tokens = PacedStore(Clock()), tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        fresh = engine.stats()
+        measure_disk(engine, store, tokens, 0.0)
+        assert serve(engine, "a", tokens).hit.disk > 0
+        engine.flush()
+        engine.observe_prefill(1000, 2.0)
+        stats = engine.stats()
     cases = [
         {"name": "read.raw", "value": 9.0, "unit": "GB/s"},
         {"name": "cold.8mib", "value": 2.0, "unit": "GB/s"},
@@ -107,9 +119,15 @@ def test_rates_are_found_in_files(tmp_path: Path) -> None:
     ]
     for file, content in zip(files, (stats, {"schema": 1, "cases": cases}, {"bytes_per_token": 3}), strict=True):
         file.write_text(json.dumps(content))
-    assert costs_of(files, {}) == TierCosts(500.0, 3, 7.0, 2e9)
-    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, 7.0, 5.0)
+    prefill, load, read = (stats[f"cost.{name}_per_second"] for name in ("prefill_tokens", "load_bytes", "read_bytes"))
+    assert prefill == pytest.approx(500) and load > 0 and read > 0
+    assert costs_of(files[:1], {"bytes_per_token": 9}) == TierCosts(prefill, 9, load, read)
+    assert costs_of(files, {}) == TierCosts(500.0, 3, load, 2e9)
+    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, load, read)
     assert costs_of([], {"bytes_per_token": None}) is None
+    files[0].write_text(json.dumps(fresh))
+    with pytest.raises(ConfigError, match="no rate"):
+        costs_of(files[:1], {})
 
 
 @pytest.mark.parametrize(
