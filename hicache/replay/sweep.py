@@ -12,6 +12,8 @@ from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Literal
 
+import torch
+
 from hicache.replay.cost import TierCosts
 from hicache.replay.simulation import ReplayResult, ReplaySettings, optimal, replay
 from hicache.replay.trace import Trace
@@ -83,7 +85,7 @@ def sweep(
     if min(num_processes, len(cases)) <= 1:
         size = len(trace.requests)
         return [run_case(trace, case, costs, partial(_after, report, at * size)) for at, case in enumerate(cases)]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # spawned ones take seconds to import torch
     num_done: Synchronized[int] = context.Value("q", 0)
     executor = ProcessPoolExecutor(min(num_processes, len(cases)), context, _start, (trace, costs, num_done))
     try:
@@ -123,6 +125,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _start(trace: Trace, costs: TierCosts | None, num_done: Synchronized[int]) -> None:
+    torch.set_num_threads(1)  # of a pool of threads the fork has none; the other processors have replays of their own
     _worker.append(_Shared(trace, costs, num_done))
 
 
