@@ -186,7 +186,7 @@ def print_table(
 @contextlib.contextmanager
 def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
     """A bar on stderr, where that is a terminal. Yields what takes the steps done and the steps in all, None where that
-    is not known."""
+    is not known. The bar, and its thread, begin with the first step: who forks, forks before it."""
     if not wanted or sys.stderr is None or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -194,9 +194,17 @@ def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
 
     parts = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
-    with Progress(*parts, console=Console(stderr=True), transient=True) as bars:
-        task = bars.add_task(what, total=None)
-        yield lambda done, total: bars.update(task, completed=done, total=total)
+    bars = Progress(*parts, console=Console(stderr=True), transient=True)
+    task = bars.add_task(what, total=None)
+
+    def step(done: int, total: int | None) -> None:
+        bars.start()
+        bars.update(task, completed=done, total=total)
+
+    try:
+        yield step
+    finally:
+        bars.stop()
 
 
 def path_text(given: object) -> str:

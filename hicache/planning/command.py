@@ -133,7 +133,8 @@ def run(flags: argparse.Namespace) -> int:
     memory = plan_memory(model, gpu, _wanted(flags))
     machine = Machine(gpu, flags.gpus, flags.disk_rate, flags.compute_share)
     times = Times(model, memory, machine)
-    with progress("replaying the trace"):
+    with progress("replaying the trace") as step:
+        step(0, None)
         hits = () if trace is None else tuple(_hit_rows(trace, memory.tiers, flags.policy))
     plan = Plan(
         model=model,

@@ -66,12 +66,11 @@ class BlockHits(NamedTuple):
     device: int = 0
     host: int = 0
     disk: int = 0
-    remote: int = 0
 
 
 class DiskOrder:
     """What a disk holds: page keys, least recently used first, as a page store evicts them. `capacity`: pages; None:
-    unlimited. Several nodes may share one.
+    unlimited.
 
     Keys of one call follow each other in a prompt: the first becomes the most recently used, so suffixes go first.
     """
@@ -122,25 +121,14 @@ class BlockPool:
 
 
 class CacheSimulation:
-    """One node's cache. `remote`: a store behind its disk, which other nodes use too and a host tier reads from."""
+    """The tiers of one engine."""
 
-    def __init__(self, settings: ReplaySettings, remote: DiskOrder | None = None) -> None:
-        self.settings, self.remote = settings, remote
+    def __init__(self, settings: ReplaySettings) -> None:
+        self.settings = settings
         self.tree = RadixTree(1, PageHasher(b"replay", 1), policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
         self.host = None if settings.host_blocks == 0 else PageIndex(BlockPool(settings.host_blocks), settings.policy)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
-
-    def lookup(self, blocks: Tokens) -> int:
-        """How many blocks of a prompt this node holds now, the remote tier left out. Changes nothing."""
-        match = self.tree.match(blocks)
-        length = match.full_len
-        if self.host is not None and length < len(blocks):
-            keys = self.tree.names.of_prompt(match, blocks)
-            length = self.host.held_end(keys, length)
-            if self.disk is not None:
-                length += self.disk.num_present(keys[length:])
-        return self._usable(length)
 
     def serve(self, blocks: Tokens) -> BlockHits:
         """One request, from its arrival to its end."""
@@ -149,7 +137,7 @@ class CacheSimulation:
         tree = self.tree
         match = tree.match(blocks)
         keys = tree.names.of_prompt(match, blocks) if self.host is not None else []
-        disk, remote = self._prefetch(keys, match.full_len)
+        read = self._prefetch(keys, match.full_len)
         length = self._usable(match.full_len if self.host is None else self.host.held_end(keys, match.full_len))
         device_len = min(match.full_len, length)
         node = self._admit(tree.node_at(match, device_len), blocks, keys, length)
@@ -157,8 +145,8 @@ class CacheSimulation:
         tree.touch(node)
         tree.unlock(node)
         self._touch_below(keys[: node.depth_tokens])
-        num_disk, num_remote = (bisect_left(read, length) for read in (disk, remote))
-        return BlockHits(device_len, length - device_len - num_disk - num_remote, num_disk, num_remote)
+        num_disk = bisect_left(read, length)
+        return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
     def check(self) -> None:
         """Raise `InvariantError` where the tree does not hold what it should, or a tier holds more than it may."""
@@ -170,24 +158,20 @@ class CacheSimulation:
 
     # The steps of a request
 
-    def _prefetch(self, keys: list[bytes], device_len: int) -> tuple[list[int], list[int]]:
-        """Disk and remote tier to host: what the disk adds to memory, and the remote tier to both. What came from the
-        remote tier goes to the disk too. Returns which blocks came from the disk, and which from the remote tier."""
-        if self.host is None or (self.disk is None and self.remote is None):
-            return [], []
+    def _prefetch(self, keys: list[bytes], device_len: int) -> list[int]:
+        """Disk to host: what the disk adds to memory. Returns which blocks came."""
+        if self.host is None or self.disk is None:
+            return []
         missing = self.host.lacking(keys, device_len)
-        wanted = [keys[at] for at in missing]
-        num_disk = self.disk.num_present(wanted) if self.disk is not None else 0
-        num_found = num_disk + (self.remote.num_present(wanted[num_disk:]) if self.remote is not None else 0)
+        num_found = self.disk.num_present(keys[at] for at in missing)
         before = self.host.runs_of(keys[device_len : self.host.held_end(keys, device_len)])
         self.host.lock(before)
         read = missing[: min(num_found, self.host.capacity)]
         for start in range(0, len(read), JOB_PAGES):
             self._enter(_pieces(keys, read[start : start + JOB_PAGES]))
         self.host.unlock(before)
-        if self.disk is not None:
-            self.disk.put([keys[at] for at in read])
-        return read[:num_disk], read[num_disk:]
+        self.disk.touch([keys[at] for at in read])
+        return read
 
     def _enter(self, pieces: Sequence[NewPages]) -> None:
         """What the host lacks of `pieces`, as far as it fits."""
@@ -229,15 +213,12 @@ class CacheSimulation:
         return inserted.node
 
     def _touch_below(self, keys: list[bytes]) -> None:
-        """What the tiers below have of the prefix counts as used, whichever tier served it. The remote tier gets what
-        the host holds of it."""
+        """What the tiers below have of the prefix counts as used, whichever tier served it."""
         if self.host is None:
             return
         self.host.touch(self.host.runs_of(keys))
         if self.disk is not None:
             self.disk.touch(keys)
-        if self.remote is not None:
-            self.remote.put([key for key in keys if key in self.host])
 
     # Between the tiers
 

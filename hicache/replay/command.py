@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 from collections.abc import Sequence
 from dataclasses import fields
@@ -16,14 +17,12 @@ from hicache.eviction.policy import ORDERS
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.flags import add_trace_flags
-from hicache.replay.nodes import ROUTERS, NodeSettings
-from hicache.replay.report import require_report_packages, result_rows, write_report
+from hicache.replay.rows import UNLIMITED, hit_rates_svg, result_rows
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep
 from hicache.replay.trace import Trace, read_trace
 from hicache.storage.memory import usable_cpus
 
-UNLIMITED = "unlimited"
 _TIERS = ("device", "host", "disk")
 _DEVICE_BLOCKS = (1_000, 3_000, 10_000, 30_000)
 _POLICIES = "auto,lru,lfu"
@@ -59,28 +58,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rules.add_argument(
         "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
     )
-    _add_node_flags(parser)
     _add_cost_flags(parser)
     parser.add_argument(
         "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
         help="replays beside each other (default: one a processor)",
     )  # fmt: skip
     parser.add_argument("--json", type=path_of, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--report", type=path_of, metavar="FILE", help="write tables and plots as one HTML page")
-
-
-def _add_node_flags(parser: argparse.ArgumentParser) -> None:
-    nodes = parser.add_argument_group("nodes (each has tiers of these sizes)")
-    nodes.add_argument(
-        "--nodes", type=as_flag(_COUNT), default=1, metavar="N", help="nodes behind a router (default 1)"
-    )
-    nodes.add_argument(
-        "--router", choices=ROUTERS, default="round-robin",
-        help="in turn, or to the longest cached prefix unless the load is far above the mean (default round-robin)",
-    )  # fmt: skip
-    nodes.add_argument(
-        "--remote-blocks", type=_capacity, default=0, metavar="N", help="blocks of a tier that all nodes share"
-    )
+    parser.add_argument("--plot", type=path_of, metavar="FILE", help="draw the hit rates over the sizes, as SVG")
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +81,6 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     rate = as_flag(Size("bytes a second", 1))
     costs.add_argument("--load-bytes-per-s", type=rate, metavar="SIZE", help="from host to device, like 50GB")
     costs.add_argument("--disk-bytes-per-s", type=rate, metavar="SIZE", help="from disk to host")
-    costs.add_argument("--remote-bytes-per-s", type=rate, metavar="SIZE", help="from the remote tier to host")
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -105,19 +88,18 @@ def run(flags: argparse.Namespace) -> int:
     costs = costs_of(flags.calibration, {field.name: vars(flags)[field.name] for field in fields(TierCosts)})
     if flags.json is not None:
         require_writable("--json", flags.json)
-    if flags.report is not None:
-        require_writable("--report", flags.report)
-        require_report_packages()
+    if flags.plot is not None:
+        require_writable("--plot", flags.plot)
+        importlib.import_module("matplotlib")  # rather than after a long replay
     trace = read_trace(flags.trace, flags.block_tokens, flags.time_unit)
-    nodes = NodeSettings(flags.nodes, flags.router, flags.remote_blocks)
-    cases = cases_of(_settings(flags, trace.block_tokens), flags.policies, None if nodes == NodeSettings() else nodes)
+    cases = cases_of(_settings(flags, trace.block_tokens), flags.policies)
     total = len(cases) * len(trace.requests)
     with progress("replay") as step:
         results = sweep(trace, cases, costs, flags.processes, lambda num_done: step(num_done, total))
     if flags.json is not None:
         write_whole(flags.json, _json(trace, results))
-    if flags.report is not None:
-        write_report(flags.report, trace, results)
+    if flags.plot is not None:
+        write_whole(flags.plot, hit_rates_svg(results))
     _print(trace, cases, results)
     return 0
 

@@ -1,6 +1,6 @@
 """What a hit is worth: time to first token from the rates of a machine and a model.
 
-    ttft_s = disk bytes / disk rate + remote bytes / remote rate + all of them and host bytes / link rate + prefill_s
+    ttft_s = disk bytes / disk rate + disk and host bytes / link rate + prefill_s
 
     prefill_s = of positions [start, end): (end - start) * (1 / prefill_tokens_per_s + prefill_pair_s * mean position)
 
@@ -34,7 +34,6 @@ class TierCosts:
     bytes_per_token: float = 0.0
     load_bytes_per_s: float = math.inf
     disk_bytes_per_s: float = math.inf
-    remote_bytes_per_s: float = math.inf
     prefill_pair_s: float = 0.0
 
     def __post_init__(self) -> None:
@@ -46,24 +45,15 @@ class TierCosts:
                 raise ConfigError(f"{item.name}={short_repr(value)} is no number {least}")
 
     def ttft_s(
-        self,
-        input_tokens: Counts,
-        device_tokens: Counts,
-        host_tokens: Counts,
-        disk_tokens: Counts,
-        remote_tokens: Counts | int = 0,
+        self, input_tokens: Counts, device_tokens: Counts, host_tokens: Counts, disk_tokens: Counts
     ) -> npt.NDArray[np.float64]:
         """Seconds to the first token of each request, `[requests]`: nothing else runs, and copies end before computing
         begins. At least the last token of a prompt is computed."""
-        moved = host_tokens + disk_tokens + remote_tokens
+        moved = host_tokens + disk_tokens
         start = np.minimum(device_tokens + moved, np.maximum(input_tokens - 1, 0))
         pair_s = self.prefill_pair_s * (start + input_tokens) / 2
         seconds = (input_tokens - start) * (1 / self.prefill_tokens_per_s + pair_s)
-        for tokens, bytes_per_s in (
-            (moved, self.load_bytes_per_s),
-            (disk_tokens, self.disk_bytes_per_s),
-            (remote_tokens, self.remote_bytes_per_s),
-        ):
+        for tokens, bytes_per_s in ((moved, self.load_bytes_per_s), (disk_tokens, self.disk_bytes_per_s)):
             seconds = seconds + tokens * (self.bytes_per_token / bytes_per_s)
         return np.asarray(seconds, np.float64)
 
@@ -71,9 +61,9 @@ class TierCosts:
 _NAMES = tuple(item.name for item in fields(TierCosts))
 # Stats of `CacheEngine.stats()`. The disk's rate is that of one reader.
 _STATS = {
-    "cost.load_bytes_per_s": "load_bytes_per_s",
-    "cost.read_bytes_per_s": "disk_bytes_per_s",
-    "cost.prefill_tokens_per_s": "prefill_tokens_per_s",
+    "cost.load_bytes_per_second": "load_bytes_per_s",
+    "cost.read_bytes_per_second": "disk_bytes_per_s",
+    "cost.prefill_tokens_per_second": "prefill_tokens_per_s",
 }
 # Cases of bench results, by the front of their names; the first of each counts.
 _CASES = {

@@ -62,10 +62,6 @@ class ReplayResult:
         return self._tokens["disk"]
 
     @property
-    def remote_tokens(self) -> Counts:
-        return self._tokens.get("remote", np.zeros_like(self.input_tokens))
-
-    @property
     def hit_tokens(self) -> Counts:
         return np.asarray(np.sum(list(self._tokens.values()), axis=0), np.int64)
 
@@ -79,8 +75,7 @@ class ReplayResult:
         """Time to first token by the cost model; NaN without one."""
         if self.costs is None:
             return np.full(len(self.time_s), np.nan)
-        tiers = (self.device_tokens, self.host_tokens, self.disk_tokens, self.remote_tokens)
-        return self.costs.ttft_s(self.input_tokens, *tiers)
+        return self.costs.ttft_s(self.input_tokens, self.device_tokens, self.host_tokens, self.disk_tokens)
 
     def to_json(self) -> dict[str, Any]:
         """Settings and totals as plain values."""
@@ -128,9 +123,7 @@ def replay(
     cache.check()
     if on_progress is not None:
         on_progress(len(trace.requests))
-    by_tier = dict(zip(BlockHits._fields, hits, strict=True))
-    del by_tier["remote"]  # only nodes share one
-    return result_of(trace, settings, by_tier, settings.policy, costs)
+    return _result_of(trace, settings, dict(zip(BlockHits._fields, hits, strict=True)), settings.policy, costs)
 
 
 def optimal(
@@ -139,10 +132,10 @@ def optimal(
     """The most that a cache of all blocks of `settings` together could hit, whatever its order; all on the device."""
     device = optimal_hits([request.blocks for request in trace.requests], settings.total_blocks)
     none = np.zeros_like(device)
-    return result_of(trace, settings, {"device": device, "host": none, "disk": none}, name, costs)
+    return _result_of(trace, settings, {"device": device, "host": none, "disk": none}, name, costs)
 
 
-def result_of(
+def _result_of(
     trace: Trace, settings: ReplaySettings, hit_blocks: Mapping[str, Counts], name: str, costs: TierCosts | None = None
 ) -> ReplayResult:
     """A result with what the trace says of its requests."""

@@ -7,13 +7,14 @@ import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor, wait
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.sharedctypes import Synchronized
 from typing import Literal
 
+import torch
+
 from hicache.replay.cost import TierCosts
-from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplayResult, ReplaySettings, optimal, replay
 from hicache.replay.trace import Trace
 
@@ -25,15 +26,10 @@ Row = Literal["policy", "optimal", "unlimited"]
 @dataclass(frozen=True)
 class Case:
     """One row of a sweep. `optimal`: the most that any order could hit in all blocks of `settings`; `unlimited`: a
-    device tier that holds everything. `settings` are of each node, where there are `nodes`."""
+    device tier that holds everything."""
 
     row: Row
     settings: ReplaySettings
-    nodes: NodeSettings | None = None
-
-    def __post_init__(self) -> None:
-        if self.nodes is not None:
-            self.nodes.require_host(self.settings)
 
 
 class _Stopped(Exception):
@@ -52,14 +48,12 @@ class _Shared:
 _worker: list[_Shared] = []  # of a worker process, from its start on
 
 
-def cases_of(
-    settings: Iterable[ReplaySettings], policies: Sequence[str], nodes: NodeSettings | None = None
-) -> list[Case]:
+def cases_of(settings: Iterable[ReplaySettings], policies: Sequence[str]) -> list[Case]:
     """For every size the policies and the optimum; at the end, no limit."""
     cases: list[Case] = []
     for each in settings:
-        cases += [Case("policy", _with_policy(each, policy), nodes) for policy in policies]
-        cases.append(Case("optimal", each, nodes))
+        cases += [Case("policy", replace(each, policy=policy)) for policy in policies]
+        cases.append(Case("optimal", each))
     return [*cases, Case("unlimited", ReplaySettings(None))]
 
 
@@ -68,13 +62,8 @@ def run_case(
 ) -> ReplayResult:
     """The result of one row. `on_progress` as in `replay`; an optimum reports its end alone."""
     if case.row == "policy":
-        if case.nodes is not None:
-            return replay_nodes(trace, case.settings, case.nodes, on_progress, costs)
         return replay(trace, case.settings, on_progress, costs)
-    if case.nodes is not None:
-        result = optimal_of_nodes(trace, case.settings, case.nodes, costs)
-    else:
-        result = optimal(trace, case.settings, costs, name=case.row)
+    result = optimal(trace, case.settings, costs, name=case.row)
     if on_progress is not None:
         on_progress(len(trace.requests))
     return result
@@ -96,7 +85,7 @@ def sweep(
     if min(num_processes, len(cases)) <= 1:
         size = len(trace.requests)
         return [run_case(trace, case, costs, partial(_after, report, at * size)) for at, case in enumerate(cases)]
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("fork")  # spawned ones take seconds to import torch
     num_done: Synchronized[int] = context.Value("q", 0)
     executor = ProcessPoolExecutor(min(num_processes, len(cases)), context, _start, (trace, costs, num_done))
     try:
@@ -111,10 +100,6 @@ def sweep(
         with num_done.get_lock():
             num_done.value = -1 << 62
         executor.shutdown(cancel_futures=True)
-
-
-def _with_policy(settings: ReplaySettings, policy: str) -> ReplaySettings:
-    return ReplaySettings(**{**vars(settings), "policy": policy})
 
 
 def _silent(count: int) -> None:
@@ -140,6 +125,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _start(trace: Trace, costs: TierCosts | None, num_done: Synchronized[int]) -> None:
+    torch.set_num_threads(1)  # of a pool of threads the fork has none; the other processors have replays of their own
     _worker.append(_Shared(trace, costs, num_done))
 
 

@@ -140,7 +140,7 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
         }
         needs = {
             "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
-            "replay": [["replay", str(trace), "--report", str(tmp_path / "report.html")]],
+            "replay": [["replay", str(trace), "--plot", str(tmp_path / "rates.svg")]],
         }
         lines = [*light.values(), *helps, *works.values(), *(line for group in needs.values() for line in group)]
         done = subprocess.run(

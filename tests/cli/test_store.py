@@ -7,6 +7,7 @@ import json
 import os
 import re
 import shutil
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -219,6 +220,18 @@ def test_pages_that_went_with_their_file(path: Path, capsys: pytest.CaptureFixtu
     status, _, warning = outcome(capsys, "store", "compact", opened)
     assert status == 0 and f"{len(lost)} of 24 pages of the store {opened} are lost" in warning
     assert here(capsys, "verify", opened)["pages"] == num_left
+
+
+def test_a_copy_of_a_closed_store_is_the_store(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Copied with its holes it has no faults, the same pages in the same order, and takes no more of the disk."""
+    here(capsys, "evict", path, "--to", "300KB")
+    copy = tmp_path / "copy"
+    subprocess.run(["cp", "--sparse=always", "-r", path, copy], check=True)
+    blocks, most = (slots_path(each).stat().st_blocks for each in (copy, path))
+    assert blocks <= most < slots_path(path).stat().st_size // 512
+    assert here(capsys, "verify", copy)["faults"] == []
+    assert output(capsys, "store", "ls", copy) == output(capsys, "store", "ls", path)
+    assert 0 < len(held(path, range(20))) < 20 and held(copy, range(20)) == held(path, range(20))
 
 
 @pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])

@@ -7,21 +7,25 @@ import os
 import signal
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 
+from disk_case import Clock
 from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.replay.cost import TierCosts, costs_of
-from hicache.replay.nodes import NodeSettings, optimal_of_nodes, replay_nodes
 from hicache.replay.simulation import ReplaySettings, optimal, replay
 from hicache.replay.sweep import cases_of, sweep
 from hicache.replay.trace import read_trace
+from prefetch_case import PacedStore, engine_of, fill, measure_disk, tokens_of
 from programs import command
 from replay_case import synthetic_trace, trace_of
+from toy_model import serve
 from waiting import eventually
 
+SVG, LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 ROOT = Path(__file__).resolve().parents[2]
 RATES = {"prefill_tokens_per_s": 1000.0, "bytes_per_token": 100.0, "load_bytes_per_s": 50_000.0}
 
@@ -71,18 +75,27 @@ def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
     assert slow["ttft_s"]["mean"] == pytest.approx(2 * fast["ttft_s"]["mean"])
 
 
-def test_nodes_have_rows_and_a_report(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are those of replays through the nodes; table and report show the same hit rates."""
-    path, page = trace_file(tmp_path), tmp_path / "report.html"
-    flags = ["--device-blocks", "60", "--host-blocks", "100", "--policies", "lru,lfu", "--processes", "1"]
-    flags += ["--nodes", "3", "--router", "prefix", "--remote-blocks", "300", "--report", str(page)]
-    rows = rows_of(tmp_path, str(path), *flags)
-    trace, nodes, shown = read_trace(path), NodeSettings(3, "prefix", 300), capsys.readouterr().out
-    for row in rows[:2]:
-        assert row == replay_nodes(trace, ReplaySettings(**row["settings"]), nodes).to_json()
-    assert rows[2]["hit_rate"] == optimal_of_nodes(trace, ReplaySettings(60, 100), nodes).hit_rate
-    text = page.read_text()
-    assert all(f"{row['hit_rate']:.4f}" in shown and f"{row['hit_rate']:.4f}" in text for row in rows)
+def test_the_hit_rates_are_drawn(tmp_path: Path) -> None:
+    """A point a size for each policy and the optimum, at the height of its hit rate, in a picture without addresses of
+    others; equal results give equal files."""
+    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
+    trace, picture = trace_file(tmp_path), tmp_path / "rates.svg"
+    flags = ["--device-blocks", "60", "500", "--policies", "lru,filo", "--processes", "1", "--plot", str(picture)]
+    rows = [row for row in rows_of(tmp_path, str(trace), *flags) if row["name"] != "unlimited"]
+    text = picture.read_text()
+    rows_of(tmp_path, str(trace), *flags)
+    assert text == picture.read_text()
+    marks = list(ElementTree.fromstring(text).iter(f"{SVG}use"))
+    assert all(mark.attrib[LINK].startswith("#") for mark in marks)
+    points = {}
+    for name, colour in (("lru", "#0072b2"), ("filo", "#d55e00"), ("optimal", "#222222")):
+        heights = [-float(mark.attrib["y"]) for mark in marks if f"fill: {colour}" in mark.attrib.get("style", "")]
+        assert len(heights) == 2 + 1  # one in the legend
+        points |= dict(zip([(name, 60), (name, 500)], heights, strict=False))
+    rates = [row["hit_rate"] for row in rows]
+    drawn = [points[row["name"], row["settings"]["device_blocks"]] for row in rows]
+    scale = (drawn[-1] - drawn[0]) / (rates[-1] - rates[0])
+    assert drawn == pytest.approx([drawn[0] + scale * (rate - rates[0]) for rate in rates], abs=0.01)
 
 
 def test_times_are_sums_of_copies_and_computing() -> None:
@@ -97,9 +110,18 @@ def test_times_are_sums_of_copies_and_computing() -> None:
 
 
 def test_rates_are_found_in_files(tmp_path: Path) -> None:
-    """Stats of an engine, results of benches and plain rates; later files and flags count more."""
+    """What an engine answers after a read, a load and a prompt, the benches' own results, and plain rates; zeros are
+    unknown; later files and flags count more."""
     files = [tmp_path / name for name in ("stats.json", "bench.json", "plain.json")]
-    stats = {"cost.load_bytes_per_s": 7.0, "cost.read_bytes_per_s": 5.0, "cost.prefill_tokens_per_s": 0.0, "x": 1}
+    store, tokens = PacedStore(Clock()), tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        fresh = engine.stats()
+        measure_disk(engine, store, tokens, 0.0)
+        assert serve(engine, "a", tokens).hit.disk > 0
+        engine.flush()
+        engine.observe_prefill(1000, 2.0)
+        stats = engine.stats()
     cases = [
         {"name": "read.raw", "value": 9.0, "unit": "GB/s"},
         {"name": "cold.8mib", "value": 2.0, "unit": "GB/s"},
@@ -107,9 +129,15 @@ def test_rates_are_found_in_files(tmp_path: Path) -> None:
     ]
     for file, content in zip(files, (stats, {"schema": 1, "cases": cases}, {"bytes_per_token": 3}), strict=True):
         file.write_text(json.dumps(content))
-    assert costs_of(files, {}) == TierCosts(500.0, 3, 7.0, 2e9)
-    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, 7.0, 5.0)
+    prefill, load, read = (stats[f"cost.{name}_per_second"] for name in ("prefill_tokens", "load_bytes", "read_bytes"))
+    assert prefill == pytest.approx(500) and load > 0 and read > 0
+    assert costs_of(files[:1], {"bytes_per_token": 9}) == TierCosts(prefill, 9, load, read)
+    assert costs_of(files, {}) == TierCosts(500.0, 3, load, 2e9)
+    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, load, read)
     assert costs_of([], {"bytes_per_token": None}) is None
+    files[0].write_text(json.dumps(fresh))
+    with pytest.raises(ConfigError, match="no rate"):
+        costs_of(files[:1], {})
 
 
 @pytest.mark.parametrize(
@@ -125,30 +153,21 @@ def test_a_file_without_rates_is_refused(tmp_path: Path, content: str) -> None:
 
 @pytest.mark.long
 def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
-    """Ctrl-C, sent to all of them as a terminal does: one line, status 130, no process and no file left."""
+    """Two forks replay. Ctrl-C, sent to all as a terminal does: one line, status 130, no process and no file left."""
     path, out = trace_file(tmp_path, 2_000), tmp_path / "out.json"
     line = ("replay", path, "--processes", "2", "--json", out)
     with command(*line, start_new_session=True, cwd=ROOT) as process:
         children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
-
-        def workers() -> list[int]:
-            return [pid for pid in map(int, children.read_text().split()) if _is_worker(pid)]
-
-        eventually(lambda: len(workers()) == 2, workers)
-        pids = workers()
+        eventually(lambda: len(children.read_text().split()) == 2)
+        pids = children.read_text().split()
+        lines = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in (*pids, process.pid)]
+        assert len(set(lines)) == 1, "processes are forked: others would import torch first"
         os.killpg(process.pid, signal.SIGINT)
         _, error = process.communicate()
         assert process.returncode == 130, error
     assert len(error.splitlines()) == 1 and "interrupted" in error, error
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids))
     assert not out.exists()
-
-
-def _is_worker(pid: int) -> bool:
-    try:
-        return b"spawn_main" in Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return False
 
 
 def test_progress_counts_all_requests() -> None:

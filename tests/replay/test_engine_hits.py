@@ -58,6 +58,6 @@ def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool,
             blocks = [dice.randrange(2) for _ in range(dice.randrange(1, 10))]
             hits.append(simulation.serve(np.array(blocks)))
             assert serve(engine, f"r{now}", blocks) == hits[-1], f"request {now}: {blocks}"
-    on_device, on_host, on_disk, _ = (sum(tier) for tier in zip(*hits, strict=True))
+    on_device, on_host, on_disk = (sum(tier) for tier in zip(*hits, strict=True))
     assert on_device > 0 and on_host + on_disk > 0
     assert on_disk > 0 or not has_disk or write_policy != "write_through"
