@@ -25,22 +25,13 @@ from hicache.build.sizing import row_bytes
 from hicache.config import EngineConfig
 from hicache.console import new_console, require_writable, write_whole
 from hicache.errors import ConfigError, PromptTooLong
-from hicache.serving.document_chats import chats_about_diaries, chats_about_files
+from hicache.serving.document_chats import chats_about_diaries
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
-from hicache.serving.models import LoadedModel, device_named, load_local, random_model
+from hicache.serving.models import device_named, load_local, random_model
 from hicache.serving.packaged_model import choose_model
 from hicache.serving.report import HEADER, Report, Turn
-from hicache.serving.sampling import SamplingParams
 from hicache.serving.support import check_supported
-from hicache.serving.workload import (
-    Conversation,
-    DocumentShape,
-    RecordedConversation,
-    Workload,
-    own_documents,
-    recorded_session,
-    standard_library,
-)
+from hicache.serving.workload import DocumentShape, Workload, standard_library
 
 Say: TypeAlias = Callable[[str], object]
 
@@ -104,10 +95,6 @@ def run(flags: argparse.Namespace) -> int:
 
 def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     """Load the model and the conversations. Raises ConfigError if a conversation is too long for the model."""
-    temperature = flags.temperature if flags.temperature is not None else float(flags.sample)
-    sampling_params = SamplingParams(temperature, flags.top_k, flags.top_p, flags.seed)
-    if flags.check_against and temperature:
-        raise ConfigError("--check-against transformers compares greedy answers; leave --sample and --temperature out")
     basis = _basis(flags)
     device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
@@ -125,41 +112,24 @@ def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     workload = Workload(
         loaded=loaded,
         geometry=geometry,
-        conversations=_conversations(flags, shape, loaded, choice.is_packaged, say),
+        conversations=(chats_about_diaries if choice.is_packaged else standard_library)(shape, loaded.tokenizer),
         max_new_tokens=flags.max_new_tokens or (_CHATS_NEW_TOKENS if choice.is_packaged else _NEW_TOKENS),
-        concurrency=flags.concurrency,
         chunk_tokens=flags.chunk,
-        sampling_params=sampling_params,
     )
     if workload.max_len > loaded.max_context_len:
         raise ConfigError(
             f"the longest conversation has {workload.max_len} tokens, the model takes {loaded.max_context_len}; lower "
-            "--document-tokens, --max-prompt-tokens, --turns or --max-new-tokens"
+            "--document-tokens or --max-new-tokens"
         )
     return workload
-
-
-def _conversations(
-    flags: argparse.Namespace, shape: DocumentShape, loaded: LoadedModel, as_chats: bool, say: Say
-) -> list[Conversation]:
-    """`as_chats`: the model can answer, so it is asked about documents by its chat template."""
-    conversations: list[Conversation] = []
-    for path in flags.session or ():
-        session, skipped = recorded_session(path, flags.turns, flags.max_prompt_tokens, loaded.tokenizer)
-        conversations.append(session)
-        if skipped:
-            say(f"{path}: {skipped} turns skipped (--turns, --max-prompt-tokens, or empty)")
-    if flags.input:
-        conversations.extend((chats_about_files if as_chats else own_documents)(flags.input, shape, loaded.tokenizer))
-    return conversations or [*(chats_about_diaries if as_chats else standard_library)(shape, loaded.tokenizer)]
 
 
 def _add_texts(workload: Workload, turns: Sequence[Turn]) -> None:
     """Question and answer of each turn whose question is known."""
     for turn in turns:
         conversation = workload.conversations[turn.conversation]
-        if isinstance(conversation, RecordedConversation) and conversation.questions:
-            decoder = workload.loaded.tokenizer.decoder(turn.prompt.tolist())
+        if conversation.questions:
+            decoder = workload.loaded.tokenizer.decoder(conversation.prompts[turn.number])
             answer = "".join(map(decoder.push, turn.cached.tokens)) + decoder.finish()
             turn.question, turn.answer = conversation.questions[turn.number], answer.strip()
 
@@ -203,7 +173,7 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
         "device_tokens": device_tokens,
         "host_bytes": host_bytes,
         "device": "cpu",
-        "max_requests": workload.concurrency,
+        "max_requests": 1,
         "max_context_len": _pages(workload.max_len, page) * page,
         "prefill_chunk_tokens": workload.chunk_tokens,
         # What the tiers bring is shown, however fast this machine computes.

@@ -1,7 +1,7 @@
-"""What the demo asks a model that can answer: chats about documents, made here or the user's own.
+"""What the demo asks a model that can answer: chats about documents that are made here.
 
-A document made here is a diary whose days are alike, but for three days that have a fact each. A small model finds such
-a fact; among many alike it would not.
+A document is a diary whose days are alike, but for three days that have a fact each. A small model finds such a fact;
+among many alike it would not.
 """
 
 from __future__ import annotations
@@ -9,13 +9,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
-from pathlib import Path
 from typing import NamedTuple
 
-from hicache.console import read_text
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
-from hicache.serving.workload import QUESTIONS, DocumentShape, RecordedConversation, common_len
+from hicache.serving.workload import Conversation, DocumentShape, common_len
 
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November")
 _MONTH_DAYS = 28
@@ -147,7 +145,7 @@ _DIARIES = (
 )
 
 
-def chats_about_diaries(shape: DocumentShape, tokenizer: Tokenizer) -> list[RecordedConversation]:
+def chats_about_diaries(shape: DocumentShape, tokenizer: Tokenizer) -> list[Conversation]:
     """Conversations about diaries, always the same ones, each turn with a question of its own.
 
     A document has at most eleven months. Raises ConfigError where it has no place for its facts.
@@ -163,26 +161,14 @@ def chats_about_diaries(shape: DocumentShape, tokenizer: Tokenizer) -> list[Reco
     return made
 
 
-def chats_about_files(paths: Sequence[str], shape: DocumentShape, tokenizer: Tokenizer) -> list[RecordedConversation]:
-    """One conversation per file, each cut to `document_tokens`. Raises ConfigError for an unreadable or empty file."""
-    questions = [QUESTIONS[turn % len(QUESTIONS)] for turn in range(shape.turns)]
-    made = []
-    for path in map(Path, paths):
-        tokens = tokenizer.encode(read_text(path))[: shape.document_tokens]
-        if not tokens:
-            raise ConfigError(f"{path} is empty; give a document with text")
-        made.append(_chats(path.name, tokenizer.decode(tokens), questions, tokenizer))
-    return made
-
-
-def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer) -> RecordedConversation:
+def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer) -> Conversation:
     """Each question about the text in a chat of its own."""
     prompts = [
         tuple(tokenizer.encode_chat([{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]))
         for question in questions
     ]
     shared = min((common_len(prompts[0], prompt) for prompt in prompts[1:]), default=len(prompts[0]))
-    return RecordedConversation(name, tuple(prompts), (shared,), tuple(questions))
+    return Conversation(name, tuple(prompts), shared, tuple(questions))
 
 
 def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer: Tokenizer) -> str:

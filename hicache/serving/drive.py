@@ -1,13 +1,12 @@
 """Runs the demo's workload: through all tiers, again without a cache, and again with transformers' `generate`.
 
-It knows the order of turns and which turn needs the answer of which; the scheduler knows neither.
+It knows the order of turns; the scheduler does not.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -46,29 +45,21 @@ def serve_cached(
 
     `dtype`: the pool's, part of the identity of the page digests in `sidecar`.
     """
-    done: dict[tuple[int, int], Turn] = {}
-    order = zigzag([conversation.num_turns for conversation in workload.conversations])
-
-    def make_request(index: int) -> Request | None:
-        conversation, turn = order[index]
-        previous = done.get((conversation, turn - 1))
-        if turn and previous is None:
-            return None
-        tokens, answer = (previous.prompt.tolist(), previous.cached.tokens) if previous else ((), ())
-        prompt = workload.conversations[conversation].prompt(turn, tokens, answer)
-        return workload.request(conversation, turn, prompt)
+    order = zigzag(len(workload.conversations), len(workload.conversations[0].prompts))
+    turns: list[Turn] = []
 
     def on_finished(index: int, request: Request, output: RequestOutput) -> None:
-        turn = done[order[index]] = Turn(request.request_id, *order[index], request.tokens, output)
-        show(turn)
+        turns.append(Turn(request.request_id, *order[index], output))
+        show(turns[index])
         engine.flush()  # turns of a person come seconds apart: what this one left is on the disk before the next begins
 
+    requests = [workload.request(*each) for each in order]
     is_shared, identity = REMOTE in engine.inspect.context.stores, f"{workload.loaded.model_id} {dtype}"
     with contextlib.closing(KVAudit(engine, identity, sidecar, is_shared=is_shared)) as audit:
-        _run(workload, engine, len(order), make_request, on_finished, audit)
+        _run(workload, engine, requests, on_finished, audit)
     engine.flush()
     engine.check()
-    return CachedRun([done[key] for key in order], audit.counts, dict(engine.stats()))
+    return CachedRun(turns, audit.counts, dict(engine.stats()))
 
 
 def serve_without_cache(
@@ -79,7 +70,7 @@ def serve_without_cache(
     Sets `recomputed` of each turn.
     """
     page = config.page_size
-    device_tokens = -(-workload.max_len // page) * page * workload.concurrency
+    device_tokens = -(-workload.max_len // page) * page
     window_tokens = max(config.window_tokens, device_tokens) if workload.geometry.window_layers else 0
     device_only = dataclasses.replace(
         config,
@@ -92,22 +83,23 @@ def serve_without_cache(
         window_tokens=window_tokens,
     )
 
-    def make_request(index: int) -> Request | None:
-        turn = turns[index]
-        return workload.request(turn.conversation, turn.number, turn.prompt, namespace=f"turn {index}")
+    requests = [
+        workload.request(turn.conversation, turn.number, namespace=f"turn {index}") for index, turn in enumerate(turns)
+    ]
 
     def on_finished(index: int, request: Request, output: RequestOutput) -> None:
         turns[index].recomputed = output
         show(turns[index])
 
     with build_engine(device_only, workload.geometry) as engine:
-        _run(workload, engine, len(turns), make_request, on_finished, None)
+        _run(workload, engine, requests, on_finished, None)
 
 
 def serve_with_transformers(workload: Workload, turns: Sequence[Turn]) -> None:
     """Generate from the same prompts with transformers' `generate`. Sets `generated` of each turn."""
     for turn in turns:
-        turn.generated = generate(workload.loaded.model, turn.prompt, workload.max_new_tokens, workload.loaded.eos_ids)
+        prompt = workload.request(turn.conversation, turn.number).tokens
+        turn.generated = generate(workload.loaded.model, prompt, workload.max_new_tokens, workload.loaded.eos_ids)
 
 
 @torch.inference_mode()
@@ -140,39 +132,27 @@ def generate(
 def _run(
     workload: Workload,
     engine: CacheEngine,
-    num_turns: int,
-    make_request: Callable[[int], Request | None],
+    requests: Sequence[Request],
     on_finished: Callable[[int, Request, RequestOutput], None],
     auditor: Auditor | None,
 ) -> None:
-    """Serve turns [0, num_turns) in order, `concurrency` at a time. `make_request` returns None while the previous turn
-    of the conversation is unfinished.
+    """Serve the requests one after the other.
 
     Raises the error of a request that failed, and KeyboardInterrupt between two steps.
     """
-    scheduler = Scheduler(
-        engine,
-        ModelRunner(workload.loaded.model, engine, workload.geometry),
-        chunk_tokens=workload.chunk_tokens,
-        max_running=workload.concurrency,
-        auditor=auditor,
-    )
-    pending = deque(range(num_turns))
-    submitted: dict[str, tuple[int, Request]] = {}
+    runner = ModelRunner(workload.loaded.model, engine, workload.geometry)
+    scheduler = Scheduler(engine, runner, chunk_tokens=workload.chunk_tokens, max_running=1, auditor=auditor)
     try:
         with CalmInterrupt() as interrupt:
-            while pending or submitted:
-                interrupt.check()
-                while (
-                    pending
-                    and len(submitted) < workload.concurrency
-                    and (request := make_request(pending[0])) is not None
-                ):
-                    submitted[request.request_id] = (pending.popleft(), request)
-                    scheduler.submit(request)
-                for output in scheduler.step():
-                    if output.error is not None:
-                        raise output.error
-                    on_finished(*submitted.pop(output.request_id), output)
+            for index, request in enumerate(requests):
+                scheduler.submit(request)
+                outputs: list[RequestOutput] = []
+                while not outputs:
+                    interrupt.check()
+                    outputs = scheduler.step()
+                (output,) = outputs
+                if output.error is not None:
+                    raise output.error
+                on_finished(index, request, output)
     finally:
         scheduler.abort_all()

@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
 from hicache.console import printable
 from hicache.serving.audit import AuditCounts
 from hicache.serving.request import RequestOutput
@@ -30,7 +27,7 @@ _BYTES_MOVED = {
 
 @dataclass
 class Turn:
-    """One turn of one conversation: its prompt, its output with the cache and, if that was run, without a cache.
+    """One turn of one conversation: its output with the cache and, if that was run, without a cache.
 
     `generated`: the tokens of transformers' `generate`; None if it was not run. `question`, `answer`: as texts, where
     the question is known.
@@ -39,7 +36,6 @@ class Turn:
     name: str
     conversation: int
     number: int
-    prompt: npt.NDArray[np.int64]
     cached: RequestOutput
     recomputed: RequestOutput | None = None
     generated: tuple[int, ...] | None = None
@@ -129,7 +125,7 @@ class Report:
             "compared_with_recompute": self.compared,
             "compared_with_transformers": self.compared_generate,
             "requests": len(self.turns),
-            "prompt_tokens": sum(len(turn.prompt) for turn in self.turns),
+            "prompt_tokens": sum(turn.cached.prompt_tokens for turn in self.turns),
             "generated_tokens": sum(len(turn.cached.tokens) for turn in self.turns),
             "hit_tokens": self._hit_tokens(self.turns),
             "computed_tokens": sum(turn.cached.computed_tokens for turn in self.turns),

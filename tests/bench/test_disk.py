@@ -13,6 +13,7 @@ from hicache.bench.common import read_report
 from hicache.cli import main
 
 
+@pytest.mark.long
 def test_a_small_run_has_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Reads, writes, look-ups and the pipeline leave a figure each, and the targets stand in the file."""
     monkeypatch.setattr(disk_pipeline, "GEOMETRY", ModelGeometry(layer_num=2, head_num=2, head_dim=128))

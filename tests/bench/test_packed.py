@@ -11,10 +11,11 @@ import torch
 
 from hicache.bench.common import BenchUnavailable, read_report
 from hicache.bench.forward8b import TINY
+from hicache.bench.overlap import CONTIGUOUS, RANDOM
 from hicache.bench.packed_sample import DISTANCES, FORMATS, TILE_TOKENS, KvSample, drawn_sample, load_sample
-from hicache.bench.packed_transfer import CONTIGUOUS, RANDOM
-from hicache.bench.transfer import Rig
+from hicache.bench.transfer import Layout, Rig
 from hicache.cli import main
+from hicache.config.engine import KvPacking
 
 CPU = torch.device("cpu")
 TRANSFERS = {
@@ -47,6 +48,7 @@ def _run(tmp_path: Path, *arguments: str) -> dict[str, float | None]:
     return {case.name.removeprefix("packed."): case.target for case in read_report(path).cases}
 
 
+@pytest.mark.long
 def test_transfers_and_forwards_have_every_case(tmp_path: Path) -> None:
     """The names are those of the full run, by its own sizes, and on a CPU no figure has a target."""
     cases = _run(tmp_path, "--only", "transfer", "forward")
@@ -54,6 +56,7 @@ def test_transfers_and_forwards_have_every_case(tmp_path: Path) -> None:
     assert cases.keys() == TRANSFERS | overlaps | {"decode"} and not any(cases.values())
 
 
+@pytest.mark.long
 def test_engines_have_every_case(tmp_path: Path) -> None:
     cases = _run(tmp_path, "--only", "disk", "ttft", "--dir", str(tmp_path))
     assert cases.keys() == {"capacity.disk", "disk.processor", "ttft.128", "ttft.256"} and not any(cases.values())
@@ -71,13 +74,20 @@ def test_tiles_are_tokens_in_a_row_and_none_is_twice_on_a_page() -> None:
     assert sample.rows(0, 1, 12).shape == (4 * TILE_TOKENS, 12)
 
 
-@pytest.mark.parametrize("layout", [CONTIGUOUS, RANDOM], ids=lambda layout: layout.name)
-@pytest.mark.parametrize("kv_packing", ["off", "4", "3"])
-def test_a_rig_holds_the_sample_and_sees_damage(layout: object, kv_packing: str) -> None:
+@pytest.mark.parametrize(
+    ("layout", "kv_packing"),
+    [
+        (CONTIGUOUS, "off"),
+        (RANDOM, "4"),
+        *(pytest.param(*rest, marks=pytest.mark.long) for rest in [(RANDOM, "off"), (CONTIGUOUS, "4"), (RANDOM, "3")]),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_rig_holds_the_sample_and_sees_damage(layout: Layout, kv_packing: KvPacking) -> None:
     """What was stored comes back, whatever the format; a changed byte of a host page, or a page that does not fit, is
     an error."""
     sample = drawn_sample()
-    with closing(Rig(TINY.geometry, layout, 512, CPU, kv_packing=kv_packing, sample=sample)) as rig:  # type: ignore[arg-type]
+    with closing(Rig(TINY.geometry, layout, 512, CPU, kv_packing=kv_packing, sample=sample)) as rig:
         rig.verify()
         sample.require(rig.pool, rig.slots)
         rig.host.bytes_of[int(rig.pages[1])] ^= 1

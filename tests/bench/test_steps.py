@@ -12,6 +12,7 @@ from hicache.bench.common import Report, read_report
 from hicache.cli import main
 
 
+@pytest.mark.long
 def test_a_small_run_has_every_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt is found on every tier, and queued requests are admitted or cancelled; the run leaves no files."""
     monkeypatch.setattr(steps, "MODELS", {"state": steps.MODELS["state"]})

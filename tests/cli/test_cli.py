@@ -55,24 +55,6 @@ def test_a_second_demo_finds_the_first_ones_pages(tmp_path: Path) -> None:
     assert [turn["tokens"] for turn in first["turns"]] == [turn["tokens"] for turn in second["turns"]]
 
 
-def test_sampled_and_concurrent(tmp_path: Path) -> None:
-    """Sampling and several requests at a time keep the outcome identical."""
-    results = _demo(tmp_path, "--sample", "--top-p", "0.9", "--concurrency", "3")
-    assert results["identical"] is True
-    assert len({tuple(turn["tokens"]) for turn in results["turns"]}) > 1
-
-
-def test_own_documents_and_recorded_sessions(tmp_path: Path) -> None:
-    """Files and sessions given together are served in turns, each its own conversation."""
-    (tmp_path / "a.txt").write_text("All work and no play. " * 20)
-    prompts = ["system: be brief. " * 20 + f"turn {i} " * (i + 1) for i in range(3)]
-    (tmp_path / "s.jsonl").write_text("\n".join(json.dumps({"input": text}) for text in prompts))
-    results = _demo(tmp_path, "--input", str(tmp_path / "a.txt"), "--session", str(tmp_path / "s.jsonl"))
-    names = [turn["request"] for turn in results["turns"]]
-    assert sorted(names) == ["1.1 s", "1.2 s", "2.1 a.txt", "2.2 a.txt"]  # --turns 2 holds for both
-    assert results["identical"] is True and sum(results["hit_tokens"].values()) > 0
-
-
 def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None:
     """--host-ratio replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
     tier it keeps no store of its own. Without a baseline no comparison is claimed."""

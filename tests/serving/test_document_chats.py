@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.serving.document_chats import chats_about_diaries, chats_about_files
+from hicache.serving.document_chats import chats_about_diaries
 from hicache.serving.models import ByteTokenizer
-from hicache.serving.workload import DocumentShape, RecordedConversation
+from hicache.serving.workload import Conversation, DocumentShape
 
 BYTES = ByteTokenizer()
 SHAPE = DocumentShape(documents=5, turns=4, document_tokens=6000)
@@ -22,7 +20,7 @@ FACTS = [
 ]
 
 
-def texts(conversation: RecordedConversation) -> list[str]:
+def texts(conversation: Conversation) -> list[str]:
     return [BYTES.decode(prompt) for prompt in conversation.prompts]
 
 
@@ -41,25 +39,17 @@ def test_diaries_have_their_facts_and_their_lengths() -> None:
     assert texts(made[0])[0] != texts(made[4])[0] and made[4].questions == made[0].questions
 
 
-def test_chats_share_the_document_and_nothing_else(tmp_path: Path) -> None:
-    """Prompts of a conversation are chats of one message: the document, cut to its length, and one question."""
-    (tmp_path / "long.txt").write_text("All work and no play. " * 100)
-    (tmp_path / "short.txt").write_text("Nothing.")
-    shape = DocumentShape(turns=2, document_tokens=500)
-    for conversation in chats_about_files([str(tmp_path / "long.txt"), str(tmp_path / "short.txt")], shape, BYTES):
-        (shared,) = conversation.branch_points
+def test_chats_share_the_document_and_nothing_else() -> None:
+    """Prompts of a conversation are chats of one message: the document and one question."""
+    for conversation in chats_about_diaries(DocumentShape(documents=2, turns=2, document_tokens=3000), BYTES):
         first, second = conversation.prompts
+        shared = conversation.shared
         assert first[:shared] == second[:shared] and first[shared] != second[shared]
         assert all(text.startswith("user\n") and text.endswith("assistant\n") for text in texts(conversation))
-        document, _, question = texts(conversation)[0].partition("\n\nQuestion: ")
+        _, _, question = texts(conversation)[0].partition("\n\nQuestion: ")
         assert question.startswith(conversation.questions[0])
-        assert document == "user\n" + (tmp_path / conversation.name).read_text()[:500]
 
 
-def test_what_cannot_be_asked_about(tmp_path: Path) -> None:
-    """A document too short for its facts, and an empty file, are named."""
+def test_a_document_too_short_for_its_facts_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--document-tokens"):
         chats_about_diaries(DocumentShape(documents=2, document_tokens=600), BYTES)
-    (tmp_path / "empty").write_text("")
-    with pytest.raises(ConfigError, match="empty"):
-        chats_about_files([str(tmp_path / "empty")], SHAPE, BYTES)

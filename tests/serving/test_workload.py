@@ -1,4 +1,4 @@
-"""The demo's workload: documents, follow-up questions, recorded sessions, and the identity of models."""
+"""The demo's workload, documents and questions about them, and the identity of models."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -16,79 +15,40 @@ from hicache.errors import ConfigError
 from hicache.serving import SamplingParams
 from hicache.serving.end_tokens import end_tokens
 from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
-from hicache.serving.workload import (
-    DocumentShape,
-    own_documents,
-    recorded_session,
-    standard_library,
-)
+from hicache.serving.workload import Conversation, DocumentShape, standard_library, zigzag
 from serving_case import tiny_llama
 
 BYTES = ByteTokenizer()
 ANSWER = "{{ messages[1]['content'] }}"
 
 
-def _session(path: Path, *lines: str) -> str:
-    path.write_text("\n".join(lines) + "\n")
-    return str(path)
-
-
 def test_default_documents_have_the_lengths_asked_for() -> None:
     """Six different modules of 4096 to 12288 tokens, the same ones every time."""
     conversations = standard_library(DocumentShape(), BYTES)
-    assert sorted(len(c.document) for c in conversations) == sorted(DocumentShape().lengths())
+    assert sorted(c.shared for c in conversations) == sorted(DocumentShape().lengths())
     assert min(DocumentShape().lengths()) == 4096 and max(DocumentShape().lengths()) == 12288
     assert len({c.name for c in conversations}) == 6
     assert conversations == standard_library(DocumentShape(), BYTES)
-    assert all(c.document[0] == 256 and max(c.document[1:]) < 256 for c in conversations)
 
 
-def test_follow_up_prompts_grow_from_prompt_and_answer() -> None:
-    """Each prompt begins with the whole previous prompt and its answer; the planned lengths are exact."""
-    conversation = standard_library(DocumentShape(documents=1, turns=4, document_tokens=500), BYTES)[0]
-    previous: list[int] = []
-    answer: list[int] = []
-    for turn in range(4):
-        prompt = conversation.prompt(turn, previous, answer)
-        assert prompt.dtype == np.int64
-        assert prompt[: len(previous) + len(answer)].tolist() == previous + answer
-        assert f"Question {turn + 1}:" in BYTES.decode(prompt[len(previous) + len(answer) :].tolist())
-        assert conversation.turn_lengths(3)[turn] == len(prompt) + 3
-        previous, answer = prompt.tolist(), [1, 2, 3]
-    assert conversation.distinct_tokens(3) == len(previous) + 3
+def test_turns_share_the_document_and_nothing_else() -> None:
+    """Each prompt is the whole document and a question of its own; what turns share needs KV once."""
+    (conversation,) = standard_library(DocumentShape(documents=1, turns=8, document_tokens=500), BYTES)
+    document = conversation.prompts[0][: conversation.shared]
+    assert document[0] == 256 and max(document[1:]) < 256
+    for turn, prompt in enumerate(conversation.prompts):
+        assert prompt[: len(document)] == document
+        assert BYTES.decode(prompt[len(document) :]).startswith(f"\n\nQuestion {turn + 1}: ")
+    made = Conversation("", ((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 9)), 2)
+    assert made.distinct_tokens(10) == (4 + 10) + (2 + 10) + (1 + 10)
 
 
-def test_own_documents_are_cut_to_the_longest(tmp_path: Path) -> None:
-    """A file becomes a conversation over at most `document_tokens`; short files stay whole."""
-    (tmp_path / "long.txt").write_text("ä" * 1000)
-    (tmp_path / "short.txt").write_text("hello")
-    conversations = own_documents(
-        [str(tmp_path / "long.txt"), str(tmp_path / "short.txt")], DocumentShape(document_tokens=200), BYTES
-    )
-    assert [len(c.document) for c in conversations] == [200, 6]
-    assert BYTES.decode(conversations[0].document) == "ä" * 99 + "\ufffd"
+def test_rounds_alternate() -> None:
+    """A round begins with the conversation that the one before ended with."""
+    assert zigzag(3, 2) == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
 
 
-def test_a_session_gives_its_prompts(tmp_path: Path) -> None:
-    """Prompts are those recorded; empty, too long and surplus ones are skipped and counted."""
-    lines = [json.dumps({"input": text, "output": "x"}) for text in ("abc", "", "abcdef", "x" * 50, "zz", "yy")]
-    path = _session(tmp_path / "s.jsonl", *lines)
-    conversation, skipped = recorded_session(path, 3, 20, BYTES)
-    assert [BYTES.decode(prompt[1:]) for prompt in conversation.prompts] == ["abc", "abcdef", "zz"]
-    assert skipped == 3
-    assert conversation.prompt(1, (), ()).tolist() == [256, *b"abcdef"]
-    assert recorded_session(path, None, 60, BYTES)[1] == 1
-
-
-def test_unusable_inputs_are_refused_by_name(tmp_path: Path) -> None:
-    """Missing, binary and empty files, sessions without a usable turn and invalid shapes raise ConfigError."""
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "empty").write_text(" \n")
-    for name in ("missing", "binary", "empty", "."):
-        with pytest.raises(ConfigError, match=name):
-            own_documents([str(tmp_path / name)], DocumentShape(), BYTES)
-    with pytest.raises(ConfigError, match="--max-prompt-tokens"):
-        recorded_session(_session(tmp_path / "s.jsonl", '{"input": "too long"}'), None, 3, BYTES)
+def test_shapes_that_say_nothing_are_refused_by_name() -> None:
     for wrong in ({"documents": 0}, {"turns": 0}, {"document_tokens": 100}):
         with pytest.raises(ConfigError, match=next(iter(wrong)).replace("_", "-")):
             DocumentShape(**wrong)
