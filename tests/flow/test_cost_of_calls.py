@@ -74,12 +74,12 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
 def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
     """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
     and to admit the request."""
-    tokens = np.random.default_rng(0).integers(0, 1 << 20, 2048 * PAGE + 1)
-    with engine_of(tmp_path, 2048) as engine:
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
+    with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
     read, admit = {}, {}
-    for num_pages in (512, 2048):
-        with engine_of(tmp_path, 2048) as engine:
+    for num_pages in (256, 1024):
+        with engine_of(tmp_path, 1024) as engine:
             prompt = tokens[: num_pages * PAGE + 1]
             handle = engine.prefetch("again", prompt)
             steps = calls_until(engine, handle)
@@ -89,8 +89,8 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             engine.release(leases[0])
             engine.check()
         read[num_pages] = sum(steps)
-    assert read[2048] < 4.4 * read[512]
-    assert admit[2048] < 5 * admit[512]
+    assert read[1024] < 4.4 * read[256]
+    assert admit[1024] < 5 * admit[256]
 
 
 def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 import hicache.flow.packing
+from cases import each_value, pairwise
 from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.build.packing import packer_of
 from hicache.build.sizing import host_page_bytes
@@ -42,9 +43,7 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
     """From the host, from the disk, and from the disk after a restart; pages that do not fit are counted, and two
     places hold each of them."""
@@ -74,9 +73,7 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
     store.close()
 
 
-@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
     """From a remote store, and then from the host."""
     shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
@@ -90,8 +87,7 @@ def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, ki
         assert engine.stats()["packing.packed_pages"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("page_size", [1, 4, PAGE])
+@each_value(dtype=["bfloat16", "float8_e4m3fn"], page_size=[1, 4, PAGE])
 def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_size: int, dtype: str) -> None:
     """Its index keys are bytes. All of it comes back from the host, a remote store, and the disk after a restart."""
     settings = config(

@@ -27,6 +27,11 @@ import torch
 from hicache import *  # noqa: F403
 
 _MAX_REQUEST_BYTES = 1 << 20
+# What a fork server of that name has imported beside the library: what `hicache serve`, `chat` and `demo` take.
+_IMPORTED = {
+    "hicache": (),
+    "serving": ("hicache.serving.server.command", "hicache.serving.chat.command", "hicache.serving.demo"),
+}
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -102,7 +107,8 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    importlib.import_module(sys.argv[3])
+    for _module in _IMPORTED[sys.argv[3]]:
+        importlib.import_module(_module)
     _request = _serve(sys.argv[1], int(sys.argv[2]))
     _code = compile(_request["code"], _request["name"], "exec")
     # The program is __main__, in whose namespace nothing of this file is left.
