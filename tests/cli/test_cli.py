@@ -55,6 +55,7 @@ def test_a_second_demo_finds_the_first_ones_pages(tmp_path: Path) -> None:
     assert [turn["tokens"] for turn in first["turns"]] == [turn["tokens"] for turn in second["turns"]]
 
 
+@pytest.mark.long
 def test_sampled_and_concurrent(tmp_path: Path) -> None:
     """Sampling and several requests at a time keep the outcome identical."""
     results = _demo(tmp_path, "--sample", "--top-p", "0.9", "--concurrency", "3")

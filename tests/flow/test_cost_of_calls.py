@@ -157,12 +157,12 @@ def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:
 
 def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
     """Four times as many queued requests: about four times the calls for all, and no request costs more for it."""
-    prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(400)]
+    prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(200)]
     with engine_of(tmp_path, 2000) as engine:
         for prompt in prompts:
             compute(engine, prompt)
     polls, longest = {}, {}
-    for number in (100, 400):
+    for number in (50, 200):
         with engine_of(tmp_path, 2000) as engine:
             handles: list[Prefetch] = []
             starts = [calls_of(lambda: handles.append(engine.prefetch(str(n), prompts[n]))) for n in range(number)]  # noqa: B023
@@ -172,5 +172,5 @@ def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
             longest[number] = max(*starts, *(calls_of(lambda: engine.cancel(str(n))) for n in range(number)))  # noqa: B023
             engine.flush()
             engine.check()
-    assert polls[400] < 8 * polls[100]
-    assert longest[400] < 2 * longest[100]
+    assert polls[200] < 8 * polls[50]
+    assert longest[200] < 2 * longest[50]

@@ -69,6 +69,7 @@ class Program:
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
         server: str = "hicache",
+        is_torn_down: bool = False,
     ) -> None:
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
@@ -85,6 +86,7 @@ class Program:
                 "folder": str(cwd or Path.cwd()),
                 "environment": dict(os.environ if env is None else env),
                 "new_session": start_new_session,
+                "is_torn_down": is_torn_down,
             }
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._connection.connect(_address(server))
