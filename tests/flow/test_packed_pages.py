@@ -24,7 +24,7 @@ from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
-from hicache.host import PageKind, ids_of, kinds_of, rest_keys, rest_of
+from hicache.host import PageKind, ids_of, kinds_of, rest_of
 from hicache.kernels.pack import FOUR_BITS
 from hicache.storage import open_existing, store_folders
 from memory_store import MemoryPageStore
@@ -243,21 +243,6 @@ def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureF
             assert (stats["disk.live_bytes"] < stats["disk.raw_bytes"]) == is_smaller
         assert main(["store", "verify", disk.path]) == 0
     assert "damaged" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("removed", [0, 2, 5])
-def test_a_page_without_its_rest_is_a_miss(tmp_path: Path, removed: int) -> None:
-    """Where a store has lost the second part of a page, the prefix ends before that page."""
-    settings = config(disk=disk_at(tmp_path))
-    with build_engine(settings, MODELS["mha"]) as engine:
-        serve(engine, "a", TOKENS, "none")
-        keys = engine.inspect.context.tree.names.of_prompt(engine.inspect.context.tree.match(TOKENS), TOKENS)
-    store = open_existing(tmp_path / "store")
-    assert store.delete(rest_keys([keys[removed]]))
-    store.close()
-    with build_engine(settings, MODELS["mha"]) as engine:
-        assert serve(engine, "b", TOKENS, "none").cached_len == removed * PAGE
-        assert engine.stats()["prefetch.lost_pages"] == 1
 
 
 def test_where_there_is_no_second_place(device: str) -> None:
