@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from component_case import STATES
+from costs import calls_of
 from hicache import (
     AdvancedConfig,
     CacheEngine,
@@ -27,22 +27,6 @@ from waiting import BOUND_S, eventually
 PAGE = 8
 MAX_JOBS = 32  # that a poll gives to a store
 IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """How many functions `work` calls in this thread, C functions included."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def engine_of(
