@@ -269,9 +269,13 @@ class Packing(Choice):
         return super()._value(str(given) if isinstance(given, int) and not isinstance(given, bool) else given)
 
 
-@cache
 def settings_of(cls: type) -> Mapping[str, Setting]:
     """The settings of a dataclass by field name; fields without a `Setting` are left out."""
+    return _settings_of(cls)
+
+
+@cache
+def _settings_of(cls: type) -> Mapping[str, Setting]:
     hints = get_type_hints(cls, include_extras=True)
     declared = ((name, getattr(hint, "__metadata__", ())) for name, hint in hints.items())
     found = {name: extra for name, extras in declared for extra in extras if isinstance(extra, Setting)}
