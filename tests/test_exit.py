@@ -74,7 +74,7 @@ STATUS = {"exit": 3, "error": 1, "interrupt": -signal.SIGINT, "end": 0, "atexit 
 
 
 def require_end(folder: Path, ending: str, status: int, *tiers: str) -> None:
-    with Program(PROGRAM, folder, ending, *tiers) as program:
+    with Program(PROGRAM, folder, ending, *tiers, is_torn_down=ending == "end") as program:
         acknowledged, said = program.communicate()
     assert program.returncode == status, said
     assert said.count("Traceback") == (ending in ("error", "interrupt")), said

@@ -59,19 +59,21 @@ EFFECTS |= {"set_exception"}
 BROAD = {"Exception", "BaseException"}
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
+Import = ast.Import | ast.ImportFrom
 
 
 def check_source(module: str, source: str, is_package: bool = False) -> list[str]:
     """Every broken rule of one module, as `module:line: what`."""
-    tree = ast.parse(source)
-    found = [(1, what) for what in _names(module, tree, len(source.splitlines()), is_package)]
-    for node in ast.walk(tree):
+    nodes = list(ast.walk(ast.parse(source)))
+    imports = [node for node in nodes if isinstance(node, Import) and any(map(_first_party, _targets(node)))]
+    found = [(1, what) for what in _names(module, nodes, len(source.splitlines()), is_package)]
+    for node in nodes:
         line = getattr(node, "lineno", 1)
         for target in _targets(node):
             found.extend((line, what) for what in (*_import(module, target), *_flow(module, target, is_package)))
         found.extend((line, what) for what in _statement(module, node))
         if isinstance(node, Function):
-            found.extend(_function(module, node))
+            found.extend(_function(module, node, imports))
     return [f"{module}:{line}: {what}" for line, what in sorted(set(found))]
 
 
@@ -103,7 +105,7 @@ def _first_party(name: str) -> bool:
     return name.split(".", maxsplit=1)[0] in {*TREES, "bench", "tests"}
 
 
-def _names(module: str, tree: ast.Module, num_lines: int, is_package: bool) -> Iterator[str]:
+def _names(module: str, nodes: list[ast.AST], num_lines: int, is_package: bool) -> Iterator[str]:
     """Ranks and length of the module. `import_module` and `__import__` load optional third parties: no first party is
     named for them. The command line loads its commands by name: it is the top, and nothing can import it in a circle.
     """
@@ -113,7 +115,6 @@ def _names(module: str, tree: ast.Module, num_lines: int, is_package: bool) -> I
         yield f"{_unit(module)} has no rank; give it one in LEVELS"
     if _movement(module) and not is_package and _movement(module) not in FLOW_RANKS:
         yield f"{_movement(module)} has no rank among the movements; give it one in FLOW_LEVELS"
-    nodes = list(ast.walk(tree))
     if _unit(module) and module != "hicache.cli" and not module.endswith(".command"):  # the top: no circle is possible
         texts = [node.value for node in nodes if isinstance(node, ast.Constant) and isinstance(node.value, str)]
         names_own = any(re.fullmatch(r"[\w.]+", text) and (text[0] == "." or _first_party(text)) for text in texts)
@@ -194,7 +195,7 @@ def _has_effect(body: list[ast.stmt]) -> bool:
     return False
 
 
-def _function(module: str, function: Function) -> Iterator[tuple[int, str]]:
+def _function(module: str, function: Function, imports: list[Import]) -> Iterator[tuple[int, str]]:
     """Lines from `def` to the last statement but for the docstring; imports, which only the front door may do late."""
     num_lines = (function.end_lineno or function.lineno) - function.lineno + 1
     first = function.body[0]
@@ -202,9 +203,9 @@ def _function(module: str, function: Function) -> Iterator[tuple[int, str]]:
         num_lines -= (first.end_lineno or first.lineno) - first.lineno + 1
     if num_lines > MAX_FUNCTION_LINES:
         yield function.lineno, f"{function.name} has {num_lines} lines, at most {MAX_FUNCTION_LINES}"
-    for node in ast.walk(function) if _unit(module) else ():
-        if any(_first_party(target) for target in _targets(node)):
-            yield getattr(node, "lineno", 1), "first-party import inside a function"
+    for node in imports if _unit(module) else ():
+        if function.lineno <= node.lineno <= (function.end_lineno or function.lineno):
+            yield node.lineno, "first-party import inside a function"
 
 
 def package_modules() -> list[tuple[str, Path]]:

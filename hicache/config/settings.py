@@ -15,7 +15,9 @@ import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple, get_type_hints
 
 import yaml
@@ -269,9 +271,15 @@ class Packing(Choice):
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
     """The settings of a dataclass by field name; fields without a `Setting` are left out."""
+    return _settings_of(cls)
+
+
+@cache
+def _settings_of(cls: type) -> Mapping[str, Setting]:
     hints = get_type_hints(cls, include_extras=True)
     declared = ((name, getattr(hint, "__metadata__", ())) for name, hint in hints.items())
-    return {name: extra for name, extras in declared for extra in extras if isinstance(extra, Setting)}
+    found = {name: extra for name, extras in declared for extra in extras if isinstance(extra, Setting)}
+    return MappingProxyType(found)
 
 
 def settle(config: object, prefix: str = "") -> None:

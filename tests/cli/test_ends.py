@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from cases import long
 from cli_case import output
 from hicache.cli import main
 from hicache.console import write_whole
@@ -187,7 +188,7 @@ sys.exit(main(sys.argv[2:]))
     [
         ("yaml", ["config", "--show"]),
         ("lmdb", ["store", "stat", "x"]),
-        ("transformers", ["demo"]),
+        *long(("transformers", ["demo"])),
     ],
 )
 def test_an_interrupt_while_modules_load(module: str, arguments: list[str]) -> None:

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Callable
-from types import FrameType
-from typing import Any
 
 import pytest
 
+from costs import lines_of
 from hicache.errors import ConfigError
 from hicache.eviction.orders import CountedRecord, EvictionOrder, clock
 from hicache.eviction.policy import ORDERS, SLRUStrategy, get_eviction_strategy, make_order, ranked
 
 Evictable = Callable[[CountedRecord], bool]
 Rank = tuple[float, ...]
-TraceFunction = Callable[[FrameType, str, Any], Any]
 
 # What each policy evicts first: the lowest.
 RANKS: dict[str, Callable[[CountedRecord], Rank]] = {
@@ -135,24 +132,6 @@ def test_the_victim_is_the_lowest_of_what_may_be_evicted(name: str) -> None:
         assert {*model.order} == {*model.ranks} and len(model.order) == len(model.ranks)
         assert all((record in model.order) == (record in model.ranks) for record in model.held)
     assert evictions > 500
-
-
-def lines_of(work: Callable[[], object]) -> int:
-    """How many lines `work` executes in this thread."""
-    count = 0
-
-    def note(frame: FrameType, event: str, argument: object) -> TraceFunction:
-        nonlocal count
-        count += event == "line"
-        return note
-
-    before = sys.gettrace()
-    sys.settrace(note)
-    try:
-        work()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 @pytest.mark.parametrize("name", [name for name in ORDERS if name != "auto"])

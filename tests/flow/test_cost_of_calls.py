@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import pytest
 
 from component_case import STATES
+from costs import calls_of
 from hicache import (
     AdvancedConfig,
     CacheEngine,
@@ -27,22 +27,6 @@ from waiting import BOUND_S, eventually
 PAGE = 8
 MAX_JOBS = 32  # that a poll gives to a store
 IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
-
-
-def calls_of(work: Callable[[], object]) -> int:
-    """How many functions `work` calls in this thread, C functions included."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    sys.setprofile(note)
-    try:
-        work()
-    finally:
-        sys.setprofile(None)
-    return count
 
 
 def engine_of(
@@ -74,12 +58,12 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
 def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
     """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
     and to admit the request."""
-    tokens = np.random.default_rng(0).integers(0, 1 << 20, 2048 * PAGE + 1)
-    with engine_of(tmp_path, 2048) as engine:
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
+    with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
     read, admit = {}, {}
-    for num_pages in (512, 2048):
-        with engine_of(tmp_path, 2048) as engine:
+    for num_pages in (256, 1024):
+        with engine_of(tmp_path, 1024) as engine:
             prompt = tokens[: num_pages * PAGE + 1]
             handle = engine.prefetch("again", prompt)
             steps = calls_until(engine, handle)
@@ -89,8 +73,8 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             engine.release(leases[0])
             engine.check()
         read[num_pages] = sum(steps)
-    assert read[2048] < 4.4 * read[512]
-    assert admit[2048] < 5 * admit[512]
+    assert read[1024] < 4.4 * read[256]
+    assert admit[1024] < 5 * admit[256]
 
 
 def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -157,12 +141,12 @@ def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:
 
 def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
     """Four times as many queued requests: about four times the calls for all, and no request costs more for it."""
-    prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(400)]
+    prompts = [np.random.default_rng(n).integers(0, 1 << 20, 2 * PAGE + 1) for n in range(200)]
     with engine_of(tmp_path, 2000) as engine:
         for prompt in prompts:
             compute(engine, prompt)
     polls, longest = {}, {}
-    for number in (100, 400):
+    for number in (50, 200):
         with engine_of(tmp_path, 2000) as engine:
             handles: list[Prefetch] = []
             starts = [calls_of(lambda: handles.append(engine.prefetch(str(n), prompts[n]))) for n in range(number)]  # noqa: B023
@@ -172,5 +156,5 @@ def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
             longest[number] = max(*starts, *(calls_of(lambda: engine.cancel(str(n))) for n in range(number)))  # noqa: B023
             engine.flush()
             engine.check()
-    assert polls[400] < 8 * polls[100]
-    assert longest[400] < 2 * longest[100]
+    assert polls[200] < 8 * polls[50]
+    assert longest[200] < 2 * longest[50]

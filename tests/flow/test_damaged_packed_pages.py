@@ -4,12 +4,13 @@ that is counted, what comes before it is used, and no byte of it is."""
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from cases import each_value
 from disk_case import LossyStore, TroubledStore
 from hicache import CacheEngine, DiskConfig, build_engine
 from hicache.host import PageKind, rest_keys
@@ -82,72 +83,49 @@ def torn(rest: bytes) -> bytes:
     return bytes(len(rest))
 
 
-@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("part", PARTS)
-@pytest.mark.parametrize(
-    ("at", "change"),
-    [
-        pytest.param(0, flipped, id="first byte"),
-        pytest.param(1000, flipped, id="a byte"),
-        pytest.param(-16, flipped, id="kind"),
-        pytest.param(-1, flipped, id="last byte"),
-        pytest.param(1000, torn, id="torn"),
-    ],
-)
-def test_damaged_bytes(tmp_path: Path, bits: str, part: str, at: int, change: Callable[[bytes], bytes]) -> None:
-    """The prefix ends before that page, which the store deletes. Computed anew it is stored again."""
-    values = Values(tmp_path / "s", bits=bits)
-    values.overwrite(part, at % len(values.bytes[part]), change)
+def overwritten(at: int, change: Callable[[bytes], bytes]) -> Callable[[Values, str], None]:
+    return lambda values, part: values.overwrite(part, at % len(values.bytes[part]), change)
+
+
+def of_kind(kind: int) -> Callable[[Values, str], None]:
+    def damage(values: Values, part: str) -> None:
+        values.bytes[part][-16] = kind
+        values.replace(part, values.bytes[part])
+
+    return damage
+
+
+def another(of_part: Mapping[str, str]) -> Callable[[Values, str], None]:
+    return lambda values, part: values.replace(part, values.bytes[of_part[part]])
+
+
+# What became of a value, and whether its store counts a corrupt page.
+DAMAGES: dict[str, tuple[Callable[[Values, str], None], bool]] = {
+    "first byte": (overwritten(0, flipped), True),
+    "a byte": (overwritten(1000, flipped), True),
+    "kind": (overwritten(-16, flipped), True),
+    "last byte": (overwritten(-1, flipped), True),
+    "torn": (overwritten(1000, torn), True),
+    "gone": (lambda values, part: values.replace(part, None), False),
+    # What verifies under its key, and belongs under another: of another page, or another part of the page.
+    "packed of another": (another({PACKED: "packed 3", FIRST: "packed 1", REST: "packed 1"}), False),
+    "first of another": (another({PACKED: "first 2", FIRST: "first 4", REST: "first 2"}), False),
+    "rest of another": (another({PACKED: "rest 2", FIRST: "rest 2", REST: "rest 4"}), False),
+    "a kind too many": (of_kind(len(PageKind)), False),
+    "no kind": (of_kind(255), False),
+}
+
+
+@each_value(bits=["4", "3"], part=PARTS, damage=list(DAMAGES))
+def test_what_is_not_the_page_is_a_miss(tmp_path: Path, bits: str, part: str, damage: str) -> None:
+    """The prefix ends before that page, lost where a store had announced it: a first part makes known that there is a
+    rest. Computed anew it is stored again, in the place of what was there."""
+    values, (spoil, is_corrupt) = Values(tmp_path / "s", bits=bits), DAMAGES[damage]
+    spoil(values, part)
     engine, cached_len = values.serve()
     assert cached_len == int(part[-1]) * PAGE
-    assert (engine.stats()["prefetch.lost_pages"], engine.stats()["disk.corrupt_pages"]) == (1, 1)
-    assert values.serve()[1] == NUM_PAGES * PAGE
-
-
-@pytest.mark.parametrize("part", PARTS)
-def test_pages_that_are_gone(tmp_path: Path, part: str) -> None:
-    """A first part without its rest, which its store had announced, and a rest without its first part."""
-    values = Values(tmp_path / "s")
-    values.replace(part, None)
-    engine, cached_len = values.serve()
-    assert cached_len == int(part[-1]) * PAGE
-    assert engine.stats()["prefetch.lost_pages"] == (part == REST)
-    assert values.serve()[1] == NUM_PAGES * PAGE
-
-
-@pytest.mark.parametrize(
-    ("part", "other"),
-    [
-        (PACKED, "packed 3"),
-        (PACKED, "first 2"),
-        (PACKED, "rest 2"),
-        (FIRST, "packed 1"),
-        (FIRST, "first 4"),
-        (FIRST, "rest 2"),
-        (REST, "packed 1"),
-        (REST, "first 2"),
-        (REST, "rest 4"),
-    ],
-)
-def test_values_of_other_pages(tmp_path: Path, part: str, other: str) -> None:
-    """Under a key is what belongs under another, and verifies there: of another page, or another part of the page. The
-    page that is computed anew takes its place."""
-    values = Values(tmp_path / "s")
-    values.replace(part, values.bytes[other])
-    engine, cached_len = values.serve()
-    assert cached_len == int(part[-1]) * PAGE
-    assert (engine.stats()["prefetch.lost_pages"], engine.stats()["disk.corrupt_pages"]) == (1, 0)
-    assert values.serve()[1] == NUM_PAGES * PAGE
-
-
-@pytest.mark.parametrize("kind", [len(PageKind), 255])
-@pytest.mark.parametrize("part", PARTS)
-def test_unknown_kinds(tmp_path: Path, part: str, kind: int) -> None:
-    values = Values(tmp_path / "s")
-    values.bytes[part][-16] = kind
-    values.replace(part, values.bytes[part])
-    engine, cached_len = values.serve()
-    assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
+    lost = int(damage != "gone" or part == REST)
+    assert (engine.stats()["prefetch.lost_pages"], engine.stats()["disk.corrupt_pages"]) == (lost, int(is_corrupt))
     assert values.serve()[1] == NUM_PAGES * PAGE
 
 
@@ -197,8 +175,7 @@ def test_values_that_do_not_verify(tmp_path: Path, part: str) -> None:
     assert cached_len == int(part[-1]) * PAGE and engine.stats()["prefetch.lost_pages"] == 1
 
 
-@pytest.mark.parametrize("num_bytes", [0, 15, 16, -1])
-@pytest.mark.parametrize("part", PARTS)
+@each_value(num_bytes=[0, 15, 16, -1], part=PARTS)
 def test_values_that_are_too_short(tmp_path: Path, part: str, num_bytes: int) -> None:
     """Of a remote store that checks nothing."""
     values, shared = Values(tmp_path / "s"), MemoryPageStore(1 << 20)

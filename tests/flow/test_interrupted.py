@@ -176,7 +176,7 @@ def test_a_call_that_raises_has_changed_nothing(kind: str) -> None:
     """Whatever raises on the way of a verb, wherever it comes: every account holds, the same call succeeds, and at the
     end everything is given back."""
     for policy, verb in CASES:
-        require_unchanged(kind, policy, verb, 7 if verb == "commit_within" else 41)
+        require_unchanged(kind, policy, verb, 13 if verb == "commit_within" else 83)
 
 
 @pytest.mark.long

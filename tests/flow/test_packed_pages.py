@@ -17,13 +17,14 @@ import pytest
 import torch
 
 import hicache.flow.packing
+from cases import each_value, pairwise
 from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.build.packing import packer_of
 from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
-from hicache.host import PageKind, ids_of, kinds_of, rest_keys, rest_of
+from hicache.host import PageKind, ids_of, kinds_of, rest_of
 from hicache.kernels.pack import FOUR_BITS
 from hicache.storage import open_existing, store_folders
 from memory_store import MemoryPageStore
@@ -42,9 +43,7 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
     engine.check()
 
 
-@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@pairwise(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
     """From the host, from the disk, and from the disk after a restart; pages that do not fit are counted, and two
     places hold each of them."""
@@ -74,9 +73,7 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
     store.close()
 
 
-@pytest.mark.parametrize("bits", ["4", pytest.param("3", marks=pytest.mark.long)])
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", KINDS)
+@each_value(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
     """From a remote store, and then from the host."""
     shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
@@ -90,8 +87,7 @@ def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, ki
         assert engine.stats()["packing.packed_pages"] == 0
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn"])
-@pytest.mark.parametrize("page_size", [1, 4, PAGE])
+@each_value(dtype=["bfloat16", "float8_e4m3fn"], page_size=[1, 4, PAGE])
 def test_sparse_latent_attention_stays_raw(tmp_path: Path, device: str, page_size: int, dtype: str) -> None:
     """Its index keys are bytes. All of it comes back from the host, a remote store, and the disk after a restart."""
     settings = config(
@@ -247,21 +243,6 @@ def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureF
             assert (stats["disk.live_bytes"] < stats["disk.raw_bytes"]) == is_smaller
         assert main(["store", "verify", disk.path]) == 0
     assert "damaged" not in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("removed", [0, 2, 5])
-def test_a_page_without_its_rest_is_a_miss(tmp_path: Path, removed: int) -> None:
-    """Where a store has lost the second part of a page, the prefix ends before that page."""
-    settings = config(disk=disk_at(tmp_path))
-    with build_engine(settings, MODELS["mha"]) as engine:
-        serve(engine, "a", TOKENS, "none")
-        keys = engine.inspect.context.tree.names.of_prompt(engine.inspect.context.tree.match(TOKENS), TOKENS)
-    store = open_existing(tmp_path / "store")
-    assert store.delete(rest_keys([keys[removed]]))
-    store.close()
-    with build_engine(settings, MODELS["mha"]) as engine:
-        assert serve(engine, "b", TOKENS, "none").cached_len == removed * PAGE
-        assert engine.stats()["prefetch.lost_pages"] == 1
 
 
 def test_where_there_is_no_second_place(device: str) -> None:

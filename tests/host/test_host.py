@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import tracemalloc
-from collections.abc import Callable
-from types import FrameType
 
 import numpy as np
 import pytest
@@ -14,6 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 import hicache.host.pool
+from costs import lines_of
 from hicache.errors import ConfigError, DoubleFree, InvariantError, OutOfMemory
 from hicache.host import HostPagePool
 from hicache.host.pool import FreeRuns
@@ -149,29 +147,9 @@ def test_work_does_not_grow_with_the_pool() -> None:
         work(pool)
         peak_bytes = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
-        costs.append((lines_run(lambda pool=pool: work(pool)), peak_bytes < num_pages))
+        costs.append((lines_of(lambda pool=pool: work(pool), hicache.host.pool.__file__), peak_bytes < num_pages))
         pool.check()
     assert costs[0][0] == costs[1][0] > 0 and costs[1][1]
-
-
-def lines_run(action: Callable[[], object]) -> int:
-    """How many lines of the pool's module an action runs."""
-    count = 0
-
-    def trace(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
-        nonlocal count
-        if frame.f_code.co_filename != hicache.host.pool.__file__:
-            return None
-        count += event == "line"
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        action()
-    finally:
-        sys.settrace(before)
-    return count
 
 
 def test_wrong_calls_raise_and_change_nothing() -> None:

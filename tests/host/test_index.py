@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
+from cases import long
 from hicache.errors import InvariantError
 from hicache.eviction.policy import ORDERS
 from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, rest_of
@@ -147,13 +148,17 @@ class Model:
             assert self.index.held_end(keys, 0) == end
 
 
-@pytest.mark.parametrize("are_packed", [False, True])
+@pytest.mark.parametrize(
+    ("are_packed", "seeds"), [(False, (0, 1)), (True, (1,)), *long((False, range(4)), (True, range(4)))]
+)
 @pytest.mark.parametrize("policy", sorted(ORDERS))
-def test_an_index_holds_what_came_and_was_not_needed_elsewhere(policy: str, are_packed: bool) -> None:
+def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
+    policy: str, are_packed: bool, seeds: Sequence[int]
+) -> None:
     """Over random histories no page has two keys, nothing locked leaves, and of a prompt the end leaves first. Of
     packed pages some have a second one, which leaves with them."""
     evicted = refused = twice = 0
-    for seed in range(2 if are_packed else 4):
+    for seed in seeds:
         model = Model(policy, seed)
         ops = [model.reserve, model.reserve, model.land, model.land, model.lock, model.lock, model.unlock, model.use]
         ops += [model.reserve_rest] if are_packed else []
@@ -168,7 +173,7 @@ def test_an_index_holds_what_came_and_was_not_needed_elsewhere(policy: str, are_
         model.index.clear()
         assert not model.ids and model.index.pool.available() == NUM_PAGES
         evicted, refused, twice = evicted + model.evicted, refused + model.refused, twice + model.twice
-    assert evicted > 50 and refused > 0 and (are_packed or twice > 0)
+    assert evicted > 20 * len(seeds) and refused > 0 and (are_packed or twice > 0 or len(seeds) < 4)
 
 
 def test_of_prompts_the_one_used_longest_ago_leaves_first() -> None:

@@ -7,7 +7,7 @@ import math
 
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels.latent_attention import latent_attention
 
 TOLERANCE = {torch.float32: {"atol": 2e-5, "rtol": 1e-4}, torch.bfloat16: {"atol": 3e-2, "rtol": 3e-2}}
@@ -43,6 +43,7 @@ def inputs(
 
 
 @pairwise(
+    kernels=KERNELS,
     dtype=[torch.float32, torch.bfloat16],
     shape=[(4, 12, 8), (16, 32, 16), (20, 24, 4), (1, 16, 1)],
     num_splits=[None, 1, 5],

@@ -5,11 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
+from cases import long
 from hicache.kernels._triton import Kernels
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat, PagePacker
 from kernel_case import as_bytes, random_bits
 
 ROOMY = PackFormat(3, (1.0,))  # whatever is packed fits
+NO_ROOM = PackFormat(3, (0.4, 0.0))  # in the second buffer
 NUM_SLOTS = 300
 Pool = list[list[torch.Tensor]]
 
@@ -79,15 +81,15 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
     return rows
 
 
-@pytest.mark.parametrize("kernels", ["torch", "triton"])
 @pytest.mark.parametrize(
-    ("tokens", "buffers", "channels", "format"),
+    ("kernels", "tokens", "buffers", "channels", "format"),
     [
-        (64, 2, 64, FOUR_BITS),
-        (64, 1, 192, THREE_BITS),
-        (16, 1, 96, THREE_BITS),
-        (16, 2, 24, FOUR_BITS),
-        (128, 3, 4, ROOMY),
+        ("torch", 64, 2, 64, FOUR_BITS),
+        ("torch", 128, 3, 4, ROOMY),
+        ("triton", 64, 1, 192, THREE_BITS),
+        ("triton", 16, 2, 24, FOUR_BITS),
+        *long(("torch", 64, 1, 192, THREE_BITS), ("torch", 16, 2, 24, FOUR_BITS), ("torch", 16, 1, 96, THREE_BITS)),
+        *long(("triton", 64, 2, 64, FOUR_BITS), ("triton", 128, 3, 4, ROOMY), ("triton", 16, 1, 96, THREE_BITS)),
     ],
 )
 def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
@@ -103,7 +105,7 @@ def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: i
     assert packer.page_bytes == packer.group_bytes(0, 2) and (channels < 128 or packer.page_bytes < raw_bytes / 1.3)
 
 
-@pytest.mark.parametrize(("kernels", "bits"), [("torch", 3), ("torch", 4), ("triton", 3), ("triton", 4)])
+@pytest.mark.parametrize(("kernels", "bits"), [("torch", 3), ("torch", 4), ("triton", 3), *long(("triton", 4))])
 def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
     """All 65 536 patterns, beside each other, in channels of their own exponent, and alone among zeros; NaNs keep what
     they carry."""
@@ -116,8 +118,14 @@ def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
         come_back(packer, [[values]], torch.arange(values.shape[0]), 0, 1)
 
 
-@pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS, PackFormat(3, (0.4, 0.0))])
-@pytest.mark.parametrize("kind", ["values", "bits"])
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        ("values", THREE_BITS),
+        ("bits", FOUR_BITS),
+        *long(("values", FOUR_BITS), ("bits", THREE_BITS), *((kind, NO_ROOM) for kind in ("values", "bits"))),
+    ],
+)
 def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
     """In every byte, and in how many tiles of each page do not fit."""
     rows = pool(2, 2, 128, seed=3, kind=kind)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels.page_copy import PageMover
 from kernel_case import random_bits
 from page_case import LAYERS, POOLS, U8, Pool, check_store_and_load, page_bytes
@@ -38,7 +38,7 @@ class Staged:
         self._mover.scatter(staging, slots, first_layer, num_layers)
 
 
-@pairwise(pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
+@pairwise(kernels=KERNELS, pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
 def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int, layers: str) -> None:
     """A gathered page is its layers', buffers' and tokens' bytes in order, a row that tokens share once; scattered
     elsewhere, it reads back the same, and no other slot changes."""

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels.pool_attention import MAX_SPLITS, AttentionRule, PoolQueries, num_splits, pool_attention
 
 # Of the output's largest value: one rounding of the weights and one of the output in 16 bits.
@@ -111,6 +111,7 @@ PASSES = {
 
 
 @pairwise(
+    kernels=KERNELS,
     rule=list(RULES),
     tokens=list(PASSES),
     shape=[(8, 2, 16, 16), (5, 1, 32, 16), (2, 2, 40, 24)],

@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels import quant
 from hicache.kernels.quant import dequantise_kv, quantise_kv
 from kernel_case import random_bits, spread
@@ -37,7 +37,7 @@ def nearest(y: torch.Tensor, kind: str) -> torch.Tensor:
     return (y[..., None] - values[~values.isnan()]).abs().min(-1).values
 
 
-@pairwise(kind=["int8", "fp8"], dtype=[BF16, F16, F32], shape=[(2, 8, 8), (3, 5, 12), (1, 128, 64)])
+@pairwise(kernels=KERNELS, kind=["int8", "fp8"], dtype=[BF16, F16, F32], shape=[(2, 8, 8), (3, 5, 12), (1, 128, 64)])
 def test_each_head_is_rounded_at_its_own_scale(
     device: str, kernels: str, kind: str, dtype: torch.dtype, shape: tuple[int, int, int]
 ) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels.store_kv import store_kv, store_rows
 from kernel_case import as_bytes, random_bits
 
@@ -57,6 +57,7 @@ LIMITS = {torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 @pairwise(
+    kernels=KERNELS,
     source=[torch.float32, torch.bfloat16, torch.float16],
     stored=CASTS,
     scales=[(None, None), (0.37, "tensor"), ("tensor", None)],

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels import tiled_copy
 from hicache.kernels.tiled_copy import TiledCopy, tile_bytes_for
 from kernel_case import as_bytes, no_waits, random_bits
@@ -44,7 +44,7 @@ def check_move(mover: TiledCopy, buffers: list[torch.Tensor], target: torch.Tens
     assert all(torch.equal(as_bytes(b), e) for b, e in zip(buffers, expected, strict=True))
 
 
-@pairwise(path=["few", "many", "many in groups"], pool=list(POOLS), order=list(ORDERS))
+@pairwise(kernels=KERNELS, path=["few", "many", "many in groups"], pool=list(POOLS), order=list(ORDERS))
 def test_moves_read_all_before_they_write(
     device: str, kernels: str, path: str, pool: str, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

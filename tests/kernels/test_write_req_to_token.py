@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import random
 
-import pytest
 import torch
 
-from cases import refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels.write_req_to_token import write_req_to_token_pool
 
 
@@ -28,10 +27,10 @@ def write(
     )  # fmt: skip
 
 
-@pytest.mark.parametrize(("num_requests", "longest"), [(1, 5), (7, 200), (2, 1100), (130, 3)])
-@pytest.mark.parametrize("dtype", [torch.int64, torch.int32])
-def test_prefix_then_new_slots(device: str, kernels: str, num_requests: int, longest: int, dtype: torch.dtype) -> None:
+@pairwise(kernels=KERNELS, size=[(1, 5), (7, 200), (2, 1100), (130, 3)], dtype=[torch.int64, torch.int32])
+def test_prefix_then_new_slots(device: str, kernels: str, size: tuple[int, int], dtype: torch.dtype) -> None:
     """Row r holds its prefix's slots and then its new ones, and the rest of the table what it held before."""
+    num_requests, longest = size
     rng = random.Random(longest)
     pre = [rng.choice([0, longest // 2, rng.randint(0, longest)]) for _ in range(num_requests)]
     seq = [p + rng.choice([0, 1, rng.randint(0, longest)]) for p in pre]

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cases import pairwise, refused
+from cases import KERNELS, pairwise, refused
 from hicache.kernels import zero_copy
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.zero_copy import ZeroCopyMover
@@ -36,7 +36,7 @@ def check(
     assert torch.equal(whole[outside], before[outside])
 
 
-@pairwise(pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
+@pairwise(kernels=KERNELS, pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
 def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int, layers: str) -> None:
     """A stored page is its layers', buffers' and tokens' bytes in order, a row that tokens share once; loaded
     elsewhere, it reads back the same, and no other slot, page or byte changes."""
@@ -44,7 +44,7 @@ def test_bytes_down_and_up(device: str, kernels: str, pool_name: str, pages: int
     check(pool, pages * pool.page, 3, kernels, layers=layers)
 
 
-@pairwise(num_pages=[1, 7], pieces=[2, 16, 256], blocks=[1, 3, 1000])
+@pairwise(kernels=KERNELS, num_pages=[1, 7], pieces=[2, 16, 256], blocks=[1, 3, 1000])
 def test_tiles_that_end_anywhere(
     device: str, kernels: str, num_pages: int, pieces: int, blocks: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -59,7 +59,7 @@ def test_rows_of_any_size(device: str, kernels: str, row_bytes: int) -> None:
     check(Pool([[random_bits(11, row_bytes, seed=5 + layer)] for layer in range(2)], device), 2, 2, kernels)
 
 
-@pairwise(pool_name=["mha", "layers differ"], offset=[0, 3, 4, 8], padding=[0, 5, 16, 24])
+@pairwise(kernels=KERNELS, pool_name=["mha", "layers differ"], offset=[0, 3, 4, 8], padding=[0, 5, 16, 24])
 def test_host_pages_apart_and_unaligned(device: str, kernels: str, pool_name: str, offset: int, padding: int) -> None:
     """Host pages may lie apart and start at any byte; the bytes between them stay."""
     check(Pool.named(pool_name, 20, device), 4, 2, kernels, offset=offset, padding=padding)

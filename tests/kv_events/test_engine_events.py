@@ -14,6 +14,7 @@ import pytest
 import block_index
 import engine_fuzz
 from block_index import BlockIndex, read_lines
+from cases import long
 from engine_fuzz import EngineFuzz
 from hicache import CacheEngine, ConfigError, DiskConfig, EngineConfig, build_engine
 from hicache.replay.simulation import ReplaySettings, replay
@@ -61,20 +62,22 @@ def _wait_until_written(engine: CacheEngine) -> None:
 
 
 @pytest.mark.parametrize("kind", engine_fuzz.MODELS)
-@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.long) for seed in range(1, 4))])
-def test_a_router_holds_what_the_tiers_hold_after_any_history(kind: str, seed: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("seed", "num_steps"), [(0, 120), *long(*((seed, 250) for seed in range(4)))])
+def test_a_router_holds_what_the_tiers_hold_after_any_history(
+    kind: str, seed: int, num_steps: int, tmp_path: Path
+) -> None:
     """After random requests, aborts, evictions, failed copies and disk faults, then after a second engine over the same
     store, the blocks of each medium are those of the events, each told once and behind its parent, with the tokens that
     the tree has. Not told are blocks whose parents nothing holds."""
     first = Listening(kind, seed, tmp_path)
-    first.run(250)
+    first.run(num_steps)
     _same(first)
     assert first.index.held["DISK"] <= first.on_disk
     untold = first.on_disk - first.index.held["DISK"]
     assert not any(_is_known(first.index, first.index.blocks[name][0]) for name in untold)
     assert first.index.blocks
     second = Listening(kind, seed, tmp_path)
-    second.run(250)
+    second.run(num_steps)
     _same(second)
     assert second.index.held["DISK"] <= second.on_disk  # what nobody has asked for since the start is not told
     last = read_lines(second.stream)[-1]

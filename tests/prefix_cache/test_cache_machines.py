@@ -338,5 +338,4 @@ def test_random_histories(kind: str) -> None:
     """Any history of requests, locks and evictions: everything has one owner, and hits are right and the longest; a
     state that was hit and gone on from is what the recurrence makes of the whole prefix."""
     machine = type(kind, (CacheMachine,), {"kind": kind})
-    quick = settings.default.max_examples  # type: ignore[attr-defined]
-    run_state_machine_as_test(machine, settings=settings(max_examples=2 * quick, stateful_step_count=25))
+    run_state_machine_as_test(machine, settings=settings(stateful_step_count=25))

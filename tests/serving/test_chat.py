@@ -21,7 +21,6 @@ from programs import PIPE, Program, command
 from server_case import KEY, SECRET, TINY, Server
 from waiting import BOUND_S, eventually
 
-SERVER = "hicache.serving.server.command"  # a chat that starts one imports it, which takes seconds
 LINE = re.compile(r"([\d,]+) prompt tokens: (?:([\d,]+) from (\w+), )?([\d,]+) computed; first token [\d.]+ s(.*)")
 
 
@@ -137,8 +136,7 @@ def test_a_server_of_its_own_keeps_pages_on_disk(tmp_path: Path) -> None:
     file = document(tmp_path / "a.txt", "own")
     flags = ("--model", "random", "--max-tokens", 4, *TINY, "--device-tokens", 8192, "--disk-path", tmp_path / "disk")
     first, second = (
-        piped(command("chat", file, *flags, "--host-bytes", "8MiB", stdin=PIPE, module=SERVER), "Which?")[1]
-        for _ in range(2)
+        piped(command("chat", file, *flags, "--host-bytes", "8MiB", stdin=PIPE), "Which?")[1] for _ in range(2)
     )
     assert first[1] is None and second[2] == "disk" and first[0] == second[0]
     assert int(second[1].replace(",", "")) == (int(first[0].replace(",", "")) - 1) // 16 * 16

@@ -25,10 +25,8 @@ SERVED = [row for row, family in FAMILIES.items() if family.kind]
 # By default: each kind of layers with either attention, with experts, latent rows, soft caps, sinks, windows alone,
 # heads of two shapes, layers that read another's, positions that are learned, and states of each form.
 BY_DEFAULT = {
-    "torch": "llama gpt2 bert falcon deepseek_v2 mistral gpt_oss gemma4_text mimo_v2_flash llama4_text qwen3_next "
-    "falcon_h1",
-    "triton": "mixtral phi stablelm deepseek_v3 gemma2 gemma3n_text gemma4_unified_text exaone4 llama4_text bamba lfm2 "
-    "kimi_linear",
+    "torch": "gpt2 mistral gpt_oss mimo_v2_flash llama4_text qwen3_next falcon_h1",
+    "triton": "mixtral stablelm deepseek_v3 gemma2 gemma3n_text llama4_text lfm2 kimi_linear",
 }
 # Their layers do not hand their attention over, or it is chunked, so they are served with torch's alone.
 PADDED = {

@@ -40,6 +40,7 @@ def test_a_replay_waits_for_the_last_layer_of_each_load(kinds: tuple[LayerKind, 
         assert set(last_layers(engine.pool)) == expected
 
 
+@pytest.mark.long
 def test_each_size_of_batch_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """However many sizes there are: torch.compile by itself gives up after some."""
     model, counter = shared(tiny_llama, layers=1, device="cpu"), CompileCounter()

@@ -46,6 +46,7 @@ def test_a_named_model_is_taken(package: Path) -> None:
     assert not said and not package.exists()
 
 
+@pytest.mark.long
 @needs_unpackers
 def test_unpacked_whole_or_not_at_all(package: Path) -> None:
     """Weights that cannot be read are one line with a remedy, and leave nothing half. What was unpacked is used as it

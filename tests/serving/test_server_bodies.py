@@ -170,7 +170,7 @@ with TokenizerProcess(Slow) as tokenizers:
 def test_processes_of_large_bodies(tmp_path: Path) -> None:
     """They answer as a thread would, and a refusal is a refusal. One ends where its client left; one that fails, or is
     killed, is a status 500 of its request alone. Where they can no longer be forked it is 503."""
-    first, second, third = output(PROGRAM, cwd=tmp_path, module="hicache.serving.server.command").splitlines()
+    first, second, third = output(PROGRAM, cwd=tmp_path, server="serving").splitlines()
     assert first == "([[256, 97, 98], [256, 99]], 3, ['x']) (400, 'prompt') (500, None)"
     assert second == "(500, None) ([[1]], 3, ['x'])"
     assert third == "(503, None)"

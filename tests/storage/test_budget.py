@@ -82,7 +82,7 @@ def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
 STEPS = st.lists(st.tuples(st.integers(1, 16), st.integers(1, 24), st.integers(0, 200)), min_size=8, max_size=24)
 
 
-@settings(max_examples=settings.default.max_examples // 2)
+@settings(max_examples=settings.default.max_examples // 5)
 @given(steps=STEPS)
 @example(steps=[(1, 24, 0)] * 24 + [(16, 4, 4)])  # of each segment the last page is in use
 def test_pages_of_changing_lengths_share_a_budget(steps: list[tuple[int, int, int]]) -> None:

@@ -3,23 +3,36 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import pytest
+from _pytest.mark import ParameterSet
+
+KERNELS = ("torch", "triton")
 
 
 def pairwise(**axes: Sequence[object]) -> pytest.MarkDecorator:
-    """Parametrize with every pair of values of two axes; the rest of their product is `long`."""
+    """Parametrize with every pair of values of two axes; the rest of their product is `long`. `kernels` is the
+    fixture."""
+    return _covering(2, axes)
+
+
+def each_value(**axes: Sequence[object]) -> pytest.MarkDecorator:
+    """As `pairwise`, with every value of each axis in some row."""
+    return _covering(1, axes)
+
+
+def _covering(strength: int, axes: Mapping[str, Sequence[object]]) -> pytest.MarkDecorator:
     product = list(itertools.product(*(range(len(values)) for values in axes.values())))
 
-    def pairs(row: tuple[int, ...]) -> set[object]:
-        return set(itertools.combinations(enumerate(row), 2))
+    def covered(row: tuple[int, ...]) -> set[object]:
+        return set(itertools.combinations(enumerate(row), strength))
 
-    missing, chosen = set().union(*map(pairs, product)), set()
+    missing, chosen = set().union(*map(covered, product)), set()
     while missing:
-        row = max(product, key=lambda row: len(pairs(row) & missing))
+        row = max(product, key=lambda row: len(covered(row) & missing))
         chosen.add(row)
-        missing -= pairs(row)
+        missing -= covered(row)
     return pytest.mark.parametrize(
         list(axes),
         [
@@ -29,7 +42,13 @@ def pairwise(**axes: Sequence[object]) -> pytest.MarkDecorator:
             )
             for row in product
         ],
+        indirect=[name for name in axes if name == "kernels"],
     )
+
+
+def long(*rows: object) -> list[ParameterSet]:
+    """Rows of a table that are `long`; a tuple has a value for each name."""
+    return [pytest.param(*(row if isinstance(row, tuple) else (row,)), marks=pytest.mark.long) for row in rows]
 
 
 def refused(error: type[Exception], *calls: Callable[[], object]) -> None:

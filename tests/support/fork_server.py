@@ -1,14 +1,14 @@
 """A Python that has imported the library, and forks itself for each program that a test wants to run.
 
 Started once per test run by programs.py. It runs one thread, so a fork is safe, and the forked child leaves the loop to
-run its program at the top level of this file: it ends as any interpreter does, with its threads joined, its exit
-functions called and its status. A connection is one program: a request with its three standard files comes in, the pid
-goes out, and the exit status and the processor time when the program has ended.
+run its program in the namespace of this file. It ends as any interpreter does, with its threads joined, its exit
+functions called and its status; tearing down what is imported, half a second of the processor, is for programs that ask
+for it, and for those that end by an error. A connection is one program: a request with its three standard files comes
+in, the pid goes out, and the exit status and the processor time when the program has ended.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import gc
 import importlib
@@ -27,6 +27,11 @@ import torch
 from hicache import *  # noqa: F403
 
 _MAX_REQUEST_BYTES = 1 << 20
+# What a fork server of that name has imported beside the library: what `hicache serve`, `chat` and `demo` take.
+_IMPORTED = {
+    "hicache": (),
+    "serving": ("hicache.serving.server.command", "hicache.serving.chat.command", "hicache.serving.demo"),
+}
 
 
 def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
@@ -57,7 +62,6 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     sys.argv[:] = request["arguments"]
     sys.path[0] = request["path"]
-    atexit.register(gc.unfreeze)  # libraries report what is left at the exit
 
 
 def _serve(address: str, owner: int) -> dict[str, Any]:
@@ -100,18 +104,41 @@ def _serve(address: str, owner: int) -> dict[str, Any]:
             connection.close()
 
 
+def _run(request: dict[str, Any], main: dict[str, Any]) -> None:
+    """Run a program as __main__, in whose namespace nothing of this file is left: nor does this function find it."""
+    import atexit
+    import gc
+    import os
+    import sys
+    import threading
+
+    code = compile(request["code"], request["name"], "exec")
+    for name in [name for name in main if not name.startswith("__")]:
+        del main[name]
+    if request["name"] == "-c":
+        del main["__file__"]  # as for any `python -c`: processes that it spawns look for none
+    else:
+        main["__file__"] = request["name"]
+    status: Any = 0
+    try:
+        exec(code, main)
+    except SystemExit as error:
+        status = error.code or 0
+    except BaseException:
+        gc.unfreeze()  # libraries report what is left at the exit
+        raise
+    if isinstance(status, int) and not request["is_torn_down"]:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status & 0xFF)
+    gc.unfreeze()
+    sys.exit(status)
+
+
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    importlib.import_module(sys.argv[3])
-    _request = _serve(sys.argv[1], int(sys.argv[2]))
-    _code = compile(_request["code"], _request["name"], "exec")
-    # The program is __main__, in whose namespace nothing of this file is left.
-    for _name in [
-        name for name in globals() if not name.startswith("__") and name not in ("_code", "_name", "_request")
-    ]:
-        del globals()[_name]
-    if _request["name"] == "-c":
-        del __file__  # as for any `python -c`: processes that it spawns look for none
-    else:
-        __file__ = _request["name"]
-    exec(_code, globals())
+    for _module in _IMPORTED[sys.argv[3]]:
+        importlib.import_module(_module)
+    _run(_serve(sys.argv[1], int(sys.argv[2])), globals())

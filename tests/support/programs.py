@@ -33,11 +33,11 @@ def spent_s() -> float:
 
 
 @functools.cache
-def _address(module: str) -> str:
-    """The socket of the fork server of this run that has imported `module`, which the first who asks starts. It ends
-    with the run."""
+def _address(kind: str) -> str:
+    """The socket of the fork server of this run with that name (fork_server.py), which the first who asks starts. It
+    ends with the run."""
     folder = Path(os.environ[ADDRESS])
-    address = folder / module
+    address = folder / kind
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not address.exists():
@@ -46,7 +46,7 @@ def _address(module: str) -> str:
                 str(Path(__file__).with_name("fork_server.py")),
                 str(address),
                 folder.name,
-                module,
+                kind,
             ]
             server = subprocess.Popen(command, stdin=DEVNULL, start_new_session=True)
             eventually(lambda: address.exists() or server.poll() is not None)
@@ -68,7 +68,8 @@ class Program:
         cwd: Path | str | None = None,
         env: Mapping[str, str] | None = None,
         start_new_session: bool = False,
-        module: str = "hicache",
+        server: str = "hicache",
+        is_torn_down: bool = False,
     ) -> None:
         self.returncode: int | None = None
         self.stdin: IO[str] | None = None
@@ -85,9 +86,10 @@ class Program:
                 "folder": str(cwd or Path.cwd()),
                 "environment": dict(os.environ if env is None else env),
                 "new_session": start_new_session,
+                "is_torn_down": is_torn_down,
             }
             self._connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._connection.connect(_address(module))
+            self._connection.connect(_address(server))
             socket.send_fds(self._connection, [json.dumps(request).encode() + b"\n"], files)
         self.pid = int(self._connection.recv(64))
 
@@ -163,9 +165,9 @@ def program(file: str, *arguments: object, **settings: Any) -> Program:
 
 
 def command(*arguments: object, **settings: Any) -> Program:
-    """`hicache ARGUMENTS`. A server's imports take seconds, and are in a fork server of their own."""
-    if arguments[0] == "serve":
-        settings["module"] = "hicache.serving.server.command"
+    """`hicache ARGUMENTS`. What serves imports for seconds, and is forked from what has imported it."""
+    if arguments[0] in ("serve", "chat", "demo"):
+        settings["server"] = "serving"
     return Program("import sys; from hicache.cli import main; sys.exit(main())", *arguments, **settings)
 
 

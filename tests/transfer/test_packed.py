@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cases import pairwise
 from hicache.build.factory import build_transfer
 from hicache.build.packing import packer_of, place_bytes
 from hicache.config import AdvancedConfig, EngineConfig
@@ -99,11 +100,13 @@ class Packed:
         return rest
 
 
-@pytest.mark.parametrize("staging_bytes", [1 << 16, 1 << 20])
-@pytest.mark.parametrize("page_size", [1, 4, 16])
-@pytest.mark.parametrize("bits", ["3", "4"])
-@pytest.mark.parametrize("kind", ["mha", "mla"])
-@pytest.mark.parametrize("num_wild", [0, 5, NUM_PAGES])
+@pairwise(
+    num_wild=[0, 5, NUM_PAGES],
+    kind=["mha", "mla"],
+    bits=["3", "4"],
+    page_size=[1, 4, 16],
+    staging_bytes=[1 << 16, 1 << 20],
+)
 def test_every_bit_comes_back(
     device: str, kind: str, bits: str, page_size: int, staging_bytes: int, num_wild: int
 ) -> None:

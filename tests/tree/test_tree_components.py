@@ -200,7 +200,7 @@ class ComponentsAgainstDicts(ComponentDicts, RuleBasedStateMachine):
 
 
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("factor", [8, pytest.param(20, marks=pytest.mark.long)])
+@pytest.mark.parametrize("factor", [4, pytest.param(20, marks=pytest.mark.long)])
 def test_components_against_dicts(factor: int) -> None:
     """No run of the machine finds a difference."""
     many = settings(max_examples=factor * settings.default.max_examples, stateful_step_count=40)
