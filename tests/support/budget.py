@@ -11,11 +11,11 @@ import json
 import resource
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import tomllib
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMITS, SPENT = ROOT / "tests" / "budget.toml", ROOT / "build" / "test-seconds.json"
