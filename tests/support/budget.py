@@ -46,17 +46,18 @@ class Budget:
         terminalreporter.section(f"processor time of tests: {self._by_file.total():.0f} s, of workers {of_all:.0f} s")
         for file, seconds in self._by_file.most_common(_DEAREST):
             write(f"{seconds:6.1f} s  {file}")
-        if _is_default(self._config):
+        if is_default(self._config):
             spent = self._config.rootpath / SPENT
             spent.parent.mkdir(exist_ok=True)
             spent.write_text(json.dumps(self._by_file, indent=1))
 
 
-def _is_default(config: pytest.Config) -> bool:
+def is_default(config: pytest.Config) -> bool:
     """Whether the run has all default tests, and as many random examples as by default."""
-    options, chosen = config.option, config.args_source is not pytest.Config.ArgsSource.TESTPATHS
-    is_long = "not long" not in options.markexpr or "HICACHE_TEST_PROFILE" in os.environ
-    return not (chosen or is_long or options.keyword or options.deselect or options.maxfail)
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    is_long = "not long" not in config.option.markexpr or "HICACHE_TEST_PROFILE" in os.environ
+    less = ("keyword", "deselect", "ignore", "ignore_glob", "maxfail", "collectonly", "lf", "stepwise")
+    return not (chosen or is_long or any(config.getoption(name, None) for name in less))
 
 
 def folder_of(file: str) -> str:
