@@ -1,4 +1,4 @@
-# Every target sets up what it needs. PYTHON=... chooses the interpreter (3.10 or newer); if it has torch >= 2.6, that
+# Every target sets up what it needs. PYTHON=... chooses the interpreter (3.11 or newer); if it has a torch from 2.11 to 2.15, that
 # torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk /tmp/pages". WORKERS=... is the number of
 # processes that run tests.
 
@@ -10,11 +10,12 @@ PYTHON ?= $(or $(MADE_FROM),python3)
 BENCH ?= small
 WORKERS ?= 2
 TYPECHECK := build/typecheck
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache/mypy
 
 # Images often switch byte code off; then every worker, fork server and program compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-busy test-long test-servers test-all check bench docs tables clean
+.PHONY: demo serve test test-busy test-long test-servers test-all check static budget bench docs tables clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -40,18 +41,25 @@ test-servers: $(STAMP)
 test-all: $(STAMP)
 	PYTHON=$(PYTHON) .ci/all
 
-# The package as it installs: kernels/, storage/ and bench/ stand inside hicache/, so mypy sees a tree of links.
-check: $(STAMP)
+check: static budget
+
+# The package as it installs: kernels/, storage/ and bench/ stand inside hicache/, so mypy sees a tree of links. Every clone
+# uses its cache, one at a time.
+static: $(STAMP)
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	rm -rf $(TYPECHECK) && mkdir -p $(TYPECHECK)/hicache
 	ln -s $(abspath hicache)/* $(abspath kernels) $(abspath storage) $(abspath bench) $(TYPECHECK)/hicache/
-	cd $(TYPECHECK) && $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
-		--cache-dir $(abspath .mypy_cache) -p hicache
+	mkdir -p $(CACHE)
+	cd $(TYPECHECK) && flock $(CACHE)/lock $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
+		--cache-dir $(CACHE) -p hicache
 
-# The site, into build/site. Its packages are in no other extra.
-docs: $(STAMP)
-	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
+# What the last run of all tests took, beside tests/budget.toml.
+budget: $(STAMP)
+	$(PY) tests/support/budget.py
+
+# The site, into build/site. Its packages are in no other extra; where they are, the tests build the site too.
+docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 # Those of the pages of docs/ that tell what the code declares: settings, flags, metrics, families.
@@ -66,8 +74,12 @@ bench: $(STAMP)
 
 # Leaves $(VENV), whose making is the slow part.
 clean:
-	rm -rf build dist *.egg-info .pytest_cache .hypothesis .mypy_cache .ruff_cache
+	rm -rf build dist *.egg-info .pytest_cache .hypothesis .ruff_cache
 	find . -name __pycache__ -not -path "./$(VENV)/*" -prune -exec rm -rf {} +
+
+$(VENV)/.docs: $(STAMP)
+	$(PY) -c 'import mkdocs, material, mkdocstrings' 2>/dev/null || $(PY) -m pip install --quiet -e '.[docs]'
+	touch $@
 
 $(STAMP): pyproject.toml .ci/setup
 	.ci/setup $(VENV) $(PYTHON)

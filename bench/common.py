@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -161,7 +161,7 @@ class Report:
     @classmethod
     def start(cls, bench: str, device: torch.device, command: str, commit: str = "") -> Report:
         """An empty report with this machine's name, software, commit and the present time (UTC)."""
-        date = datetime.now(timezone.utc).isoformat(timespec="seconds")
+        date = datetime.now(UTC).isoformat(timespec="seconds")
         return cls(bench, machine_name(device), software(device), commit or commit_of(ROOT), date, command)
 
     def add(self, case: Case) -> Case:

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import budget
+
 SUPPORT = Path(__file__).parent / "support"
 TESTS = """
 import os, signal, subprocess, sys
@@ -29,8 +31,9 @@ def test_dies():
 
 
 def _run(folder: Path, *arguments: str) -> tuple[int, str]:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "forked_workers", "--workers", "2", *arguments, "."]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "forked_workers", "--workers", "2", *arguments]
     variables = {**os.environ, "PYTHONPATH": str(SUPPORT)}
+    variables.pop("HICACHE_TEST_PROFILE", None)
     done = subprocess.run(command, cwd=folder, env=variables, capture_output=True, text=True, check=False)
     return done.returncode, done.stdout + done.stderr
 
@@ -48,3 +51,22 @@ def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
     file.write_text(TESTS.replace("number != 7", "True") + DIES)
     status, said = _run(tmp_path)
     assert status != 0 and "test_many.py::test_dies" in said
+
+
+def test_a_folder_that_takes_more_than_its_budget_is_named(tmp_path: Path) -> None:
+    """By what the last run of all default tests took: of no other run, and not where it is up to a half above."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = long: not by default")
+    (tmp_path / "tests" / "part").mkdir(parents=True)
+    (tmp_path / "tests" / "part" / "test_many.py").write_text(TESTS.replace("number != 7", "True"))
+    limits, marks = tmp_path / budget.LIMITS, ("-m", "not long")
+    assert _run(tmp_path, *marks, "-k", "number")[0] == 0 and not budget.by_folder(tmp_path)
+    assert _run(tmp_path, *marks)[0] == 0
+    [(folder, seconds)] = budget.by_folder(tmp_path).items()
+    assert folder == "part" and seconds > 0
+    for allowed, told in ((seconds, 0), (seconds / 1.4, 0), (seconds / 1.6, 1)):
+        limits.write_text(f"[seconds]\npart = {allowed}")
+        assert len(budget.over_budget(tmp_path)) == told
+    limits.write_text("\n".join(budget.new_budget(tmp_path)))
+    assert not budget.over_budget(tmp_path)
+    limits.write_text("[seconds]")
+    assert budget.over_budget(tmp_path)[0].startswith("tests/part: ")

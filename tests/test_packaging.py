@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,11 +18,6 @@ from packaging.requirements import Requirement
 
 from hicache.errors import ConfigError
 from hicache.integrations.versions import LMCACHE, SGLANG, VLLM, require_version
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    tomllib = pytest.importorskip("tomli")
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = (".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
@@ -130,7 +126,7 @@ def test_the_wheel_holds_the_package_under_one_name(built: Built) -> None:
     assert (info / "licenses/LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
     assert "hicache = hicache.cli:main" in (info / "entry_points.txt").read_text()
     metadata = (info / "METADATA").read_text().splitlines()
-    assert {"License-Expression: Apache-2.0", "Requires-Python: >=3.10"} <= set(metadata)
+    assert {"License-Expression: Apache-2.0", "Requires-Python: >=3.11"} <= set(metadata)
     classifiers = [line for line in metadata if line.startswith("Classifier: ")]
     assert classifiers and not any("License ::" in line for line in classifiers)
 

@@ -1,4 +1,4 @@
-"""Memory of the tiers over time as a figure. Needs matplotlib: the extra `plot`.
+"""Memory of the tiers over time as a figure. Needs matplotlib: the extra `replay`.
 
 Importing this module works without it; plotting then raises `ConfigError`.
 """
@@ -45,7 +45,7 @@ def plot_memory_usage(history: Sequence[MemorySample]) -> Figure:
     missing, the history is empty, or its times decrease.
     """
     if _figure is None:
-        raise ConfigError("plots need matplotlib of hicache[plot]: pip install '.[plot]' in its clone")
+        raise ConfigError("plots need matplotlib of hicache[replay]: pip install '.[replay]' in its clone")
     if not history:
         raise ConfigError("the history is empty; give at least one MemorySample")
     if any(later.time_s < sample.time_s for sample, later in pairwise(history)):

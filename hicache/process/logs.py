@@ -35,9 +35,7 @@ class JsonLines(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {
-            "time": datetime.datetime.fromtimestamp(record.created, datetime.timezone.utc).isoformat(
-                "T", "milliseconds"
-            ),
+            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat("T", "milliseconds"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "event": record.getMessage().split("\n", 1)[0],

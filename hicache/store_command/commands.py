@@ -8,7 +8,7 @@ import dataclasses
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from datetime import datetime, timezone
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -168,7 +168,7 @@ def _last_use(found: StoreDescription) -> str:
     """In UTC, to the minute."""
     if found.last_use_s == 0:
         return "-"
-    return datetime.fromtimestamp(found.last_use_s, timezone.utc).strftime("%Y-%m-%d %H:%M UTC")
+    return datetime.fromtimestamp(found.last_use_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
 
 
 def _known(number: int | None) -> object:

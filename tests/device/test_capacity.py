@@ -229,6 +229,6 @@ def test_the_plot_shows_used_and_free_by_tier(tmp_path: Path) -> None:
 def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Importing the module needs no matplotlib; plotting without it says how to install it."""
     monkeypatch.setattr(plot, "_figure", None)
-    with pytest.raises(ConfigError, match=r"hicache\[plot\]"):
+    with pytest.raises(ConfigError, match=r"hicache\[replay\]"):
         plot_memory_usage(HISTORY)
     refused(ConfigError, lambda: MemorySample(0.0, {"device": 1}, {"host": 1}))

@@ -1,6 +1,7 @@
 """Processor time of the tests by file: printed by a run of all, and held to `tests/budget.toml` by `make check`.
 
-    python tests/support/budget.py      fails where the last run took half as much again as a folder may
+    python tests/support/budget.py        fails where the last run took half as much again as a folder may
+    python tests/support/budget.py new    prints a budget, a fifth above what the last run took
 
 What a file's tests start counts as theirs: children that have ended, and programs of the fork server.
 """
@@ -8,18 +9,19 @@ What a file's tests start counts as theirs: children that have ended, and progra
 from __future__ import annotations
 
 import json
+import math
+import os
 import resource
 import sys
 import time
+import tomllib
 from collections import Counter
 from pathlib import Path
 
 import pytest
-import tomllib
 
-ROOT = Path(__file__).resolve().parents[2]
-LIMITS, SPENT = ROOT / "tests" / "budget.toml", ROOT / "build" / "test-seconds.json"
-_TOLERANCE, _DEAREST = 1.5, 10
+LIMITS, SPENT = "tests/budget.toml", "build/test-seconds.json"  # below the root of the repository
+_TOLERANCE, _ROOM, _DEAREST = 1.5, 1.2, 10
 
 
 class Budget:
@@ -44,9 +46,18 @@ class Budget:
         terminalreporter.section(f"processor time of tests: {self._by_file.total():.0f} s, of workers {of_all:.0f} s")
         for file, seconds in self._by_file.most_common(_DEAREST):
             write(f"{seconds:6.1f} s  {file}")
-        if not self._config.getoption("keyword") and self._config.args == [str(ROOT / "tests")]:
-            SPENT.parent.mkdir(exist_ok=True)
-            SPENT.write_text(json.dumps(self._by_file, indent=1))
+        if is_default(self._config):
+            spent = self._config.rootpath / SPENT
+            spent.parent.mkdir(exist_ok=True)
+            spent.write_text(json.dumps(self._by_file, indent=1))
+
+
+def is_default(config: pytest.Config) -> bool:
+    """Whether the run has all default tests, and as many random examples as by default."""
+    chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
+    is_long = "not long" not in config.option.markexpr or "HICACHE_TEST_PROFILE" in os.environ
+    less = ("keyword", "deselect", "ignore", "ignore_glob", "maxfail", "collectonly", "lf", "stepwise")
+    return not (chosen or is_long or any(config.getoption(name, None) for name in less))
 
 
 def folder_of(file: str) -> str:
@@ -54,21 +65,32 @@ def folder_of(file: str) -> str:
     return "/".join(Path(file).parts[1:-1]) or "."
 
 
-def over_budget() -> list[str]:
-    """A line for each folder that took more than it may in the last run of all tests on this machine."""
-    if not SPENT.exists():
-        return []
-    limits, spent = tomllib.loads(LIMITS.read_text())["seconds"], Counter[str]()
-    for file, seconds in json.loads(SPENT.read_text()).items():
+def by_folder(root: Path) -> Counter[str]:
+    """What the last run of all default tests on this machine took; nothing where there was none."""
+    spent, last = Counter[str](), root / SPENT
+    for file, seconds in json.loads(last.read_text()).items() if last.exists() else ():
         spent[folder_of(file)] += seconds
+    return spent
+
+
+def over_budget(root: Path) -> list[str]:
+    """A line for each folder that took more than it may."""
+    limits = tomllib.loads((root / LIMITS).read_text())["seconds"]
     return [
-        f"tests/{folder}: {seconds:.0f} s of processor time, {limits.get(folder, 0)} in {LIMITS.relative_to(ROOT)}"
-        for folder, seconds in spent.items()
+        f"tests/{folder}: {seconds:.0f} s of processor time, {limits.get(folder, 0)} in {LIMITS}"
+        for folder, seconds in by_folder(root).items()
         if seconds > _TOLERANCE * limits.get(folder, 0)
     ]
 
 
+def new_budget(root: Path) -> list[str]:
+    """The lines of a budget that fits the last run."""
+    spent = sorted(by_folder(root).items())
+    return ["[seconds]", *(f'"{folder}" = {math.ceil(_ROOM * seconds)}' for folder, seconds in spent)]
+
+
 if __name__ == "__main__":
-    found = over_budget()
-    print(*found, sep="\n", file=sys.stderr)
-    sys.exit(bool(found))
+    is_new, at = sys.argv[1:] == ["new"], Path(__file__).resolve().parents[2]
+    found = new_budget(at) if is_new else over_budget(at)
+    print(*found, sep="\n", file=sys.stdout if is_new else sys.stderr)
+    sys.exit(bool(found) and not is_new)

@@ -32,7 +32,7 @@ from hicache.bench.servers.vllm_worker import CopyingWorker
 from hicache.integrations import server_store
 from hicache.integrations.vllm import HiCacheTier
 from hicache.storage import LmdbPageStore
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 PROMPT_TOKENS = 1200
 Checksums = dict[str, list[str]]  # of a chunk's bytes, one for each time, by the hexadecimal key of the chunk
@@ -153,7 +153,8 @@ def main(task: dict[str, Any]) -> None:
     for metric in llm.get_metrics():
         if metric.name.startswith("vllm:hicache_"):
             metrics[metric.name.removeprefix("vllm:hicache_")] += metric.value
-    llm.llm_engine.engine_core.shutdown()
+    # vLLM ends its workers before the tier, which finishes its stores, and by default kills both after five seconds.
+    llm.llm_engine.engine_core.shutdown(timeout=BOUND_S)
     counted = {"together": together, "loaded": sum(loaded), "metrics": metrics}
     print(json.dumps({"runs": runs, "stored": stored, "given": given, **counted}))
 

@@ -111,7 +111,7 @@ async def _readable(descriptor: int) -> None:
     loop.add_reader(descriptor, is_readable.set)
     try:
         await asyncio.wait_for(is_readable.wait(), LOOK_S)
-    except asyncio.TimeoutError:
+    except TimeoutError:
         log.debug("a store process says nothing")
     finally:
         loop.remove_reader(descriptor)

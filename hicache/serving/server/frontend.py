@@ -142,7 +142,7 @@ class Frontend:
         self.require_serving()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self._thread.reset(tiers)), self.limits.timeout_s)
-        except asyncio.TimeoutError:
+        except TimeoutError:
             raise timed_out(self.limits.timeout_s) from None
 
     def deliver(self, events: Sequence[Event]) -> None:

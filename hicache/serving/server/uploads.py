@@ -30,7 +30,7 @@ class Uploads:
         try:
             try:
                 await asyncio.wait_for(self._fill(body, request), timeout_s)
-            except asyncio.TimeoutError:
+            except TimeoutError:
                 raise too_slow(timeout_s) from None
             except ClientDisconnect:
                 raise client_gone() from None

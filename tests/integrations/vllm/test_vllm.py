@@ -153,7 +153,7 @@ def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
 def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> None:
     """With the OffloadingSpec, each worker a process. After the prefix cache was emptied tokens come from the CPU tier,
     after a restart from the disk, also through a CPU tier that is smaller than a prompt, as far as it reaches. The
-    processes, which are killed where they take long to end, leave no shared memory."""
+    processes leave no shared memory."""
     workers = 1 if torch.cuda.device_count() == 1 else 2
     llm = {
         "tensor_parallel_size": workers,
