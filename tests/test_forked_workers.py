@@ -13,16 +13,38 @@ import budget
 SUPPORT = Path(__file__).parent / "support"
 TESTS = """
 import os, signal, subprocess, sys
+from pathlib import Path
 import pytest
 
 @pytest.mark.parametrize("number", range(60))
 def test_number(number, tmp_path):
     print("said by", number)
     (tmp_path / "file").write_text("own")
+    Path("begun").touch()
     assert number != 7
 
 def test_takes_processor_time():
     subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+"""
+SHARED = """
+import os
+from waiting import eventually
+
+def test_one(server):
+    eventually(lambda: os.path.exists("begun"))  # the other worker has begun with others
+
+def test_another(server):
+    assert os.getpid() == server, "made by another worker"
+"""
+CONFTEST = """
+import os
+import pytest
+
+@pytest.fixture(scope="session")
+def server():
+    with open(os.path.join(os.path.dirname(__file__), "made"), "a") as file:
+        file.write("once ")
+    return os.getpid()
 """
 DIES = """
 def test_dies():
@@ -39,15 +61,22 @@ def _run(folder: Path, *arguments: str) -> tuple[int, str]:
 
 
 def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
-    """A failure is told with its output, `-x` ends the run early, and who kills a worker is named."""
+    """A failure is told with its output, `-x` ends the run early, and who kills a worker is named. What tests of two
+    files share for the whole run is made once."""
     (tmp_path / "pytest.ini").touch()
+    below = tmp_path / "below"
+    below.mkdir()
+    (below / "conftest.py").write_text(CONFTEST)
+    for name in ("first", "second"):
+        (below / f"test_{name}.py").write_text(SHARED)
     file = tmp_path / "test_many.py"
     file.write_text(TESTS)
     status, said = _run(tmp_path)
-    assert status == 1 and "1 failed, 60 passed" in said and re.findall("said by .*", said) == ["said by 7"]
+    assert status == 1 and "1 failed, 64 passed" in said and re.findall("said by .*", said) == ["said by 7"]
     assert re.search(r"processor time of tests: \d+ s", said) and "test_many.py" in said
+    assert (below / "made").read_text() == "once "
     status, said = _run(tmp_path, "-x")
-    assert status != 0 and int(re.findall(r"(\d+) passed", said)[0]) < 60
+    assert status != 0 and int(re.findall(r"(\d+) passed", said)[0]) < 64
     file.write_text(TESTS.replace("number != 7", "True") + DIES)
     status, said = _run(tmp_path)
     assert status != 0 and "test_many.py::test_dies" in said

@@ -37,14 +37,28 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
     config = session.config
     if config.option.workers < 2 or config.option.collectonly or session.testsfailed or len(session.items) < 2:
         return None
-    chunks = [
-        items[start : start + _CHUNK]
-        for _, group in groupby(session.items, key=lambda item: item.path)
-        for items in [list(group)]
-        for start in range(0, len(items), _CHUNK)
-    ]
-    _Run(session, chunks).run(config.option.workers)
+    _Run(session, _chunks(session.items)).run(config.option.workers)
     return True
+
+
+def _chunks(items: list[pytest.Item]) -> list[list[pytest.Item]]:
+    """What a worker takes at once. First, all tests that use the same fixtures of the session, as a server is one, so
+    that there is one for all workers."""
+    shared: dict[frozenset[str], list[pytest.Item]] = {}
+    for item in items:
+        shared.setdefault(_of_the_session(item), []).append(item)
+    alone = shared.pop(frozenset(), [])
+    by_file = [list(group) for _, group in groupby(alone, key=lambda item: item.path)]
+    return [
+        *shared.values(),
+        *(tests[start : start + _CHUNK] for tests in by_file for start in range(0, len(tests), _CHUNK)),
+    ]
+
+
+def _of_the_session(item: pytest.Item) -> frozenset[str]:
+    """Names of the fixtures of the session that a test uses, but for those of plugins."""
+    found = getattr(item, "_fixtureinfo").name2fixturedefs.items()  # noqa: B009
+    return frozenset(name for name, made in found if made[-1].scope == "session" and made[-1].baseid)
 
 
 class _Run:
