@@ -52,7 +52,7 @@ class TransferOp(Protocol):
 class TransferBackend(Protocol):
     """Owned by the scheduler thread; owns its streams or threads.
 
-    `rest`, where pages are packed: the second places of those that are raw (`hicache.transfer.raw_pages`), int64 CPU
+    `rest`, where pages are packed: the second places of those that are raw (`hicache.transfer.placed`), int64 CPU
     [p].
     """
 
