@@ -146,7 +146,6 @@ def serve(config: VllmConfig, layout: str, path: Path, values: Values, is_store:
     return caches
 
 
-@pytest.mark.smoke
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "MLA"])
 @pytest.mark.parametrize(("of_writer", "of_reader"), [(2, 1), (1, 2)])
 def test_canonical_rows_are_read_with_another_tensor_parallel_size(
