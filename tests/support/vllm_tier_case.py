@@ -55,15 +55,23 @@ def place(chunks: Sequence[OffloadKey], context: ReqContext, chunk_tokens: int =
 
 
 class Scheduler:
-    """What vLLM's scheduler does with its offloading manager. `num_chunks`: of the CPU tier."""
+    """What vLLM's scheduler does with its offloading manager. `num_chunks`: of the CPU tier. `before`: what is called
+    with the configuration first, like the start of workers, which map the CPU tier before the scheduler in vLLM."""
 
-    def __init__(self, tier: dict[str, Any], num_chunks: int = NUM_CHUNKS, **changed: Any) -> None:
+    def __init__(
+        self,
+        tier: dict[str, Any],
+        num_chunks: int = NUM_CHUNKS,
+        before: Callable[[OffloadingConfig], object] = lambda config: None,
+        **changed: Any,
+    ) -> None:
         extra = {
             "cpu_bytes_to_use": num_chunks * ROW_BYTES,
             "secondary_tiers": [{"type": "HiCacheTier", "module_path": "hicache.integrations.vllm", **tier}],
             **changed.pop("extra", {}),
         }
         self.config = replace(CONFIG, engine_id=uuid.uuid4().hex, extra_config=extra, **changed)
+        before(self.config)
         self.manager = TieringOffloadingSpec(self.config).get_manager()
         self.primary = self.manager.primary_tier
         self.tiers = self.manager.secondary_tiers
@@ -144,7 +152,7 @@ def scheduler(path: Path, **settings: Any) -> Iterator[Scheduler]:
     """Settings of the tier, and of `Scheduler` by the names `num_chunks`, `extra`, and those of `OffloadingConfig`.
     Nothing is declined, unless the speed of prefill is given: here tokens are computed in no time."""
     settings.setdefault("prefill_tokens_per_s", 0)
-    names = {"num_chunks", "extra", *CONFIG.__dataclass_fields__}
+    names = {"num_chunks", "before", "extra", *CONFIG.__dataclass_fields__}
     own = {name: settings.pop(name) for name in names & settings.keys()}
     opened = Scheduler({"path": str(path), **settings}, **own)
     yield opened

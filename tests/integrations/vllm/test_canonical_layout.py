@@ -26,6 +26,7 @@ from vllm.v1.kv_cache_interface import (
     MLAAttentionSpec,
 )
 from vllm.v1.kv_offload.base import CanonicalKVCaches
+from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.gpu_worker import _canonical_block_sizes
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
@@ -118,13 +119,17 @@ def serve(config: VllmConfig, layout: str, path: Path, values: Values, is_store:
     tp = config.parallel_config.tensor_parallel_size
     cache, caches = cache_of(layout, tp), [part_of(values, layout, rank, tp) for rank in range(tp)]
     settings = vars(build_offloading_config(config, cache)).items()
-    with scheduler(path, **{name: x for name, x in settings if name not in ("engine_id", "extra_config")}) as opened:
-        engine = {"engine_id": opened.config.engine_id, "extra_config": opened.config.extra_config}
-        workers = []
+    workers: list[OffloadingConnectorWorker] = []
+
+    def start_workers(of_scheduler: OffloadingConfig) -> None:
+        engine = {"engine_id": of_scheduler.engine_id, "extra_config": of_scheduler.extra_config}
         for config.parallel_config.rank, tensors in enumerate(caches):
             spec = CopyingSpec(replace(build_offloading_config(config, cache), **engine))
             workers.append(OffloadingConnectorWorker(spec, config, cache))
             workers[-1].register_kv_caches(tensors)
+
+    same = {name: x for name, x in settings if name not in ("engine_id", "extra_config")}
+    with scheduler(path, before=start_workers, **same) as opened:
 
         def copy(first_block: int, rows: list[int]) -> None:
             for worker in workers:
@@ -146,6 +151,7 @@ def serve(config: VllmConfig, layout: str, path: Path, values: Values, is_store:
     return caches
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("layout", ["LBHNC", "LBNHC", "MLA"])
 @pytest.mark.parametrize(("of_writer", "of_reader"), [(2, 1), (1, 2)])
 def test_canonical_rows_are_read_with_another_tensor_parallel_size(
