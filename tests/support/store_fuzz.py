@@ -34,7 +34,7 @@ from component_case import MODELS, PACKABLE, WIDER, config, prefill
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.host import rest_keys
-from hicache.storage import LmdbPageStore, StoreCorrupt, StoreError, StoreLocked, open_existing
+from hicache.storage import LmdbPageStore, StoreCorrupt, StoreError, StoreLocked, open_existing, store_at
 from hicache.tiers import DISK
 from toy_model import prompt, settled
 from waiting import eventually
@@ -233,7 +233,7 @@ class StoreFuzz:
 
     def _flip(self) -> tuple[Path, int, int]:
         """Of a byte that says something, where a few draws find one."""
-        files = [file for file in sorted(self.folder.iterdir()) if file.is_file() and file.stat().st_size]
+        files = [file for file in sorted(store_at(self.folder).iterdir()) if file.is_file() and file.stat().st_size]
         file = files[self.rng.integers(len(files))]
         content = file.read_bytes()
         at = next((at for at in self.rng.integers(len(content), size=50).tolist() if content[at]), 0)
