@@ -28,15 +28,18 @@ from hicache.device.swa import SWAKVPool
 from hicache.errors import InvariantError
 from hicache.layout import ModelGeometry, StateGeometry
 
-# The argument of a forward that takes the cache, by releases of transformers: from 5.24 on, and before.
-_KEYWORDS = ("cache", "past_key_values")
 LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # the latter with use_mla
 
 
 def cache_keyword(model: Any) -> str | None:
-    """The name under which the forward of a transformers model takes its cache; None where it takes none."""
+    """The name under which the forward of a transformers model takes its cache; None where it takes none.
+
+    It is `cache` from release 5.24 on, where it is a `Cache`: older models have a dictionary of that name.
+    """
     takes = inspect.signature(model.forward).parameters
-    return next((name for name in _KEYWORDS if name in takes), None)
+    if "past_key_values" in takes:
+        return "past_key_values"
+    return "cache" if "cache" in takes and "Cache" in str(takes["cache"].annotation) else None
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
