@@ -34,12 +34,12 @@ LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # the latter with
 def cache_keyword(model: Any) -> str | None:
     """The name under which the forward of a transformers model takes its cache; None where it takes none.
 
-    It is `cache` from release 5.24 on, where it is a `Cache`: older models have a dictionary of that name.
+    It is `cache` from release 5.24 on; XLM has a dictionary of that name, which is none.
     """
     takes = inspect.signature(model.forward).parameters
     if "past_key_values" in takes:
         return "past_key_values"
-    return "cache" if "cache" in takes and "Cache" in str(takes["cache"].annotation) else None
+    return "cache" if "cache" in takes and "dict" not in str(takes["cache"].annotation).lower() else None
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
