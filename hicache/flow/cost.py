@@ -202,15 +202,20 @@ class CostModel:
 
 
 class LoadEstimate(NamedTuple):
-    """Seconds to load and to compute the same tokens; None: not known yet."""
+    """Seconds to load, those of what is queued before it included, and to compute the same tokens; None: not known yet.
+
+    `num_delayed`: other requests that wait while these tokens are computed: those that run, and those that wait for the
+    GPU. A load takes the GPU from nobody, so it may take as long as computing costs all of them together.
+    """
 
     load_s: float | None
     compute_s: float | None
+    num_delayed: int = 0
 
     @property
     def pays(self) -> bool:
         """Whether to load. Yes, until both are known."""
-        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s
+        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s * (1 + self.num_delayed)
 
 
 class LoadDecisions:
@@ -226,9 +231,9 @@ class LoadDecisions:
             for decision, what in _DECISIONS.items()
         )
 
-    def decide(self, load_s: float | None, compute_s: float | None) -> bool:
-        """Whether to load what takes so long to load and to compute; None: not known yet. Counts it."""
-        pays = LoadEstimate(load_s, compute_s).pays
+    def decide(self, load_s: float | None, compute_s: float | None, num_delayed: int = 0) -> bool:
+        """Whether to load what takes so long to load and to compute, as `LoadEstimate` says. Counts it."""
+        pays = LoadEstimate(load_s, compute_s, num_delayed).pays
         if load_s is None or compute_s is None:
             self.unmeasured.value += 1
         elif pays:
@@ -236,11 +241,12 @@ class LoadDecisions:
         else:
             if not self.declined.value:
                 log.info(
-                    "a prefix on the %s is computed again: loading it would take %.3g s, computing %.3g s; "
-                    "prefill_tokens_per_s=0 loads it anyway",
+                    "a prefix on the %s is computed again: loading it would take %.3g s, computing %.3g s, "
+                    "in which %d other requests wait; prefill_tokens_per_s=0 loads it anyway",
                     self._source,
                     load_s,
                     compute_s,
+                    num_delayed,
                 )
             self.declined.value += 1
         return pays
