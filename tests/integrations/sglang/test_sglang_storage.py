@@ -335,7 +335,7 @@ def test_the_endpoint_of_the_server_shows_what_the_disk_does(tmp_path: Path) -> 
             return shown() == [NUM_PAGES, before[1] + NUM_PAGES, before[2] + 1]
 
         eventually(is_shown)
-        assert value("disk_budget_bytes") == 32_000_000 and 0 < value("tier_used_ratio", tier="disk") < 1
+        assert value("disk_budget_bytes") == 64_000_000 and 0 < value("tier_used_ratio", tier="disk") < 1
 
 
 @pytest.mark.parametrize(
