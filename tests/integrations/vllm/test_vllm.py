@@ -229,7 +229,7 @@ def test_the_benchmark_compares_a_restart_with_computing(
     stored."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    report = read_report(run_one(servers, ["--device", "cpu", "--only", f"none,{mode}", "--out", str(tmp_path)]))
+    report = read_report(run_one(servers, ["--device", "cpu", "--modes", f"none,{mode}", "--out", str(tmp_path)]))
     cases = {case.name.removeprefix("servers.vllm."): case for case in report.cases}
     suffix = {"hicache": "", "tier": ".tier"}[mode]
     compared = [f"first{suffix}", f"restart.over_computing{suffix}"]

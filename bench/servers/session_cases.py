@@ -1,0 +1,156 @@
+"""The rows of the workload `sessions`: what each mode did under each load, and what is compared with what."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+from hicache.bench.common import Report, percentile
+from hicache.bench.servers.clients import LoadRun
+
+_MAIN = "c8"  # the load of rows that name none
+
+
+class Key(NamedTuple):
+    """A run of a server: its mode, with ".restart" behind it or not, and its GPUs."""
+
+    mode: str
+    tensor_parallel: int
+
+    def __str__(self) -> str:
+        return self.mode if self.tensor_parallel == 1 else f"tp{self.tensor_parallel}.{self.mode}"
+
+    @property
+    def kind(self) -> str:
+        return self.mode.partition(".")[0]
+
+    @property
+    def is_restart(self) -> bool:
+        return "." in self.mode
+
+
+Runs = Mapping[Key, Mapping[str, LoadRun]]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A mode over others, the best of which counts. `targets`: by load; "" for all loads, and for TP."""
+
+    name: str
+    mode: str
+    others: tuple[str, ...]
+    targets: Mapping[str, float]
+
+
+_DISK = _Row("disk", "hicache", ("hicache-always", "hicache-never"), {"": 1.03, "c32": 1.05})
+_ROWS = {
+    "vllm": (
+        _Row("spec", "spec", ("cpu",), {_MAIN: 0.80}),
+        _Row("spec.over_none", "spec", ("none",), {}),
+        _Row("spec.packing", "spec", ("spec-raw",), {}),
+        _DISK,
+        _Row("disk.over_cpu", "hicache", ("cpu",), {}),
+        _Row("disk.over_none", "hicache", ("none",), {}),
+        _Row("disk.over_fs", "hicache", ("fs",), {"": 0.95}),
+        _Row("disk.over_fs.dropped", "hicache", ("fs-dropped",), {"": 0.85}),
+        _Row("restart.over_fs", "hicache.restart", ("fs.restart",), {}),
+        _Row("restart.over_none", "hicache.restart", ("none",), {}),
+    ),
+    "sglang": (
+        _Row("disk", "hicache", ("file",), {"": 0.7}),
+        _Row("disk.over_dropped", "hicache", ("file-dropped",), {}),
+        _Row("disk.over_none", "hicache", ("none",), {"": 1.0}),
+        _Row("restart.over_file", "hicache.restart", ("file.restart",), {}),
+    ),
+}
+_TP2_SPEC = 0.82
+
+
+def add_cases(report: Report, args: argparse.Namespace, server: ModuleType, runs: Runs, about: str) -> None:
+    """All rows of the runs that there are. `about`: of the turns."""
+    base = f"servers.{args.server}.sessions"
+    sizes = (
+        f"{args.gpu_tokens} tokens on the GPU, {args.cpu_gib:g} GiB of CPU memory, {args.disk_cpu_gib:g} above a disk"
+    )
+    report.case(f"{base}.requests", [args.requests], "requests", note=f"{about}; {sizes}")
+    for key, loads in runs.items():
+        for load, run in loads.items():
+            _add_run(report, f"{base}.{key}.{load}", run, runs.get(Key("none", key.tensor_parallel), {}).get(load))
+    for tensor_parallel in sorted({key.tensor_parallel for key in runs}):
+        of_size = {key.mode: loads for key, loads in runs.items() if key.tensor_parallel == tensor_parallel}
+        prefix = base if tensor_parallel == 1 else f"{base}.tp{tensor_parallel}"
+        for row in _ROWS[args.server]:
+            for load in of_size.get(row.mode, {}):
+                _compare(report, prefix, row, load, of_size, args.small)
+        _compare_p99(report, prefix, of_size, server.OWN_CPU, args.small)
+
+
+def _add_run(report: Report, name: str, run: LoadRun, none: LoadRun | None) -> None:
+    """What one load did to one mode."""
+    if not run.answers:
+        report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note="cut off: nothing was answered")
+        return
+    note = "" if run.is_whole else f"cut off after {len(run.answers)} of {run.requests} requests"
+    report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note=note)
+    first, tail = run.first_ms, [run.p99_first_ms]
+    spread = ", ".join(f"p{percent} {percentile(first, percent):.0f}" for percent in (50, 90, 99))
+    note = f"to the first token: mean {run.mean_first_ms:.0f} ms, {spread}"
+    report.case(f"{name}.first", first, "ms", better="lower", note=note)
+    report.case(f"{name}.p99", tail, "ms", better="lower", note="of the time to the first token")
+    report.case(f"{name}.cached", [run.cached_share], "share", note="of the tokens of prompts, by the server's count")
+    if moved := {what: number for what, number in run.num_bytes.items() if number}:
+        note = ", ".join(f"{what} {number / 1e9:.2f} GB" for what, number in moved.items())
+        report.case(f"{name}.moved", [sum(moved.values()) / 1e9], "GB", better="lower", note=note)
+    if run.gpu_s is not None:
+        report.case(
+            f"{name}.gpu", [run.gpu_s], "s", better="lower", note="in which a kernel ran, by the driver's count"
+        )
+    if none is not None and none is not run and (differing := run.differing_share(none)) is not None:
+        note = "of the answers, from those without a cache; batches differ, and so do last bits"
+        report.case(f"{name}.differing", [differing], "share", better="lower", note=note)
+
+
+def _compare(
+    report: Report, prefix: str, row: _Row, load: str, of_size: Mapping[str, Mapping[str, LoadRun]], small: bool
+) -> None:
+    """One row under one load: seconds of all; where requests come by the clock, mean time to the first token."""
+    others = {mode: of_size[mode][load] for mode in row.others if load in of_size.get(mode, {})}
+    run = of_size[row.mode][load]
+    if len(others) < len(row.others) or not all(one.is_whole for one in (run, *others.values())):
+        return
+    is_open, is_tp = load == "open", ".tp" in prefix
+    take = (lambda one: one.mean_first_ms) if is_open else (lambda one: one.makespan_s)
+    best = min(others, key=lambda mode: take(others[mode]))
+    target = None if is_open else row.targets.get(load, row.targets.get(""))
+    if is_tp:
+        target = _TP2_SPEC if row.name == "spec" and load == _MAIN else None
+    name = f"{prefix}.{row.name}" if load == _MAIN and row.name != "disk" else f"{prefix}.{row.name}.{load}"
+    report.case(
+        prefix if is_tp and row.name == "spec" and load == _MAIN else name,
+        [take(run)],
+        "ms" if is_open else "s",
+        better="lower",
+        ceiling=take(others[best]),
+        target=None if small else target,
+        note=f"{row.mode}, {run.cached_share:.3f} cached, over {best}, {others[best].cached_share:.3f}"
+        + ("; mean time to the first token" if is_open else ""),
+    )
+
+
+def _compare_p99(
+    report: Report, prefix: str, of_size: Mapping[str, Mapping[str, LoadRun]], own: str, small: bool
+) -> None:
+    """Of the first load of a process, whose cache of Triton's kernels was empty."""
+    for mode, name in (("spec", "p99"), ("hicache", "p99.disk")):
+        if not of_size.get(mode) or not of_size.get(own):
+            continue
+        load = next(iter(of_size[mode]))
+        run, other = of_size[mode][load], of_size[own].get(load)
+        if other is not None and run.is_whole and other.is_whole:
+            note = f"of the time to the first token under {load}, with an empty cache of Triton's kernels, over {own}"
+            ceiling, target = other.p99_first_ms, None if small or ".tp" in prefix else 1.0
+            values = [run.p99_first_ms]
+            report.case(f"{prefix}.{name}", values, "ms", better="lower", ceiling=ceiling, target=target, note=note)
