@@ -10,7 +10,8 @@ Each mode has a process of its own, so that a restart is one, and the device is 
     restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
                       over vLLM's disk tier; .over_computing: over no offloading; .tier behind both: `HiCacheTier`
     cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
-    shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk
+    shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk;
+                      .packing: of `HiCacheOffloadingSpec`, over its own without packing (`spec-raw`)
     bytes.<run>       what a run has moved, by vLLM's metrics
     tokens            answers that equal another's with as many cached tokens; one that differs is an error
 
@@ -18,8 +19,11 @@ For SGLang, with HiCache and `HiCacheDisk`, `file` being HiCache with its own ba
 
     first             as above; .file: with its own backend
     restart.over_file time to the first token of documents after a restart, over its own backend; .over_computing: over
-                      no HiCache. The files of both have left the system's memory
+                      no HiCache
     bytes.<run>       what the run's files take
+
+Before a restart all files leave the system's memory. With `--document-tokens N` the names begin with "tokensN". The
+workload `sessions` has rows of its own (`session_cases`): there requests are many at once.
 """
 
 from __future__ import annotations
@@ -48,13 +52,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", choices=_SERVERS, default="vllm")
     workload = "documents, one request at a time for the most part; or sessions of coding agents, many at once"
     parser.add_argument("--workload", choices=("documents", "sessions"), default="documents", help=workload)
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, fs, "
-    modes += "tier; of SGLang file"
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, "
+    modes += "spec-raw, fs, tier; of SGLang file; those of sessions: docs/benchmarks.md"
     parser.add_argument("--modes", type=lambda text: text.split(","), metavar="MODES", help=modes)
     parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
     parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
     chunk = "of the device's cache in a chunk of the offloading, in every mode (default: 4)"
     parser.add_argument("--blocks-per-chunk", type=int, default=4, help=chunk)
+    tokens = "of a document of the workload documents, in the names of rows (default: 16384, small: 1024)"
+    parser.add_argument("--document-tokens", type=int, default=0, help=tokens)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
     sessions.add_arguments(parser)
     parser.add_argument("--small", action="store_true", help="a tiny model and short documents; always so on CPUs")
@@ -73,7 +79,8 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
     modes = {name.partition(".")[0] for name in server.RUNS}
     if unknown := set(args.modes or ()) - modes:
         raise BenchUnavailable(f"--modes {','.join(sorted(unknown))}: there are {', '.join(sorted(modes))}")
-    report.bench = "-".join([NAME, args.server, *(args.modes or ())])  # a part does not replace the results of all
+    length = [f"tokens{args.document_tokens}"] if args.document_tokens else []
+    report.bench = "-".join([NAME, args.server, *length, *(args.modes or ())])  # a part does not replace all results
     runs: dict[str, Served] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-servers-", dir=args.folder) as folder:
         for name in server.RUNS:
@@ -87,10 +94,15 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
         if served.num_bytes:
             note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
             gb = sum(served.num_bytes.values()) / 1e9
-            report.case(f"{NAME}.{args.server}.bytes.{name}", [gb], "GB", note=note)
-    compared, different = compare_tokens(runs, list(workloads(args.small).values()))
+            report.case(f"{_base(args)}.bytes.{name}", [gb], "GB", note=note)
+    compared, different = compare_tokens(runs, list(workloads(args.small, args.document_tokens).values()))
     note = f"equal another's to the same prompt with as many cached tokens; {different} different ones"
-    report.case(f"{NAME}.{args.server}.tokens", [compared], "answers", note=note)
+    report.case(f"{_base(args)}.tokens", [compared], "answers", note=note)
+
+
+def _base(args: argparse.Namespace) -> str:
+    length = f".tokens{args.document_tokens}" if args.document_tokens else ""
+    return f"{NAME}.{args.server}{length}"
 
 
 def _serve(server: ModuleType, name: str, args: argparse.Namespace, folder: Path) -> Served:
@@ -114,7 +126,7 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
             values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
             cached, of_ceiling = runs[run].cached(workload), runs[other_run].cached(other_workload)
             report.case(
-                f"{NAME}.{args.server}.{name}",
+                f"{_base(args)}.{name}",
                 values,
                 "ms" if better == "lower" else "tokens/s",
                 better=better,

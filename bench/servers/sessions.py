@@ -18,13 +18,13 @@ from types import ModuleType
 from typing import Any
 
 from hicache.bench.common import BenchUnavailable, Report
-from hicache.bench.servers import sessions_vllm
+from hicache.bench.servers import sessions_sglang, sessions_vllm
 from hicache.bench.servers.clients import Load, LoadRun
 from hicache.bench.servers.program import drop_files, files_dropped, run_program
 from hicache.bench.servers.session_cases import Key, add_cases
 from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns, read_turns
 
-_SERVERS: dict[str, ModuleType] = {"vllm": sessions_vllm}
+_SERVERS: dict[str, ModuleType] = {"vllm": sessions_vllm, "sglang": sessions_sglang}
 _START_S = 300.0
 _SETTLE_S = 150.0
 
@@ -55,9 +55,7 @@ def _numbers(text: str) -> list[int]:
 
 
 def run_sessions(args: argparse.Namespace, report: Report) -> None:
-    server = _SERVERS.get(args.server)
-    if server is None:
-        raise BenchUnavailable(f"--workload sessions is not for {args.server}")
+    server = _SERVERS[args.server]
     if reason := server.missing():
         raise BenchUnavailable(reason)
     modes = args.modes or list(server.MODES)
@@ -127,6 +125,7 @@ def _serve(
     task: dict[str, Any] = {
         **server.task(key.mode, key.tensor_parallel, args, folder),
         "turns": str(folder / "turns.json"),
+        "settle": f"{key.mode}.restart" in (args.modes or server.MODES),
         "loads": [dataclasses.asdict(load) for load in loads],
         **{name: getattr(args, name) for name in ("block_tokens", "answer_tokens", "longest", "limit_s")},
     }
@@ -143,5 +142,6 @@ def _serve(
     report.software[args.server] = result["version"]
     runs = {name: LoadRun.from_json(run) for name, run in result["runs"].items()}
     spent = ", ".join(f"{name} {run.makespan_s:.1f} s" for name, run in runs.items())
-    print(f"{key}: started in {result['start_s']:.0f} s, {spent}", flush=True)
+    stopped = "" if len(runs) == len(loads) else "; it ended early"
+    print(f"{key}: started in {result['start_s']:.0f} s, {spent}{stopped}", flush=True)
     return runs

@@ -51,11 +51,14 @@ async def serve_loads(server: AsyncServer, given: Mapping[str, Any]) -> None:
         await server.answer(f"warm {number}", [5] * min(_WARM_TOKENS, given["longest"]), given["answer_tokens"])
     for salt, load in enumerate(Load(**values) for values in given["loads"]):
         prompts = Prompts(given["block_tokens"], salt)
+        await server.settle()
         run = await _serve(server, turns, prompts, _settled(load, runs), given)
         runs[load.name] = run
         found = {name: dataclasses.asdict(run) for name, run in runs.items()}
         about = {"start_s": server.start_s, "version": server.version}
         write_whole(Path(given["result"]), json.dumps({"runs": found, **about}))
+    if given["settle"]:
+        await server.settle()
 
 
 def _settled(load: Load, runs: Mapping[str, LoadRun]) -> Load:
@@ -77,11 +80,9 @@ async def _serve(
         )
         return Asked(number, first_s, total_s, len(tokens[number]), cached, answer)
 
-    await server.settle()
     before = server.num_bytes()
     with _gpu_share() as busy:
         run = await send(ask, turns, load, given["limit_s"])
-    await server.settle()
     moved = {name: count - before.get(name, 0) for name, count in server.num_bytes().items()}
     gpu_s = busy[0] * run.makespan_s if busy else None
     return dataclasses.replace(run, num_bytes=moved, gpu_s=gpu_s)

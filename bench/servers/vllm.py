@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
-from hicache.bench.servers.workload import Answer, Workload, serve, workloads
+from hicache.bench.servers.program import drop_files
+from hicache.bench.servers.workload import Answer, Workload, device_tokens, serve, workloads
 
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
 RUNS = {
@@ -50,9 +51,9 @@ def missing() -> str:
 
 def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A run of the program, as JSON. Files of models and tiers are in `folder`."""
-    chosen = workloads(args.small)
+    chosen = workloads(args.small, args.document_tokens)
     tokens = chosen["first"].tokens
-    settings = engine_settings(args, folder, tokens + 256, 4 * tokens)  # the device holds four documents
+    settings = engine_settings(args, folder, tokens + 256, device_tokens(tokens))
     mode = run.partition(".")[0]
     cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
     # A tiny model computes faster than a disk answers.
@@ -66,7 +67,9 @@ def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def clean_up(run: str, folder: Path) -> None:
-    """After the processes of a run have ended. vLLM leaves the file of its CPU tier when it is killed, or just ends."""
+    """After the processes of a run have ended. vLLM leaves the file of its CPU tier when it is killed, or just ends;
+    and before a restart the files of a disk leave the system's memory."""
+    drop_files(folder / run.partition(".")[0])
     for file in Path("/dev/shm").glob(f"vllm_offload_{folder.name}-{run}*"):
         file.unlink(missing_ok=True)
 
