@@ -11,8 +11,10 @@ import argparse
 import contextlib
 import dataclasses
 import json
+import shutil
 import tempfile
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -71,18 +73,17 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
     print(about, flush=True)
     runs: dict[Key, dict[str, LoadRun]] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-sessions-", dir=args.folder) as folder:
-        for tensor_parallel in args.tensor_parallel:
-            for mode in sorted(modes, key=server.MODES.index):  # a restart behind what it restarts
-                key = Key(mode, tensor_parallel)
-                loads = _loads(args, runs.get(Key("none", tensor_parallel)), mode)
-                try:
-                    runs[key] = _serve(server, key, loads, turns, args, report, Path(folder).resolve())
-                except BenchUnavailable as error:  # the others are worth their time
-                    print(error, flush=True)
-                    continue
-                report.cases.clear()
-                add_cases(report, args, server, runs, about)
-                report.write(args.out)  # a run may be killed by whoever lends the machine
+        served = _Served(server, args, turns, sorted(modes, key=server.MODES.index), Path(folder).resolve())
+        for key in served.plan():
+            none = runs.get(Key("none", key.tensor_parallel))
+            try:
+                runs[key], report.software[args.server] = served.serve(key, _loads(args, none, key.mode))
+            except BenchUnavailable as error:  # the others are worth their time
+                print(error, flush=True)
+                continue
+            report.cases.clear()
+            add_cases(report, args, server, runs, about)
+            report.write(args.out)  # a run may be killed by whoever lends the machine
     if not runs:
         raise BenchUnavailable(f"{args.server} serves none of {', '.join(modes)}")
 
@@ -108,40 +109,50 @@ def _loads(args: argparse.Namespace, none: dict[str, LoadRun] | None, mode: str)
     return loads
 
 
-def _serve(
-    server: ModuleType,
-    key: Key,
-    loads: Sequence[Load],
-    turns: Sequence[Turn],
-    args: argparse.Namespace,
-    report: Report,
-    folder: Path,
-) -> dict[str, LoadRun]:
-    """By load. BenchUnavailable where the server does not serve."""
-    files, kernels = folder / f"{key.kind}.tp{key.tensor_parallel}", folder / f"triton-{key}"
-    for made in (files, kernels):
-        made.mkdir(exist_ok=True)
-    (folder / "turns.json").write_text(json.dumps([(turn.session, turn.blocks) for turn in turns]))
-    task: dict[str, Any] = {
-        **server.task(key.mode, key.tensor_parallel, args, folder),
-        "turns": str(folder / "turns.json"),
-        "settle": f"{key.mode}.restart" in (args.modes or server.MODES),
-        "loads": [dataclasses.asdict(load) for load in loads],
-        **{name: getattr(args, name) for name in ("block_tokens", "answer_tokens", "longest", "limit_s")},
-    }
-    environment = {**server.ENVIRONMENT, "TRITON_CACHE_DIR": str(kernels), **task.pop("environment", {})}
-    environment |= {} if args.model else {"HF_HUB_OFFLINE": "1"}
-    patience_s = _START_S + len(loads) * (args.limit_s + _SETTLE_S)
-    if key.is_restart:
-        drop_files(files)
-    try:
-        with files_dropped(files) if key.kind.endswith("-dropped") else contextlib.nullcontext():
-            result = run_program(server.__name__, str(key), task, environment, folder, patience_s)
-    finally:
-        server.clean_up(key.mode, folder)
-    report.software[args.server] = result["version"]
-    runs = {name: LoadRun.from_json(run) for name, run in result["runs"].items()}
-    spent = ", ".join(f"{name} {run.makespan_s:.1f} s" for name, run in runs.items())
-    stopped = "" if len(runs) == len(loads) else "; it ended early"
-    print(f"{key}: started in {result['start_s']:.0f} s, {spent}{stopped}", flush=True)
-    return runs
+@dataclass(frozen=True)
+class _Served:
+    """What all runs have in common. `modes`: a restart stands behind what it restarts. Their files are in `folder`."""
+
+    server: ModuleType
+    args: argparse.Namespace
+    turns: Sequence[Turn]
+    modes: Sequence[str]
+    folder: Path
+
+    def plan(self) -> list[Key]:
+        return [Key(mode, tensor_parallel) for tensor_parallel in self.args.tensor_parallel for mode in self.modes]
+
+    def serve(self, key: Key, loads: Sequence[Load]) -> tuple[dict[str, LoadRun], str]:
+        """By load, and the server's release. BenchUnavailable where the server does not serve."""
+        files, kernels = self.folder / f"{key.kind}.tp{key.tensor_parallel}", self.folder / f"triton-{key}"
+        for made in (files, kernels):
+            made.mkdir(exist_ok=True)
+        task = self._task(key, loads)
+        environment = {**self.server.ENVIRONMENT, "TRITON_CACHE_DIR": str(kernels), **task.pop("environment", {})}
+        environment |= {} if self.args.model else {"HF_HUB_OFFLINE": "1"}
+        patience_s = _START_S + len(loads) * (self.args.limit_s + _SETTLE_S)
+        if key.is_restart:
+            drop_files(files)
+        try:
+            with files_dropped(files) if key.kind.endswith("-dropped") else contextlib.nullcontext():
+                result = run_program(self.server.__name__, str(key), task, environment, self.folder, patience_s)
+        finally:
+            self.server.clean_up(key.mode, self.folder)
+            if not task["settle"]:  # the disk may have no room for the files of all modes
+                shutil.rmtree(files, ignore_errors=True)
+        runs = {name: LoadRun.from_json(run) for name, run in result["runs"].items()}
+        spent = ", ".join(f"{name} {run.makespan_s:.1f} s" for name, run in runs.items())
+        stopped = "" if len(runs) == len(loads) else "; it ended early"
+        print(f"{key}: started in {result['start_s']:.0f} s, {spent}{stopped}", flush=True)
+        return runs, result["version"]
+
+    def _task(self, key: Key, loads: Sequence[Load]) -> dict[str, Any]:
+        turns = self.folder / "turns.json"
+        turns.write_text(json.dumps([(turn.session, turn.blocks) for turn in self.turns]))
+        return {
+            **self.server.task(key.mode, key.tensor_parallel, self.args, self.folder),
+            "turns": str(turns),
+            "settle": f"{key.mode}.restart" in self.modes,
+            "loads": [dataclasses.asdict(load) for load in loads],
+            **{name: getattr(self.args, name) for name in ("block_tokens", "answer_tokens", "longest", "limit_s")},
+        }

@@ -17,7 +17,15 @@ from hicache.bench.sessions import Prompts, Turn
 from hicache.console import write_whole
 
 _WARM_TOKENS = 3000
+_USED = 0.7  # of the disk
 _UTILISATION = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
+
+
+def disk_settings(mode: str, folder: Path) -> dict[str, Any]:
+    """Of our disk: `hicache-always` loads what is there, `hicache-never` nothing once it has measured the disk."""
+    speeds = {"hicache-always": 0.0, "hicache-never": 1e12}
+    gate = {"prefill_tokens_per_s": speeds[mode]} if mode in speeds else {}
+    return {"budget": f"{max(1, min(100, int(shutil.disk_usage(folder).free * _USED / 1e9)))}GB", **gate}
 
 
 class AsyncServer(Protocol):

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers import sglang
-from hicache.bench.servers.sessions_program import serve_loads
+from hicache.bench.servers.sessions_program import disk_settings, serve_loads
 from hicache.bench.servers.sglang import FOLDER_OF_FILES, engine_settings, hierarchy
 
 MODES = (
@@ -34,7 +34,6 @@ OWN_CPU, OWN_DISK = "cpu", "file"
 ENVIRONMENT = sglang.ENVIRONMENT
 missing = sglang.missing
 
-_DISKS = {"hicache-always": {"prefill_tokens_per_s": 0}, "hicache-never": {"prefill_tokens_per_s": 1e12}}
 _QUIET_S, _PATIENCE_S = 2.0, 60.0
 
 
@@ -44,7 +43,7 @@ def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path
     files = folder / f"{kind}.tp{tensor_parallel}"
     settings = engine_settings(args, folder, args.longest + args.answer_tokens + 256, args.gpu_tokens)
     cpu_bytes = int(args.cpu_gib * (1 << 30))
-    settings |= hierarchy(kind.partition("-")[0], cpu_bytes, files, _DISKS.get(kind, {}))
+    settings |= hierarchy(kind.partition("-")[0], cpu_bytes, files, disk_settings(kind, folder))
     return {
         "engine": settings | {"tp_size": tensor_parallel},
         "random_weights": not args.model,

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers import vllm
-from hicache.bench.servers.sessions_program import serve_loads
+from hicache.bench.servers.sessions_program import disk_settings, serve_loads
 from hicache.bench.servers.vllm import connector, engine_settings, moved_bytes, offloading
 
 MODES = (
@@ -37,7 +37,6 @@ missing, clean_up = vllm.missing, vllm.clean_up
 
 _MAX_REQUESTS = 32  # that run at once, unless there are more clients
 _UTILISATION = 0.8  # of the GPU's memory
-_DISKS = {"hicache-always": {"prefill_tokens_per_s": 0}, "hicache-never": {"prefill_tokens_per_s": 1e12}}
 _QUIET_S, _PATIENCE_S = 2.0, 60.0
 
 
@@ -51,7 +50,7 @@ def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path
         settings |= {"gpu_memory_utilization": _UTILISATION, "disable_custom_all_reduce": True, "seed": 0}
     has_disk = family in ("fs", "hicache")
     cpu_bytes = int((args.disk_cpu_gib if has_disk else args.cpu_gib) * (1 << 30))
-    extra = offloading(family, args, cpu_bytes, folder / f"{kind}.tp{tensor_parallel}", _DISKS.get(kind, {}))
+    extra = offloading(family, args, cpu_bytes, folder / f"{kind}.tp{tensor_parallel}", disk_settings(kind, folder))
     return {"engine": settings | connector(extra, f"{folder.name}-{mode}")}
 
 
