@@ -151,5 +151,6 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
     for mode in ("spec", "cpu"):
         ours, shared, one = mode == "spec", (mode, "shared", Served.total_ms), (mode, "host", Served.first_ms)
         add("shared50" if ours else f"shared50.{mode}", shared, one, 1.3 if ours else None)
-    add("shared50.packing", *((mode, "shared", Served.total_ms) for mode in ("spec", "spec-raw")), 1.0)
+    packed, raw = ((mode, "shared", Served.total_ms) for mode in ("spec", "spec-raw"))
+    add("shared50.packing", packed, raw, 1.0)
     add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarts["hicache"])

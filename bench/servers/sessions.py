@@ -75,6 +75,9 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
     with tempfile.TemporaryDirectory(prefix="hicache-sessions-", dir=args.folder) as folder:
         served = _Served(server, args, turns, sorted(modes, key=server.MODES.index), Path(folder).resolve())
         for key in served.plan():
+            if key.is_restart and Key(key.kind, key.tensor_parallel) not in runs:
+                print(f"{key}: left out, since there are no files of {key.kind}", flush=True)
+                continue
             none = runs.get(Key("none", key.tensor_parallel))
             try:
                 runs[key], report.software[args.server] = served.serve(key, _loads(args, none, key.mode))

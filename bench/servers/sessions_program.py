@@ -24,7 +24,7 @@ _UTILISATION = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,nohea
 def disk_settings(mode: str, folder: Path) -> dict[str, Any]:
     """Of our disk: `hicache-always` loads what is there, `hicache-never` nothing once it has measured the disk."""
     speeds = {"hicache-always": 0.0, "hicache-never": 1e12}
-    gate = {"prefill_tokens_per_s": speeds[mode]} if mode in speeds else {}
+    gate: dict[str, Any] = {"prefill_tokens_per_s": speeds[mode]} if mode in speeds else {}
     return {"budget": f"{max(1, min(100, int(shutil.disk_usage(folder).free * _USED / 1e9)))}GB", **gate}
 
 

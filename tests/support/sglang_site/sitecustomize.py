@@ -2,7 +2,9 @@
 
 import sys
 
-if {"--multiprocessing-fork", "hicache.bench.servers.sglang"} & {*sys.orig_argv}:
+if {"--multiprocessing-fork", "hicache.bench.servers.sglang", "hicache.bench.servers.sessions_sglang"} & {
+    *sys.orig_argv
+}:
     import sglang_on_cpu
 
     sglang_on_cpu.prepare()
