@@ -85,6 +85,18 @@ class LoadRun:
     def cached_share(self) -> float:
         return sum(answer.cached for answer in self.answers) / sum(answer.prompt_tokens for answer in self.answers)
 
+    @property
+    def first_text(self) -> str:
+        """The times to the first token."""
+        spread = ", ".join(f"p{percent} {percentile(self.first_ms, percent):.0f}" for percent in (50, 90, 99))
+        return f"mean {self.mean_first_ms:.0f}, {spread} ms"
+
+    def __str__(self) -> str:
+        if not self.answers:
+            return f"nothing was answered in {self.makespan_s:.1f} s"
+        cut = "" if self.is_whole else f", cut off after {len(self.answers)} of {self.requests} requests"
+        return f"{self.makespan_s:.1f} s{cut}, {self.cached_share:.3f} cached, to the first token {self.first_text}"
+
     def differing_share(self, other: LoadRun) -> float | None:
         """Of the turns that both answered, the share with other tokens."""
         theirs = {answer.number: answer.tokens for answer in other.answers}

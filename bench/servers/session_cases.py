@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import NamedTuple
 
-from hicache.bench.common import Report, percentile
+from hicache.bench.common import Report
 from hicache.bench.servers.clients import LoadRun
 
 _MAIN = "c8"  # the load of rows that name none
@@ -99,11 +99,8 @@ def _add_run(report: Report, name: str, run: LoadRun) -> None:
         return
     note = "" if run.is_whole else f"cut off after {len(run.answers)} of {run.requests} requests"
     report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note=note)
-    first, tail = run.first_ms, [run.p99_first_ms]
-    spread = ", ".join(f"p{percent} {percentile(first, percent):.0f}" for percent in (50, 90, 99))
-    note = f"to the first token: mean {run.mean_first_ms:.0f} ms, {spread}"
-    report.case(f"{name}.first", first, "ms", better="lower", note=note)
-    report.case(f"{name}.p99", tail, "ms", better="lower", note="of the time to the first token")
+    report.case(f"{name}.first", run.first_ms, "ms", better="lower", note=f"to the first token: {run.first_text}")
+    report.case(f"{name}.p99", [run.p99_first_ms], "ms", better="lower", note="of the time to the first token")
     report.case(f"{name}.cached", [run.cached_share], "share", note="of the tokens of prompts, by the server's count")
     if moved := {what: number for what, number in run.num_bytes.items() if number}:
         note = ", ".join(f"{what} {number / 1e9:.2f} GB" for what, number in moved.items())

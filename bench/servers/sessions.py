@@ -144,9 +144,9 @@ class _Served:
             if not task["settle"]:  # the disk may have no room for the files of all modes
                 shutil.rmtree(files, ignore_errors=True)
         runs = {name: LoadRun.from_json(run) for name, run in result["runs"].items()}
-        spent = ", ".join(f"{name} {run.makespan_s:.1f} s" for name, run in runs.items())
         stopped = "" if len(runs) == len(loads) else "; it ended early"
-        print(f"{key}: started in {result['start_s']:.0f} s, {spent}{stopped}", flush=True)
+        print(f"{key}: started in {result['start_s']:.0f} s{stopped}", flush=True)
+        print(*(f"  {name}: {run}" for name, run in runs.items()), sep="\n", flush=True)
         return runs, result["version"]
 
     def _task(self, key: Key, loads: Sequence[Load]) -> dict[str, Any]:

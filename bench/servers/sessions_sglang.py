@@ -43,7 +43,7 @@ def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path
     files = folder / f"{kind}.tp{tensor_parallel}"
     settings = engine_settings(args, folder, args.longest + args.answer_tokens + 256, args.gpu_tokens)
     cpu_bytes = int(args.cpu_gib * (1 << 30))
-    settings |= hierarchy(kind.partition("-")[0], cpu_bytes, files, disk_settings(kind, folder))
+    settings |= hierarchy(kind.partition("-")[0], cpu_bytes, files, disk_settings(kind, args.small, folder))
     return {
         "engine": settings | {"tp_size": tensor_parallel},
         "random_weights": not args.model,

@@ -48,9 +48,9 @@ def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path
     settings |= {"max_num_seqs": max(_MAX_REQUESTS, *args.concurrency), "tensor_parallel_size": tensor_parallel}
     if args.device.type == "cuda":
         settings |= {"gpu_memory_utilization": _UTILISATION, "disable_custom_all_reduce": True, "seed": 0}
-    has_disk = family in ("fs", "hicache")
-    cpu_bytes = int((args.disk_cpu_gib if has_disk else args.cpu_gib) * (1 << 30))
-    extra = offloading(family, args, cpu_bytes, folder / f"{kind}.tp{tensor_parallel}", disk_settings(kind, folder))
+    cpu_bytes = int((args.disk_cpu_gib if family in ("fs", "hicache") else args.cpu_gib) * (1 << 30))
+    disk = disk_settings(kind, args.small, folder)
+    extra = offloading(family, args, cpu_bytes, folder / f"{kind}.tp{tensor_parallel}", disk)
     return {"engine": settings | connector(extra, f"{folder.name}-{mode}")}
 
 
