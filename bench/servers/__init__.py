@@ -29,6 +29,7 @@ workload `sessions` has rows of its own (`session_cases`): there requests are ma
 from __future__ import annotations
 
 import argparse
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -36,7 +37,7 @@ from types import ModuleType
 
 from hicache.bench.common import BenchUnavailable, Better, Report
 from hicache.bench.servers import sessions, sglang, vllm
-from hicache.bench.servers.program import run_program
+from hicache.bench.servers.program import file_system, run_program
 from hicache.bench.servers.workload import Served, compare_tokens, workloads
 
 NAME = "servers"
@@ -83,9 +84,12 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
     report.bench = "-".join([NAME, args.server, *length, *(args.modes or ())])  # a part does not replace all results
     runs: dict[str, Served] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-servers-", dir=args.folder) as folder:
+        medium = file_system(Path(folder))
         for name in server.RUNS:
             if not args.modes or name.partition(".")[0] in args.modes:
                 runs[name] = _serve(server, name, args, Path(folder).resolve())
+                if f"{name}.restart" not in server.RUNS:  # the disk may have no room for the files of all modes
+                    shutil.rmtree(Path(folder) / name.partition(".")[0], ignore_errors=True)
                 report.software[args.server] = runs[name].version
                 spent_s = sum(map(sum, runs[name].seconds.values()))
                 print(f"{name}: started in {runs[name].start_s:.0f} s, served for {spent_s:.0f} s", flush=True)
@@ -94,7 +98,7 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
         if served.num_bytes:
             note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
             gb = sum(served.num_bytes.values()) / 1e9
-            report.case(f"{_base(args)}.bytes.{name}", [gb], "GB", note=note)
+            report.case(f"{_base(args)}.bytes.{name}", [gb], "GB", note=f"{note}; files on {medium}")
     compared, different = compare_tokens(runs, list(workloads(args.small, args.document_tokens).values()))
     note = f"equal another's to the same prompt with as many cached tokens; {different} different ones"
     report.case(f"{_base(args)}.tokens", [compared], "answers", note=note)

@@ -51,6 +51,13 @@ def run_program(
     return json.loads(result.read_text(encoding="utf-8"))
 
 
+def file_system(folder: Path) -> str:
+    """The type of what a folder lies on, such as "ext4" or "tmpfs"."""
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    around = {Path(point): kind for point, kind in mounts if folder.resolve().is_relative_to(point)}
+    return around[max(around, key=lambda point: len(point.parts))]
+
+
 def drop_files(folder: Path, known: dict[Path, int] | None = None) -> None:
     """Have all files below a folder leave the system's memory. `known`: when those were written that are on the disk by
     now; the others are written there first, since only such pages leave."""

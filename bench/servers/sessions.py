@@ -22,7 +22,7 @@ from typing import Any
 from hicache.bench.common import BenchUnavailable, Report
 from hicache.bench.servers import sessions_sglang, sessions_vllm
 from hicache.bench.servers.clients import Load, LoadRun
-from hicache.bench.servers.program import drop_files, files_dropped, run_program
+from hicache.bench.servers.program import drop_files, file_system, files_dropped, run_program
 from hicache.bench.servers.session_cases import Key, add_cases
 from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns, read_turns
 
@@ -70,9 +70,10 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
     if not turns:
         raise BenchUnavailable(f"--trace {args.trace}: no request of {scale.shortest} to {scale.longest} tokens")
     about = f"{args.trace.name if args.trace else 'generated'}: {describe_turns(turns, args.block_tokens)}"
-    print(about, flush=True)
     runs: dict[Key, dict[str, LoadRun]] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-sessions-", dir=args.folder) as folder:
+        about += f"; files on {file_system(Path(folder))}"
+        print(about, flush=True)
         served = _Served(server, args, turns, sorted(modes, key=server.MODES.index), Path(folder).resolve())
         for key in served.plan():
             if key.is_restart and Key(key.kind, key.tensor_parallel) not in runs:
