@@ -93,29 +93,26 @@ def add_cases(report: Report, args: argparse.Namespace, server: ModuleType, runs
 
 
 def _add_run(report: Report, name: str, run: LoadRun) -> None:
-    """What one load did to one mode."""
+    """What one load did to one mode. `gpu`: seconds in which a kernel ran, by the driver's count."""
     if not run.answers:
         report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note="cut off: nothing was answered")
         return
     note = "" if run.is_whole else f"cut off after {len(run.answers)} of {run.requests} requests"
     report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note=note)
-    report.case(f"{name}.first", run.first_ms, "ms", better="lower", note=f"to the first token: {run.first_text}")
-    report.case(f"{name}.p99", [run.p99_first_ms], "ms", better="lower", note="of the time to the first token")
-    report.case(f"{name}.cached", [run.cached_share], "share", note="of the tokens of prompts, by the server's count")
+    report.case(f"{name}.first", run.first_ms, "ms", better="lower", note=run.first_text)
+    report.case(f"{name}.p99", [run.p99_first_ms], "ms", better="lower")
+    report.case(f"{name}.cached", [run.cached_share], "share")
     if moved := {what: number for what, number in run.num_bytes.items() if number}:
         note = ", ".join(f"{what} {number / 1e9:.2f} GB" for what, number in moved.items())
         report.case(f"{name}.moved", [sum(moved.values()) / 1e9], "GB", better="lower", note=note)
     if run.gpu_s is not None:
-        report.case(
-            f"{name}.gpu", [run.gpu_s], "s", better="lower", note="in which a kernel ran, by the driver's count"
-        )
+        report.case(f"{name}.gpu", [run.gpu_s], "s", better="lower")
 
 
 def _add_differing(report: Report, name: str, run: LoadRun, first: LoadRun, mode: str) -> None:
     """Of the answers that differ from those of the first mode."""
     if (differing := run.differing_share(first)) is not None:
-        note = f"of the answers, from those of {mode}; batches differ, and so do last bits"
-        report.case(f"{name}.differing", [differing], "share", better="lower", note=note)
+        report.case(f"{name}.differing_from_{mode}", [differing], "share", better="lower")
 
 
 def _compare(

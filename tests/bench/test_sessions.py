@@ -139,6 +139,6 @@ def test_a_disk_is_compared_with_the_better_of_always_and_never_loading() -> Non
     assert ratios["disk.c8"] == (1.05, 1.03) and ratios["disk.c32"] == (1.05, 1.05)
     assert ratios["p99"] == (0.75, 1.0)
     assert "disk.over_fs" not in ratios
-    differing = {case.name: case.value for case in report.cases if case.name.endswith("differing")}
-    assert differing["servers.vllm.sessions.spec.c8.differing"] == 0.5
-    assert differing["servers.vllm.sessions.cpu.c8.differing"] == 0
+    differing = {case.name: case.value for case in report.cases if case.name.endswith("differing_from_none")}
+    assert differing["servers.vllm.sessions.spec.c8.differing_from_none"] == 0.5
+    assert differing["servers.vllm.sessions.cpu.c8.differing_from_none"] == 0
