@@ -69,6 +69,7 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
     turns = read_turns(args.trace, scale) if args.trace else generated_turns(scale)
     if not turns:
         raise BenchUnavailable(f"--trace {args.trace}: no request of {scale.shortest} to {scale.longest} tokens")
+    args.requests = len(turns)
     about = f"{args.trace.name if args.trace else 'generated'}: {describe_turns(turns, args.block_tokens)}"
     runs: dict[Key, dict[str, LoadRun]] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-sessions-", dir=args.folder) as folder:
