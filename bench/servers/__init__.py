@@ -10,7 +10,8 @@ Each mode has a process of its own, so that a restart is one, and the device is 
     restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
                       over vLLM's disk tier; .over_computing: over no offloading; .tier behind both: `HiCacheTier`
     cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
-    shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk
+    shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk;
+                      .packing: of `HiCacheOffloadingSpec`, over its own without packing (`spec-raw`)
     bytes.<run>       what a run has moved, by vLLM's metrics
     tokens            answers that equal another's with as many cached tokens; one that differs is an error
 
@@ -18,26 +19,25 @@ For SGLang, with HiCache and `HiCacheDisk`, `file` being HiCache with its own ba
 
     first             as above; .file: with its own backend
     restart.over_file time to the first token of documents after a restart, over its own backend; .over_computing: over
-                      no HiCache. The files of both have left the system's memory
+                      no HiCache
     bytes.<run>       what the run's files take
+
+Before a restart all files leave the system's memory. With `--document-tokens N` the names begin with "tokensN". The
+workload `sessions` has rows of its own (`session_cases`): there requests are many at once.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import json
-import os
-import signal
-import subprocess
-import sys
+import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
 from hicache.bench.common import BenchUnavailable, Better, Report
-from hicache.bench.servers import sglang, vllm
+from hicache.bench.servers import sessions, sglang, vllm
+from hicache.bench.servers.program import file_system, run_program
 from hicache.bench.servers.workload import Served, compare_tokens, workloads
 
 NAME = "servers"
@@ -51,32 +51,45 @@ _Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", choices=_SERVERS, default="vllm")
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, fs, "
-    modes += "tier; of SGLang file"
-    parser.add_argument("--only", type=lambda text: text.split(","), metavar="MODES", help=modes)
+    workload = "documents, one request at a time for the most part; or sessions of coding agents, many at once"
+    parser.add_argument("--workload", choices=("documents", "sessions"), default="documents", help=workload)
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, "
+    modes += "spec-raw, fs, tier; of SGLang file; those of sessions: docs/benchmarks.md"
+    parser.add_argument("--modes", type=lambda text: text.split(","), metavar="MODES", help=modes)
     parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
     parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
     chunk = "of the device's cache in a chunk of the offloading, in every mode (default: 4)"
     parser.add_argument("--blocks-per-chunk", type=int, default=4, help=chunk)
+    tokens = "of a document of the workload documents, in the names of rows (default: 16384, small: 1024)"
+    parser.add_argument("--document-tokens", type=int, default=0, help=tokens)
     parser.add_argument("--folder", type=Path, help="on the disk to measure (default: a temporary folder)")
+    sessions.add_arguments(parser)
     parser.add_argument("--small", action="store_true", help="a tiny model and short documents; always so on CPUs")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
+    args.model = str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model
+    args.small = args.small or args.device.type == "cpu"
+    (sessions.run_sessions if args.workload == "sessions" else _run_documents)(args, report)
+
+
+def _run_documents(args: argparse.Namespace, report: Report) -> None:
     server = _SERVERS[args.server]
     if reason := server.missing():
         raise BenchUnavailable(reason)
     modes = {name.partition(".")[0] for name in server.RUNS}
-    if unknown := set(args.only or ()) - modes:
-        raise BenchUnavailable(f"--only {','.join(sorted(unknown))}: there are {', '.join(sorted(modes))}")
-    args.model = str(Path(args.model).resolve()) if args.model and Path(args.model).exists() else args.model
-    args.small = args.small or args.device.type == "cpu"
-    report.bench = "-".join([NAME, args.server, *(args.only or ())])  # a part does not replace the results of all
+    if unknown := set(args.modes or ()) - modes:
+        raise BenchUnavailable(f"--modes {','.join(sorted(unknown))}: there are {', '.join(sorted(modes))}")
+    length = [f"tokens{args.document_tokens}"] if args.document_tokens else []
+    report.bench = "-".join([NAME, args.server, *length, *(args.modes or ())])  # a part does not replace all results
     runs: dict[str, Served] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-servers-", dir=args.folder) as folder:
+        medium = file_system(Path(folder))
         for name in server.RUNS:
-            if not args.only or name.partition(".")[0] in args.only:
+            if not args.modes or name.partition(".")[0] in args.modes:
                 runs[name] = _serve(server, name, args, Path(folder).resolve())
+                if f"{name}.restart" not in server.RUNS:  # the disk may have no room for the files of all modes
+                    shutil.rmtree(Path(folder) / name.partition(".")[0], ignore_errors=True)
                 report.software[args.server] = runs[name].version
                 spent_s = sum(map(sum, runs[name].seconds.values()))
                 print(f"{name}: started in {runs[name].start_s:.0f} s, served for {spent_s:.0f} s", flush=True)
@@ -85,41 +98,26 @@ def run(args: argparse.Namespace, report: Report) -> None:
         if served.num_bytes:
             note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
             gb = sum(served.num_bytes.values()) / 1e9
-            report.case(f"{NAME}.{args.server}.bytes.{name}", [gb], "GB", note=note)
-    compared, different = compare_tokens(runs, list(workloads(args.small).values()))
+            report.case(f"{_base(args)}.bytes.{name}", [gb], "GB", note=f"{note}; files on {medium}")
+    compared, different = compare_tokens(runs, list(workloads(args.small, args.document_tokens).values()))
     note = f"equal another's to the same prompt with as many cached tokens; {different} different ones"
-    report.case(f"{NAME}.{args.server}.tokens", [compared], "answers", note=note)
+    report.case(f"{_base(args)}.tokens", [compared], "answers", note=note)
+
+
+def _base(args: argparse.Namespace) -> str:
+    length = f".tokens{args.document_tokens}" if args.document_tokens else ""
+    return f"{NAME}.{args.server}{length}"
 
 
 def _serve(server: ModuleType, name: str, args: argparse.Namespace, folder: Path) -> Served:
-    """BenchUnavailable where the server does not serve; the end of its log is printed."""
-    result, log = folder / f"{name}.json", folder / f"{name}.log"
-    task = {**server.task(name, args, folder), "result": str(result)}
-    environment = {**os.environ, **server.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
+    task = server.task(name, args, folder)
+    environment = {**server.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
     environment |= task.pop("environment", {})
-    with log.open("wb") as out:
-        process = subprocess.Popen(
-            [sys.executable, "-m", server.__name__],
-            stdin=subprocess.PIPE,
-            stdout=out,
-            stderr=out,
-            env=environment,
-            cwd=folder,  # `-m` looks for modules there first: in a checkout it would find a folder hicache
-            start_new_session=True,
-        )
-        try:
-            process.communicate(json.dumps(task).encode(), timeout=_PATIENCE_S)
-        except subprocess.TimeoutExpired:
-            out.write(f"\nnot done after {_PATIENCE_S:.0f} s".encode())
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # its workers too
-            process.wait()
-            server.clean_up(name, folder)
-    if not result.exists():
-        print(*log.read_text(errors="replace").splitlines()[-40:], sep="\n", file=sys.stderr)
-        raise BenchUnavailable(f"{args.server} does not serve {name}: the end of its log is above")
-    return Served.from_json(json.loads(result.read_text(encoding="utf-8")))
+    try:
+        result = run_program(server.__name__, name, task, environment, folder, _PATIENCE_S)
+    finally:
+        server.clean_up(name, folder)
+    return Served.from_json(result)
 
 
 def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType, runs: dict[str, Served]) -> None:
@@ -132,7 +130,7 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
             values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
             cached, of_ceiling = runs[run].cached(workload), runs[other_run].cached(other_workload)
             report.case(
-                f"{NAME}.{args.server}.{name}",
+                f"{_base(args)}.{name}",
                 values,
                 "ms" if better == "lower" else "tokens/s",
                 better=better,
@@ -157,4 +155,6 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
     for mode in ("spec", "cpu"):
         ours, shared, one = mode == "spec", (mode, "shared", Served.total_ms), (mode, "host", Served.first_ms)
         add("shared50" if ours else f"shared50.{mode}", shared, one, 1.3 if ours else None)
+    packed, raw = ((mode, "shared", Served.total_ms) for mode in ("spec", "spec-raw"))
+    add("shared50.packing", packed, raw, 1.0)
     add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarts["hicache"])

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import importlib.util
 import json
-import os
 import stat
 import sys
 import time
@@ -22,7 +21,8 @@ from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
-from hicache.bench.servers.workload import Answer, Workload, serve, workloads
+from hicache.bench.servers.program import drop_files
+from hicache.bench.servers.workload import Answer, Workload, device_tokens, serve, workloads
 
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
 RUNS = {
@@ -35,7 +35,7 @@ RUNS = {
 OWN_DISK = "file"
 ENVIRONMENT: dict[str, str] = {}
 
-_FOLDER_OF_FILES = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
+FOLDER_OF_FILES = "SGLANG_HICACHE_FILE_BACKEND_STORAGE_DIR"
 _PAGE_TOKENS = 64
 _QUIET_S, _PATIENCE_S = 3.0, 240.0
 
@@ -48,41 +48,43 @@ def missing() -> str:
 
 def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A run of the program, as JSON. Files of models and tiers are in `folder`."""
-    chosen = workloads(args.small)
+    chosen = workloads(args.small, args.document_tokens)
     mode = run.partition(".")[0]
     files = folder / mode
     files.mkdir(exist_ok=True)
-    settings = _settings(args, chosen["first"].tokens) | _hierarchy(mode, args, files)
+    tokens = chosen["first"].tokens
+    settings = engine_settings(args, folder, tokens + 256, device_tokens(tokens))
+    cpu_bytes = args.cpu_bytes or (1 << 30 if args.small else 36 << 30)
+    # A tiny model computes faster than a disk answers.
+    disk = {"prefill_tokens_per_s": 0} if args.small else {}
     return {
-        "engine": {**settings, "model_path": args.model or str(write_config(folder, args.small))},
+        "engine": settings | hierarchy(mode, cpu_bytes, files, disk),
         "random_weights": not args.model,
         "files": str(files),
         "workloads": [dataclasses.asdict(chosen[name]) for name in RUNS[run]],
         "settle": f"{run}.restart" in RUNS,
-        "environment": {_FOLDER_OF_FILES: str(files)},
+        "environment": {FOLDER_OF_FILES: str(files)},
     }
 
 
 def clean_up(run: str, folder: Path) -> None:
     """After the processes of a run have ended: before a restart its files leave the system's memory, where SGLang's
     would be found whole, and read at its speed."""
-    for file in _files(folder / run.partition(".")[0]):
-        with contextlib.suppress(FileNotFoundError), file.open("rb") as opened:
-            os.fsync(opened.fileno())
-            os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    drop_files(folder / run.partition(".")[0])
 
 
-def _settings(args: argparse.Namespace, tokens: int) -> dict[str, Any]:
-    """Of `Engine`. The device holds four documents. Kernels that need no package beside SGLang's own are chosen, so
-    that modes compare wherever it starts."""
+def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu_tokens: int) -> dict[str, Any]:
+    """Of `Engine`: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device. Kernels that need no
+    package beside SGLang's own are chosen, so that modes compare wherever it starts."""
     on_cuda = args.device.type == "cuda"
     return {
+        "model_path": args.model or str(write_config(folder, args.small)),
         "device": args.device.type,
         "dtype": "bfloat16" if on_cuda else "float32",
         "skip_tokenizer_init": True,
         "page_size": _PAGE_TOKENS,
-        "context_length": tokens + 256,
-        "max_total_tokens": 4 * tokens,
+        "context_length": max_tokens,
+        "max_total_tokens": gpu_tokens,
         "chunked_prefill_size": 8192,
         "attention_backend": "triton" if on_cuda else "torch_native",
         "sampling_backend": "pytorch",
@@ -93,11 +95,10 @@ def _settings(args: argparse.Namespace, tokens: int) -> dict[str, Any]:
     }
 
 
-def _hierarchy(mode: str, args: argparse.Namespace, files: Path) -> dict[str, Any]:
-    """HiCache with a backend; nothing for `none`."""
+def hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
+    """HiCache, alone (`cpu`) or with a backend; nothing for `none`. `disk`: more settings of ours."""
     if mode == "none":
         return {}
-    cpu_bytes = args.cpu_bytes or (1 << 30 if args.small else 36 << 30)
     settings = {
         "enable_hierarchical_cache": True,
         "hicache_size": max(1, cpu_bytes // 10**9),
@@ -105,6 +106,8 @@ def _hierarchy(mode: str, args: argparse.Namespace, files: Path) -> dict[str, An
         "hicache_write_policy": "write_through",
         "hicache_storage_prefetch_policy": "wait_complete",  # the time to load all, however long
     }
+    if mode == "cpu":
+        return settings
     if mode == "file":
         return {**settings, "hicache_storage_backend": "file"}
     ours = {
@@ -114,14 +117,13 @@ def _hierarchy(mode: str, args: argparse.Namespace, files: Path) -> dict[str, An
         "interface_v1": 1,
         "path": str(files),
         "budget": "100GB",
+        **disk,
     }
-    if args.small:
-        ours["prefill_tokens_per_s"] = 0  # a tiny model computes faster than a disk answers
     extra = json.dumps(ours)
     return {**settings, "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": extra}
 
 
-class _Server:
+class Server:
     """SGLang: its front in this process, its scheduler in another."""
 
     def __init__(self, settings: dict[str, Any], random_weights: bool, folder: Path) -> None:
@@ -134,11 +136,11 @@ class _Server:
             settings = {**settings, "load_format": RandomLoader}
         self.version = str(__version__)
         self._folder = folder
-        self._engine = Engine(**settings)
+        self.engine = Engine(**settings)
         self.start_s = time.perf_counter() - begin_s
 
     def close(self) -> None:
-        self._engine.shutdown()
+        self.engine.shutdown()
 
     def serve(self, workload: Workload) -> tuple[list[Answer], list[float]]:
         """The answers, and the seconds of each round."""
@@ -170,24 +172,25 @@ class _Server:
             if (now := _files(self._folder)) != known:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
 
+    async def answer(self, prompt: list[int], answer_tokens: int) -> tuple[float, int, list[int]]:
+        """Seconds to the first token, cached tokens and the answer."""
+        sampling = {"max_new_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
+        begin_s, first_s, last = time.perf_counter(), 0.0, dict[str, Any]()
+        stream = await self.engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
+        async for output in stream:
+            first_s, last = first_s or time.perf_counter() - begin_s, output
+        return first_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
+
     def _ask(
         self, prompts: Sequence[list[int]], answer_tokens: int
     ) -> tuple[list[tuple[float, int, list[int]]], float]:
-        """Of each prompt the seconds to its first token, the cached tokens and the answer; and the seconds of all."""
-        sampling = {"max_new_tokens": answer_tokens, "temperature": 0, "ignore_eos": True}
+        """Of each prompt what `answer` gives; and the seconds of all."""
         begin_s = time.perf_counter()
 
-        async def answer(prompt: list[int]) -> tuple[float, int, list[int]]:
-            first_s, last = 0.0, dict[str, Any]()
-            stream = await self._engine.async_generate(input_ids=prompt, sampling_params=sampling, stream=True)
-            async for output in stream:
-                first_s, last = first_s or time.perf_counter() - begin_s, output
-            return first_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
-
         async def answers() -> list[tuple[float, int, list[int]]]:
-            return await asyncio.gather(*(answer(prompt) for prompt in prompts))
+            return await asyncio.gather(*(self.answer(prompt, answer_tokens) for prompt in prompts))
 
-        return self._engine.loop.run_until_complete(answers()), time.perf_counter() - begin_s
+        return self.engine.loop.run_until_complete(answers()), time.perf_counter() - begin_s
 
 
 def _files(folder: Path) -> dict[Path, tuple[int, int]]:
@@ -203,7 +206,7 @@ def _files(folder: Path) -> dict[Path, tuple[int, int]]:
 
 def main() -> None:
     given = json.load(sys.stdin)
-    serve(_Server(given["engine"], given["random_weights"], Path(given["files"])), given)
+    serve(Server(given["engine"], given["random_weights"], Path(given["files"])), given)
 
 
 if __name__ == "__main__":

@@ -12,18 +12,20 @@ import importlib.util
 import json
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
-from hicache.bench.servers.workload import Answer, Workload, serve, workloads
+from hicache.bench.servers.program import drop_files
+from hicache.bench.servers.workload import Answer, Workload, device_tokens, serve, workloads
 
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
 RUNS = {
     "none": ("warm", "first", "cold"),
     "cpu": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
     "spec": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
+    "spec-raw": ("warm", "first", "one_more", "host", "shared"),
     "fs": ("warm", "first"),
     "fs.restart": ("warm", "first"),
     "tier": ("warm", "first"),
@@ -49,39 +51,38 @@ def missing() -> str:
 
 def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """A run of the program, as JSON. Files of models and tiers are in `folder`."""
-    chosen = workloads(args.small)
-    settings = _settings(args, chosen["first"].tokens, folder)
-    extra = _offloading(run.partition(".")[0], args, folder)
-    if extra is not None:
-        settings["kv_transfer_config"] = {
-            "kv_connector": "OffloadingConnector",
-            "kv_role": "kv_both",
-            "engine_id": f"{folder.name}-{run}",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": extra,
-        }
+    chosen = workloads(args.small, args.document_tokens)
+    tokens = chosen["first"].tokens
+    settings = engine_settings(args, folder, tokens + 256, device_tokens(tokens))
+    mode = run.partition(".")[0]
+    cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
+    # A tiny model computes faster than a disk answers.
+    disk = {"prefill_tokens_per_s": 0} if args.small else {}
+    extra = offloading(mode, args, cpu_bytes, folder / mode, disk)
     return {
-        "llm": settings,
+        "llm": settings | connector(extra, f"{folder.name}-{run}"),
         "workloads": [dataclasses.asdict(chosen[name]) for name in RUNS[run]],
         "settle": f"{run}.restart" in RUNS,
     }
 
 
 def clean_up(run: str, folder: Path) -> None:
-    """After the processes of a run have ended. vLLM leaves the file of its CPU tier when it is killed, or just ends."""
+    """After the processes of a run have ended. vLLM leaves the file of its CPU tier when it is killed, or just ends;
+    and before a restart the files of a disk leave the system's memory."""
+    drop_files(folder / run.partition(".")[0])
     for file in Path("/dev/shm").glob(f"vllm_offload_{folder.name}-{run}*"):
         file.unlink(missing_ok=True)
 
 
-def _settings(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, Any]:
-    """Of `LLM`. The device holds four documents."""
+def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu_tokens: int) -> dict[str, Any]:
+    """Of `LLM`: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device."""
     block_tokens = 16 if args.device.type == "cuda" else 32  # vLLM on CPUs takes multiples of 32
     settings = {
         "model": args.model,
         "skip_tokenizer_init": True,
         "block_size": block_tokens,
-        "max_model_len": tokens + 256,
-        "num_gpu_blocks_override": 4 * tokens // block_tokens,
+        "max_model_len": max_tokens,
+        "num_gpu_blocks_override": gpu_tokens // block_tokens,
         "enable_prefix_caching": True,
         "prefix_caching_hash_algo": "sha256",
         "disable_log_stats": False,
@@ -98,23 +99,42 @@ def _settings(args: argparse.Namespace, tokens: int, folder: Path) -> dict[str, 
     return settings
 
 
-def _offloading(mode: str, args: argparse.Namespace, folder: Path) -> dict[str, Any] | None:
-    """The connector's extra configuration; None for no offloading."""
-    cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
-    files = str(folder / mode)
+def connector(extra: dict[str, Any] | None, engine_id: str) -> dict[str, Any]:
+    """The setting of `LLM` for an offloading; none for None."""
+    if extra is None:
+        return {}
+    about = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": engine_id}
+    return {"kv_transfer_config": {**about, "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra}}
+
+
+def offloading(
+    mode: str, args: argparse.Namespace, cpu_bytes: int, files: Path, disk: dict[str, Any]
+) -> dict[str, Any] | None:
+    """The connector's extra configuration; None for no offloading. `disk`: more settings of ours."""
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "blocks_per_chunk": args.blocks_per_chunk}
     if mode == "none":
         return None
-    # A tiny model computes faster than a disk answers.
-    disk = {"path": files, "budget": "100GB"} | ({"prefill_tokens_per_s": 0} if args.small else {})
-    if mode in ("spec", "hicache"):
+    disk = {"path": str(files), "budget": "100GB", **disk}
+    if mode in ("spec", "spec-raw", "hicache"):
         extra |= {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": _PLUG_IN}
+        extra |= {"kv_packing": "off"} if mode == "spec-raw" else {}
         return extra | ({"disk": disk} if mode == "hicache" else {})
     extra["spec_name"] = "TieringOffloadingSpec"
     if args.device.type == "cpu":
         extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
-    tiers = {"fs": {"type": "fs", "root_dir": files}, "tier": {"type": "HiCacheTier", "module_path": _PLUG_IN, **disk}}
+    own = {"type": "fs", "root_dir": str(files)}
+    tiers = {"fs": own, "tier": {"type": "HiCacheTier", "module_path": _PLUG_IN, **disk}}
     return extra | ({"secondary_tiers": [tiers[mode]]} if mode in tiers else {})
+
+
+def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
+    """What vLLM says that it has moved, by metric."""
+    found: dict[str, int] = {}
+    for metric in metrics:
+        name = metric.name.removeprefix("vllm:kv_offload_").removesuffix("_bytes")
+        if name in ("load", "store", "tiering_read", "tiering_write") and metric.name.endswith("_bytes"):
+            found[name] = found.get(name, 0) + int(metric.value)
+    return found
 
 
 class _Server:
@@ -152,13 +172,7 @@ class _Server:
         return answers, seconds
 
     def num_bytes(self) -> dict[str, int]:
-        """What vLLM says that it has moved, by metric."""
-        found: dict[str, int] = {}
-        for metric in self._llm.get_metrics():
-            name = metric.name.removeprefix("vllm:kv_offload_").removesuffix("_bytes")
-            if name in ("load", "store", "tiering_read", "tiering_write") and metric.name.endswith("_bytes"):
-                found[name] = found.get(name, 0) + int(metric.value)
-        return found
+        return moved_bytes(self._llm.get_metrics())
 
     def settle(self) -> None:
         """Until no more bytes go to a disk."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ENDING_TOKENS = 3
+_MOST_DEVICE_TOKENS = 196_608  # 24 GiB of 8B geometry
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,16 +132,18 @@ def serve(server: Server, given: Mapping[str, Any]) -> None:
     Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
 
 
-def workloads(small: bool) -> dict[str, Workload]:
-    """`small`: for a tiny model on two cores. The device holds four documents."""
-    tokens, few, many, requests = (1024, 3, 6, 8) if small else (16384, 6, 12, 50)
+def workloads(small: bool, tokens: int = 0) -> dict[str, Workload]:
+    """`small`: for a tiny model on two cores. `tokens`: of a document, fewer of which there are where they are long."""
+    usual, few, many, requests = (1024, 3, 6, 8) if small else (16384, 6, 12, 50)
+    few, tokens = (few if tokens <= 4 * usual else 3), tokens or usual
 
     def workload(name: str, documents: int, first_document: int = 0, **about: Any) -> Workload:
-        return Workload(name=name, documents=documents, tokens=tokens, first_document=first_document, **about)
+        about = {"tokens": tokens, "first_document": first_document, **about}
+        return Workload(name=name, documents=documents, **about)
 
     at_once = {"endings": requests, "concurrency": requests, "answer_tokens": 1, "forget": True}
     every = (
-        workload("warm", 2, 1000, repeats=2),
+        workload("warm", 2, 1000, repeats=2, tokens=min(tokens, usual)),
         workload("first", few, repeats=2),
         workload("one_more", 1, few),
         workload("host", few, forget=True),
@@ -149,6 +152,11 @@ def workloads(small: bool) -> dict[str, Workload]:
         workload("throughput", many, 100, rounds=3, concurrency=many, answer_tokens=64),
     )
     return {workload.name: workload for workload in every}
+
+
+def device_tokens(tokens: int) -> int:
+    """Of the device's cache: four documents, or of long ones what a GPU has room for beside a model of 8B."""
+    return max(min(4 * tokens, _MOST_DEVICE_TOKENS), tokens + 4096)
 
 
 def compare_tokens(runs: Mapping[str, Served], chosen: Sequence[Workload]) -> tuple[int, int]:

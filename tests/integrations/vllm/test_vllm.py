@@ -229,7 +229,7 @@ def test_the_benchmark_compares_a_restart_with_computing(
     stored."""
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    report = read_report(run_one(servers, ["--device", "cpu", "--only", f"none,{mode}", "--out", str(tmp_path)]))
+    report = read_report(run_one(servers, ["--device", "cpu", "--modes", f"none,{mode}", "--out", str(tmp_path)]))
     cases = {case.name.removeprefix("servers.vllm."): case for case in report.cases}
     suffix = {"hicache": "", "tier": ".tier"}[mode]
     compared = [f"first{suffix}", f"restart.over_computing{suffix}"]
@@ -238,3 +238,18 @@ def test_the_benchmark_compares_a_restart_with_computing(
     assert all(cases[name].ratio for name in timed)
     assert cases["tokens"].value == 2 * 5 * 2
     assert [cases[name].note.split()[2] for name in compared] == ["0", "1024"]
+
+
+def test_sessions_find_after_a_restart_what_others_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three processes serve the same turns, four at a time: no offloading, our spec with a disk, and that after a
+    restart, when first turns are cached too. All are answered."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    asked = ["--workload", "sessions", "--modes", "none,hicache,hicache.restart", "--concurrency", "4"]
+    report = read_report(run_one(servers, [*asked, "--device", "cpu", "--out", str(tmp_path)]))
+    cases = {case.name.removeprefix("servers.vllm.sessions."): case for case in report.cases}
+    runs = ("none.c4", "hicache.c4", "hicache.restart.c4")
+    assert all(not cases[f"{run}.makespan"].note and cases[f"{run}.first"].samples == 16 for run in runs)
+    assert cases["hicache.restart.c4.cached"].value > cases["hicache.c4.cached"].value > 0
+    assert cases["hicache.c4.moved"].value > 0
+    assert {"disk.over_none.c4", "restart.over_none.c4"} < cases.keys()

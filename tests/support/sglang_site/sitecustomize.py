@@ -2,7 +2,9 @@
 
 import sys
 
-if {"--multiprocessing-fork", "hicache.bench.servers.sglang"} & {*sys.orig_argv}:
+BENCHES = {f"hicache.bench.servers.{name}" for name in ("sglang", "sessions_sglang")}
+
+if {"--multiprocessing-fork", *BENCHES} & {*sys.orig_argv}:
     import sglang_on_cpu
 
     sglang_on_cpu.prepare()

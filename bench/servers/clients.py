@@ -1,0 +1,171 @@
+"""Clients of a server that send the turns of sessions: each when another is answered, or by the clock.
+
+Nothing of a server is in here: a caller gives what asks. Times are seconds of the client's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from hicache.bench.common import percentile
+from hicache.bench.sessions import Turn
+
+_AHEAD = 64  # turns among which a client looks for one whose session waits for nothing
+
+
+@dataclass(frozen=True)
+class Asked:
+    """An answer to turn `number`: to its first token and to its last from when it was sent."""
+
+    number: int
+    first_s: float
+    total_s: float
+    prompt_tokens: int
+    cached: int  # tokens of the prompt that were not computed, by the server's count
+    tokens: list[int]
+
+
+@dataclass(frozen=True)
+class Load:
+    """How turns are sent: by `clients`, each with one at a time, or, with 0 of these, `requests_per_s` at random times.
+
+    `share`: of the most requests a second that clients of the same process got, where `requests_per_s` is 0.
+    """
+
+    clients: int = 0
+    requests_per_s: float = 0.0
+    share: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return f"c{self.clients}" if self.clients else "open"
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """What came of a load. Fewer answers than `requests`: it was cut off."""
+
+    requests: int
+    makespan_s: float
+    answers: list[Asked]
+    num_bytes: dict[str, int] = field(default_factory=dict)  # moved, by the server's own metrics
+    gpu_s: float | None = None  # in which any kernel ran, by the driver's count; the mean of several GPUs
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> LoadRun:
+        return cls(**{**values, "answers": [Asked(**answer) for answer in values["answers"]]})
+
+    @property
+    def is_whole(self) -> bool:
+        return len(self.answers) == self.requests
+
+    @property
+    def requests_per_s(self) -> float:
+        return len(self.answers) / self.makespan_s
+
+    @property
+    def first_ms(self) -> list[float]:
+        return [answer.first_s * 1e3 for answer in self.answers]
+
+    @property
+    def mean_first_ms(self) -> float:
+        return sum(self.first_ms) / len(self.answers)
+
+    @property
+    def p99_first_ms(self) -> float:
+        return percentile(self.first_ms, 99)
+
+    @property
+    def cached_share(self) -> float:
+        return sum(answer.cached for answer in self.answers) / sum(answer.prompt_tokens for answer in self.answers)
+
+    @property
+    def first_text(self) -> str:
+        """The times to the first token."""
+        spread = ", ".join(f"p{percent} {percentile(self.first_ms, percent):.0f}" for percent in (50, 90, 99))
+        return f"mean {self.mean_first_ms:.0f}, {spread} ms"
+
+    def __str__(self) -> str:
+        if not self.answers:
+            return f"nothing was answered in {self.makespan_s:.1f} s"
+        cut = "" if self.is_whole else f", cut off after {len(self.answers)} of {self.requests} requests"
+        return f"{self.makespan_s:.1f} s{cut}, {self.cached_share:.3f} cached, to the first token {self.first_text}"
+
+    def differing_share(self, other: LoadRun) -> float | None:
+        """Of the turns that both answered, the share with other tokens."""
+        theirs = {answer.number: answer.tokens for answer in other.answers}
+        both = [answer.tokens != theirs[answer.number] for answer in self.answers if answer.number in theirs]
+        return sum(both) / len(both) if both else None
+
+
+Ask = Callable[[int], Awaitable[Asked]]
+
+
+async def send(ask: Ask, turns: Sequence[Turn], load: Load, limit_s: float) -> LoadRun:
+    """Send all turns; cut off after `limit_s`. `ask` is given the number of a turn."""
+    answers: list[Asked] = []
+    begin_s = time.perf_counter()
+    with contextlib.suppress(TimeoutError):  # one of a request comes as an ExceptionGroup
+        async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
+            if load.clients:
+                turns_left = _Turns(turns)
+                for _ in range(load.clients):
+                    group.create_task(_client(ask, turns_left, answers))
+            else:
+                _send_by_clock(ask, turns, load.requests_per_s, answers, group)
+    return LoadRun(len(turns), time.perf_counter() - begin_s, answers)
+
+
+class _Turns:
+    """Turns that are not sent, in order, and the sessions whose last one is not answered."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._left = list(enumerate(turns))
+        self._under_way: dict[str, int] = {}
+
+    def take(self) -> tuple[int, Turn] | None:
+        """The first turn whose session waits for no answer. Where none of the next ones is such, the first: an agent
+        asks several things at once."""
+        if not self._left:
+            return None
+        ahead = range(min(_AHEAD, len(self._left)))
+        place = next((n for n in ahead if not self._under_way.get(self._left[n][1].session)), 0)
+        number, turn = self._left.pop(place)
+        self._under_way[turn.session] = self._under_way.get(turn.session, 0) + 1
+        return number, turn
+
+    def answered(self, turn: Turn) -> None:
+        self._under_way[turn.session] -= 1
+
+
+async def _client(ask: Ask, turns: _Turns, answers: list[Asked]) -> None:
+    while (taken := turns.take()) is not None:
+        number, turn = taken
+        answers.append(await ask(number))
+        turns.answered(turn)
+
+
+def _send_by_clock(
+    ask: Ask, turns: Sequence[Turn], requests_per_s: float, answers: list[Asked], group: asyncio.TaskGroup
+) -> None:
+    """The times are the same in every run. A turn whose session waits for an answer is sent when that is there."""
+    generator, due_s, last = random.Random(0), 0.0, dict[str, asyncio.Event]()
+
+    async def turn_at(number: int, due_s: float, before: asyncio.Event | None, done: asyncio.Event) -> None:
+        await asyncio.sleep(due_s)
+        if before is not None:
+            await before.wait()
+        answers.append(await ask(number))
+        done.set()
+
+    for number, turn in enumerate(turns):
+        due_s += generator.expovariate(requests_per_s)
+        done = asyncio.Event()
+        group.create_task(turn_at(number, due_s, last.get(turn.session), done))
+        last[turn.session] = done

@@ -1,0 +1,163 @@
+"""The rows of the workload `sessions`: what each mode did under each load, and what is compared with what."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import ModuleType
+from typing import NamedTuple
+
+from hicache.bench.common import Report
+from hicache.bench.servers.clients import LoadRun
+
+_MAIN = "c8"  # the load of rows that name none
+
+
+class Key(NamedTuple):
+    """A run of a server: its mode, with ".restart" behind it or not, and its GPUs."""
+
+    mode: str
+    tensor_parallel: int
+
+    def __str__(self) -> str:
+        return self.mode if self.tensor_parallel == 1 else f"tp{self.tensor_parallel}.{self.mode}"
+
+    @property
+    def kind(self) -> str:
+        return self.mode.partition(".")[0]
+
+    @property
+    def is_restart(self) -> bool:
+        return "." in self.mode
+
+
+Runs = Mapping[Key, Mapping[str, LoadRun]]
+
+
+@dataclass(frozen=True)
+class _Row:
+    """A mode over others, the best of which counts. `targets`: of one GPU, by load; "" for all other loads."""
+
+    name: str
+    mode: str
+    others: tuple[str, ...]
+    targets: Mapping[str, float]
+
+
+_DISK = _Row("disk", "hicache", ("hicache-always", "hicache-never"), {"": 1.03, "c32": 1.05})
+_ROWS = {
+    "vllm": (
+        _Row("spec", "spec", ("cpu",), {_MAIN: 0.80}),
+        _Row("spec.over_none", "spec", ("none",), {}),
+        _Row("spec.packing", "spec", ("spec-raw",), {}),
+        _DISK,
+        _Row("disk.over_cpu", "hicache", ("cpu",), {}),
+        _Row("disk.over_none", "hicache", ("none",), {}),
+        _Row("disk.over_fs", "hicache", ("fs",), {"": 0.95}),
+        _Row("disk.over_fs.dropped", "hicache", ("fs-dropped",), {"": 0.85}),
+        _Row("restart.over_fs", "hicache.restart", ("fs.restart",), {}),
+        _Row("restart.over_none", "hicache.restart", ("none",), {}),
+    ),
+    "sglang": (
+        _Row("disk", "hicache", ("file",), {"": 0.7}),
+        _Row("disk.over_dropped", "hicache", ("file-dropped",), {}),
+        _Row("disk.over_none", "hicache", ("none",), {"": 1.0}),
+        _Row("restart.over_file", "hicache.restart", ("file.restart",), {}),
+    ),
+}
+_TP_TARGET = 0.82  # of `spec`, on several GPUs
+
+
+def add_cases(report: Report, args: argparse.Namespace, server: ModuleType, runs: Runs, about: str) -> None:
+    """All rows of the runs that there are. `about`: of the turns."""
+    base = f"servers.{args.server}.sessions"
+    sizes = (
+        f"{args.gpu_tokens} tokens on the GPU, {args.cpu_gib:g} GiB of CPU memory, {args.disk_cpu_gib:g} above a disk"
+    )
+    report.case(f"{base}.requests", [args.requests], "requests", note=f"{about}; {sizes}")
+    for tensor_parallel in sorted({key.tensor_parallel for key in runs}):
+        of_size = {key.mode: loads for key, loads in runs.items() if key.tensor_parallel == tensor_parallel}
+        first = next(iter(of_size))
+        for mode, loads in of_size.items():
+            for load, run in loads.items():
+                name = f"{base}.{Key(mode, tensor_parallel)}.{load}"
+                _add_run(report, name, run)
+                if mode != first and load in of_size[first]:
+                    _add_differing(report, name, run, of_size[first][load], first)
+        prefix = base if tensor_parallel == 1 else f"{base}.tp{tensor_parallel}"
+        for row in _ROWS[args.server]:
+            for load in of_size.get(row.mode, {}):
+                _compare(report, prefix, row, load, of_size, args.small)
+        _compare_p99(report, prefix, of_size, server.OWN_CPU, args.small)
+
+
+def _add_run(report: Report, name: str, run: LoadRun) -> None:
+    """What one load did to one mode. `gpu`: seconds in which a kernel ran, by the driver's count."""
+    if not run.answers:
+        report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note="cut off: nothing was answered")
+        return
+    note = "" if run.is_whole else f"cut off after {len(run.answers)} of {run.requests} requests"
+    report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note=note)
+    report.case(f"{name}.first", run.first_ms, "ms", better="lower", note=run.first_text)
+    report.case(f"{name}.p99", [run.p99_first_ms], "ms", better="lower")
+    report.case(f"{name}.cached", [run.cached_share], "share")
+    if moved := {what: number for what, number in run.num_bytes.items() if number}:
+        note = ", ".join(f"{what} {number / 1e9:.2f} GB" for what, number in moved.items())
+        report.case(f"{name}.moved", [sum(moved.values()) / 1e9], "GB", better="lower", note=note)
+    if run.gpu_s is not None:
+        report.case(f"{name}.gpu", [run.gpu_s], "s", better="lower")
+
+
+def _add_differing(report: Report, name: str, run: LoadRun, first: LoadRun, mode: str) -> None:
+    """Of the answers that differ from those of the first mode."""
+    if (differing := run.differing_share(first)) is not None:
+        report.case(f"{name}.differing_from_{mode}", [differing], "share", better="lower")
+
+
+def _compare(
+    report: Report, prefix: str, row: _Row, load: str, of_size: Mapping[str, Mapping[str, LoadRun]], small: bool
+) -> None:
+    """One row under one load: seconds of all; where requests come by the clock, mean time to the first token."""
+    others = {mode: of_size[mode][load] for mode in row.others if load in of_size.get(mode, {})}
+    run = of_size[row.mode][load]
+    if len(others) < len(row.others) or not all(one.is_whole for one in (run, *others.values())):
+        return
+    best = min(others, key=lambda mode: _cost(others[mode], load))
+    name, target = f"{prefix}.{row.name}", row.targets.get(load, row.targets.get(""))
+    if load != _MAIN or row.name == "disk":
+        name = f"{name}.{load}"
+    if ".tp" in prefix:
+        is_main = name == f"{prefix}.spec"
+        name, target = (prefix, _TP_TARGET) if is_main else (name, None)
+    is_open = load == "open"
+    note = f"{row.mode}, {run.cached_share:.3f} cached, over {best}, {others[best].cached_share:.3f}"
+    report.case(
+        name,
+        [_cost(run, load)],
+        "ms" if is_open else "s",
+        better="lower",
+        ceiling=_cost(others[best], load),
+        target=None if small or is_open else target,
+        note=note + ("; mean time to the first token" if is_open else ""),
+    )
+
+
+def _cost(run: LoadRun, load: str) -> float:
+    return run.mean_first_ms if load == "open" else run.makespan_s
+
+
+def _compare_p99(
+    report: Report, prefix: str, of_size: Mapping[str, Mapping[str, LoadRun]], own: str, small: bool
+) -> None:
+    """Of the first load of a process, whose cache of Triton's kernels was empty."""
+    for mode, name in (("spec", "p99"), ("hicache", "p99.disk")):
+        if not of_size.get(mode) or not of_size.get(own):
+            continue
+        load = next(iter(of_size[mode]))
+        run, other = of_size[mode][load], of_size[own].get(load)
+        if other is not None and run.is_whole and other.is_whole:
+            note = f"of the time to the first token under {load}, with an empty cache of Triton's kernels, over {own}"
+            ceiling, target = other.p99_first_ms, None if small or ".tp" in prefix else 1.0
+            values = [run.p99_first_ms]
+            report.case(f"{prefix}.{name}", values, "ms", better="lower", ceiling=ceiling, target=target, note=note)

@@ -1,0 +1,163 @@
+"""Sessions of coding agents on a real server, many at once: what a cache is worth where others wait beside a request.
+
+Each mode has a process and a folder of its own, with an empty cache of Triton; all of them serve the same turns
+(`hicache.bench.sessions`) under the same loads, one load behind the other. Modes are not interleaved, since a start
+takes as long as a load: what they share is the machine and the run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from hicache.bench.common import BenchUnavailable, Report
+from hicache.bench.servers import sessions_sglang, sessions_vllm
+from hicache.bench.servers.clients import Load, LoadRun
+from hicache.bench.servers.program import drop_files, file_system, files_dropped, run_program
+from hicache.bench.servers.session_cases import Key, add_cases
+from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns, read_turns
+
+_SERVERS: dict[str, ModuleType] = {"vllm": sessions_vllm, "sglang": sessions_sglang}
+_START_S = 300.0
+_SETTLE_S = 150.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("the workload sessions")
+    add = group.add_argument
+    add("--trace", type=Path, metavar="PATH", help="JSON lines, gzipped or not (default: one that is generated)")
+    add("--requests", type=int, default=0, help="the first of these lengths (default: 300, small: 16)")
+    add("--block-tokens", type=int, default=8, help="tokens that an id of the trace stands for (default: 8)")
+    add("--shortest", type=int, default=200, help="tokens of a prompt (default: 200)")
+    add("--longest", type=int, default=0, help="tokens of a prompt (default: 60000, small: 1500)")
+    add("--answer-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
+    add("--concurrency", type=_numbers, default=[8], metavar="N,N", help="clients, load by load (default: 8)")
+    clock = "one more load: requests at random times, at this share of what clients of mode none got"
+    add("--open-loop", type=float, default=0.0, metavar="SHARE", help=clock)
+    add("--requests-per-s", type=float, default=0.0, help="of the load at random times, instead of a share")
+    add("--tensor-parallel", type=_numbers, default=[1], metavar="N,N", help="GPUs, one size behind the other")
+    add("--gpu-tokens", type=int, default=0, help="of the cache on the device (default: 81920, small: 4096)")
+    add("--cpu-gib", type=float, default=0.0, help="of a CPU tier without a disk (default: 16, small: 1/64)")
+    add("--disk-cpu-gib", type=float, default=0.0, help="of a CPU tier above a disk (default: half of --cpu-gib)")
+    add("--limit-s", type=float, default=200.0, help="after which a load is cut off, which its rows say (default: 200)")
+    add("--part", default="", metavar="NAME", help="in the name of the result file, of a run with some modes")
+
+
+def _numbers(text: str) -> list[int]:
+    return [int(number) for number in text.split(",")]
+
+
+def run_sessions(args: argparse.Namespace, report: Report) -> None:
+    server = _SERVERS[args.server]
+    if reason := server.missing():
+        raise BenchUnavailable(reason)
+    modes = args.modes or list(server.MODES)
+    if unknown := set(modes) - set(server.MODES):
+        raise BenchUnavailable(f"--modes {','.join(sorted(unknown))}: there are {', '.join(server.MODES)}")
+    _settle(args)
+    report.bench = "-".join(["servers", args.server, "sessions", *([args.part] if args.part else [])])
+    scale = Scale(requests=args.requests, block_tokens=args.block_tokens, shortest=args.shortest, longest=args.longest)
+    turns = read_turns(args.trace, scale) if args.trace else generated_turns(scale)
+    if not turns:
+        raise BenchUnavailable(f"--trace {args.trace}: no request of {scale.shortest} to {scale.longest} tokens")
+    args.requests = len(turns)
+    about = f"{args.trace.name if args.trace else 'generated'}: {describe_turns(turns, args.block_tokens)}"
+    runs: dict[Key, dict[str, LoadRun]] = {}
+    with tempfile.TemporaryDirectory(prefix="hicache-sessions-", dir=args.folder) as folder:
+        about += f"; files on {file_system(Path(folder))}"
+        print(about, flush=True)
+        served = _Served(server, args, turns, sorted(modes, key=server.MODES.index), Path(folder).resolve())
+        for key in served.plan():
+            if key.is_restart and Key(key.kind, key.tensor_parallel) not in runs:
+                print(f"{key}: left out, since there are no files of {key.kind}", flush=True)
+                continue
+            none = runs.get(Key("none", key.tensor_parallel))
+            try:
+                runs[key], report.software[args.server] = served.serve(key, _loads(args, none, key.mode))
+            except BenchUnavailable as error:  # the others are worth their time
+                print(error, flush=True)
+                continue
+            report.cases.clear()
+            add_cases(report, args, server, runs, about)
+            report.write(args.out)  # a run may be killed by whoever lends the machine
+    if not runs:
+        raise BenchUnavailable(f"{args.server} serves none of {', '.join(modes)}")
+
+
+def _settle(args: argparse.Namespace) -> None:
+    """Defaults that depend on the size."""
+    small = args.small
+    args.requests = args.requests or (16 if small else 300)
+    args.longest = args.longest or (1500 if small else 60_000)
+    args.gpu_tokens = args.gpu_tokens or (4096 if small else 81_920)
+    args.cpu_gib = args.cpu_gib or (1 / 64 if small else 16.0)
+    args.disk_cpu_gib = args.disk_cpu_gib or args.cpu_gib / 2
+
+
+def _loads(args: argparse.Namespace, none: dict[str, LoadRun] | None, mode: str) -> list[Load]:
+    """Those of a mode. At random times requests come as often in each mode as for `none`."""
+    loads = [Load(clients=clients) for clients in args.concurrency]
+    rate = args.requests_per_s
+    if args.open_loop and not rate and none:
+        rate = args.open_loop * max(run.requests_per_s for name, run in none.items() if name != "open")
+    if rate or (args.open_loop and mode == "none"):
+        loads.append(Load(requests_per_s=rate, share=args.open_loop))
+    return loads
+
+
+@dataclass(frozen=True)
+class _Served:
+    """What all runs have in common. `modes`: a restart stands behind what it restarts. Their files are in `folder`."""
+
+    server: ModuleType
+    args: argparse.Namespace
+    turns: Sequence[Turn]
+    modes: Sequence[str]
+    folder: Path
+
+    def plan(self) -> list[Key]:
+        return [Key(mode, tensor_parallel) for tensor_parallel in self.args.tensor_parallel for mode in self.modes]
+
+    def serve(self, key: Key, loads: Sequence[Load]) -> tuple[dict[str, LoadRun], str]:
+        """By load, and the server's release. BenchUnavailable where the server does not serve."""
+        files, kernels = self.folder / f"{key.kind}.tp{key.tensor_parallel}", self.folder / f"triton-{key}"
+        for made in (files, kernels):
+            made.mkdir(exist_ok=True)
+        task = self._task(key, loads)
+        environment = {**self.server.ENVIRONMENT, "TRITON_CACHE_DIR": str(kernels), **task.pop("environment", {})}
+        environment |= {} if self.args.model else {"HF_HUB_OFFLINE": "1"}
+        patience_s = _START_S + len(loads) * (self.args.limit_s + _SETTLE_S)
+        if key.is_restart:
+            drop_files(files)
+        try:
+            with files_dropped(files) if key.kind.endswith("-dropped") else contextlib.nullcontext():
+                result = run_program(self.server.__name__, str(key), task, environment, self.folder, patience_s)
+        finally:
+            self.server.clean_up(key.mode, self.folder)
+            if not task["settle"]:  # the disk may have no room for the files of all modes
+                shutil.rmtree(files, ignore_errors=True)
+        runs = {name: LoadRun.from_json(run) for name, run in result["runs"].items()}
+        stopped = "" if len(runs) == len(loads) else "; it ended early"
+        print(f"{key}: started in {result['start_s']:.0f} s{stopped}", flush=True)
+        print(*(f"  {name}: {run}" for name, run in runs.items()), sep="\n", flush=True)
+        return runs, result["version"]
+
+    def _task(self, key: Key, loads: Sequence[Load]) -> dict[str, Any]:
+        turns = self.folder / "turns.json"
+        turns.write_text(json.dumps([(turn.session, turn.blocks) for turn in self.turns]))
+        return {
+            **self.server.task(key.mode, key.tensor_parallel, self.args, self.folder),
+            "turns": str(turns),
+            "settle": f"{key.mode}.restart" in self.modes,
+            "loads": [dataclasses.asdict(load) for load in loads],
+            **{name: getattr(self.args, name) for name in ("block_tokens", "answer_tokens", "longest", "limit_s")},
+        }
