@@ -50,6 +50,12 @@ def _locate(
 
 
 @jit
+def _known(row_words, ALIGNED: tl.constexpr):
+    # Unchanged: what `ALIGNED` says of the rows, in a form that the compiler sees.
+    return row_words // (ALIGNED // 4) * (ALIGNED // 4)
+
+
+@jit
 def _rows(pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr):
     # Addresses of the words of a part of the tile.
     slot = tl.load(slots + 16 * tl.arange(0, ROWS) + part)
@@ -167,7 +173,10 @@ def _store_escapes(escapes, limit, escaped, pool, slots, row_words, WIDTH: tl.co
     return num_escapes
 
 
-@jit(do_not_specialize=["first_layer"], do_not_specialize_on_alignment=["table", "slots", "misfits"])
+@jit(
+    do_not_specialize=["page_stride", "layer_stride", "row_words", "first_layer"],
+    do_not_specialize_on_alignment=["table", "slots", "misfits"],
+)
 def pack_kernel(
     staging,
     table,
@@ -189,6 +198,7 @@ def pack_kernel(
         staging, table, page_stride, layer_stride, first_layer, BUFFERS, TILES, WIDTH, ALIGNED
     )
     slots += page * PAGE
+    row_words = _known(row_words, ALIGNED)
 
     first = tl.zeros([ROWS, WIDTH // 2], dtype=tl.uint32)
     second = tl.zeros([ROWS, WIDTH // 2], dtype=tl.uint32)
@@ -222,7 +232,10 @@ def _with_escapes(exponents, list, limit, escaped, first, second):
     return exponents, first + in_first, second + in_second
 
 
-@jit(do_not_specialize=["first_layer"], do_not_specialize_on_alignment=["table", "slots"])
+@jit(
+    do_not_specialize=["page_stride", "layer_stride", "row_words", "first_layer"],
+    do_not_specialize_on_alignment=["table", "slots"],
+)
 def unpack_kernel(
     staging,
     table,
@@ -244,6 +257,7 @@ def unpack_kernel(
         staging, table, page_stride, layer_stride, first_layer, BUFFERS, TILES, WIDTH, ALIGNED
     )
     slots += page * PAGE
+    row_words = _known(row_words, ALIGNED)
     at = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
     fractions = (tile + WIDTH + limit).to(tl.pointer_type(tl.uint32))
     codes0, codes1, codes2, codes3 = _load_codes(fractions + 8 * plane, at, plane, BITS)

@@ -139,6 +139,14 @@ class PagePacker:
             )
         return self.layer_bytes * num_layers
 
+    def compile(self) -> None:
+        """Compile what packs and unpacks any number of pages and layers, as `PageMover` does."""
+        device = self.table.device
+        slots = torch.zeros(self.page_tokens, dtype=torch.int64, device=device)
+        staging = torch.empty(1, self.layer_bytes, dtype=torch.uint8, device=device)
+        self.gather(slots, staging, 0, 1, torch.zeros(1, dtype=torch.int32, device=device))
+        self.scatter(staging, slots, 0, 1)
+
     def gather(
         self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int, misfits: torch.Tensor
     ) -> None:

@@ -20,7 +20,10 @@ _WORDS_PER_PROGRAM = 2048
 _MAX_ROWS_PER_PROGRAM = 16
 
 
-@jit(do_not_specialize=["num_rows", "first_layer"], do_not_specialize_on_alignment=["table", "slots"])
+@jit(
+    do_not_specialize=["num_rows", "page_stride", "layer_stride", "first_layer"],
+    do_not_specialize_on_alignment=["table", "slots"],
+)
 def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     staging,
     table,
@@ -50,8 +53,9 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     # Row 0 of the table: byte offsets within a layer of a page. Row 1 + l: addresses of layer l's buffers.
     address = tl.load(table + (1 + first_layer + layer) * BUFFERS + buffer)
     pool = address.to(tl.pointer_type(staging.dtype.element_ty))
-    if ALIGNED_16:  # the compiler does not know what is in the table
+    if ALIGNED_16:  # the compiler does not know what is in the table, nor the strides
         pool = tl.multiple_of(pool, 16)
+        page_stride, layer_stride = page_stride // 2 * 2, layer_stride // 2 * 2
     pool_row = pool + at[:, None] * row_stride + column[None, :]
 
     word_bytes = staging.dtype.element_ty.primitive_bitwidth // 8
@@ -100,6 +104,15 @@ class PageMover:
         if first_layer < 0 or num_layers < 0 or end > self.num_layers:
             raise ValueError(f"layers [{first_layer}, {end}) are not within the pool's {self.num_layers}")
         return self.table.ends[end] - self.table.ends[first_layer]
+
+    def compile(self) -> None:
+        """Compile what moves any number of pages, of any layers where these are uniform, else of one at a time, for
+        staging at a multiple of 16 bytes. The row of slot 0 is written with its own bytes."""
+        slots = torch.zeros(self.page_tokens, dtype=torch.int64, device=self.table.device)
+        for layer in range(1 if self.uniform else self.num_layers):
+            staging = torch.empty(1, self.group_bytes(layer, 1), dtype=torch.uint8, device=self.table.device)
+            self.gather(slots, staging, layer, 1)
+            self.scatter(staging, slots, layer, 1)
 
     def gather(self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int) -> None:
         """Fill staging `[pages, group_bytes]` uint8 from the rows at `slots`, int64 `[pages * page_tokens]`."""

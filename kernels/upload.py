@@ -56,6 +56,10 @@ class IdUploader:
         self._device, self._kernels = device, kernels
         self._pinned: list[_PinnedSlot] = []
 
+    def compile(self) -> None:
+        """Compile what uploads lists of any length."""
+        self(torch.zeros(1, dtype=torch.int64))
+
     @property
     def num_pinned(self) -> int:
         """Pinned slots that it owns."""

@@ -177,6 +177,15 @@ class ZeroCopyMover:
             for start, classes in zip(starts, table.classes, strict=True)
         ]
 
+    def compile(self) -> None:
+        """Compile what copies any number of pages and layers. Host page 0 is written with the row of slot 0, and that
+        with its own bytes."""
+        page, slots = (
+            torch.zeros(n, dtype=torch.int64, device=self._table.device) for n in (1, self._mover.page_tokens)
+        )
+        self.store(slots, page, 0, self._mover.num_layers)
+        self.load(page, slots, 0, self._mover.num_layers)
+
     def load(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None:
         """Write layers [first_layer, first_layer + num_layers) of the rows at `slots`, int64 `[p * page_tokens]`, from
         host pages `pages`, int64 `[p]`, both on the pool's device. A slot named twice gets one of its rows."""

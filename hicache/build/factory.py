@@ -90,6 +90,7 @@ def build_engine(
     others = [found for found in present.values() if found.name != FULL]
     tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)
     parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
+    _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     hosts = {component.name: component.host for component in built if component.has_host}
@@ -119,6 +120,14 @@ def _present(
     if len({*names}) < len(names):
         raise ConfigError(f"the components are named {', '.join(names)}; give each a name of its own")
     return present
+
+
+def _compile(pool: KVCache, table: ReqToTokenPool) -> None:
+    """Compile the kernels that admissions launch; transfers compile theirs when they start."""
+    if isinstance(pool, SWAKVPool):
+        pool.compile()
+    if isinstance(table, HybridReqToTokenPool):
+        table.mamba_pool.compile()
 
 
 def _register_counters(pool: KVCache, counters: dict[Component, LayerTransferCounter]) -> None:

@@ -5,6 +5,7 @@
     window_tokens    a window for each of max_requests, one prefill chunk, and cached windows; at most device_tokens
     mamba_size       two states for each of max_requests (running and checkpoint), and cached states
     host_bytes       twice the device tier; at most half of the available memory, and 32 GiB where it is pinned for CUDA
+                     "free": what is available, less the device tier on a CPU, and less an eighth
     host_states      cached states
 
 Cached windows and cached states take at most half as many bytes as the KV of full attention on the same tier, and
@@ -27,7 +28,7 @@ from hicache.build import packing
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import ConfigError, OutOfMemory
-from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, require
+from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, free_bytes, require
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
@@ -158,11 +159,13 @@ def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available:
     """Bytes of the host tier, 0 for none. `minimum`: a page of each of its pools and their sinks."""
     if config.host_ratio:
         return bytes_of_ratio(config.host_ratio, device_bytes, available)
+    on_cuda = config.device.startswith("cuda")
+    if config.host_bytes == "free":
+        return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)
     if config.host_bytes != "auto":
         if config.host_bytes:
             require(config.host_bytes, "host_bytes", available)
         return config.host_bytes
-    on_cuda = config.device.startswith("cuda")
     free = max(0, available - RESERVE_BYTES - (0 if on_cuda else device_bytes))
     wanted = min(max(HOST_RATIO * device_bytes, minimum), free // _MEMORY_SHARE)
     wanted = min(wanted, MAX_PINNED_BYTES) if on_cuda else wanted

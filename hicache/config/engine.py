@@ -43,6 +43,7 @@ if TYPE_CHECKING:
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 KvPacking = Literal["off", "auto", "3", "4"]
 Auto = Literal["auto"]
+Free = Literal["free"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MAX_SLOTS = 1 << 30
@@ -89,9 +90,10 @@ class EngineConfig:
 
     device_tokens: Annotated[int, Tokens("slots of the device tier")]
     host_bytes: Annotated[
-        int | Auto,
+        int | Auto | Free,
         Size(
-            "CPU memory of the host tier, like 8GiB; 0: no host tier",
+            "CPU memory of the host tier, like 8GiB; free: what is free, less an eighth; 0: no host tier",
+            word="free",
             computed_from="twice the device tier, half of the available memory, and 32 GiB where it is pinned for CUDA",
         ),
     ] = "auto"

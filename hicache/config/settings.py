@@ -124,12 +124,19 @@ class Whole(Setting):
 
 @dataclass(frozen=True)
 class Size(Whole):
-    """Bytes: a whole number, or text such as 512MiB, 2GB or 1.5k; decimal (KB) and binary units (KiB, or K alone)."""
+    """Bytes: a whole number, or text such as 512MiB, 2GB or 1.5k; decimal (KB) and binary units (KiB, or K alone).
+    `word`: accepted in place of a number, and kept; empty: none is."""
 
     unit: str = field(default="bytes", kw_only=True)
+    word: str = field(default="", kw_only=True)
 
     def text(self, value: object) -> str:
-        return sized(value) if isinstance(value, int) and not self.is_auto(value) else super().text(value)
+        if isinstance(value, int) and not self.is_auto(value):
+            return sized(value)
+        return self.word if value == self.word else super().text(value)
+
+    def _value(self, given: object) -> Any:
+        return given if self.word and given == self.word else super()._value(given)
 
     def _number(self, given: object) -> int:
         return parse_bytes(given) if isinstance(given, str) else super()._number(given)

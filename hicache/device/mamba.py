@@ -178,6 +178,12 @@ class MambaPool:
         """Make `mamba2_layer_cache`, copies and moves wait for their layers, by dense index, with this counter."""
         self.layer_transfer_counter = counter
 
+    def compile(self) -> None:
+        """Compile what clears and copies any number of states; state 0 is cleared."""
+        sink = torch.zeros(1, dtype=torch.int64, device=self.device)
+        clear_states(self._tensors, sink, self._kernels)
+        copy_states(self._tensors, sink, sink, self._kernels)
+
     def available_size(self) -> int:
         """States that can be allocated now."""
         return self.free_slots.numel()

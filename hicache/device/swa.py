@@ -122,6 +122,10 @@ class SWAKVPool(MappedKVPool):
             )
         self.full_to_swa_index_mapping = full_to_swa_index_mapping
 
+    def compile(self) -> None:
+        """Compile what translates any number of slots."""
+        self.translate_loc_from_full_to_swa(torch.zeros(1, dtype=torch.int64, device=self._tensor_device))
+
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
         """Window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots. One launch."""
         if self.full_to_swa_index_mapping is None:

@@ -12,6 +12,7 @@ from pathlib import Path, PurePosixPath
 from hicache.errors import ConfigError, OutOfMemory
 
 RESERVE_BYTES = 1 << 30
+_FREE_RESERVE = 8  # of what is free, 1/8 is left by a tier that takes the rest
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
@@ -57,6 +58,18 @@ def require(asked_bytes: int, setting: str, available: int | None = None) -> Non
             f"{setting}={asked_bytes} does not fit: {free} bytes are free, {RESERVE_BYTES} stay in reserve; "
             f"lower {setting} to at most {max(0, free - RESERVE_BYTES)}"
         )
+
+
+def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
+    """Bytes of a tier that takes what is free: `available` less an eighth, or `RESERVE_BYTES` where that is more, for
+    the system and what the server takes later. `OutOfMemory` names `setting` where fewer than `minimum` remain."""
+    found = available - max(RESERVE_BYTES, available // _FREE_RESERVE)
+    if found < minimum:
+        raise OutOfMemory(
+            f"{setting}=free finds too little: {available} bytes are free, {RESERVE_BYTES} stay in reserve, and "
+            f"{minimum} are needed; free memory, or set {setting} to a size"
+        )
+    return found
 
 
 def bytes_of_ratio(ratio: float, device_bytes: int, available: int) -> int:

@@ -77,7 +77,9 @@ class TransferBackend(Protocol):
         """The measured rates of the link and the number of copies by method. Always the same names."""
         ...
 
-    def start(self) -> None: ...
+    def start(self) -> None:
+        """Before the first copy: whatever these would wait for once, like compilers."""
+        ...
 
     def close(self) -> None:
         """Finish submitted operations, then release streams or threads."""

@@ -91,7 +91,12 @@ class CudaTransfer:
         self._counts = {"unstaged": 0, "strided": 0, "batched": 0, "zero_copy": 0, "delayed": 0}
 
     def start(self) -> None:
-        """Streams need no start."""
+        """Compile every kernel that a copy may need, so that no request waits for a compiler. Streams need no start."""
+        with torch.cuda.device(self._device):
+            for compiled in (*self._places.movers, self.up.upload, self._zero_copy):
+                if compiled is not None:
+                    compiled.compile()
+            torch.cuda.current_stream(self._device).synchronize()
 
     def close(self) -> None:
         self._queue_load(sys.maxsize)

@@ -156,6 +156,8 @@ def test_auto_is_a_word_and_zero() -> None:
     config = EngineConfig.from_dict({"device_tokens": 64, **words})
     assert config == EngineConfig(device_tokens=64) and (config.host_bytes, config.window_tokens) == ("auto", 0)
     assert config.has_host and config.cache_page_size == config.host_page_size
+    free = EngineConfig(device_tokens=64, host_bytes="free")
+    assert free.has_host and settings_of(EngineConfig)["host_bytes"].text(free.host_bytes) == "free"
     none = EngineConfig(device_tokens=64, host_bytes=0)
     assert not none.has_host and none.cache_page_size == none.page_size
     for name, setting in settings_of(EngineConfig).items():

@@ -142,6 +142,12 @@ def test_sizes_that_are_given_are_kept() -> None:
     assert host_bytes(config(host_ratio=3.0), GIB, 1 << 20, PLENTY) == 3 * GIB
     with pytest.raises(OutOfMemory, match="host_bytes"):
         host_bytes(config(host_bytes=5 << 30), GIB, 1 << 20, 4 * GIB)
+    free = config(host_bytes="free")
+    assert host_bytes(free, GIB, 1 << 20, 65 * GIB) == 56 * GIB  # beside a device tier in the same memory
+    assert host_bytes(dataclasses.replace(free, device="cuda"), GIB, 1 << 20, 64 * GIB) == 56 * GIB
+    assert host_bytes(free, GIB, 1 << 20, 4 * GIB) == 2 * GIB
+    with pytest.raises(OutOfMemory, match=r"host_bytes=free .* set host_bytes"):
+        host_bytes(free, GIB, 1 << 20, 2 * GIB)
     with pytest.raises(OutOfMemory, match="host_ratio"):
         host_bytes(config(host_ratio=5.0), GIB, 1 << 20, 4 * GIB)
     none = resolve(config(host_bytes=0), MODELS["hybrid"], 0)

@@ -16,7 +16,7 @@ import torch
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.host import arena
 from hicache.host.arena import CudaRegistry, PinnedArena, allocate_pinned
-from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, require
+from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, free_bytes, require
 from hicache.host.numa import cpus_near, pci_address, run_near
 from memory_maps import flags_at
 
@@ -91,6 +91,17 @@ def test_the_tightest_group_counts(tmp_path: Path, membership: str, groups: dict
     """From our group up to the mount point, the limit with the least memory left counts, under the file names of either
     version; groups of other controllers do not."""
     assert machine(tmp_path, membership, groups) == expected
+
+
+def test_a_tier_of_what_is_free_leaves_an_eighth(tmp_path: Path) -> None:
+    """Or the reserve, of what the machine or a group of either version leaves. Nothing is an error that names the
+    setting."""
+    for name, expected in (("sibling", 56 * GIB), ("version 1, own group", 3 * GIB), ("own group", 6 * GIB)):
+        membership, groups, _ = GROUPS[name]
+        assert free_bytes("host_bytes", machine(tmp_path / name, membership, groups)) == expected
+    membership, groups, _ = GROUPS["over its limit"]
+    with pytest.raises(OutOfMemory, match=r"cpu_bytes_to_use=free .* set cpu_bytes_to_use"):
+        free_bytes("cpu_bytes_to_use", machine(tmp_path, membership, groups))
 
 
 def test_cached_files_count_as_free(tmp_path: Path) -> None:

@@ -10,9 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
+from hicache.errors import OutOfMemory
+from hicache.integrations.vllm.offloading_settings import cpu_bytes, offloading_settings
+from hicache.integrations.vllm.region_files import remove_leftovers, remove_names, remove_names_once_mapped
 
 FOLDER = Path("/dev/shm")
+SETTINGS = "hicache.integrations.vllm.offloading_settings"
 
 
 @pytest.fixture
@@ -59,3 +62,20 @@ def test_the_names_go_when_the_last_user_has_mapped_the_region(engine: str, last
     assert not any(path.exists() for path in paths)
     for descriptor in users:
         os.close(descriptor)
+
+
+def test_all_processes_take_what_the_first_finds_free(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Less an eighth, and no more than the folder has room for; a region has one size. The file that says so goes with
+    the names of the region. Where nothing is free, the error names the setting, and nothing is left."""
+    left = iter([1 << 28, 64 << 30, 32 << 30, 16 << 30])
+    monkeypatch.setattr(f"{SETTINGS}.available_bytes", lambda: next(left))
+    monkeypatch.setattr(f"{SETTINGS}.shared_bytes", lambda: 48 << 30)
+    settings = offloading_settings({"cpu_bytes_to_use": "free"})
+    name = engine.removeprefix("vllm_offload_")
+    with pytest.raises(OutOfMemory, match="cpu_bytes_to_use=free"):
+        cpu_bytes(settings, name)
+    assert not [*FOLDER.glob(f"*{engine}*")]
+    assert [cpu_bytes(settings, name) for _ in range(3)] == [42 << 30] * 3
+    assert cpu_bytes(settings, f"{name}-b") == 28 << 30
+    remove_names(str(FOLDER / f"{engine}.mmap"))
+    assert [path.name for path in FOLDER.glob(f"*{engine}*")] == [f"{engine}-b.bytes"]

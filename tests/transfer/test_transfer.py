@@ -10,6 +10,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from compiled_keys import compiled_keys
+from hicache.kernels import pack, page_copy, upload, zero_copy
+from hicache.tiers import MAMBA
 from hicache.transfer import cuda
 from hicache.transfer.plan import (
     ASSUMED,
@@ -24,8 +27,9 @@ from hicache.transfer.plan import (
     page_runs,
     tapered,
 )
+from packed_tier import PackedTier
+from transfer_case import LAYOUTS, Rig, Tier
 from transfer_case import RIG_LAYERS as LAYERS
-from transfer_case import Rig
 from transfer_hooks import StreamGate
 
 
@@ -44,6 +48,32 @@ def test_getters_wait_for_their_layer(device: str) -> None:
                 for kept, got in zip(truth[2 * layer : 2 * layer + 2], rig.pool.get_kv_buffer(layer), strict=True):
                     assert torch.equal(got[slots], kept)
             op.wait()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_a_started_backend_compiles_nothing(name: str) -> None:
+    """Copies of any number of pages, by whatever method, packed or raw, with slots on either side, find their kernels
+    compiled."""
+    layout = LAYOUTS[name]
+    with compiled_keys(page_copy, pack, zero_copy, upload) as keys:
+        for space in layout.build("cuda"):
+            tokens = 1 if space.name == MAMBA else layout.host_page
+            packed = PackedTier(space, tokens, 1 << 20, layout.build("cpu")[0]) if layout.is_packed else None
+            tier = packed or Tier(space, tokens, 1 << 20)
+            tier.backend.start()
+            compiled = [*keys]
+            assert compiled
+            for count in (1, 2, 3, 13, 16, 17, 23):
+                pages = 1 + torch.arange(count)
+                slots = (pages[:, None] * tokens + torch.arange(tokens)).flatten()
+                for at in (slots, slots.cuda(), slots.flip(0).cuda()):
+                    for rest in [None, pages + count][: 2 if packed and count <= 13 else 1]:
+                        tier.backend.store(at, pages, rest).wait()
+                        tier.backend.load(pages, at, tier.counter.begin(), rest).wait()
+            assert keys == compiled
+            tier.backend.close()
+            tier.host.close()
 
 
 @pytest.mark.gpu

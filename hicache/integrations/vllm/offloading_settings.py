@@ -7,11 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, get_args
 
-from hicache.config.engine import KvPacking
+from hicache.config.engine import Free, KvPacking
 from hicache.config.settings import Choice, Packing, Size, from_mapping, settle
 from hicache.errors import ConfigError
+from hicache.host.memory import available_bytes, free_bytes
 from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
+from hicache.integrations.vllm.region_files import agreed_bytes, shared_bytes
 
+_MIN_BYTES = 1 << 12
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
 # By the name that users give, the class that vLLM loads.
 POLICIES = {"lru": "LRUPolicy", "lfu": "LFUPolicy", "fifo": "FIFOPolicy", "slru": "SLRUPolicy", "arc": "ARCPolicy"}
@@ -34,7 +37,10 @@ OF_VLLM = {
 class OffloadingSettings:
     """What the user gives beside vLLM's own keys. `disk`: as for the tier alone; None for no disk."""
 
-    cpu_bytes_to_use: Annotated[int, Size("CPU memory of all workers, like 64GB", 1 << 12)]
+    cpu_bytes_to_use: Annotated[
+        int | Free,
+        Size("CPU memory of all workers, like 64GB; free: what is free, less an eighth", _MIN_BYTES, word="free"),
+    ]
     disk: GatedStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(POLICIES))] = "lru"
     kv_packing: Annotated[
@@ -49,6 +55,17 @@ class OffloadingSettings:
 
     def __post_init__(self) -> None:
         settle(self)
+
+
+def cpu_bytes(settings: OffloadingSettings, engine_id: str) -> int:
+    """Bytes of the CPU tier, the same in each process of the engine. `OutOfMemory` where it is to take what is free,
+    which is too little."""
+
+    def free() -> int:
+        return free_bytes("cpu_bytes_to_use", min(available_bytes(), shared_bytes()), _MIN_BYTES)
+
+    given = settings.cpu_bytes_to_use
+    return agreed_bytes(engine_id, free) if given == "free" else given
 
 
 def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:

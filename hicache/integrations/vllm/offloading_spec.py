@@ -30,7 +30,13 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from hicache.errors import ConfigError
 from hicache.host import CudaRegistry
 from hicache.integrations.vllm.head_layouts import head_layouts
-from hicache.integrations.vllm.offloading_settings import OF_VLLM, POLICIES, OffloadingSettings, offloading_settings
+from hicache.integrations.vllm.offloading_settings import (
+    OF_VLLM,
+    POLICIES,
+    OffloadingSettings,
+    cpu_bytes,
+    offloading_settings,
+)
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
@@ -41,8 +47,8 @@ log = logging.getLogger(__name__)
 _PLUGINS = "hicache.integrations.vllm"
 
 
-def _for_tiering(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The same as `TieringOffloadingSpec` wants it."""
+def _for_tiering(given: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
+    """The same as `TieringOffloadingSpec` wants it, with `sizes` where they were computed."""
     settings = offloading_settings(given)
     disk: list[dict[str, Any]] = []
     if settings.disk is not None:
@@ -54,6 +60,7 @@ def _for_tiering(given: Mapping[str, Any]) -> dict[str, Any]:
         "eviction_policy": POLICIES[settings.eviction_policy],
         "cache_policy_module_path": _PLUGINS,
         "secondary_tiers": disk + others,
+        **sizes,
     }
 
 
@@ -92,16 +99,17 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         remove_leftovers()
         self._settings = offloading_settings(config.extra_config)
+        num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing, changed = (
             _packing(self._settings, config),
-            {"extra_config": _for_tiering(config.extra_config)},
+            {"extra_config": _for_tiering(config.extra_config, cpu_bytes_to_use=num_bytes)},
         )
         if self.row_packing is not None:  # vLLM derives the size of rows and their number
             changed["worker_kv_bytes_per_block"] = self.row_packing.part_bytes // config.cache.blocks_per_chunk
         super().__init__(dataclasses.replace(config, **changed))
         if self.num_chunks < 1:
             raise ConfigError(
-                f"cpu_bytes_to_use={self._settings.cpu_bytes_to_use} holds no chunk of "
+                f"cpu_bytes_to_use={num_bytes} holds no chunk of "
                 f"{self.kv_bytes_per_chunk} bytes; raise it to a multiple of that, or lower block_size"
             )
 

@@ -119,6 +119,7 @@ class PackedChunkLink:
         for shape, indices in members.items():
             self.parts.append(self._part(shape, indices, rows_per_chunk, staging_bytes))
             self.parts[-1].backend.start()
+            self.parts[-1].scratch_packer.compile()
         self.rests: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._num_loads = 0
 

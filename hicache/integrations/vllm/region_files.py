@@ -19,6 +19,7 @@ import re
 import signal
 import struct
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 log = logging.getLogger(__name__)
@@ -41,12 +42,31 @@ def remove_leftovers() -> None:
                 log.warning("removed %s, of %d bytes, which a killed server had left", path, num_bytes)
 
 
+def shared_bytes() -> int:
+    """That the folder has room for."""
+    found = os.statvfs(_FOLDER)
+    return found.f_bavail * found.f_frsize
+
+
+def agreed_bytes(engine_id: str, measure: Callable[[], int]) -> int:
+    """What the first process of an engine measures, also in the others: a region has one size. The file that tells it
+    goes with the names of the region."""
+    path = _FOLDER / f"vllm_offload_{engine_id}.bytes"
+    if not path.exists():
+        own = path.with_name(f"{path.name}.{os.getpid()}")
+        own.write_text(str(measure()))
+        with contextlib.suppress(FileExistsError):  # another process was faster
+            os.link(own, path)
+        own.unlink()
+    return int(path.read_text())
+
+
 def remove_names(path: str) -> None:
     """Of the region whose first file is `path`; it may be in several, of numbered names (vLLM 0.33). What is no region
     of vLLM's stays."""
     if Path(path).parent != _FOLDER or _NAME.fullmatch(Path(path).name) is None:
         return
-    for name in (path, *glob.glob(f"{glob.escape(path)}.*")):
+    for name in (path, f"{path.removesuffix('.mmap')}.bytes", *glob.glob(f"{glob.escape(path)}.*")):
         with contextlib.suppress(FileNotFoundError):  # another process was faster
             os.unlink(name)
 

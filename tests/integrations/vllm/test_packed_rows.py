@@ -24,10 +24,12 @@ from vllm.v1.kv_offload.base import (
     LookupResult,
 )
 
+from compiled_keys import compiled_keys
 from hicache.errors import ConfigError
 from hicache.integrations.vllm import HiCacheOffloadingSpec
 from hicache.integrations.vllm.block_shapes import HeadLayout
 from hicache.integrations.vllm.head_layouts import head_layouts
+from hicache.kernels import pack, page_copy, upload, zero_copy
 from hicache.storage import describe
 from vllm_offload_case import Cache, Engine, block_bytes, engines_on, offloading_config
 from vllm_tier_case import key
@@ -67,6 +69,24 @@ def test_the_same_memory_holds_more_chunks(engines: Any, kv_packing: str, more: 
         assert engine.store([key(number)], [1]) == [key(number)]
     for number in range(rows):
         assert engine.load([key(number)], [2]) and engine.holds(2, number)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kv_packing", ["off", "4", "3"])
+@pytest.mark.parametrize("cache", [PLAIN, CHUNKED], ids=["plain", "chunked"])
+def test_a_worker_that_is_ready_compiles_nothing(engines: Any, cache: Cache, kv_packing: str) -> None:
+    """Chunks in any number, and ones that do not fit, find their kernels compiled."""
+    with compiled_keys(page_copy, pack, zero_copy, upload) as keys:
+        engine = engines(cache, extra(cache, 40, kv_packing))
+        compiled, per_chunk = [*keys], cache.blocks_per_chunk
+        assert compiled
+        for count in (1, 2, 3, 16, 17):
+            names, blocks = [key(100 * count + number) for number in range(count)], [*range(1, 1 + count * per_chunk)]
+            for block in blocks:
+                engine.write(block, block, is_wild=block == 3)
+            assert engine.store(names, blocks) == names
+            assert engine.load(names, blocks)
+        assert keys == compiled
 
 
 @pytest.mark.smoke
