@@ -82,7 +82,7 @@ def _formats(wanted: Filter, layouts: _Layouts, packed: _Packed, hosts: _Hosts) 
     formats: dict[int, PageFormat] = {}
     for name, host in hosts.items():
         kind: Filter = wanted if name == FULL or wanted == "none" else "auto"
-        filter = page_filter(kind, layouts[name], host.page_tokens, is_packed=name in packed)
+        filter = page_filter(kind, layouts[name], is_packed=name in packed)
         formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))
     return list(formats.values())
 

@@ -12,7 +12,7 @@ from hicache.errors import ConfigError
 
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]
-Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
+Filter = Literal["auto", "none", "byte_shuffle"]
 Transport = Literal["process", "inline"]
 
 MAX_S = 1e9

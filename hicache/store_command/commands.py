@@ -176,9 +176,8 @@ def _writer(found: StoreDescription) -> str:
 
 
 def _filter_text(filter: PageFilter) -> str:
-    segment = f" of [{filter.tokens}, {filter.channels}] elements" if filter.tokens else ""
     width = f", {filter.element_bytes} bytes an element" if filter.kind != "none" else ""
-    return f"{filter.kind}{width}{segment}"
+    return f"{filter.kind}{width}"
 
 
 def ls(task: Task) -> Outcome:

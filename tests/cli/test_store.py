@@ -116,7 +116,7 @@ def test_each_verb_prints_one_json_object(path: Path, capsys: pytest.CaptureFixt
     stat = found["stat"]
     assert (stat["format"], stat["identity"], stat["entries"]) == (1, IDENTITY, 24)
     assert (stat["level"], stat["durability"], stat["budget_bytes"]) == (3, "commit", 64 << 20)
-    filter = {"kind": "byte_shuffle", "element_bytes": 2, "tokens": 0, "channels": 0}
+    filter = {"kind": "byte_shuffle", "element_bytes": 2}
     assert stat["formats"] == [{"page_bytes": PAGE_BYTES, "filter": filter}]
     assert (stat["encrypted"], stat["key_id"], stat["writer_pid"]) == (False, "", None)
     assert stat["ratio"] == 24 * PAGE_BYTES / stat["live_bytes"] > 1
