@@ -1,7 +1,4 @@
-"""What `hicache top` and the page at `/dashboard` show, and the metrics that it comes from.
-
-`FIGURES` is the only table of metric names for both. The server finds their values.
-"""
+"""What the page at `/dashboard` shows, and the metrics that it comes from. The server finds the values."""
 
 from __future__ import annotations
 
