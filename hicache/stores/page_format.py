@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from hicache.config import EngineConfig
-from hicache.config.stores import Filter
 from hicache.errors import IdentityError
 from hicache.kernels.pack import PackFormat
 from hicache.layout import PoolLayout
@@ -57,16 +56,10 @@ def namespace_digest(
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
 
-def page_filter(wanted: Filter, layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
-    """The filter for host pages.
-
-    "auto" leaves packed pages as they are: zstd would cost a processor a second for each 0.8 GB. Any other filter
-    compresses them, but orders no bytes. Of others it shuffles the bytes of each element.
-    """
+def page_filter(layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
+    """The filter for host pages. Packed ones stay as they are: zstd would cost a processor a second for each 0.8 GB."""
     if is_packed:
-        return PageFilter("uncompressed" if wanted == "auto" else "none")
-    if wanted == "none":
-        return PageFilter()
+        return PageFilter("uncompressed")
     # Where element widths differ, the smallest: a larger one would mix numbers of two buffers.
     return PageFilter("byte_shuffle", min(spec.dtype.itemsize for spec in layout.buffers))
 

@@ -35,21 +35,15 @@ def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> Buff
 
 
 def test_the_filter_follows_the_layout() -> None:
-    """`auto` and `byte_shuffle` shuffle by the bytes of the smallest element."""
+    """It shuffles by the bytes of the smallest element, and fits the pages; packed ones it leaves alone."""
     even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
     fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
-    uneven = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 2, 4)), 4)
     scaled = PoolLayout((spec("k", torch.int8, 2, 8), spec("s", torch.float32, 16)), 4)
     paged = PoolLayout((spec("k", torch.float32, 8, per="page"),), 4)
-    assert page_filter("auto", even) == PageFilter("byte_shuffle", 2)
-    assert page_filter("auto", uneven) == PageFilter("byte_shuffle", 2)
-    assert page_filter("auto", scaled) == PageFilter("byte_shuffle", 1)
-    assert page_filter("auto", paged) == PageFilter("byte_shuffle", 4)
-    assert page_filter("byte_shuffle", even) == PageFilter("byte_shuffle", 2)
-    assert page_filter("none", even) == PageFilter()
-    for layout in (even, fp8, uneven, scaled, paged):
-        for wanted in ("auto", "none", "byte_shuffle"):
-            assert page_filter(wanted, layout).mismatch(layout.page_bytes(64)) == ""
+    for layout, width in ((even, 2), (fp8, 1), (scaled, 1), (paged, 4)):
+        assert page_filter(layout) == PageFilter("byte_shuffle", width)
+        assert page_filter(layout).mismatch(layout.page_bytes(64)) == ""
+    assert page_filter(even, is_packed=True) == PageFilter("uncompressed")
 
 
 def test_a_key_is_read_in_each_of_its_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
