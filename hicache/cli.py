@@ -1,4 +1,4 @@
-"""The command line: `hicache demo`, `serve`, `chat`, `plan`, `store`, `replay`, `bench`, `config`.
+"""The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `config`.
 
 An error is one line on stderr and a status.
 
@@ -70,10 +70,16 @@ _COMMANDS = {
         "Plan the tiers of a model: bytes per token, tokens per tier, time to load beside time to compute, the hit "
         "rate of a trace, and the flags of `hicache serve`. Reads the model's configuration and none of its weights.",
     ),
+    "top": _Command(
+        "hicache.monitoring.top",
+        "what a running server does, live in a terminal",
+        "Show the tiers of a running 'hicache serve' with their usage and hit rates, its tokens, transfers, requests "
+        "and faults, read again each second. Ctrl-C ends it.",
+    ),
     "store": _Command(
         "hicache.store_command",
-        "look after a store: stat, ls, verify, compact, evict, prune, serve",
-        "Describe a store of pages, verify and repair it, shrink it, serve it to several engines.",
+        "look after a store: stat, ls, verify, compact, evict, export, import",
+        "Describe a store of pages, verify and repair it, shrink it, move its pages elsewhere.",
     ),
     "replay": _Command(
         "hicache.replay.command",

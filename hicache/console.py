@@ -35,6 +35,7 @@ _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNOREC
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
 _MAX_SHOWN = 80
 _BINARY = ("KiB", "MiB", "GiB", "TiB")
+_DECIMAL = ("", "k", "M", "G", "T")
 
 
 def parse_bytes(text: str) -> int:
@@ -81,6 +82,15 @@ def gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):,.2f}"
 
 
+def scaled(value: float, unit: str = "") -> str:
+    """`950`, `12.3 k`, with a unit `12.3 GB`: decimal, as rates have it."""
+    power = 0
+    while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
+        value, power = value / 1000, power + 1
+    digits = f"{value:.1f}" if power or value % 1 else f"{value:.0f}"
+    return f"{digits} {_DECIMAL[power]}{unit}".rstrip()
+
+
 def counted(number: int | None) -> str:
     """`1,234`; None: without a limit."""
     return "unlimited" if number is None else f"{number:,}"
@@ -96,6 +106,14 @@ def milliseconds(seconds: float | None) -> str:
     return NONE if seconds is None else f"{1000 * seconds:,.1f}"
 
 
+def duration(seconds: float) -> str:
+    """`42 s`, `3 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
+    for large, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
+        if seconds >= size:
+            return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
+    return f"{max(0, int(seconds))} s"
+
+
 def columns(rows: Iterable[Sequence[object]]) -> str:
     """Rows of plain text, one per line, each column as wide as its widest cell, without control characters."""
     cells = [[printable(str(cell)) for cell in row] for row in rows]
@@ -109,13 +127,20 @@ def table(
     rows: Iterable[Sequence[RenderableType] | None] = (),
     *,
     title: str = "",
+    framed: bool = True,
 ) -> Table:
-    """Names left, in the first column, and figures right. A row None begins a new section."""
+    """Names left, in the first column, and figures right. A row None begins a new section. Texts are shown as they are.
+
+    `framed`: with lines, else to stand beside other tables.
+    """
     from rich import box
     from rich.table import Table
 
     made = Table(title=_text(title) if title else None, title_justify="left")
-    made.box, made.padding = box.SIMPLE, (0, 1, 0, 0)
+    if framed:
+        made.box, made.padding = box.SIMPLE, (0, 1, 0, 0)
+    else:
+        made.box, made.pad_edge, made.padding, made.header_style = None, False, (0, 2, 0, 0), "bold underline"
     rows = list(rows)
     names_width = max((len(row[0]) for row in rows if row is not None and isinstance(row[0], str)), default=0)
     made.add_column(_text(headings[0]), overflow="fold", min_width=min(names_width, _NAME_COLUMNS))

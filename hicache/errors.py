@@ -170,11 +170,13 @@ class NoServer(HiCacheError, OSError):
     """Nothing answers at the address of a server."""
 
     def __init__(self, server: str, reason: str) -> None:
-        super().__init__(f"no server at {server}: {reason}; give the address that 'hicache serve' prints")
+        self.reason = f"no server at {server}: {reason}"
+        super().__init__(f"{self.reason}; give the address that 'hicache serve' prints")
 
 
 class NotOurServer(HiCacheError, ValueError):
     """What answers at the address is no `hicache serve`."""
 
     def __init__(self, server: str, reason: str) -> None:
-        super().__init__(f"{server} is no hicache server: {reason}; give the address that 'hicache serve' prints")
+        self.reason = f"{server} is no hicache server: {reason}"
+        super().__init__(f"{self.reason}; give the address that 'hicache serve' prints")

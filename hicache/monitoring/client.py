@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import http.client
 import json
+import time
 import urllib.error
 import urllib.parse
 
 from hicache.errors import NoServer, NotOurServer
 from hicache.monitoring.loopback import opener_for
+from hicache.monitoring.readings import Reading
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
@@ -24,8 +26,8 @@ class MetricsClient:
         route = next((route for route in _ROUTES if url.endswith(route)), "")
         self.server = url.removesuffix(route).rstrip("/")
 
-    def read(self) -> dict[str, float]:
-        """The figures by name. Raises NoServer where nothing answers, NotOurServer where something else does."""
+    def read(self) -> Reading:
+        """Raises NoServer where nothing answers, NotOurServer where something else does."""
         text = self._text()
         try:
             found = {str(name): float(value) for name, value in json.loads(text)["figures"].items()}
@@ -33,7 +35,7 @@ class MetricsClient:
             raise NotOurServer(self.server, "its /metrics.json is something else") from None
         if _OURS not in found:
             raise NotOurServer(self.server, "its /metrics.json has other figures")
-        return found
+        return Reading(time.monotonic(), found)
 
     def _text(self) -> str:
         try:

@@ -1,4 +1,7 @@
-"""What the page at `/dashboard` shows, and the metrics that it comes from. The server finds the values."""
+"""What `hicache top` and the page at `/dashboard` show, and the metrics that it comes from.
+
+`FIGURES` is the only table of metric names for both. The server finds their values.
+"""
 
 from __future__ import annotations
 

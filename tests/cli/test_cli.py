@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import http.server
 import json
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -84,36 +86,49 @@ def call(*arguments):
 print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
 """
 STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "prune", "serve")
-HELP = [[], *([name] for name in ("demo", "serve", "chat", "plan", "store", "replay", "bench", "config"))]
+HELP = [[], *([name] for name in ("demo", "serve", "chat", "plan", "top", "store", "replay", "bench", "config"))]
 
 
 def test_what_works_without_the_extras(tmp_path: Path) -> None:
-    """Without the packages of all extras every --help, `plan` of a known model, `replay` and `store` work; what
-    needs a package names its extra in one line. Those about a store load no torch, which takes seconds."""
+    """Without the packages of all extras every --help, `top`, `plan` of a known model, `replay` and `store` work; what
+    needs a package names its extra in one line. Those about a store or a server load no torch, which takes seconds."""
     store = open_store(tmp_path / "store")
     put_numbers(store, range(2))
     store.close()
     trace = tmp_path / "trace.jsonl"
     trace.write_text('{"timestamp": 0, "input_length": 1024, "output_length": 1, "hash_ids": [1, 2]}\n' * 2)
 
-    helps = [[*name, "--help"] for name in [*HELP, *(["store", verb] for verb in STORE_VERBS)]]
-    light = {
-        "hicache 0.": ["--version"],
-        "identity.": ["store", "stat", str(tmp_path / "store")],
-        "2 pages": ["store", "verify", str(tmp_path / "store")],
-    }
-    works = {
-        "--device-tokens": ["plan", "--model", "llama-3.1-8b", "--gpu", "h100"],
-        "unlimited": ["replay", str(trace), "--processes", "1"],
-    }
-    needs = {
-        "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
-        "replay": [["replay", str(trace), "--plot", str(tmp_path / "rates.svg")]],
-    }
-    lines = [*light.values(), *helps, *works.values(), *(line for group in needs.values() for line in group)]
-    done = subprocess.run(
-        [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(lines)], stdout=subprocess.PIPE, text=True, check=True
-    )
+    class Server(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b'{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4}}')
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Server) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}).start()
+        helps = [[*name, "--help"] for name in [*HELP, *(["store", verb] for verb in STORE_VERBS)]]
+        light = {
+            "hicache 0.": ["--version"],
+            "running 3": ["top", "--once", f"127.0.0.1:{server.server_port}"],
+            "identity.": ["store", "stat", str(tmp_path / "store")],
+            "2 pages": ["store", "verify", str(tmp_path / "store")],
+        }
+        works = {
+            "--device-tokens": ["plan", "--model", "llama-3.1-8b", "--gpu", "h100"],
+            "unlimited": ["replay", str(trace), "--processes", "1"],
+        }
+        needs = {
+            "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "replay": [["replay", str(trace), "--plot", str(tmp_path / "rates.svg")]],
+        }
+        lines = [*light.values(), *helps, *works.values(), *(line for group in needs.values() for line in group)]
+        done = subprocess.run(
+            [sys.executable, "-c", WITHOUT_EXTRAS, json.dumps(lines)], stdout=subprocess.PIPE, text=True, check=True
+        )
+        server.shutdown()
     results = iter(json.loads(done.stdout))
     for words, line in light.items():
         status, out, err, has_torch = next(results)

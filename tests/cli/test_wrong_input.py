@@ -160,6 +160,12 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--trace nowhere.jsonl", "nowhere.jsonl"),
         ("--trace {tmp}/trace.jsonl --policy novel", "novel"),
     ],
+    "top": [
+        ("", "URL"),
+        *((url, "hicache serve") for url in ("http://[::1", "ftp://127.0.0.1/", "file:///etc/passwd", "http://")),
+        *((url, "hicache serve") for url in ("'http://a b:1'", "http://127.0.0.1:port", "\x1b[2J")),
+        ("http://127.0.0.1:1 --interval 0", "--interval"),
+    ],
 }
 ROWS = [(command, row, culprit) for command, rows in TABLES.items() for row, culprit in rows]
 

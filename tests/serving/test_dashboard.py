@@ -36,7 +36,7 @@ def wait_until_equal(page: Page, server: Server) -> Mapping[str, float]:
         return {name: float(text.replace(",", "")) for name, text in page.value(SHOWN).items()}
 
     def exported() -> Mapping[str, float]:
-        return {name: round(value, 3) for name, value in MetricsClient(server.root).read().items()}
+        return {name: round(value, 3) for name, value in MetricsClient(server.root).read().figures.items()}
 
     eventually(lambda: shown() == exported(), lambda: (shown(), exported()))
     return exported()

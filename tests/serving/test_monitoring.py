@@ -1,19 +1,25 @@
-"""What watches a server from outside asks for metrics that it exports: `/metrics.json`, Grafana."""
+"""What watches a server from outside asks for metrics that it exports: `hicache top`, `/metrics.json`, Grafana."""
 
 from __future__ import annotations
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hicache.cli import main
+from hicache.console import scaled
 from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.figures import FIGURES
+from hicache.monitoring.readings import Reading
 from server_case import Server
 from waiting import eventually
 
+T = TypeVar("T")
 GRAFANA = Path(__file__).resolve().parents[2] / "docs" / "grafana" / "hicache.json"
 ADDED_BY_PROMETHEUS = {"job", "instance"}
 # Of PromQL in an expression: a metric with its selector, and the labels that are kept.
@@ -31,20 +37,46 @@ def samples(server: Server) -> dict[str, list[dict[str, str]]]:
     return found
 
 
+def during(server: Server, act: Callable[[], T]) -> tuple[Reading, T]:
+    """What `act` returns, and a reading that did not change meanwhile: copies may still be under way."""
+    client = MetricsClient(server.url)
+
+    def attempt() -> tuple[Reading, T] | None:
+        before, result = client.read(), act()
+        return (before, result) if client.read().figures == before.figures else None
+
+    found = eventually(attempt)
+    assert found is not None
+    return found
+
+
 def test_a_server_exports_every_figure(server: Server) -> None:
     """A server with three tiers has a sample for each series of `FIGURES`: no name or label is misspelt."""
-    assert set(MetricsClient(server.root).read()) == set(FIGURES)
+    assert set(MetricsClient(server.root).read().figures) == set(FIGURES)
+
+
+def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
+    """`--once` ends with status 0 and prints the tiers with their hit rates, and the tokens that were reused."""
+
+    def top() -> list[str]:
+        assert main(["top", "--once", server.url]) == 0
+        return capsys.readouterr().out.splitlines()
+
+    reading, lines = during(server, top)
+    assert reading.get("tokens.reused") > 0
+    assert reading.tiers == ["device", "host", "disk"]
+    for tier in reading.tiers:
+        rate = reading.hit_rate(tier)
+        assert rate is not None
+        assert any(re.match(rf"{tier} .* {rate:.1%}$", line.rstrip()) for line in lines), lines
+    reused = re.escape(scaled(reading.get("tokens.reused")))
+    assert any(re.match(rf"reused +- +{reused}\b", line) for line in lines), lines
 
 
 def test_the_page_gets_the_same_figures_without_a_key(server: Server) -> None:
     """`/metrics.json` has the figures of `/metrics`; neither it nor the page asks for the key, which /v1 does."""
-    client = MetricsClient(server.url)
-
-    def found_between_equal_readings() -> bool:  # copies may still be under way
-        before, found = client.read(), json.loads(server.get("/metrics.json"))
-        return found["time_s"] > 0 and found["figures"] == before == client.read()
-
-    eventually(found_between_equal_readings)
+    reading, found = during(server, lambda: json.loads(server.get("/metrics.json")))
+    assert found["figures"] == dict(reading.figures) and found["time_s"] > 0
     assert server.get("/dashboard").startswith("<!doctype html>")
     assert server.status("/v1/models") == 401
 

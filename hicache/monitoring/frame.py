@@ -1,0 +1,85 @@
+"""One frame of `hicache top`: tables of a server's figures, for a terminal of 80 columns or more."""
+
+from __future__ import annotations
+
+import time
+
+from rich.console import Group, RenderableType
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from hicache.console import NONE, duration, percent, printable, scaled, table
+from hicache.monitoring.readings import Change, History, Reading
+
+
+def frame(server: str, history: History, trouble: str = "") -> RenderableType:
+    """All of it. "now" is the window of `history`, if it has two readings. `trouble`: why no newer one is there."""
+    reading, change = history.last, history.change
+    sides = Table.grid(padding=(0, 2))
+    sides.add_row(
+        _stacked(_tokens(reading, change), _counts("prefetch and gate", reading, change, "prefetch", "gate")),
+        _stacked(_transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens")),
+    )
+    told = Text(printable(trouble), style="bold red")
+    return Group(_header(server, reading), _faults(reading), told, _tiers(reading, change), Text(), sides)
+
+
+def _stacked(*tables: Table) -> RenderableType:
+    """Those that have rows, with a line between them."""
+    shown = [table for table in tables if table.rows]
+    return Group(*(part for table in shown for part in ((Text(), table) if table is not shown[0] else (table,))))
+
+
+def _header(server: str, reading: Reading) -> Text:
+    up_s = time.time() - reading.get("server.start_time_s")
+    requests = "   ".join(f"{label} {reading.get(figure):.0f}" for figure, label in reading.group("requests"))
+    hidden = "" if reading.hidden_share is None else f"   loads hidden under compute {percent(reading.hidden_share)}"
+    return Text.assemble((printable(server), "bold"), f"   up {duration(up_s)}\nrequests   {requests}{hidden}")
+
+
+def _faults(reading: Reading) -> Text:
+    """Those that happened since the server's start."""
+    found = [
+        f"{label} {scaled(reading.get(figure))}" for figure, label in reading.group("faults") if reading.get(figure)
+    ]
+    return Text(f"faults     {'   '.join(found) or 'none'}", style="bold red" if found else "")
+
+
+def _tiers(reading: Reading, change: Change | None) -> Table:
+    rows = []
+    for tier in reading.tiers:
+        used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
+        unit, after = ("B", "") if tier == "disk" else ("", " tokens")
+        # A store of one's own may have no budget.
+        bar = ProgressBar(total=total, completed=min(used, total), width=14, pulse=False) if total else ""
+        now = None if change is None else change.hit_rate(tier)
+        of = f"{scaled(total, unit)}{after}" if total else NONE
+        held = scaled(used, unit) if f"used.{tier}" in reading.figures else NONE
+        rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier))))
+    return table(("tier", "used", "of", "", "hits now", "since start"), rows, framed=False)
+
+
+def _tokens(reading: Reading, change: Change | None) -> Table:
+    rows = []
+    for figure, label in reading.group("tokens"):
+        now = NONE if change is None else f"{scaled(change.per_s(figure))}/s"
+        rows.append((label, now, scaled(reading.get(figure))))
+    return table(("tokens", "now", "total"), rows, framed=False)
+
+
+def _transfers(reading: Reading, change: Change | None) -> Table:
+    """`speed`: of the copies alone, while `now` is over the whole time."""
+    rows = []
+    for figure, label in reading.group("moved_bytes"):
+        now = NONE if change is None else f"{scaled(change.per_s(figure), 'B')}/s"
+        total, seconds = reading.get(figure), reading.get(f"moved_s.{label}")
+        rows.append((label, now, f"{scaled(total / seconds, 'B')}/s" if seconds else NONE, scaled(total, "B")))
+    return table(("transfers", "now", "speed", "total"), rows, framed=False)
+
+
+def _counts(title: str, reading: Reading, change: Change | None, *groups: str) -> Table:
+    rows = []
+    for figure, label in (row for group in groups for row in reading.group(group)):
+        rows.append((label, NONE if change is None else scaled(change.of(figure)), scaled(reading.get(figure))))
+    return table((title, "now", "total"), rows, framed=False)

@@ -1,0 +1,171 @@
+"""`hicache top` without a server of ours: wrong addresses, one that goes away, and what it computes of two readings."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import io
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from cli_case import refused
+from hicache.cli import main
+from hicache.errors import NotOurServer
+from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.figures import FIGURES
+from hicache.monitoring.frame import frame
+from hicache.monitoring.loopback import is_loopback
+from hicache.monitoring.readings import History, Reading
+from programs import command
+from waiting import eventually
+
+OURS = '{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4}}'
+
+
+@contextlib.contextmanager
+def http_server(status: int, text: str, kind: str = "text/plain", port: int = 0) -> Iterator[tuple[str, int]]:
+    """Answers every path with this; yields host and port."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(status)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Nothing."""
+
+    with http.server.HTTPServer(("127.0.0.1", port), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield "127.0.0.1", server.server_port
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+ANSWERS = [(404, "not here"), (500, OURS), (200, "<!DOCTYPE html><p>Welcome"), (200, '{"a": 1}'), (200, "[" * 100_000)]
+ANSWERS += [(200, ""), (200, '{"figures": []}'), (200, '{"figures": {"a": 1}}')]
+
+
+@pytest.mark.parametrize(("status", "text"), ANSWERS, ids=[f"{status}-{text[:9]}" for status, text in ANSWERS])
+def test_another_server_is_one_line(status: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """What answers, and is no hicache server, ends with status 2 and one line that names it."""
+    with http_server(status, text) as (host, port):
+        assert f"http://{host}:{port} is no hicache server: " in refused(capsys, "top", f"{host}:{port}")
+
+
+def test_a_proxy_is_not_asked_for_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A proxy of the environment, as behind that of a company, is asked for other machines alone."""
+    with http_server(502, "a proxy") as (host, port), http_server(200, OURS) as (_, own):
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy"):
+            monkeypatch.setenv(name, f"http://{host}:{port}")
+        for here in ("127.0.0.1", "localhost"):
+            assert MetricsClient(f"{here}:{own}").read().figures["requests.running"] == 3
+        with pytest.raises(NotOurServer, match="502"):
+            MetricsClient("hicache.invalid:8000").read()
+    hosts = ("127.8.9.1", "LOCALHOST", "localhost.", "a.localhost", "[::1]", "[::ffff:127.0.0.1]", "0.0.0.0")
+    assert all(is_loopback(f"http://{host}:80/v1") for host in hosts)
+    others = ("http://10.0.0.1", "http://localhost.example", "http://[::2]", "no URL", "http://[")
+    assert not any(map(is_loopback, others))
+
+
+def test_an_address_where_no_server_speaks_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """A port where nobody listens, and a server that speaks no HTTP: one line with the address."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(1000)
+                connection.sendall(b"SSH-2.0-OpenSSH_9.2\r\n")
+
+        thread = threading.Thread(target=greet)
+        thread.start()
+        assert f"{url} is no hicache server: " in refused(capsys, "top", url)
+        thread.join()
+    assert f"no server at {url}: " in refused(capsys, "top", url)
+
+
+@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/", "/metrics", "/dashboard"])
+def test_every_address_of_a_server_will_do(path: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """With or without a scheme or a route, the address leads to the figures; `--once` prints the requests, status 0."""
+    with http_server(200, OURS) as (host, port):
+        assert main(["top", "--once", f"{host}:{port}{path}"]) == 0
+    assert "running 3   waiting 4" in capsys.readouterr().out
+
+
+def test_a_server_that_goes_away_and_comes_back(tmp_path: Path) -> None:
+    """While nothing answers, the last figures stay with a line that says so; then the new ones are shown. Ctrl-C ends
+    it with status 0."""
+    out = tmp_path / "out"
+    with contextlib.ExitStack() as first:
+        host, port = first.enter_context(http_server(200, OURS))
+        with out.open("w") as file:
+            program = command("top", f"{host}:{port}", "--interval", "0.1", stdout=file)
+        with program:
+            shows(out.read_text, "running 3   waiting 4")
+            first.close()
+            shows(out.read_text, f"no server at http://{host}:{port}: Connection refused; trying again")
+            with http_server(200, OURS.replace("4", "5"), port=port):
+                shows(out.read_text, "running 3   waiting 5")
+                program.send_signal(signal.SIGINT)
+                assert program.wait() == 0
+
+
+def shows(read: Callable[[], str], expected: str) -> None:
+    eventually(lambda: expected in read(), read)
+
+
+def reading(time_s: float, start_time_s: float = 1.0, **figures: float) -> Reading:
+    named = {name.replace("__", "."): value for name, value in figures.items()}
+    return Reading(time_s, {"server.start_time_s": start_time_s, **named})
+
+
+def test_what_two_readings_say() -> None:
+    """Rates and hit rates are over the window, since the start over everything; a server that was started anew begins
+    anew, and what never happened has no rate."""
+    history = History(reading(0, prompt__tokens=1000, hit_tokens__host=100, tokens__computed=900), window_s=10)
+    assert history.change is None and history.last.hit_rate("host") == 0.1
+    for second in range(1, 31):
+        more = 10.0 * second
+        history.add(
+            reading(
+                second, prompt__tokens=1000 + more, hit_tokens__host=100 + more / 2, tokens__computed=900 + more / 2
+            )
+        )
+    change = history.change
+    assert change is not None and change.after.time_s - change.before.time_s == 10
+    assert change.per_s("tokens.computed") == 5 and change.of("prompt.tokens") == 100
+    assert change.hit_rate("host") == 0.5 and history.last.hit_rate("host") == 250 / 1300
+    history.add(reading(100, prompt__tokens=1300))
+    assert history.change is not None and history.change.before.time_s == 30, "the last two are kept in any case"
+    assert history.change.hit_rate("host") is None, "no prompt since"
+    assert reading(1, used__host=1, hit_tokens__remote=0).tiers == ["host"]
+    assert reading(1, used__host=1, hit_tokens__remote=1).tiers == ["host", "remote"]
+    history.add(reading(101, start_time_s=2.0))
+    assert history.change is None and history.last.hit_rate("host") is None
+
+
+def test_a_frame_fits_a_terminal() -> None:
+    """With every figure large and every fault there, a frame has at most 80 columns and 24 lines, and cuts nothing."""
+    figures = dict.fromkeys(FIGURES, 999.9e9) | {"server.start_time_s": 1.0}
+    figures |= {"requests.running": 999.0, "requests.waiting": 99999.0}
+    figures |= {name: 0.0 for name in FIGURES if name.startswith("faults.")} | {"faults.corrupt pages": 2.0}
+    later = {name: value * 2 if "tokens" in name else value for name, value in figures.items()}
+    history = History(Reading(0, figures), 10)
+    history.add(Reading(1, later))
+    out = io.StringIO()
+    Console(file=out, width=80).print(frame("http://127.0.0.1:8000", history, "no server at http://127.0.0.1:8000"))
+    lines = [line.rstrip() for line in out.getvalue().splitlines()]
+    assert len(lines) <= 24 and "…" not in out.getvalue() and "corrupt pages 2" in lines[2]
+    assert len(set(FIGURES) - {"server.start_time_s"}) > 40
