@@ -4,7 +4,7 @@ An error is one line on stderr and a status.
 
 A command is a module with `run(flags)`, and one with `add_flags(parser)`, often the same. They are imported by name
 when it is called, since the imports of `demo`, `serve` and `chat` take seconds and need packages that the others, and
-`--help`, do not. This module imports the standard library and `hicache.console` only, so that
+`--help`, do not. This module imports the standard library, `hicache.console` and `hicache.process.init` only, so that
 Ctrl-C and SIGTERM work from the start.
 
 Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed, a store has faults or a
@@ -26,6 +26,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 from hicache.console import printable
+from hicache.process.init import leave_process_1
 
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
@@ -136,6 +137,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit status. Wrong flags and `--help` leave through SystemExit."""
+    leave_process_1()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
         if isinstance(sys.stdout, io.TextIOWrapper):

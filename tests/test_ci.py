@@ -64,7 +64,7 @@ def test_kernels_are_left_out_where_all_that_they_run_is_as_when_they_passed(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv("CI", raising=False)
     files = ["kernels/one.py", "tests/kernels/test_one.py", "tests/support/cases.py", "tests/conftest.py"]
-    files += ["pyproject.toml", "hicache/errors.py", "hicache/console.py", "hicache/process/logs.py"]
+    files += ["pyproject.toml", "hicache/errors.py", "hicache/console.py", "hicache/process/init.py"]
     for file in (*files, "hicache/engine.py"):
         (tmp_path / file).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / file).write_text("before")

@@ -170,3 +170,50 @@ def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
     results = demo(tmp_path, "--disk", str(tmp_path / "store"))
     assert results["identical"] is True and results["first_turns"]["hit_tokens"]["disk"] > 0
     assert results["pages"]["mismatched"] == 0 < results["pages"]["compared"]
+
+
+def test_each_command_leaves_process_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    called: list[int] = []
+    monkeypatch.setattr("hicache.process.init.supervise", lambda: called.append(1))
+    assert main(["store", "stat", str(path)]) == 0 and not called
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    assert main(["store", "stat", str(path)]) == 0 and called
+
+
+# The kernel gives a subreaper its orphans as it gives process 1 those of a container.
+AS_PROCESS_1 = """
+import ctypes, os, signal, sys, time
+from hicache.process.init import supervise
+ctypes.CDLL(None).prctl(36, 1)  # PR_SET_CHILD_SUBREAPER
+before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+supervise()
+assert signal.pthread_sigmask(signal.SIG_BLOCK, ()) == before
+child = os.fork()
+if not child:
+    orphan = os.fork()
+    if not orphan:
+        signal.pause()
+    print(orphan, os.getppid(), flush=True)
+    os._exit(0)
+os.waitpid(child, 0)
+if sys.argv[1] == "exits":
+    sys.exit(7)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("how", "status"), [("signalled", 128 + signal.SIGTERM), ("exits", 7)])
+def test_a_command_as_process_1(how: str, status: int) -> None:
+    """Orphans are waited for; a signal that somebody sends reaches the command, which has its default action; the
+    status is the command's, or 128 and its signal."""
+    with Program(AS_PROCESS_1, how) as first:
+        assert first.stdout is not None
+        orphan, child = map(int, first.stdout.readline().split())
+        if how == "signalled":
+            assert Path(f"/proc/{child}/status").read_text().split("PPid:")[1].split()[0] == str(first.pid)
+            os.kill(orphan, signal.SIGKILL)
+            eventually(lambda: not Path(f"/proc/{orphan}").exists())
+            first.send_signal(signal.SIGTERM)
+        assert first.wait(60) == status
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(orphan, signal.SIGKILL)
