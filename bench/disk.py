@@ -44,7 +44,7 @@ NAME = "disk"
 DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, against raw I/O of the same bytes"
 
 THREADS = 8
-PAGE_TOKENS, CHANNELS = 64, 1024  # of synthetic KV: segments [tokens, channels] of bf16
+CHANNELS = 1024  # of a token of synthetic KV, bf16
 DOCUMENT_BYTES = 8 << 20  # of one call
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
@@ -212,8 +212,7 @@ def _timed(path: Path, reader: _Reader, order: Sequence[range], buffers: Sequenc
 
 def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
     """The compression ratio of synthetic KV under each filter."""
-    by_channel = PageFilter("channel_byte_shuffle", 2, PAGE_TOKENS, CHANNELS)
-    for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2), by_channel):
+    for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2)):
         codec = PageCodec(PageFormat(len(pages[0]), page_filter), bytes(16), 1)
         buffer = memoryview(bytearray(codec.max_payload_bytes))
         values = (codec.encode_split(b"key", page, buffer) for page in pages)

@@ -3,7 +3,6 @@
     <store>.put, <store>.get   random pages; the ceiling is what the store's own client does: a batch of Mooncake's
                                library, a pipeline of redis-py with hiredis, obstore in as many threads
     mooncake.*.parts           the library's calls with two buffers a page, as the store makes them, nothing verified
-    <store>.engines            prompts that an engine in another process computed, beside the store's get
 
 Variants run in turns in one process; what came back is compared. Servers are started and stopped here. What is not
 installed is left out.
@@ -26,7 +25,6 @@ from unittest import mock
 import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Report, in_turns, interleave, wall_timer
-from hicache.bench.remote_engines import NUM_PROMPTS, PROMPT_PAGES, measure_engines
 from hicache.bench.remote_servers import BUCKET, CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
 from hicache.storage import PageBuffer, PageFormat, PageStore, open_store
 from hicache.storage.header import HEADER_BYTES
@@ -117,9 +115,6 @@ def _require(holds: bool) -> None:
 def _mooncake(report: Report, batch: Batch, samples: int) -> None:
     with MooncakeServer(6 * batch.source.nbytes + (256 << 20)) as server:
         _beside_library(report, server, batch, samples)
-    # As docs/remote.md starts it.
-    with MooncakeServer((NUM_PROMPTS + 2) * PROMPT_PAGES << 20, lease_ms=5000) as server:
-        measure_engines(report, "mooncake", server.url, samples)
 
 
 class _InParts:
@@ -194,8 +189,6 @@ def _redis(report: Report, batch: Batch, samples: int) -> None:
         contents = [page.data for page in batch.pages]
         ceilings = {"put": lambda: pipeline("set", contents), "get": lambda: pipeline("get")}
         _put_and_get(report, "redis", batch, batch.calls(store), ceilings, client.flushdb, samples)
-        client.flushdb()
-        measure_engines(report, "redis", url, samples)
 
 
 def _s3(report: Report, batch: Batch, samples: int) -> None:

@@ -3,8 +3,6 @@
     match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of them, timed in turns
     evict.<policy>.<leaves>  one eviction: name the victim, take it out, account for it, in time that the thread
                              computes; .spread: maximum over minimum
-    chunk.*                  committing one chunk of a prompt of a million tokens; .growth: last chunks / first chunks
-    hash.*                   pages hashed, for each page of a prompt that was matched, split, extended and named again
 
 Everything runs on the CPU, in one thread, with the garbage collector off as in timeit.
 """
@@ -19,7 +17,6 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from hicache import CacheEngine, CacheRequest, EngineConfig, ModelGeometry, build_engine
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
 from hicache.eviction.policy import ORDERS
 from hicache.tiers import FULL
@@ -27,19 +24,17 @@ from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
 
 NAME = "tree"
-DESCRIPTION = "match, insert, evict and commit in the prefix tree, against memcmp and across sizes"
+DESCRIPTION = "match, insert and evict in the prefix tree, against memcmp and across sizes"
 
 TOKENS = 100_000
 LEAVES = (1_000, 10_000, 100_000)
 TARGETS = {"match.page64": 1.5, "match.page1": 3.0, "insert.page64": 10.0, "insert.page1": 10.0}
 EVICT_SPREAD = 2.0
-CHUNK_GROWTH = 1.25
 _BATCH = 200
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=101, help="timed rounds (default: %(default)s)")
-    parser.add_argument("--prompt-tokens", type=int, default=1_000_000, help="of the chunked prompt")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -50,8 +45,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
         _match_and_insert(report, page_size, args.samples)
     for policy in ORDERS:
         _evictions(report, policy, max(5, args.samples // 5))
-    _chunks(report, args.prompt_tokens)
-    _hashing(report)
 
 
 def _tree(page_size: int, policy: str = "lru") -> RadixTree:
@@ -128,54 +121,3 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
     medians, note = [percentile(values, 50) for values in took.values()], "maximum over minimum of the sizes"
     beside = [min(medians)]
     report.time(f"evict.{policy}.spread", [max(medians)], "us", beside=beside, target=EVICT_SPREAD, note=note)
-
-
-def _engine(prompt_tokens: int, chunk: int) -> CacheEngine:
-    config = EngineConfig(
-        device_tokens=prompt_tokens + chunk, host_bytes=0, page_size=64, max_context_len=prompt_tokens + chunk,
-        max_requests=1, dtype="float16", model_id="bench",
-    )  # fmt: skip
-    return build_engine(config, ModelGeometry(layer_num=1, head_num=1, head_dim=1))
-
-
-def _chunks(report: Report, prompt_tokens: int, chunk: int = 8192) -> None:
-    """A chunked prefill as the scheduler sees it: after each chunk the sequence so far is committed."""
-    rounds: list[list[float]] = []
-    tokens = np.random.default_rng(0).integers(0, 150_000, prompt_tokens)
-    for turn in range(5):
-        with _engine(prompt_tokens, chunk) as engine, no_collection():
-            lease, took = engine.acquire(CacheRequest(f"r{turn}", tokens)), []
-            for end in range(chunk, prompt_tokens + 1, chunk):
-                start = time.perf_counter()
-                engine.commit(lease, tokens[:end])
-                took.append(time.perf_counter() - start)
-            engine.release(lease)
-            engine.check()
-            if engine.lookup(tokens).device != min((prompt_tokens - 1) // 64 * 64, prompt_tokens // chunk * chunk):
-                raise AssertionError("not every chunk is held")
-        rounds.append(took)
-    each = [percentile([took[at] for took in rounds], 50) for at in range(len(rounds[0]))]
-    tenth = max(1, len(each) // 10)
-    last = [percentile(each[-tenth:], 50)]
-    report.time("chunk.commit", each, "us", note=f"{len(each)} chunks of {chunk} tokens")
-    note = "the last tenth of the chunks, over the first tenth"
-    report.time("chunk.growth", last, "us", beside=each[:tenth], target=CHUNK_GROWTH, note=note)
-
-
-def _hashing(report: Report, page_size: int = 64, pages: int = 1_500) -> None:
-    """A prompt grown chunk by chunk, split at random, named after every step: each page is hashed once."""
-    hasher = PageHasher(b"bench", page_size)
-    tree, rng = RadixTree(page_size, hasher), np.random.default_rng(3)
-    tokens = rng.integers(0, 150_000, pages * page_size)
-    node, step = tree.root, 100 * page_size
-    for start in range(0, len(tokens), step):
-        part = tokens[start : start + step]
-        node = tree.insert(node, part, torch.arange(1, len(part) + 1)).node
-        tree.names.of(node)
-        match = tree.match(tokens)
-        tree.names.of(tree.node_at(match, int(rng.integers(1, match.full_len // page_size + 1)) * page_size))
-    for at in tree.nodes():
-        tree.names.of(at)
-    note = f"{pages} pages of {page_size} tokens"
-    hashes = [hasher.pages_hashed / pages]
-    report.case("hash.per_page", hashes, "hashes", better="lower", ceiling=1.0, target=1.0, note=note)

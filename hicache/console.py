@@ -174,10 +174,9 @@ def print_table(
     *,
     title: str = "",
     notes: Iterable[str] = (),
-    file: IO[str] | None = None,
 ) -> None:
     """Print a table, and `notes` below it, a line each."""
-    out = new_console(file)
+    out = new_console()
     out.print(table(headings, rows, title=title))
     for note in notes:
         out.print(_text(note))

@@ -38,8 +38,6 @@ from hicache.storage.maintenance import describe as describe
 from hicache.storage.maintenance import evict as evict
 from hicache.storage.maintenance import list_pages as list_pages
 from hicache.storage.maintenance import open_existing as open_existing
-from hicache.storage.maintenance import pages as pages
-from hicache.storage.maintenance import put_values as put_values
 from hicache.storage.maintenance import verify as verify
 from hicache.storage.store_folder import store_at as store_at
 from hicache.storage.store_folder import store_folders as store_folders

@@ -26,7 +26,8 @@ NAMESPACE_BYTES = 16
 MAX_PAGE_BYTES = 1 << 30
 
 _ENCRYPTED = 1
-_FIELDS = struct.Struct("<4sHBBIIBBHII16s")
+_FIELDS = struct.Struct("<4sHBBIIBB10s16s")
+_RESERVED = bytes(10)
 _CHECKSUM = struct.Struct("<Q")
 _KEY_LENGTH = struct.Struct("<H")
 FIELD_BYTES = _FIELDS.size
@@ -66,7 +67,7 @@ class ValueHeader:
         filter = self.filter
         flags = _ENCRYPTED if self.encrypted else 0
         lengths = (self.raw_bytes, self.stored_bytes)
-        order = (FILTER_KINDS.index(filter.kind), filter.element_bytes, 0, filter.tokens, filter.channels)
+        order = (FILTER_KINDS.index(filter.kind), filter.element_bytes, _RESERVED)
         return _FIELDS.pack(MAGIC, VERSION, self.codec, flags, *lengths, *order, self.namespace)
 
     def contradiction(self, payload_bytes: int, page_bytes: int, namespace: bytes) -> str:
@@ -101,17 +102,17 @@ def parse_header(header: bytes | memoryview) -> ValueHeader | str:
     """The fields of a header, not verified, or why it has none."""
     if len(header) < HEADER_BYTES:
         return f"value of {len(header)} bytes is shorter than a header"
-    magic, version, codec, flags, raw_bytes, stored_bytes, kind, *shape, namespace = _FIELDS.unpack_from(header)
-    element_bytes, reserved, tokens, channels = shape
+    magic, version, codec, flags, raw_bytes, stored_bytes, *order, namespace = _FIELDS.unpack_from(header)
+    kind, element_bytes, reserved = order
     if magic != MAGIC:
         return "not the value of a page"
     if version != VERSION:
         return f"value version {version}, this release reads {VERSION}"
-    if flags not in (0, _ENCRYPTED) or reserved:
-        return f"unknown flags {flags}, {reserved}"
+    if flags not in (0, _ENCRYPTED) or reserved != _RESERVED:
+        return f"unknown flags {flags}, {reserved.hex()}"
     if kind >= len(FILTER_KINDS):
         return f"unknown filter {kind}"
-    filter = PageFilter(FILTER_KINDS[kind], element_bytes, tokens, channels)
+    filter = PageFilter(FILTER_KINDS[kind], element_bytes)
     return ValueHeader(codec, flags == _ENCRYPTED, raw_bytes, stored_bytes, filter, namespace)
 
 

@@ -155,11 +155,7 @@ class PageReads:
         if isinstance(header, str):
             return header
         value = header + bytes(payload[: entry.payload_bytes])
-        return self.verify_value(key, value) or value
-
-    def verify_value(self, key: bytes, value: bytes) -> str:
-        """Why this is not the value of a page of this store; "" if it is. Decrypts where the store has its key."""
-        return self._codecs.verify_stored(key, value)
+        return self._codecs.verify_stored(key, value) or value
 
     def _note_corrupt(self, key: bytes, reason: str) -> None:
         log.warning("a page of the store %s does not verify: %s", self._files.path, reason)

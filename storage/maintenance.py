@@ -1,7 +1,7 @@
-"""What an operator does to a store: describe it, list, verify and repair it, shrink it, carry its pages elsewhere.
+"""What an operator does to a store: describe it, list, verify and repair it, shrink it.
 
-Needs no engine: a store's own record says what it is. Values pass as they are stored, so an encrypted store can be
-verified and copied without its key.
+Needs no engine: a store's own record says what it is. Values are verified as they are stored, so an encrypted store
+can be verified without its key.
 """
 
 from __future__ import annotations
@@ -16,10 +16,8 @@ from typing import Any
 from hicache.storage.base import Durability, StoreError, StoreLocked
 from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
-from hicache.storage.header import HeaderAndPayload
 from hicache.storage.lmdb_store import Fault, LmdbPageStore
 from hicache.storage.lmdb_writer import GroupWriter
-from hicache.storage.lookup import check_keys
 from hicache.storage.records import FORMAT, KEY_ID_FIELD
 from hicache.storage.store_files import Progress, read_record
 from hicache.storage.store_folder import disk_bytes, last_use_s, store_at
@@ -118,7 +116,7 @@ def open_existing(
     return LmdbPageStore(path, cipher=cipher, progress=progress, keeps_index=keeps_index, **vars(record))
 
 
-def list_pages(store: LmdbPageStore, *, newest: bool, limit: int | None) -> Iterator[PageEntry]:
+def list_pages(store: LmdbPageStore, *, newest: bool = False, limit: int | None = None) -> Iterator[PageEntry]:
     """Least recently used first, or `newest` first; at most `limit`."""
     with store.reading() as pages:
         keys = pages.index.by_use(newest=newest, limit=limit)
@@ -150,35 +148,6 @@ def verify(
         if repair and faults:
             faults = _repaired(store, writer, faults)
     return VerifyReport(len(sizes), sum(sizes), tuple(faults))
-
-
-def pages(store: LmdbPageStore) -> Iterator[tuple[bytes, bytes]]:
-    """Keys and values as they are stored, least recently used first: of the pages that are there at the start those
-    that are still there when their turn comes, and verify."""
-    with store.reading() as opened:
-        keys = opened.index.by_use()
-    for key in keys:
-        with store.reading() as opened:
-            (entry,) = opened.index.locate([key])
-            value = "" if entry is None else store.verified_value(opened, key, entry)
-        if isinstance(value, bytes):
-            yield key, value
-
-
-def put_values(store: LmdbPageStore, items: Sequence[tuple[bytes, bytes]]) -> list[bool]:
-    """Store values as `pages` gave them, from a store of the same identity; the last is the most recently used.
-
-    True: stored, though a later one may have evicted it. False: the value does not verify here, or a write failed. A
-    key that is present keeps its value and counts as used.
-    """
-    check_keys([key for key, _ in items])
-    with store.writing() as writer:
-        values = {key: value for key, value in items if not store.verify_value(key, value)}
-        present = dict(zip(values, store.contains(list(values)), strict=True))
-        store.touch([key for key in reversed(values) if present[key]])
-        writer.delete_corrupt()
-        stored = {key: present[key] or writer.put([key], [HeaderAndPayload.of(value)]) for key, value in values.items()}
-    return [stored.get(key, False) for key, _ in items]
 
 
 def evict(store: LmdbPageStore, to_bytes: int) -> int:

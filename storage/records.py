@@ -106,8 +106,8 @@ class StoreRecord:
     def _is_sound(self) -> bool:
         """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
         filters, sizes = [format.filter for format in self.formats], list(self.page_sizes)
-        shapes = (number for filter in filters for number in (filter.element_bytes, filter.tokens, filter.channels))
-        numbers = (*sizes, self.budget_bytes, self.level, *shapes)
+        widths = (filter.element_bytes for filter in filters)
+        numbers = (*sizes, self.budget_bytes, self.level, *widths)
         texts = (self.durability, *(filter.kind for filter in filters))
         return (
             bool(self.identity)

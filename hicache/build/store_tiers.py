@@ -8,7 +8,6 @@ from collections.abc import Mapping
 import numpy as np
 
 from hicache.config import DiskConfig, EngineConfig, RemoteConfig
-from hicache.config.stores import Filter
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
 from hicache.kernels.pack import PackFormat
@@ -19,7 +18,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
-from hicache.tiers import DISK, FULL, REMOTE, Component, Store
+from hicache.tiers import DISK, REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.
@@ -77,12 +76,11 @@ def require_one_each(config: EngineConfig, store: PageStore | None, remote: Page
             config.require_store_tier(name)
 
 
-def _formats(wanted: Filter, layouts: _Layouts, packed: _Packed, hosts: _Hosts) -> list[PageFormat]:
+def _formats(layouts: _Layouts, packed: _Packed, hosts: _Hosts) -> list[PageFormat]:
     """Of the host pages of all components; where two share a size, the first decides."""
     formats: dict[int, PageFormat] = {}
     for name, host in hosts.items():
-        kind: Filter = wanted if name == FULL or wanted == "none" else "auto"
-        filter = page_filter(kind, layouts[name], host.page_tokens, is_packed=name in packed)
+        filter = page_filter(layouts[name], is_packed=name in packed)
         formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))
     return list(formats.values())
 
@@ -93,7 +91,7 @@ def _disk(
     request = StoreRequest(
         disk.url,
         identity_of(config, layouts, packed),
-        _formats(disk.filter, layouts, packed, hosts),
+        _formats(layouts, packed, hosts),
         key_of(disk),
         tells_removed,
         _disk_settings(config, hosts),
@@ -146,7 +144,7 @@ def _remote(
         for host in hosts.values():
             store.register_memory(_bytes_of(host))
         return given_tier(store, settings, job_pages=job_pages)
-    formats, identity = _formats("auto", layouts, packed, hosts), identity_of(config, layouts, packed)
+    formats, identity = _formats(layouts, packed, hosts), identity_of(config, layouts, packed)
     request = StoreRequest(remote.url, identity, formats, key_of(remote), settings=settings)
     return open_tier(request, in_process=remote.transport == "inline", job_pages=job_pages)
 

@@ -12,7 +12,6 @@ from hicache.errors import ConfigError
 
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]
-Filter = Literal["auto", "none", "byte_shuffle", "channel_byte_shuffle"]
 Transport = Literal["process", "inline"]
 
 MAX_S = 1e9
@@ -37,9 +36,6 @@ class DiskConfig:
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
-    filter: Annotated[
-        Filter, Choice("byte order in which pages are compressed", get_args(Filter), computed_from="the pool's layout")
-    ] = "auto"
     key_file: Annotated[str, KEY_FILE] = ""
     transport: Annotated[
         Transport,

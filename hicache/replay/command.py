@@ -71,7 +71,7 @@ def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group("time to first token (needs the speed of prefill)")
     costs.add_argument(
         "--calibration", type=path_of, nargs="+", default=[], metavar="FILE",
-        help="JSON with rates: engine.stats(), a bench result, or the names of these flags with _; flags count more",
+        help="JSON with rates: engine.stats(), or the names of these flags with _; flags count more",
     )  # fmt: skip
     size = as_flag(Size("bytes of a token", 1))
     costs.add_argument("--bytes-per-token", type=size, metavar="SIZE", help="what a token stores")

@@ -5,7 +5,7 @@
     prefill_s = of positions [start, end): (end - start) * (1 / prefill_tokens_per_s + prefill_pair_s * mean position)
 
 `prefill_pair_s` is the cost of one token for each token before it; the form is that of `hicache.flow.cost`. Rates come
-from files too: plain ones, stats of an engine, and results of benches.
+from files too: plain ones, and stats of an engine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -65,13 +64,6 @@ _STATS = {
     "cost.read_bytes_per_second": "disk_bytes_per_s",
     "cost.prefill_tokens_per_second": "prefill_tokens_per_s",
 }
-# Cases of bench results, by the front of their names; the first of each counts.
-_CASES = {
-    "up.page64.contiguous.": "load_bytes_per_s",
-    "cold.": "disk_bytes_per_s",
-    "serving.prefill.": "prefill_tokens_per_s",
-}
-_UNITS = {"GB/s": 1e9, "tokens/s": 1.0}
 
 
 def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCosts | None:
@@ -97,30 +89,13 @@ def _rates_of(path: Path) -> dict[str, float]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON; give rates, stats of an engine or a bench result") from error
+        raise ConfigError(f"{path} is not JSON; give rates, or stats of an engine") from error
     if not isinstance(content, dict):
         content = {}
-    found = dict(_of_cases(content.get("cases"))) if "cases" in content else _of_names(content)
-    rates = {name: value for name, value in found.items() if _is_rate(value)}
+    found = {_STATS.get(name, name): value for name, value in content.items()}
+    rates = {name: found[name] for name in _NAMES if _is_rate(found.get(name))}
     if not rates:
-        raise ConfigError(f"{path} has no rate; give one of {', '.join(_NAMES)}, stats of an engine or a bench result")
-    return rates
-
-
-def _of_names(content: Mapping[str, Any]) -> dict[str, Any]:
-    stats = {_STATS[name]: content[name] for name in _STATS if name in content}
-    return stats | {name: content[name] for name in _NAMES if name in content}
-
-
-def _of_cases(cases: object) -> dict[str, float]:
-    rates: dict[str, float] = {}
-    for case in cases if isinstance(cases, list) else []:
-        if not isinstance(case, dict):
-            continue
-        name, scale = str(case.get("name")), _UNITS.get(str(case.get("unit")))
-        target = next((rate for front, rate in _CASES.items() if name.startswith(front)), None)
-        if target is not None and scale is not None and _is_rate(case.get("value")):
-            rates.setdefault(target, case["value"] * scale)
+        raise ConfigError(f"{path} has no rate; give one of {', '.join(_NAMES)}, or stats of an engine")
     return rates
 
 

@@ -15,7 +15,6 @@ from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
 from hicache.store_command import commands
-from hicache.store_command.import_export import STREAM
 from hicache.store_command.reporting import LogCapture, Steps
 
 
@@ -39,26 +38,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _takes_key(_add(subparsers, commands.compact, "compact", "return free space to the file system"))
 
     evicting = _add(subparsers, commands.evict_pages, "evict", "evict the least recently used pages, then compact")
-    _takes_size(evicting, "--to", "maximum disk space of the store, like 2GB; 0 empties it", required=True)
+    size = Size("maximum disk space of the store, like 2GB; 0 empties it", maximum=MAX_STORE_BYTES)
+    evicting.add_argument("--to", type=as_flag(size), required=True, metavar="SIZE", help=size.help)
     _takes_key(evicting)
 
     pruning = _add(subparsers, commands.prune_stores, "prune", "remove whole stores of a path that nobody has open")
     days = Whole("those that no engine has used for so many days; 0: all", minimum=0, maximum=36500)
     pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
-
-    exporting = _add(subparsers, commands.export_pages, "export", "write all pages to an archive")
-    exporting.add_argument("file", type=path_flag, metavar="FILE", help="the archive, - for the standard output")
-    exporting.add_argument("--force", action="store_true", help="replace FILE if it exists")
-    _takes_key(exporting)
-
-    importing = _add(
-        subparsers, commands.import_pages, "import", "store the pages of an archive; status 1 if some are refused"
-    )
-    importing.add_argument("file", type=path_flag, metavar="FILE", help="the archive, - for the standard input")
-    _takes_size(importing, "--budget", "budget of a new store (default: the archive's)")
-    _takes_size(importing, "--max-budget", "maximum of the archive's budget (default 64GiB)", 64 << 30)
-    _takes_size(importing, "--max-page", "maximum page size of a new store (default 256MiB)", 256 << 20)
-    _takes_key(importing)
 
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
     serving = subparsers.add_parser("serve", help=help, description=f"{help[0].upper()}{help[1:]}.", allow_abbrev=False)
@@ -80,9 +66,8 @@ def run(flags: argparse.Namespace) -> int:
     for message in log.messages:
         print(printable(f"hicache: warning: {' '.join(message.split())}"), file=sys.stderr)
     text = json.dumps(outcome.stats) if flags.json else outcome.text
-    streams_out = flags.verb == "export" and flags.file == STREAM
     if text:
-        print(text, file=sys.stderr if streams_out else sys.stdout, flush=True)
+        print(text, flush=True)
     return outcome.status
 
 
@@ -97,13 +82,6 @@ def _add(
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.set_defaults(run_command=run_command)
     return parser
-
-
-def _takes_size(
-    parser: argparse.ArgumentParser, flag: str, help: str, default: int | None = None, required: bool = False
-) -> None:
-    size = as_flag(Size(help, maximum=MAX_STORE_BYTES))
-    parser.add_argument(flag, type=size, default=default, required=required, metavar="SIZE", help=help)
 
 
 def _takes_key(parser: argparse.ArgumentParser) -> None:

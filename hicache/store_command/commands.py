@@ -28,22 +28,12 @@ from hicache.storage import (
     evict,
     list_pages,
     open_existing,
-    pages,
     store_at,
     store_folders,
     verify,
 )
 from hicache.storage.store_files import read_record
 from hicache.storage.store_folder import last_use_s, remove_store
-from hicache.store_command.archive import ArchiveReader, ArchiveWriter
-from hicache.store_command.import_export import (
-    STREAM,
-    ImportLimits,
-    Loader,
-    destination,
-    open_target,
-    source,
-)
 from hicache.store_command.reporting import LogCapture, Steps
 
 _DAY_S = 86400
@@ -186,9 +176,8 @@ def _writer(found: StoreDescription) -> str:
 
 
 def _filter_text(filter: PageFilter) -> str:
-    segment = f" of [{filter.tokens}, {filter.channels}] elements" if filter.tokens else ""
     width = f", {filter.element_bytes} bytes an element" if filter.kind != "none" else ""
-    return f"{filter.kind}{width}{segment}"
+    return f"{filter.kind}{width}"
 
 
 def ls(task: Task) -> Outcome:
@@ -270,78 +259,6 @@ def evict_pages(task: Task) -> Outcome:
     return Outcome(stats, columns([*rows, ("file now", sized(left.file_bytes))]))
 
 
-def export_pages(task: Task) -> Outcome:
-    name = task.flags.file
-    if name == STREAM and task.flags.json:
-        raise ConfigError("the archive goes to the standard output, and so does --json; leave one of them out")
-    with (
-        destination(name, force=task.flags.force) as file,
-        _opened(task, task.cipher(), keeps_index=True) as store,
-    ):
-        num_pages = store.stats().entries
-        archive = ArchiveWriter(file, name, read_record(task.path))
-        with task.progress.during("exporting") as step:
-            for key, value in pages(store):
-                archive.add(key, value)
-                step(archive.num_entries, num_pages)
-        if store.stats().read_errors:
-            raise StoreError(f"{task.log.last(f'cannot read the store {task.path}')}; verify the store")
-        archive.finish()
-    left_out = num_pages - archive.num_entries
-    stats = {
-        "path": str(task.path),
-        "file": name,
-        "pages": archive.num_entries,
-        "left_out": left_out,
-        "archive_bytes": archive.written_bytes,
-    }
-    rows: list[tuple[str, object]] = [("exported", f"{archive.num_entries} pages")]
-    if left_out:
-        rows.append(("left out", f"{left_out} pages that are damaged; verify the store"))
-    return Outcome(stats, columns([*rows, ("archive", sized(archive.written_bytes))]))
-
-
-def import_pages(task: Task) -> Outcome:
-    name, flags = task.flags.file, task.flags
-    limits = ImportLimits(flags.budget, flags.max_budget, flags.max_page)
-    with source(name) as (file, file_bytes):
-        archive = ArchiveReader(file, name)
-        store, created = open_target(task.folder, archive, task.cipher(), limits)
-        loader = Loader(store)
-        try:
-            with task.progress.during("importing") as step:
-                _load(loader, archive, step, file_bytes)
-        except StoreError as error:
-            cause = f" ({task.log.last('')})" if task.log.messages else ""
-            raise type(error)(f"{error}{cause}; {loader.kept} pages that came before are imported") from error
-        finally:
-            store_stats = store.stats()
-            store.close()
-    num_refused = sum(loader.refused.values())
-    stats = {
-        "path": str(task.path),
-        "file": name,
-        "created": created,
-        "pages": loader.kept + num_refused,
-        "stored": store_stats.puts,
-        "present": loader.kept - store_stats.puts,
-        "evicted": store_stats.evicted,
-        "refused": num_refused,
-        "reasons": dict(loader.refused),
-    }
-    return Outcome(stats, _import_text(stats), status=1 if num_refused else 0)
-
-
-def _load(loader: Loader, archive: ArchiveReader, step: Any, file_bytes: int | None) -> None:
-    """Store the pages that were read, also when reading fails."""
-    try:
-        for key, value in archive.entries():
-            loader.add(key, value)
-            step(archive.done_bytes, file_bytes)
-    finally:
-        loader.flush()
-
-
 def _verify_text(stats: dict[str, Any]) -> str:
     """One line per fault, and the verdict."""
     faults, left, repaired = stats["faults"], stats["left"], stats["repair"]
@@ -362,18 +279,6 @@ def _verify_text(stats: dict[str, Any]) -> str:
         decrypted = ""
     lines.append(f"{stats['pages']} pages, {sized(stats['bytes'])}{decrypted}: {verdict}{remedy}")
     return "\n".join(lines)
-
-
-def _import_text(stats: dict[str, Any]) -> str:
-    rows: list[tuple[str, object]] = [
-        ("imported", f"{stats['stored']} pages, into a {'new' if stats['created'] else 'present'} store"),
-        ("present before", f"{stats['present']} pages"),
-        ("refused", f"{stats['refused']} pages that do not verify"),
-        *((f"  {reason}", count) for reason, count in stats["reasons"].items()),
-    ]
-    if stats["evicted"]:
-        rows.append(("evicted", f"{stats['evicted']} older pages, to stay within the budget"))
-    return columns(rows)
 
 
 def _fault_stats(fault: Fault) -> dict[str, str | None]:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
 from hicache.config import EngineConfig
-from hicache.config.stores import Filter
-from hicache.errors import ConfigError, IdentityError
+from hicache.errors import IdentityError
 from hicache.kernels.pack import PackFormat
 from hicache.layout import PoolLayout
 from hicache.storage.filters import PageFilter
@@ -58,31 +56,12 @@ def namespace_digest(
     return hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).digest()
 
 
-def page_filter(wanted: Filter, layout: PoolLayout, page_tokens: int, *, is_packed: bool = False) -> PageFilter:
-    """The filter for host pages of `page_tokens` tokens.
-
-    "auto" leaves packed pages as they are: zstd would cost a processor a second for each 0.8 GB. Any other filter
-    compresses them, but orders no bytes.
-
-    "auto" shuffles by the bytes of an element, which compresses nearly as well as shuffling by channels and
-    decompresses twice as fast. ConfigError for channels unless every buffer is [page_tokens, channels] of one size.
-    """
+def page_filter(layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
+    """The filter for host pages. Packed ones stay as they are: zstd would cost a processor a second for each 0.8 GB."""
     if is_packed:
-        return PageFilter("uncompressed" if wanted == "auto" else "none")
-    widths = {spec.dtype.itemsize for spec in layout.buffers}
-    rows = {(spec.per, math.prod(spec.shape)) for spec in layout.buffers}
-    [(per, channels), *others] = rows
-    uniform = len(widths) == 1 and not others and per == "token"
-    if wanted == "none":
-        return PageFilter()
-    if wanted != "channel_byte_shuffle":
-        # Where element widths differ, the smallest: a larger one would mix numbers of two buffers.
-        return PageFilter("byte_shuffle", min(widths))
-    if not uniform:
-        raise ConfigError(
-            "disk filter='channel_byte_shuffle' needs buffers of one shape, a row a token; set it to 'auto'"
-        )
-    return PageFilter("channel_byte_shuffle", widths.pop(), page_tokens, channels)
+        return PageFilter("uncompressed")
+    # Where element widths differ, the smallest: a larger one would mix numbers of two buffers.
+    return PageFilter("byte_shuffle", min(spec.dtype.itemsize for spec in layout.buffers))
 
 
 def _packing(packed: Mapping[str, PackFormat]) -> str:

@@ -28,7 +28,7 @@ def test_a_small_run_has_every_case(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     targets |= {"write.alone": 0.95, "write.beside_readers": 0.6, "read.beside_writer": 0.9}
     targets |= dict.fromkeys(("contains.1000", "open.1m", "open.trees"), 1.0)
     assert {name: case.target for name, case in cases.items() if case.target} == targets
-    names = {f"pack.{how}" for how in ("none", "byte_shuffle", "channel_byte_shuffle")}
+    names = {f"pack.{how}" for how in ("none", "byte_shuffle")}
     names |= {"raw.8mib", "raw.2mib", "raw.128kib", "write.raw", "write.commit", "open.1m.memory"}
     assert cases.keys() == targets.keys() | names | {"write.raw.beside_readers", "read.raw.beside_writer"}
     assert cases["contains.1000"].ceiling == 2.0

@@ -85,7 +85,7 @@ def call(*arguments):
 
 print(json.dumps([call(*line) for line in json.loads(sys.argv[1])]))
 """
-STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "prune", "export", "import")
+STORE_VERBS = ("stat", "ls", "verify", "compact", "evict", "prune", "serve")
 HELP = [[], *([name] for name in ("demo", "serve", "chat", "plan", "top", "store", "replay", "bench", "config"))]
 
 
@@ -114,7 +114,7 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             "hicache 0.": ["--version"],
             "running 3": ["top", "--once", f"127.0.0.1:{server.server_port}"],
             "identity.": ["store", "stat", str(tmp_path / "store")],
-            "2 pages": ["store", "export", str(tmp_path / "store"), str(tmp_path / "archive")],
+            "2 pages": ["store", "verify", str(tmp_path / "store")],
         }
         works = {
             "--device-tokens": ["plan", "--model", "llama-3.1-8b", "--gpu", "h100"],

@@ -18,7 +18,6 @@ from cases import long
 from cli_case import output
 from hicache.cli import main
 from hicache.console import write_whole
-from hicache.storage import describe
 from programs import PIPE, Program, command
 from storage_pages import open_store, put_numbers
 from waiting import eventually
@@ -70,9 +69,7 @@ def test_a_terminal_sees_a_bar(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert (status, json.loads(out)["pages"], shown) == (0, 20, "")
 
 
-@pytest.mark.parametrize(
-    "arguments", ["store stat {}", "store ls {} --json", "store export {} -", "plan --gpu 80GiB --model qwen3-8b"]
-)
+@pytest.mark.parametrize("arguments", ["store stat {}", "store ls {} --json", "plan --gpu 80GiB --model qwen3-8b"])
 def test_an_output_that_takes_nothing(arguments: str, path: Path) -> None:
     """On a closed pipe, as under `| head`, silence and status 141; on a full device one line and status 2."""
     words = arguments.format(path).split()
@@ -84,18 +81,6 @@ def test_an_output_that_takes_nothing(arguments: str, path: Path) -> None:
     if "stat" in words:
         with open("/dev/full", "wb") as full:
             assert ended(command(*words, stdout=full)) == (2, "", "hicache: error: No space left on device\n")
-
-
-def without_space(*arguments: object, max_bytes: int) -> str:
-    """The line with which `hicache store` fails where no file may pass `max_bytes`."""
-    code = f"""import resource, signal, sys
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, ({max_bytes}, {max_bytes}))
-from hicache.cli import main
-sys.exit(main())"""
-    status, out, err = ended(Program(code, "store", *arguments))
-    assert (status, out, len(err.splitlines())) == (2, "", 1), err
-    return err
 
 
 def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
@@ -118,52 +103,6 @@ def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
     assert json.loads(os.read(reading, 1 << 16))["rows"] and fifo.is_fifo()
     os.close(reading)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["fifo", "link", "real", "trace"]
-
-
-def test_an_existing_file_stays_until_the_new_one_is_whole(path: Path, tmp_path: Path) -> None:
-    """--force replaces a file by an archive, which its owner alone may read; one that fails half-way leaves it as it
-    was, and nothing beside it. An import that finds no space leaves a whole store with what came before."""
-    target = tmp_path / "a"
-    target.write_text("old")
-    assert main(["store", "export", str(path), str(target), "--force"]) == 0
-    whole = target.read_bytes()
-    assert whole.startswith(b"manifest.json") and target.stat().st_mode & 0o777 == 0o600
-    assert str(target) in without_space("export", path, target, "--force", max_bytes=64 << 10)
-    assert target.read_bytes() == whole
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["a", "store"]
-    without_space("import", tmp_path / "b", target, max_bytes=250_000)
-    assert main(["store", "verify", str(tmp_path / "b")]) == 0
-    assert 0 < describe(tmp_path / "b").entries < 20
-
-
-# An export that waits for its standard input after the third page.
-HELD_EXPORT = """
-import sys
-from hicache.cli import main
-from hicache.store_command.archive import ArchiveWriter
-
-class Held(ArchiveWriter):
-    def add(self, key, value):
-        super().add(key, value)
-        if self.num_entries == 3:
-            print("held", flush=True)
-            sys.stdin.read()
-
-import hicache.store_command.commands as commands
-commands.ArchiveWriter = Held
-sys.exit(main())
-"""
-
-
-def test_an_interrupted_export_leaves_nothing(path: Path, tmp_path: Path) -> None:
-    """Ctrl-C in the middle of an export: status 130, one line, no archive, nothing beside it, the store is whole."""
-    program = Program(HELD_EXPORT, "store", "export", path, tmp_path / "a", stdin=PIPE)
-    assert program.stdout is not None and program.stdout.readline() == "held\n"
-    assert list(tmp_path.glob(".a.*"))
-    program.send_signal(signal.SIGINT)
-    interrupted(program)
-    assert [p.name for p in tmp_path.iterdir()] == ["store"]
-    assert main(["store", "verify", str(path)]) == 0
 
 
 # Ctrl-C at the moment when a module is being loaded: the worst ones to be raised in.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
@@ -16,8 +15,8 @@ import pytest
 
 import storage_pages
 from cli_case import outcome, output, refused, stats
-from hicache.storage import PageCipher, PageFilter, describe, store_at
-from programs import PIPE, Program, command
+from hicache.storage import PageCipher, PageFilter
+from programs import PIPE, Program
 from storage_pages import (
     IDENTITY,
     PAGE_BYTES,
@@ -105,22 +104,19 @@ GOLDEN = {
     "verify": "path pages bytes encrypted decrypted repair rebuilt faults left",
     "compact": "path before_bytes after_bytes saved_bytes",
     "evict": "path to_bytes evicted entries live_bytes file_bytes",
-    "export": "path file pages left_out archive_bytes",
-    "import": "path file created pages stored present evicted refused reasons",
 }
 
 
-def test_each_verb_prints_one_json_object(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_verb_prints_one_json_object(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each verb does its work and prints its stats, nothing else."""
-    more: dict[str, list[object]] = {"export": [tmp_path / "a"], "evict": ["--to", "100KB"], "import": [tmp_path / "a"]}
     found = {}
-    for verb in ("stat", "ls", "verify", "compact", "export", "evict", "import"):
-        found[verb] = here(capsys, verb, path, *more.get(verb, []))
-        assert " ".join(found[verb]) == GOLDEN[verb]
+    for verb, names in GOLDEN.items():
+        found[verb] = here(capsys, verb, path, *(["--to", "100KB"] if verb == "evict" else []))
+        assert " ".join(found[verb]) == names
     stat = found["stat"]
     assert (stat["format"], stat["identity"], stat["entries"]) == (1, IDENTITY, 24)
     assert (stat["level"], stat["durability"], stat["budget_bytes"]) == (3, "commit", 64 << 20)
-    filter = {"kind": "byte_shuffle", "element_bytes": 2, "tokens": 0, "channels": 0}
+    filter = {"kind": "byte_shuffle", "element_bytes": 2}
     assert stat["formats"] == [{"page_bytes": PAGE_BYTES, "filter": filter}]
     assert (stat["encrypted"], stat["key_id"], stat["writer_pid"]) == (False, "", None)
     assert stat["ratio"] == 24 * PAGE_BYTES / stat["live_bytes"] > 1
@@ -130,11 +126,6 @@ def test_each_verb_prints_one_json_object(path: Path, tmp_path: Path, capsys: py
     assert compact["saved_bytes"] == compact["before_bytes"] - compact["after_bytes"] >= 0
     assert found["evict"]["evicted"] == 24 - found["evict"]["entries"] > 0
     assert found["evict"]["file_bytes"] <= 100_000
-    assert (found["import"]["stored"], found["import"]["present"]) == (
-        found["evict"]["evicted"],
-        found["evict"]["entries"],
-    )
-    assert held(path, range(20)) == set(range(20))
 
 
 def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -151,13 +142,12 @@ def test_ls_gives_the_use_order(path: Path, capsys: pytest.CaptureFixture[str]) 
     assert [line.split() for line in lines] == [[*map(str, e.values())] for e in listed[:2]]
 
 
-def test_beside_a_writer(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_beside_a_writer(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """While another process has a store open, stat says what is known from outside, and everything else is refused with
     that process's number, and changes nothing."""
     known = ("identity", "formats", "level", "durability", "budget_bytes", "key_id", "encrypted")
     sizes = ("entries", "live_bytes", "raw_bytes", "ratio")
     before = here(capsys, "stat", path)
-    here(capsys, "export", path, tmp_path / "a")
     with writer_of(path) as number:
         found = here(capsys, "stat", path)
         assert found["writer_pid"] == number and [found[name] for name in sizes] == [None] * 4
@@ -166,28 +156,16 @@ def test_beside_a_writer(path: Path, tmp_path: Path, capsys: pytest.CaptureFixtu
         text = output(capsys, "store", "stat", path)
         assert all(re.search(rf"^{name} +-$", text, re.M) for name in ("entries", "live", "ratio"))
         assert re.search(rf"^written by +process {number}$", text, re.M)
-        verbs = (
-            ["ls"],
-            ["verify"],
-            ["verify", "--repair"],
-            ["compact"],
-            ["evict", "--to", "0"],
-            ["export", tmp_path / "b"],
-        )
-        for verb, *more in (*verbs, ["import", tmp_path / "a"]):
+        for verb, *more in (["ls"], ["verify"], ["verify", "--repair"], ["compact"], ["evict", "--to", "0"]):
             assert f"is in use by process {number}; close it there" in refused(capsys, "store", verb, path, *more)
-        assert not (tmp_path / "b").exists()
     after = here(capsys, "stat", path)
     assert (after["writer_pid"], after["entries"]) == (None, before["entries"] + 3)
 
 
-def test_planted_faults_are_named_and_repaired(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A changed page, which is not exported, and a lost index record are named with status 1 and left as they are;
+def test_planted_faults_are_named_and_repaired(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A changed page and a lost index record are named with status 1 and left as they are;
     --repair drops the one, builds the index anew, and the store is clean and keeps all other pages."""
     flip(path, 4)
-    exported = here(capsys, "export", path, tmp_path / "a")
-    assert (exported["pages"], exported["left_out"]) == (23, 1)
-    assert here(capsys, "import", tmp_path / "copy", tmp_path / "a")["stored"] == 23
     change_index(path, forget(7))
     for _ in range(2):
         found = here(capsys, "verify", path, status=1)
@@ -234,39 +212,6 @@ def test_a_copy_of_a_closed_store_is_the_store(path: Path, tmp_path: Path, capsy
     assert 0 < len(held(path, range(20))) < 20 and held(copy, range(20)) == held(path, range(20))
 
 
-@pytest.mark.parametrize("key", [None, KEY], ids=["plain", "encrypted"])
-def test_round_trip(key: bytes | None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Through an archive and through pipes, to a new store: the same pages, use order, settings; no key is needed."""
-    settings = {
-        "cipher": PageCipher(key) if key else None,
-        "filter": PageFilter("byte_shuffle", 2),
-        "durability": "commit",
-    }
-    store = open_store(tmp_path / "a", **settings)
-    put_numbers(store, range(30), kind="normal")
-    put_numbers(store, range(5, 9), kind="normal")
-    store.close()
-    stat, order = here(capsys, "stat", tmp_path / "a"), here(capsys, "ls", tmp_path / "a")["entries"]
-    reading, writing = os.pipe()
-    with command("store", "export", tmp_path / "a", "-", stdout=writing) as exporting:
-        os.close(writing)
-        with command("store", "import", tmp_path / "b", "-", "--json", stdin=reading) as importing:
-            os.close(reading)
-            imported = json.loads(importing.communicate()[0])
-        assert "30 pages" in exporting.communicate()[1] and exporting.returncode == 0
-    assert (imported["created"], imported["stored"], imported["refused"]) == (True, 30, 0)
-    again, changing = here(capsys, "stat", store_at(tmp_path / "b")), ("path", "file_bytes", "last_use_s")
-    assert {k: v for k, v in again.items() if k not in changing} == {k: v for k, v in stat.items() if k not in changing}
-    assert here(capsys, "ls", tmp_path / "b")["entries"] == order
-    assert held(store_at(tmp_path / "b"), range(31), "normal", **settings) == set(range(30))
-    assert here(capsys, "verify", tmp_path / "b")["faults"] == []
-    here(capsys, "export", tmp_path / "b", tmp_path / "archive")
-    here(capsys, "evict", tmp_path / "b", "--to", "200KB")
-    assert here(capsys, "import", tmp_path / "b", tmp_path / "archive")["pages"] == 30
-    assert here(capsys, "import", tmp_path / "c", tmp_path / "archive", "--budget", "8MB")["stored"] == 30
-    assert here(capsys, "stat", tmp_path / "c")["budget_bytes"] == 8_000_000
-
-
 def test_the_key_of_an_encrypted_store(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -284,49 +229,12 @@ def test_the_key_of_an_encrypted_store(
     assert here(capsys, "stat", tmp_path / "s")["key_id"] == key_id
     assert here(capsys, "verify", tmp_path / "s")["decrypted"] is False
     assert here(capsys, "verify", tmp_path / "s", *with_key)["decrypted"] is True
-    assert here(capsys, "export", tmp_path / "s", tmp_path / "a", *with_key)["pages"] == 6
-    assert here(capsys, "import", tmp_path / "t", tmp_path / "a", *with_key)["stored"] == 6
-    for verb, *more in (["ls"], ["verify"], ["compact"], ["evict", "--to", "0"], ["export", tmp_path / "b"]):
+    for verb, *more in (["ls"], ["verify"], ["compact"], ["evict", "--to", "0"]):
         err = refused(capsys, "store", verb, tmp_path / "s", *more, *other)
         assert f"cipher_key: stored '{key_id}', now '" in err and "ff" * 8 not in err
         assert "cipher_key: stored None, now '" in refused(capsys, "store", verb, tmp_path / "plain", *more, *with_key)
-    importing = ("store", "import", tmp_path / "new", tmp_path / "a")
-    assert f"cipher_key: stored '{key_id}'" in refused(capsys, *importing, *other)
-    assert not (tmp_path / "new").exists() and not (tmp_path / "b").exists()
     monkeypatch.setenv("HICACHE_DISK_KEY", KEY.hex())
     assert here(capsys, "verify", tmp_path / "s")["decrypted"] is True
     assert "both set" in refused(capsys, "store", "ls", tmp_path / "s", *with_key)
     monkeypatch.setenv("HICACHE_DISK_KEY", "no key")
     assert "HICACHE_DISK_KEY holds no key" in refused(capsys, "store", "ls", tmp_path / "s")
-
-
-def test_import_into_another_identity_is_refused(
-    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A store of another model, or of other pages, takes nothing; the message names both sides."""
-    here(capsys, "export", path, tmp_path / "a")
-    for name, changes in (("model", {"identity": {**IDENTITY, "model": "huge"}}), ("page", {"page_bytes": 4096})):
-        store = open_store(tmp_path / name, **changes)
-        store.close()
-        err = refused(capsys, "store", "import", tmp_path / name, tmp_path / "a")
-        assert "was made for something else" in err
-        assert ("model: stored 'huge', now 'tiny'" if name == "model" else "page_bytes: stored [4096]") in err
-        assert describe(tmp_path / name).entries == 0
-    for folder, budget in ((path, "1GB"), (tmp_path / "new", "9kB")):  # it holds a store; it would hold no page
-        assert "budget" in refused(capsys, "store", "import", folder, tmp_path / "a", "--budget", budget)
-    assert not (tmp_path / "new").exists()
-
-
-def test_import_keeps_to_the_budget(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A budget too small for all keeps the most recently used pages, and the stats say how many were evicted."""
-    store = open_store(tmp_path / "a")
-    put_numbers(store, range(80))
-    put_numbers(store, range(30, 40))
-    store.close()
-    order = [entry["key"] for entry in here(capsys, "ls", tmp_path / "a")["entries"]]
-    here(capsys, "export", tmp_path / "a", tmp_path / "archive")
-    imported = here(capsys, "import", tmp_path / "b", tmp_path / "archive", "--budget", "600kB")
-    left = [entry["key"] for entry in here(capsys, "ls", tmp_path / "b")["entries"]]
-    assert imported["stored"] == 80 and imported["evicted"] == 80 - len(left) > 0
-    assert left == order[-len(left) :]
-    assert here(capsys, "stat", tmp_path / "b")["file_bytes"] <= 600_000

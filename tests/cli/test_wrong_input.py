@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import re
 import shlex
-import tarfile
 from pathlib import Path
 from urllib.parse import quote
 
@@ -18,47 +16,37 @@ import hicache.storage
 from cli_case import outcome, output, refused
 from hicache.config import DiskConfig
 from hicache.errors import ConfigError
-from hicache.storage import PageFormat, describe, store_at
+from hicache.storage import PageFormat
 from storage_pages import open_store, put_numbers
 
 HUGE = "9999999999999999999999"
 ESCAPES = "\x1b[2J\x1b]0;mine\x07 \x9b31m \u202e \r\n\ud800 end"
 
 
-def sealed(record: bytes) -> bytes:
-    """An archive without pages around a manifest."""
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as tar:
-        for name, content in (("manifest.json", record), ("end.json", b'{"pages": 0}')):
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return file.getvalue()
-
-
-def archive(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
+def record(identity: object = None, page_bytes: object = 4096, **settings: object) -> bytes:
+    """What a store says of itself, with these changes."""
     formats = [{"page_bytes": page_bytes, "filter": {"kind": "none"}}]
-    record = {"format": 1, "identity": identity or {"model": "m"}}
-    record["settings"] = {"budget_bytes": 8 << 20, "durability": "relaxed", "level": 1, "formats": formats, **settings}
-    canonical = json.dumps(record, sort_keys=True, separators=(",", ":")).encode()
-    return sealed(json.dumps({**record, "xxh3_64": xxhash.xxh3_64_hexdigest(canonical)}).encode())
+    content = {"format": 1, "identity": identity or {"model": "m"}}
+    content["settings"] = {"budget_bytes": 8 << 20, "durability": "relaxed", "level": 1, "formats": formats, **settings}
+    canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
+    return json.dumps({**content, "xxh3_64": xxhash.xxh3_64_hexdigest(canonical)}).encode()
 
 
 FILTER = {"kind": "byte_shuffle", "element_bytes": 10**30}
+RECORDS = {
+    "deep": b"[" * 100_000,
+    "size.true": record(page_bytes=True),
+    "model.true": record({"model": True}),
+    "budget.int64": record(budget_bytes=10**30),
+    "budget.less": record(budget_bytes=-1),
+    "level.99": record(level=99),
+    "filter.int64": record(formats=[{"page_bytes": 4096, "filter": FILTER}]),
+    "durability": record(durability="\x1b[2J"),
+}
 FILES = {
-    "file": b"neither an archive nor a key",
+    "file": b"no key",
     "other/store.json": b"something else" * 1000,
-    "archive": archive(),
-    "deep": sealed(b"[" * 100_000),
-    "size.true": archive(page_bytes=True),
-    "model.true": archive({"model": True}),
-    "budget.int64": archive(budget_bytes=10**30),
-    "budget.less": archive(budget_bytes=-1),
-    "level.99": archive(level=99),
-    "filter.int64": archive(formats=[{"page_bytes": 4096, "filter": FILTER}]),
-    "durability": archive(durability="\x1b[2J"),
-    "budget.large": archive(budget_bytes=1 << 40),
-    "page.large": archive(page_bytes=1 << 30),
+    **{f"{name}/store.json": content for name, content in RECORDS.items()},
     "broken.yaml": b"{a: [\n",
     "bytes.yaml": b"\xff\xfe\x00",
     "float.yaml": b"host_bytes: 1.5e+9\n",
@@ -138,22 +126,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("evict {tmp}/store --to -1", "--to"),
         ("evict {tmp}/store --to 64.9", "--to"),
         ("evict {tmp}/store --to 999999999TB", "--to"),
-        ("export {tmp}/store {tmp}/file", "--force"),
-        ("export {tmp}/store {tmp}/empty --force", "{tmp}/empty"),
-        ("export {tmp}/store {tmp}/no/where", "{tmp}/no/where"),
-        ("export {tmp}/store {long}", "{long}"),
-        ("export {tmp}/store - --json", "--json"),
-        ("import {tmp}/store {tmp}/none", "{tmp}/none"),
-        ("import {tmp}/new {long}", "{long}"),
-        ("import {tmp}/new {tmp}/file", "{tmp}/file"),
-        ("import {tmp}/new {tmp}/empty", "{tmp}/empty"),
-        ("import {tmp}/new {tmp}/archive --budget 1000TB", "--budget"),
-        *((f"import {{tmp}}/new {{tmp}}/{name}", name) for name in ("deep", "size.true", "model.true")),
-        *((f"import {{tmp}}/new {{tmp}}/{name}", name) for name in ("budget.int64", "budget.less", "filter.int64")),
-        ("import {tmp}/new {tmp}/level.99", "level=99"),
-        ("import {tmp}/new {tmp}/durability", "durability"),
-        ("import {tmp}/new {tmp}/budget.large", "--max-budget"),
-        ("import {tmp}/new {tmp}/page.large", "--max-page"),
+        *((f"verify {{tmp}}/{name}", {"level.99": "level=99"}.get(name, name)) for name in RECORDS),
     ],
     "replay {tmp}/trace.jsonl": [
         ("--device-blocks 0", "--device-blocks"),
@@ -236,34 +209,16 @@ def test_an_unknown_flag_names_the_help_of_its_command(capsys: pytest.CaptureFix
         assert f"arguments: {flag.split()[0]} ({meant} is one); 'hicache {command} --help'" in line
 
 
-@pytest.mark.parametrize(
-    ("data", "flags", "budget_bytes"),
-    [
-        (archive(budget_bytes=1 << 40), ("--budget", "16MiB"), 16 << 20),
-        (archive(budget_bytes=100 << 20), ("--max-budget", "100MiB"), 100 << 20),
-        (archive(page_bytes=300 << 20, budget_bytes=8 << 30), ("--max-page", "300MiB"), 8 << 30),
-    ],
-    ids=["budget", "max-budget", "max-page"],
-)
-def test_flags_allow_what_an_archive_asks_for(
-    data: bytes, flags: tuple[str, str], budget_bytes: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """--max-budget and --max-page allow as much and no more; with --budget it does not matter what the archive asks."""
-    (tmp_path / "archive").write_bytes(data)
-    output(capsys, "store", "import", tmp_path / "new", tmp_path / "archive", *flags)
-    assert describe(tmp_path / "new").budget_bytes == budget_bytes
-
-
 def test_texts_of_a_store_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Control characters, line breaks and lone surrogates in names and values of an identity are printed as escapes, in
-    the report and in errors, and add no line."""
+    """Control characters, line breaks and lone surrogates in names and values of an identity are printed as escapes,
+    and add no line."""
     for name, identity in (("plain", None), ("evil", {"model": "m", ESCAPES: ESCAPES})):
-        (tmp_path / name).write_bytes(archive(identity))
-        output(capsys, "store", "import", tmp_path / f"{name}.store", tmp_path / name)
-    plain, evil = (output(capsys, "store", "stat", tmp_path / f"{name}.store") for name in ("plain", "evil"))
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "store.json").write_bytes(record(identity))
+        (tmp_path / name / "store.json").chmod(0o600)
+    plain, evil = (output(capsys, "store", "stat", tmp_path / name) for name in ("plain", "evil"))
     assert len(evil.splitlines()) == len(plain.splitlines()) + 1 and evil.isascii()
     assert all(line.isprintable() for line in evil.splitlines()) and "\\x1b[2J" in evil and "\\ud800" in evil
-    assert "\\x1b[2J" in refused(capsys, "store", "import", store_at(tmp_path / "plain.store"), tmp_path / "evil")
 
 
 def test_paths_as_users_write_them(

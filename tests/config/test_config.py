@@ -89,7 +89,6 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"disk": {"path": "/x"}, "host_bytes": 0, "model_id": "m"}, "host_bytes"),
     ({"disk": {"path": "/x"}}, "model_id"),
     ({"disk": {}, "model_id": "m"}, "path"),
-    ({"disk": {"path": "/x", "filter": "best"}, "model_id": "m"}, "disk filter='best'"),
     ({"disk": {"path": "/x", "level": 23}, "model_id": "m"}, "disk level=23"),
     ({"disk": {"path": "/x", "durability": "never"}, "model_id": "m"}, "disk durability='never'"),
     ({"advanced": {"staging": 1}}, "staging"),

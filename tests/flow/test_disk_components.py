@@ -25,7 +25,7 @@ from component_case import (
 from disk_case import TroubledStore, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Hit, ModelGeometry, build_engine
 from hicache.flow.write_policy import POLICIES as POLICIES_BY_NAME
-from hicache.storage import PageBuffer, pages
+from hicache.storage import PageBuffer, list_pages
 from hicache.tiers import MAMBA, SWA
 from memory_store import MemoryPageStore
 from priority_write import PriorityWriteThrough
@@ -197,7 +197,7 @@ def test_states_and_windows_are_evicted_before_their_pages(
 
         def is_ordered() -> bool:
             stores[-1].sync()
-            order = [key for key, _ in pages(stores[-1].inner)]
+            order = [entry.key for entry in list_pages(stores[-1].inner)]
             first_page = min(order.index(key) for key in page_keys)
             held = [order.index(key) for key in others if key in order]
             return bool(held) and max(held) < first_page

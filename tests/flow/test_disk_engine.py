@@ -18,7 +18,7 @@ from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_ke
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
 from hicache.config import PrefetchMode
 from hicache.engine import LookupResult
-from hicache.storage import PageBuffer, StoreError, open_existing, pages
+from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
 from hicache.tiers import FULL
 from toy_model import GEOMETRY, config, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
@@ -291,7 +291,7 @@ def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Pat
         assert hit.device + hit.host > 0 and hit.disk == 0
         store = stores[-1].inner
         keys = [page_keys(engine, tokens) for tokens in (one, two)]
-        eventually(lambda: store.sync() or [key for key, _ in pages(store)] == keys[1][::-1] + keys[0][::-1])
+        eventually(lambda: store.sync() or [one.key for one in list_pages(store)] == keys[1][::-1] + keys[0][::-1])
         assert len(keys[0]) > 4
 
 

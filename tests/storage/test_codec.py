@@ -17,7 +17,7 @@ from storage_pages import WholeCodec, is_compressed, page_of
 NAMESPACE = b"n" * 16
 LARGE = 1 << 20
 NONE, BYTE_SHUFFLE = PageFilter(), PageFilter("byte_shuffle", 2)
-FILTERS = [NONE, BYTE_SHUFFLE, PageFilter("byte_shuffle", 8), PageFilter("channel_byte_shuffle", 2, 2, 2)]
+FILTERS = [NONE, BYTE_SHUFFLE, PageFilter("byte_shuffle", 8)]
 CIPHERS = [None, PageCipher(bytes(32))]
 
 
@@ -96,7 +96,7 @@ def test_lag_packs_faster_then_not_at_all(level: int) -> None:
 @pytest.mark.parametrize(("level", "cipher"), [(0, None), (1, None), (1, CIPHERS[1])])
 def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> None:
     """Once a thread has read one page, reading another allocates a small part of it."""
-    codec = codec_of(LARGE, level, PageFilter("channel_byte_shuffle", 2, 64, 128), cipher=cipher)
+    codec = codec_of(LARGE, level, BYTE_SHUFFLE, cipher=cipher)
     value, back = codec.encode(b"k", page_of(1, LARGE, "normal")), np.empty(LARGE, dtype=np.uint8)
     assert codec.decode_into(b"k", value, back) == ""
     tracemalloc.start()
@@ -110,7 +110,7 @@ def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> Non
 def test_threads_do_not_share_scratch() -> None:
     """Threads that encode and decode with one codec at the same time get their own pages back."""
     size = 256 << 10
-    codec = codec_of(size, filter=PageFilter("channel_byte_shuffle", 2, 64, 64), cipher=CIPHERS[1])
+    codec = codec_of(size, filter=BYTE_SHUFFLE, cipher=CIPHERS[1])
 
     def work(number: int) -> None:
         page, back = page_of(number, size, "normal"), np.empty(size, dtype=np.uint8)

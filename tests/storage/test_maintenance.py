@@ -1,4 +1,4 @@
-"""What an operator does: describe a store, verify and repair it, move its pages elsewhere."""
+"""What an operator does: describe a store, verify and repair it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from hicache.storage import (
     StoreError,
     StoreMismatch,
     describe,
+    list_pages,
     open_existing,
-    pages,
-    put_values,
     verify,
 )
 from storage_pages import (
@@ -113,24 +112,7 @@ def test_verify_finds_and_repairs_every_fault(tmp_path: Path) -> None:
         assert {f.key for f in report.faults if f.action == "dropped"} == set(map(key_of, bad))
         assert {f.key for f in report.faults if f.action == "index rebuilt"} == {None, key_of(7), key_of(8)}
         assert verify(store).faults == () and verify(store).pages == 27
-        assert [key for key, _ in pages(store)] == [key_of(n) for n in range(30) if n not in bad]
+        assert [entry.key for entry in list_pages(store)] == [key_of(n) for n in range(30) if n not in bad]
         assert found_numbers(store, range(30)) == set(range(30)) - set(bad)
         assert put_numbers(store, sorted(bad)) == [True] * 3
         store.check()
-
-
-def test_values_that_do_not_verify_are_not_taken(tmp_path: Path) -> None:
-    """A value that was changed, is under another key or of another identity is refused; the others are stored."""
-    ours, theirs = open_store(tmp_path / "a"), open_store(tmp_path / "b", identity={"model": "theirs"})
-    put_numbers(ours, range(4))
-    put_numbers(theirs, [9])
-    (good, one, two, three), (foreign,) = list(pages(ours)), list(pages(theirs))
-    ours.delete([key_of(n) for n in range(4)])
-    changed = (one[0], one[1][:-1] + bytes([one[1][-1] ^ 1]))
-    moved = (two[0], three[1])
-    assert put_values(ours, [good, changed, moved, foreign]) == [True, False, False, False]
-    assert put_values(ours, []) == []
-    assert ours.stats().entries == 1
-    ours.check()
-    ours.close()
-    theirs.close()

@@ -18,18 +18,17 @@ from storage_pages import WholeCodec, is_compressed, page_of, value_of
 
 PAGE = 256
 NAMESPACE = b"n" * 16
-FIELDS = struct.Struct("<4sHBBIIBBHII16s")
+FIELDS = struct.Struct("<4sHBBIIBB10s16s")
 CIPHER, OTHER_CIPHER = PageCipher(bytes(32)), PageCipher(bytes(range(32)))
-CHANNELS = PageFilter("channel_byte_shuffle", 2, 4, 8)
+SHUFFLED = PageFilter("byte_shuffle", 2)
 CODECS = {
     name: WholeCodec(PageFormat(PAGE, filter), NAMESPACE, level, cipher)
     for name, level, filter, cipher in (
         ("raw", 0, PageFilter(), None),
         ("zstd", 1, PageFilter(), None),
-        ("byte_shuffle", 1, PageFilter("byte_shuffle", 2), None),
-        ("channels", 1, CHANNELS, None),
+        ("shuffled", 1, SHUFFLED, None),
         ("encrypted raw", 0, PageFilter(), CIPHER),
-        ("encrypted channels", 1, CHANNELS, CIPHER),
+        ("encrypted shuffled", 1, SHUFFLED, CIPHER),
     )
 }
 
@@ -45,9 +44,7 @@ def fields_of(**changes: int | bytes) -> bytes:
         "stored_bytes": PAGE,
         "filter": 0,
         "element_bytes": 1,
-        "reserved": 0,
-        "tokens": 0,
-        "channels": 0,
+        "reserved": bytes(10),
         "namespace": NAMESPACE,
     }
     assert changes.keys() <= fields.keys()
@@ -117,11 +114,8 @@ RULES: list[tuple[dict[str, Any], str]] = [
     ({"codec": 1, "filter": 1, "element_bytes": 3}, "element_bytes=3"),
     ({"codec": 1, "filter": 1, "element_bytes": 0}, "element_bytes=0"),
     ({"codec": 1, "filter": 0, "element_bytes": 2}, "element_bytes=2"),
-    ({"codec": 1, "filter": 1, "element_bytes": 2, "tokens": 3}, "segment"),
-    ({"codec": 1, "filter": 2, "element_bytes": 2}, "segment"),
-    ({"codec": 1, "filter": 2, "element_bytes": 2, "tokens": 5, "channels": 1}, "units of 10 bytes"),
-    ({"codec": 1, "filter": 2, "element_bytes": 8, "tokens": 2**32 - 1, "channels": 2**32 - 1}, "units of"),
-    ({"reserved": 1}, "unknown flags 0, 1"),
+    ({"codec": 1, "filter": 2, "element_bytes": 2}, "unknown filter 2"),
+    ({"reserved": bytes(9) + b"\1"}, "unknown flags 0, 00000000000000000001"),
     ({"namespace": b"m" * 16}, "another namespace"),
     ({"codec": 1}, "frame"),
 ]
@@ -173,8 +167,8 @@ def test_frames_that_are_not_the_page() -> None:
 def test_no_downgrade() -> None:
     """A plain value is refused where a key is set; an encrypted one where none or another is. Another filter in its
     header, plausible in every rule, is refused by the cipher alone."""
-    page, secret = page_of(0, PAGE, "flat"), CODECS["encrypted channels"]
-    plain, encrypted = CODECS["channels"].encode(b"key", page), secret.encode(b"key", page)
+    page, secret = page_of(0, PAGE, "flat"), CODECS["encrypted shuffled"]
+    plain, encrypted = CODECS["shuffled"].encode(b"key", page), secret.encode(b"key", page)
     other = WholeCodec(PageFormat(PAGE), NAMESPACE, 1, OTHER_CIPHER)
     filtered = bytearray(encrypted)
     filtered[16:28] = fields_of(filter=1, element_bytes=4)[16:28]
@@ -217,8 +211,6 @@ NONSENSE = st.fixed_dictionaries(
         "raw_bytes": st.sampled_from([PAGE, PAGE, PAGE, 0, PAGE - 1, PAGE + 1, 2**32 - 1]),
         "filter": st.integers(0, 3),
         "element_bytes": st.sampled_from([1, 2, 4, 8, 0, 3, 255]),
-        "tokens": st.sampled_from([0, 1, 2, 4, 16, 128, 5, 2**32 - 1]),
-        "channels": st.sampled_from([0, 1, 2, 4, 16, 128, 5, 2**32 - 1]),
     }
 )
 PAYLOADS = st.one_of(st.binary(max_size=PAGE + 40), st.just(bytes(PAGE)), frames(1 << 22))

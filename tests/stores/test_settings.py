@@ -13,11 +13,10 @@ import torch
 from disk_case import PATIENCE_S
 from hicache import CacheEngine, DiskConfig, RemoteConfig, build_engine
 from hicache.errors import ConfigError
-from hicache.host import ids_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreError, StoreMismatch
 from hicache.stores import cipher_of, page_filter
-from toy_model import GEOMETRY, config, expected_kv, serve
+from toy_model import GEOMETRY, config, serve
 
 KEY = bytes(range(100, 132))
 
@@ -36,48 +35,15 @@ def spec(name: str, dtype: torch.dtype, *shape: int, per: str = "token") -> Buff
 
 
 def test_the_filter_follows_the_layout() -> None:
-    """`channel_byte_shuffle` needs buffers of one size, a row a token, else it is refused; `auto` and `byte_shuffle`
-    shuffle by the bytes of the smallest element."""
+    """It shuffles by the bytes of the smallest element, and fits the pages; packed ones it leaves alone."""
     even = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 4, 4)), 4)
     fp8 = PoolLayout((spec("kv", torch.uint8, 12),), 4)
-    uneven = PoolLayout((spec("k", torch.bfloat16, 2, 8), spec("v", torch.bfloat16, 2, 4)), 4)
     scaled = PoolLayout((spec("k", torch.int8, 2, 8), spec("s", torch.float32, 16)), 4)
     paged = PoolLayout((spec("k", torch.float32, 8, per="page"),), 4)
-    assert page_filter("channel_byte_shuffle", even, 64) == PageFilter("channel_byte_shuffle", 2, 64, 16)
-    assert page_filter("channel_byte_shuffle", fp8, 32) == PageFilter("channel_byte_shuffle", 1, 32, 12)
-    assert page_filter("auto", even, 64) == PageFilter("byte_shuffle", 2)
-    assert page_filter("auto", uneven, 64) == PageFilter("byte_shuffle", 2)
-    assert page_filter("auto", scaled, 64) == PageFilter("byte_shuffle", 1)
-    assert page_filter("auto", paged, 64) == PageFilter("byte_shuffle", 4)
-    assert page_filter("byte_shuffle", even, 64) == PageFilter("byte_shuffle", 2)
-    assert page_filter("none", even, 64) == PageFilter()
-    for layout in (uneven, scaled, paged):
-        with pytest.raises(ConfigError, match="filter"):
-            page_filter("channel_byte_shuffle", layout, 64)
-        for wanted in ("auto", "none", "byte_shuffle"):
-            assert page_filter(wanted, layout, 64).mismatch(layout.page_bytes(64)) == ""
-
-
-def test_a_segment_of_a_page_is_one_buffer_of_one_layer(tmp_path: Path) -> None:
-    """On a page of a real pool: read as [segments, tokens, channels], as the filter will, segment 2 * layer + b is
-    exactly the rows of the layer's keys (b = 0) or values (b = 1)."""
-    with engine_at(tmp_path / "s") as engine:
-        host = engine.inspect.context.full.host
-        assert host is not None
-        how = page_filter("channel_byte_shuffle", host.layout, host.page_tokens)
-        assert (how.kind, how.element_bytes, how.tokens, how.channels) == ("channel_byte_shuffle", 4, 8, 8)
-        tokens = tokens_of(1)
-        serve(engine, "a", tokens)
-        engine.flush()
-        tree, index = engine.inspect.context.tree, engine.inspect.context.full.index
-        (first,) = ids_of(index.parts(tree.names.of_prompt(tree.match(tokens), tokens)[:1]))
-        page = host.bytes_of[first].view(torch.float32)
-        segments = page.reshape(-1, how.tokens, how.channels)
-        assert len(segments) == 2 * GEOMETRY.layer_num
-        truth = expected_kv(tokens)[:8]
-        for layer in range(GEOMETRY.layer_num):
-            for b in (0, 1):
-                assert torch.equal(segments[2 * layer + b], truth[:, layer, b].reshape(8, -1))
+    for layout, width in ((even, 2), (fp8, 1), (scaled, 1), (paged, 4)):
+        assert page_filter(layout) == PageFilter("byte_shuffle", width)
+        assert page_filter(layout).mismatch(layout.page_bytes(64)) == ""
+    assert page_filter(even, is_packed=True) == PageFilter("uncompressed")
 
 
 def test_a_key_is_read_in_each_of_its_forms(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

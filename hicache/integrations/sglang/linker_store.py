@@ -78,7 +78,7 @@ def open_store(
     }
     formats: dict[int, PageFormat] = {}  # by size: where two components share one, the first decides
     for pool in pools:
-        wanted = PageFormat(pool.page_bytes, page_filter("auto", pool.layout, pool.page_tokens))
+        wanted = PageFormat(pool.page_bytes, page_filter(pool.layout))
         formats.setdefault(pool.page_bytes, wanted)
     full_bytes = config.host_bytes // 2  # so much that waits for the writer makes it compress less
     return ServerStore.open(config, identity, list(formats.values()), full_bytes=full_bytes)
