@@ -23,7 +23,7 @@ class ScheduledRequest:
         sequence[length, end)       tokens to generate
 
     `arrival`: the number of its submission. `lead_s`: seconds of waiting that its priority is worth. `rank`: changed by
-    its queue alone. `expected_len`: tokens of its prompt that memory held when they were looked up, after `seen_commits`
+    its queue alone. `expected_len`: tokens of its prompt that memory held at the last look, after `seen_commits`
     commits. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: some do. `is_plain`: it wants
     no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
     where the next pass over it ends.
