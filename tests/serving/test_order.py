@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import pytest
+import torch
 
 from disk_case import Clock
-from hicache.serving import Request, Scheduler
+from hicache.bench.serving_sessions import TINY, SessionRun, serve_turns
+from hicache.bench.sessions import Scale, Turn, generated_turns
+from hicache.serving import Chunk, Request, Scheduler
 from hicache.serving.order import ServingOrder
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
-from serving_case import prompt, shared, tiny_engine, tiny_llama, tiny_runner
+from serving_case import VOCAB, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 _OVERTAKE_S = 0.2  # 50 tokens that are left, at a millisecond each, which is assumed until a pass was measured
 
@@ -120,3 +124,32 @@ def test_priority_comes_before_what_is_left() -> None:
         for name, length, priority in (("b", 20, 0), ("c", 90, 1), ("d", 60, 1), ("e", 10, -1)):
             scheduler.submit(Request(name, prompt(length, seed=ord(name)), 2, priority=priority))
         assert _served(scheduler) == "dcbae"
+
+
+class _TimedRunner:
+    """Passes that take 10 ms and 0.5 ms a token of the clock, and compute nothing."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        self._clock.now_s += 0.01 + 5e-4 * sum(chunk.end - chunk.start for chunk in chunks)
+        return torch.zeros(len(chunks), VOCAB)
+
+
+def _served_turns(turns: Sequence[Turn], clients: int, overtake_s: float) -> SessionRun:
+    """On a device that holds few of the sessions."""
+    clock, model = Clock(), shared(tiny_llama)
+    settings = {"device_tokens": 4096, "max_context_len": 1024, "max_requests": 40, "host_bytes": 0}
+    with tiny_engine(model, **settings) as engine:
+        scheduler = Scheduler(engine, _TimedRunner(clock), chunk_tokens=256, max_overtake_s=overtake_s, clock=clock)
+        return serve_turns(scheduler, turns, TINY, clients)
+
+
+@pytest.mark.parametrize(("clients", "most_mean", "most_p99"), [(8, 0.95, 1.0), (32, 0.8, 1.2)])
+def test_first_tokens_of_agent_sessions_come_earlier(clients: int, most_mean: float, most_p99: float) -> None:
+    """Than first come, first served, by the mean and by the slowest, on a clock that passes alone move."""
+    turns = generated_turns(Scale(requests=150, block_tokens=8, shortest=32, longest=1000))
+    ours, first_come = (_served_turns(turns, clients, overtake_s) for overtake_s in (15.0, 0.0))
+    assert ours.mean_s <= most_mean * first_come.mean_s, (str(ours), str(first_come))
+    assert ours.p99_s <= most_p99 * first_come.p99_s, (str(ours), str(first_come))
