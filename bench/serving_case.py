@@ -88,7 +88,7 @@ class Served:
     runner: ModelRunner
     chunk_tokens: int
 
-    def scheduler(self, max_running: int = 32, **settings: float) -> Scheduler:
+    def scheduler(self, max_running: int = 32, **settings: Any) -> Scheduler:
         return Scheduler(self.engine, self.runner, chunk_tokens=self.chunk_tokens, max_running=max_running, **settings)
 
     def first_token_s(self, request_id: str, tokens: Tokens, namespace: str = "") -> tuple[float, RequestOutput]:
