@@ -88,8 +88,8 @@ class Served:
     runner: ModelRunner
     chunk_tokens: int
 
-    def scheduler(self, max_running: int = 32) -> Scheduler:
-        return Scheduler(self.engine, self.runner, chunk_tokens=self.chunk_tokens, max_running=max_running)
+    def scheduler(self, max_running: int = 32, **settings: Any) -> Scheduler:
+        return Scheduler(self.engine, self.runner, chunk_tokens=self.chunk_tokens, max_running=max_running, **settings)
 
     def first_token_s(self, request_id: str, tokens: Tokens, namespace: str = "") -> tuple[float, RequestOutput]:
         """Seconds from the submission of a request to its first token, and its output."""

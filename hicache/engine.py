@@ -160,11 +160,11 @@ class CacheEngine(EngineLife):
         return handle
 
     @exclusive
-    def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> None:
-        """A queued request of these tokens will come: what memory holds of its prefix is evicted last, until `acquire`
-        or `cancel`. It costs a match; call it again to include what came to the cache meanwhile."""
+    def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> int:
+        """A queued request of these tokens will come: what memory holds of its prefix, this many tokens, is evicted
+        last, until `acquire` or `cancel`. It costs a match; call it again to include what came meanwhile."""
         self._require_running()
-        self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
+        return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
     @exclusive
     def poll(self) -> None:

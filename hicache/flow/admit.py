@@ -176,24 +176,27 @@ class Admit:
         for kind, counter in self._refused.items():
             counter.value += isinstance(error, kind)
 
-    def expect(self, request_id: str, tokens: Tokens, namespace: str) -> None:
+    def expect(self, request_id: str, tokens: Tokens, namespace: str) -> int:
         """See `CacheEngine.expect`."""
         context, tree = self._context, self._context.tree
         whole = tokens[: self._max_cached(len(tokens))]
         match, runs = tree.match(whole, namespace), dict[Component, list[HostRun]]()
+        usable = on_device = tree.usable_len(match, match.full_len)
         if context.has_host:  # before a node of the match is split
             located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
             end = located.last_end(located.host_end, 0, located.in_memory)
+            usable = end * tree.page_size
             for component in context.components:
                 pages = range(component.first_required(end), end)
                 runs[component.name] = [part.run for part in located.parts(component, pages)]
-        node = tree.node_at(match, tree.usable_len(match, match.full_len))
+        node = tree.node_at(match, on_device)
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
             new = _Expected(node, None if node.is_root else tree.expect(node), runs)
             self._expect_runs(runs, 1)
             self._end_expectation(request_id)
             self._expectations[request_id] = new
+        return usable
 
     def forget(self, request_id: str) -> None:
         """The request is queued no more."""

@@ -17,9 +17,11 @@ from dataclasses import dataclass
 import torch
 
 from hicache.engine import CacheEngine
+from hicache.flow.cost import PrefillCost
 from hicache.serving.pass_budget import PassBudget, PrefillPace
 from hicache.serving.passes import Chunk
 
+_ASSUMED_TOKEN_S = 1e-3  # before the first pass
 _FIRST_TOKENS_ON_CPU = 256  # of the pass before any was measured; a GPU computes what a pass may have
 
 
@@ -40,6 +42,8 @@ class PrefillMeter:
         self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter, max_pass_s: float = 0.0
     ) -> None:
         self._engine, self._clock = engine, clock
+        self._cost = PrefillCost()
+        self._cost.assume(_ASSUMED_TOKEN_S, 0.0)
         self._on_cuda = engine.pool.device.type == "cuda"
         self._pace = PrefillPace(max_pass_s, math.inf if self._on_cuda else _FIRST_TOKENS_ON_CPU)
         self._pending: deque[_Pass] = deque()
@@ -72,6 +76,10 @@ class PrefillMeter:
         """Of the next pass, as `PrefillPace.budget`."""
         return self._pace.budget(num_tokens, beside_streams)
 
+    def seconds(self, start: int, end: int) -> float:
+        """Of computing positions [start, end) of a prompt, by the passes so far."""
+        return self._cost.seconds(start, end)
+
     def report(self) -> None:
         """Tell the engine about the passes that have ended. To be called in every step, also in one without a pass: a
         request that waits for the disk is compared with the speed."""
@@ -82,4 +90,6 @@ class PrefillMeter:
 
     def _observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         self._engine.observe_prefill(num_tokens, seconds, mean_position)
+        if seconds > 0:
+            self._cost.observe(num_tokens, seconds, mean_position)
         self._pace.observe(num_tokens, seconds, mean_position)

@@ -1,10 +1,10 @@
-"""The scheduler's own view of a request, and the order in which requests are served: by arrival, less what priority is
-worth."""
+"""The scheduler's own view of a request, and queues of them in the order in which they are served
+(`hicache.serving.order`)."""
 
 from __future__ import annotations
 
 import bisect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import numpy as np
@@ -22,9 +22,10 @@ class ScheduledRequest:
         sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
         sequence[length, end)       tokens to generate
 
-    `arrival`: the number of its submission. `lead_s`: so much earlier than it was submitted it is served, so none
-    starves. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: some do. `is_plain`: it
-    wants no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
+    `arrival`: the number of its submission. `lead_s`: seconds of waiting that its priority is worth. `rank`: changed by
+    its queue alone. `expected_len`: tokens of its prompt that memory held at the last look, after `seen_commits`
+    commits. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: some do. `is_plain`: it wants
+    no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
     where the next pass over it ends.
     """
 
@@ -43,7 +44,8 @@ class ScheduledRequest:
             self.logprobs.append(TokenLogprobs(int(request.tokens[0]), None))
             self.num_scored = 1
         self.is_scoring = self.num_scored < len(request.tokens)
-        self.rank = (submitted_s - lead_s, arrival)
+        self.arrival, self.rank = arrival, (submitted_s - lead_s, arrival)
+        self.expected_len = self.seen_commits = 0
         self.submitted_s, self.lead_s = submitted_s, lead_s
         self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
         self.sequence = np.empty(len(request.tokens) + request.max_new_tokens, dtype=np.int64)
@@ -62,6 +64,11 @@ class ScheduledRequest:
     @property
     def request_id(self) -> str:
         return self.request.request_id
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether it waits for no prefetch."""
+        return self.prefetch is None or self.prefetch.ready
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
@@ -119,13 +126,22 @@ class ScheduledRequest:
 
 
 class RequestQueue:
-    """Requests in the order of their rank. A lookup takes O(log n); adding and removing moves pointers."""
+    """Requests in the order of their rank, `rank_s` and then arrival. Ranks change in `sort` alone, which takes O(n); a
+    lookup takes O(log n); adding and removing moves pointers."""
 
-    def __init__(self) -> None:
+    def __init__(self, rank_s: Callable[[ScheduledRequest], float]) -> None:
+        self._rank_s = rank_s
         self._requests: list[ScheduledRequest] = []
 
     def add(self, req: ScheduledRequest) -> None:
+        req.rank = (self._rank_s(req), req.arrival)
         bisect.insort(self._requests, req, key=_rank)
+
+    def sort(self) -> None:
+        """By what the ranks are now."""
+        for req in self._requests:
+            req.rank = (self._rank_s(req), req.arrival)
+        self._requests.sort(key=_rank)
 
     def discard(self, req: ScheduledRequest) -> None:
         """Remove a request; nothing happens where it is not in the queue."""
@@ -144,9 +160,6 @@ class RequestQueue:
 
     def __len__(self) -> int:
         return len(self._requests)
-
-    def __getitem__(self, index: int) -> ScheduledRequest:
-        return self._requests[index]
 
 
 def _rank(req: ScheduledRequest) -> tuple[float, int]:

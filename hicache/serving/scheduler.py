@@ -3,8 +3,8 @@
     submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
 A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
-token of every request that decodes, and chunks of prompts with the rest of the budget. Requests are served in order of
-arrival, with a lead for each level of priority. If a running request gets no slots, the one to serve last is retracted.
+token of every request that decodes, and chunks of prompts with the rest of the budget. Those with the least left to
+compute go first (`hicache.serving.order`). If a running request gets no slots, the one to serve last is retracted.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from hicache.errors import (
     TransferError,
 )
 from hicache.serving.next_tokens import next_tokens, score_prompts
+from hicache.serving.order import ServingOrder
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
@@ -37,7 +38,7 @@ from hicache.serving.runner import Chunk
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
-_LOOK_AHEAD = 16  # requests at the front of the queue whose prefixes are looked up again after commits
+_LOOK_UPS = 4  # a step, of waiting requests whose prefixes are looked up again after commits
 _MAX_RETRIES = 1  # per request, after its prefix failed to load
 
 
@@ -48,7 +49,8 @@ class Scheduler:
     one. `max_pass_s`: how long a pass over prompts may take, by the measured speed of prefill, beside requests that
     decode, and four times as long alone; 0: without a bound. `max_running`: the maximum number that hold slots.
     `stall_timeout_s`: how long a request waits for slots while nobody could free any; then it fails.
-    `priority_level_s`: waiting that a level of priority is worth. `clock`: seconds. The engine
+    `priority_level_s`: waiting that a level of priority is worth. `max_overtake_s`: a request may go before those
+    submitted so much earlier, if it has less left to compute; 0: first come, first served. `clock`: seconds. The engine
     must be started and stays open when the scheduler is dropped.
     """
 
@@ -62,6 +64,7 @@ class Scheduler:
         max_running: int = 32,
         stall_timeout_s: float = 60.0,
         priority_level_s: float = 15.0,
+        max_overtake_s: float = 15.0,
         auditor: Auditor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -71,11 +74,11 @@ class Scheduler:
         self._prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
-        self._waiting_queue, self._running_batch = RequestQueue(), RequestQueue()
+        rank_s = ServingOrder(max_overtake_s, self._prefill_meter.seconds).rank_s
+        self._waiting_queue, self._running_batch = RequestQueue(rank_s), RequestQueue(rank_s)
         self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
         self._finished: list[RequestOutput] = []
-        self._arrivals = itertools.count()
-        self._num_unseen = 0  # requests at the front of the queue that look for what was committed since
+        self._arrivals, self._num_commits = itertools.count(), 0
         self._clock_s, self._audit_s = clock, 0.0
 
     @property
@@ -101,7 +104,7 @@ class Scheduler:
         self._enqueue(req)
         self._unfinished[request.request_id] = req
         if req.deadline_s is not None:
-            heapq.heappush(self._deadlines, (req.deadline_s, req.rank[1], ref(req)))
+            heapq.heappush(self._deadlines, (req.deadline_s, req.arrival, ref(req)))
         max_len = self._engine.req_to_token.max_context_len
         if len(req.sequence) > max_len:
             self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
@@ -111,7 +114,9 @@ class Scheduler:
         self._prefill_meter.report()
         self._engine.poll()
         self._expire()
-        self._look_ahead()
+        self._look_up_again()
+        self._waiting_queue.sort()
+        self._running_batch.sort()
         self._admit_waiting()
         batch = self._compose()
         if batch:
@@ -172,18 +177,22 @@ class Scheduler:
             if (req := heapq.heappop(self._deadlines)[2]()) is not None:
                 self._finish(req, "timeout")
 
-    def _look_ahead(self) -> None:
-        """After commits, tell the engine anew what the next requests will need, one a step: it may be there now."""
-        self._num_unseen = min(self._num_unseen, len(self._waiting_queue))
-        if self._num_unseen:
-            self._num_unseen -= 1
-            req = self._waiting_queue[self._num_unseen]
-            self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
+    def _look_up_again(self) -> None:
+        """After commits, and where a prefetch has ended: those first that were looked up longest ago."""
+        unseen = (req for req in self._waiting_queue if req.seen_commits < self._num_commits and req.is_ready)
+        for req in heapq.nsmallest(_LOOK_UPS, unseen, key=lambda req: req.seen_commits):
+            self._look_up(req)
+
+    def _look_up(self, req: ScheduledRequest) -> None:
+        """Tell the engine what will be needed, and learn what memory holds of it."""
+        req.expected_len = self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
+        req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
         """Admit by rank. A request whose prefetch is pending is skipped; one that gets no slots blocks the queue."""
         for req in self._waiting_queue:
-            if req.prefetch is not None and not req.prefetch.ready:
+            if not req.is_ready:
+                req.seen_commits = -1
                 continue
             while not req.has_ended and req.lease is None:
                 try:
@@ -293,7 +302,7 @@ class Scheduler:
         req.computed_tokens += req.end - start
         try:
             self._engine.commit(req.held_lease, req.sequence[: req.end])
-            self._num_unseen = _LOOK_AHEAD
+            self._num_commits += 1
         except TransferError as error:
             self._retry(req, error)
 
@@ -358,7 +367,7 @@ class Scheduler:
         self._enqueue(req)
 
     def _enqueue(self, req: ScheduledRequest) -> None:
-        self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
+        self._look_up(req)
         req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace)
         self._waiting_queue.add(req)
 
@@ -367,7 +376,7 @@ class Scheduler:
         tokens, lease = req.sequence[: req.kv_len], req.held_lease
         try:
             self._engine.commit(lease, tokens)
-            self._num_unseen = _LOOK_AHEAD
+            self._num_commits += 1
             if self._auditor is not None and req.kv_len > lease.cached_len:
                 start_s = self._clock_s()
                 self._auditor.audit(lease, tokens)

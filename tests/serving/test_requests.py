@@ -158,7 +158,8 @@ def test_log_probabilities_are_those_of_a_whole_pass(build: Callable[[], Any]) -
     found: dict[str, list[TokenLogprobs]] = {"scored": [], "high": []}
     with tiny_engine(model, max_requests=2, mamba_size=8) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=40)
-        scheduler.run([Request("warm", scored.tokens[:50], 1), Request("other", prompt(30, seed=3), 1)])
+        for warm in (Request("warm", scored.tokens[:50], 1), Request("other", prompt(30, seed=3), 1)):
+            scheduler.run([warm])
         scheduler.submit(Request("beside", prompt(30, seed=4), 40))
         scheduler.submit(scored, logprobs=found["scored"])
         while len(found["scored"]) < 30:

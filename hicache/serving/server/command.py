@@ -206,6 +206,7 @@ def _scheduler(flags: argparse.Namespace, engine: CacheEngine, runner: ModelRunn
         max_pass_s=flags.max_pass_s,
         max_running=flags.max_running,
         priority_level_s=flags.priority_level_s,
+        max_overtake_s=flags.max_overtake_s,
     )
 
 

@@ -83,6 +83,11 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
         "--priority-level-s", type=_SECONDS, default=15.0, metavar="SECONDS",
         help="waiting that a level of a request's priority is worth; 0: priority is ignored (default 15)",
     )  # fmt: skip
+    running.add_argument(
+        "--max-overtake-s", type=_SECONDS, default=15.0, metavar="SECONDS",
+        help="requests with less left to compute may go before those submitted so much earlier; 0: first come, first "
+        "served (default 15)",
+    )  # fmt: skip
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of one forward pass (default 8192)")
     running.add_argument(
         "--max-pass-s", type=_SECONDS, default=0.5, metavar="SECONDS",

@@ -1,0 +1,166 @@
+"""Sessions of coding agents through the reference scheduler: with and without a disk, and in two orders.
+
+    sessions         8 clients; device, host and disk over the better of no disk and a disk that is always waited for
+    sessions.order   32 clients; time to first token over that of first come, first served, mean and p99
+
+Every run has an engine, and a store where it has a disk, of its own, which begin empty. A helper of the serving bench.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hicache.bench.common import Report, percentile
+from hicache.bench.serving_case import ServedModel, serving
+from hicache.bench.sessions import Prompts, Scale, Turn, describe_turns, generated_turns, read_turns
+from hicache.serving import Request, Scheduler
+from hicache.serving.request import RequestOutput
+from hicache.serving.warm_up import warm_up
+
+_AHEAD = 64  # turns among which a client looks for one whose session waits for no answer
+_MAX_RUNNING = 32
+_MAX_PASS_S = 0.5  # as `hicache serve`
+_OVERTAKE_S = 15.0
+_SESSIONS_TARGET, _MEAN_TARGET, _P99_TARGET = 1.0, 0.8, 1.1
+
+
+@dataclass(frozen=True)
+class SessionSizes:
+    """`device_tokens`, `host_tokens`: of the tiers. `answer`: tokens. `clients`: in the case of the disk and in that of
+    the order."""
+
+    scale: Scale
+    device_tokens: int
+    host_tokens: int
+    chunk: int
+    answer: int
+    clients: tuple[int, int]
+
+
+REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
+TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
+
+
+@dataclass(frozen=True)
+class SessionRun:
+    """What came of all turns."""
+
+    makespan_s: float
+    outputs: Sequence[RequestOutput]
+
+    @property
+    def first_s(self) -> list[float]:
+        return [output.ttft_s for output in self.outputs]
+
+    @property
+    def mean_s(self) -> float:
+        return sum(self.first_s) / len(self.first_s)
+
+    @property
+    def p99_s(self) -> float:
+        return percentile(self.first_s, 99)
+
+    def __str__(self) -> str:
+        cached = sum(output.hit.tokens for output in self.outputs)
+        share = cached / sum(output.prompt_tokens for output in self.outputs)
+        return f"{self.makespan_s:.1f} s, first token {self.mean_s:.2f} s (p99 {self.p99_s:.2f}), {share:.3f} cached"
+
+
+def measure_sessions(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
+    """Both cases. `trace`: of agent sessions; None for generated ones. `folder`: where stores lie."""
+    sizes = REAL if served.model.device.type == "cuda" else TINY
+    turns = read_turns(trace, sizes.scale) if trace else generated_turns(sizes.scale)
+    bench = _SessionsBench(report, served, sizes, turns, folder)
+    bench.tiers()
+    bench.order()
+
+
+class _SessionsBench:
+    """The runs over one list of turns."""
+
+    def __init__(
+        self, report: Report, served: ServedModel, sizes: SessionSizes, turns: Sequence[Turn], folder: str
+    ) -> None:
+        self._report, self._served, self._sizes, self._turns, self._folder = report, served, sizes, turns, folder
+        self._about = describe_turns(turns, sizes.scale.block_tokens)
+
+    def tiers(self) -> None:
+        """The case of the disk."""
+        clients = self._sizes.clients[0]
+        without = self._run(clients, has_disk=False)
+        always = self._run(clients, has_disk=True, prefill_tokens_per_s=0)
+        ours = self._run(clients, has_disk=True)
+        best_s = min(without.makespan_s, always.makespan_s)
+        note = f"{clients} clients; {self._about}; with a disk {ours}; always loading {always}; without it {without}"
+        self._case("serving.sessions", [ours.makespan_s], best_s, _SESSIONS_TARGET, note)
+
+    def order(self) -> None:
+        """The case of the order, without a disk."""
+        clients = self._sizes.clients[1]
+        first_come = self._run(clients, max_overtake_s=0.0)
+        ours = self._run(clients)
+        note = f"{clients} clients; {self._about}; least left first {ours}; first come, first served {first_come}"
+        self._case("serving.sessions.order", [ours.mean_s], first_come.mean_s, _MEAN_TARGET, note)
+        self._case("serving.sessions.order.p99", [ours.p99_s], first_come.p99_s, _P99_TARGET, "")
+
+    def _case(self, name: str, seconds: list[float], ceiling_s: float, target: float, note: str) -> None:
+        on_cuda = self._served.model.device.type == "cuda"
+        self._report.case(
+            name, seconds, "s", better="lower", ceiling=ceiling_s, target=target if on_cuda else None, note=note
+        )
+
+    def _run(
+        self, clients: int, *, has_disk: bool = False, max_overtake_s: float = _OVERTAKE_S, **settings: Any
+    ) -> SessionRun:
+        sizes, token_bytes = self._sizes, self._served.token_bytes
+        store = Path(tempfile.mkdtemp(prefix="hicache-sessions-", dir=self._folder or None))
+        if has_disk:
+            budget = len({block for turn in self._turns for block in turn.blocks}) * sizes.scale.block_tokens
+            settings["disk"] = {"path": str(store / "store"), "budget_bytes": 3 * budget * token_bytes, "level": 0}
+        settings |= {
+            "device_tokens": sizes.device_tokens,
+            "host_bytes": sizes.host_tokens * token_bytes,
+            "max_context_len": sizes.scale.longest + sizes.answer,
+        }
+        try:
+            with serving(self._served, chunk_tokens=sizes.chunk, **settings) as engine:
+                if engine.engine.pool.device.type == "cuda":
+                    warm_up(engine.engine, engine.runner, sizes.chunk, _MAX_RUNNING)
+                settings = {"max_pass_s": _MAX_PASS_S, "max_overtake_s": max_overtake_s}
+                return serve_turns(engine.scheduler(_MAX_RUNNING, **settings), self._turns, sizes, clients)
+        finally:
+            shutil.rmtree(store, ignore_errors=True)
+
+
+def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes, clients: int) -> SessionRun:
+    """All turns in a closed loop of `clients`, each with one request at a time."""
+    prompts, left, under_way = Prompts(sizes.scale.block_tokens, 0), list(range(len(turns))), Counter[str]()
+    outputs: list[RequestOutput] = []
+    start_s = time.perf_counter()
+    while left or scheduler.num_unfinished:
+        while left and scheduler.num_unfinished < clients:
+            turn = turns[number := left.pop(_next_turn(turns, left, under_way))]
+            under_way[turn.session] += 1
+            scheduler.submit(Request(str(number), np.array(prompts.of(turn), dtype=np.int64), sizes.answer))
+        for output in scheduler.step():
+            if output.error is not None:
+                raise output.error
+            under_way[turns[int(output.request_id)].session] -= 1
+            outputs.append(output)
+    return SessionRun(time.perf_counter() - start_s, outputs)
+
+
+def _next_turn(turns: Sequence[Turn], left: Sequence[int], under_way: Counter[str]) -> int:
+    """Where in `left` the first turn is whose session waits for no answer; the first, where none of the next is such:
+    an agent asks several things at once."""
+    ahead = range(min(_AHEAD, len(left)))
+    return next((place for place in ahead if not under_way[turns[left[place]].session]), 0)

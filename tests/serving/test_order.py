@@ -1,0 +1,155 @@
+"""Who is served first: ranks against a model, and whole schedulers with one row, which serve one request at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+
+from disk_case import Clock
+from hicache.bench.serving_sessions import TINY, SessionRun, serve_turns
+from hicache.bench.sessions import Scale, Turn, generated_turns
+from hicache.serving import Chunk, Request, Scheduler
+from hicache.serving.order import ServingOrder
+from hicache.serving.request_queue import RequestQueue, ScheduledRequest
+from serving_case import VOCAB, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+
+_OVERTAKE_S = 0.2  # 50 tokens that are left, at a millisecond each, which is assumed until a pass was measured
+
+
+@dataclass
+class _Known:
+    """What a model of the order knows of a request."""
+
+    submitted_s: float
+    priority: int
+    left: int
+
+    def rank_s(self, overtake_s: float) -> float:
+        return self.submitted_s - self.priority * 15.0 + min(overtake_s, 4 * self.left / 100)
+
+
+@pytest.mark.parametrize("overtake_s", [0.0, 1.0, 15.0])
+def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None:
+    """Over random arrivals, ends and hits that come and go: the order is that of the model; nobody is before one that
+    was submitted more than the bound earlier, and who was submitted together goes by priority first."""
+    rng, known = np.random.default_rng(int(overtake_s)), dict[int, _Known]()
+    queue = RequestQueue(ServingOrder(overtake_s, lambda start, end: (end - start) / 100).rank_s)
+    requests, now_s = list[ScheduledRequest](), 0.0
+    for arrival in range(400):
+        now_s += float(rng.choice([0.0, 0.0, 0.3, 3.0]))
+        length, priority = int(rng.integers(1, 900)), int(rng.choice([-1, 0, 0, 1]))
+        request = Request(str(arrival), np.zeros(length, np.int64), 1, priority=priority)
+        requests.append(ScheduledRequest(request, arrival, now_s, priority * 15.0))
+        known[arrival] = _Known(now_s, priority, length)
+        queue.add(requests[-1])
+        for _ in range(2):
+            hit = requests[rng.choice(list(known))]
+            hit.expected_len = int(rng.integers(0, hit.length + 1))
+            known[hit.arrival].left = hit.length - hit.expected_len
+        queue.sort()
+        if len(known) > 30 or rng.random() < 0.3:
+            ended = requests[rng.choice(list(known))]
+            queue.discard(ended)
+            del known[ended.arrival]
+        assert [req.arrival for req in queue] == sorted(known, key=lambda i: (known[i].rank_s(overtake_s), i))
+        served = [known[req.arrival] for req in queue]
+        for place, first in enumerate(served):
+            for behind in served[place + 1 :]:
+                later_s = first.submitted_s - behind.submitted_s
+                assert first.priority != behind.priority or later_s <= overtake_s + 1e-9
+                assert later_s or first.priority >= behind.priority
+
+
+def _served(scheduler: Scheduler) -> str:
+    """The names of all requests, in the order of their ends."""
+    return "".join(output.request_id for output in scheduler.run())
+
+
+@pytest.mark.parametrize(("overtake_s", "order"), [(0.0, "abcd"), (_OVERTAKE_S, "dcba")])
+def test_what_is_hit_and_what_is_short_goes_first(overtake_s: float, order: str) -> None:
+    """Of a long, a middle, and a short prompt, and the longest, which the device holds but for a few tokens."""
+    model, cached = shared(tiny_llama), prompt(96, seed=0)
+    with tiny_engine(model, max_requests=1) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), max_overtake_s=overtake_s, clock=Clock())
+        scheduler.run([Request("warm", cached, 1)])
+        prompts = (prompt(48, seed=1), prompt(40, seed=2), prompt(20, seed=3), np.append(cached, 1))
+        for name, tokens in zip("abcd", prompts, strict=True):
+            scheduler.submit(Request(name, tokens, 2))
+        assert _served(scheduler) == order
+
+
+def test_what_another_computes_meanwhile_counts() -> None:
+    """A prompt that waits with the longest rest goes first when that which runs has computed most of it."""
+    model, common = shared(tiny_llama), prompt(64, seed=0)
+    with tiny_engine(model, max_requests=1) as engine:
+        scheduler = Scheduler(
+            engine, tiny_runner(model, engine), chunk_tokens=16, max_overtake_s=_OVERTAKE_S, clock=Clock()
+        )
+        scheduler.submit(Request("a", common, 2))
+        scheduler.step()
+        scheduler.submit(Request("b", prompt(40, seed=1), 2))
+        scheduler.submit(Request("c", np.append(common, 1), 2))
+        assert _served(scheduler) == "acb"
+
+
+def test_a_long_prompt_is_overtaken_within_the_bound_alone() -> None:
+    """While shorter prompts come as fast as they are served, a long one goes before the first that is submitted later
+    than the bound; without a bound to speak of, it is the last."""
+    model, served = shared(tiny_llama), dict[float, str]()
+    for overtake_s in (_OVERTAKE_S, 1e9):
+        clock, ends = Clock(), ""
+        with tiny_engine(model, max_requests=1) as engine:
+            scheduler = Scheduler(engine, tiny_runner(model, engine), max_overtake_s=overtake_s, clock=clock)
+            scheduler.submit(Request("L", prompt(200, seed=99), 1))
+            for number in range(8):
+                scheduler.submit(Request(str(number), prompt(20, seed=number), 1))
+                clock.now_s += 0.05
+                ends += "".join(output.request_id for output in scheduler.step())
+            served[overtake_s] = ends + _served(scheduler)
+    # The rank of a short one is 0.08 s behind its submission; that of number 3, after 0.15 s, is past the bound.
+    assert served == {_OVERTAKE_S: "012L34567", 1e9: "01234567L"}
+
+
+def test_priority_comes_before_what_is_left() -> None:
+    """Of prompts that are submitted together; and a short one preempts none of its own priority."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, max_requests=1) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, clock=Clock())
+        scheduler.submit(Request("a", prompt(90, seed=0), 2))
+        scheduler.step()
+        for name, length, priority in (("b", 20, 0), ("c", 90, 1), ("d", 60, 1), ("e", 10, -1)):
+            scheduler.submit(Request(name, prompt(length, seed=ord(name)), 2, priority=priority))
+        assert _served(scheduler) == "dcbae"
+
+
+class _TimedRunner:
+    """Passes that take 10 ms and 0.5 ms a token of the clock, and compute nothing."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+
+    def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
+        self._clock.now_s += 0.01 + 5e-4 * sum(chunk.end - chunk.start for chunk in chunks)
+        return torch.zeros(len(chunks), VOCAB)
+
+
+def _served_turns(turns: Sequence[Turn], clients: int, overtake_s: float) -> SessionRun:
+    """On a device that holds few of the sessions."""
+    clock, model = Clock(), shared(tiny_llama)
+    settings = {"device_tokens": 4096, "max_context_len": 1024, "max_requests": 40, "host_bytes": 0}
+    with tiny_engine(model, **settings) as engine:
+        scheduler = Scheduler(engine, _TimedRunner(clock), chunk_tokens=256, max_overtake_s=overtake_s, clock=clock)
+        return serve_turns(scheduler, turns, TINY, clients)
+
+
+@pytest.mark.parametrize(("clients", "most_mean", "most_p99"), [(8, 0.95, 1.0), (32, 0.8, 1.2)])
+def test_first_tokens_of_agent_sessions_come_earlier(clients: int, most_mean: float, most_p99: float) -> None:
+    """Than first come, first served, by the mean and by the slowest, on a clock that passes alone move."""
+    turns = generated_turns(Scale(requests=150, block_tokens=8, shortest=32, longest=1000))
+    ours, first_come = (_served_turns(turns, clients, overtake_s) for overtake_s in (15.0, 0.0))
+    assert ours.mean_s <= most_mean * first_come.mean_s, (str(ours), str(first_come))
+    assert ours.p99_s <= most_p99 * first_come.p99_s, (str(ours), str(first_come))
