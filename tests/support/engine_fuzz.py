@@ -243,18 +243,28 @@ class EngineFuzz:
         self.engine.reset(tiers)  # type: ignore[arg-type]
 
     def reload(self) -> None:
-        """Requests come, one behind the other, for what only the host has, and copies of their loads may fail."""
+        """Requests come, one behind the other, for what only the host has: of all components, or of those whose slots
+        and states others took, while full pages stayed. Copies of their loads may fail, and some requests go."""
         self.serve()
         for name in list(self.live)[int(self.rng.integers(2)) :]:
             self.engine.backup(self.live[name].lease)
             self._end(name)
         self.faults.move_all()
         self.poll()
-        self.engine.reset(["device"])
+        if self.rng.random() < 0.4:
+            self.engine.reset(["device"])
+        else:
+            before = {*self.live}
+            for _ in range(5):
+                self._acquire(CacheRequest(next(self.names), self.rng.integers(4, 8, 12)))
+            for name in [name for name in self.live if name not in before]:
+                self._end(name)
         for _ in range(int(self.rng.integers(1, 6))):
             self._acquire(self._request(known=1.0))
             if self.rng.random() < 0.3:
                 self.faults.fail_load()
+            if self.rng.random() < 0.2:
+                self.abort()
 
     # Errors that nobody raises on purpose
 
