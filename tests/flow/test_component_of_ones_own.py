@@ -12,15 +12,7 @@ import pytest
 import torch
 
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
-from hicache import (
-    CacheEngine,
-    CacheRequest,
-    DiskConfig,
-    Hit,
-    Lease,
-    ModelGeometry,
-    build_engine,
-)
+from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
 from hicache.errors import ConfigError, InvalidArgument, TransferError
 from hicache.host import rest_keys
 from hicache.tree import TreeNode

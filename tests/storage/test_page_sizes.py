@@ -219,10 +219,7 @@ def test_operators_carry_pages_of_all_sizes(tmp_path: Path, cipher: PageCipher |
     target = tmp_path / "b"
     with contextlib.closing(open_mixed(target, cipher=cipher)) as copy:
         put(copy, [29])  # is present when the others come, and is used then, first
-    with (
-        contextlib.closing(open_existing(tmp_path / "a")) as store,
-        contextlib.closing(open_existing(target)) as copy,
-    ):
+    with contextlib.closing(open_existing(tmp_path / "a")) as store, contextlib.closing(open_existing(target)) as copy:
         carried = list(pages(store))
         assert [key for key, _ in carried[-2:]] == [key_of(3), key_of(7)]
         assert put_values(copy, carried) == [True] * 30

@@ -93,10 +93,7 @@ def observe(kind: str, folder: Path, num_requests: int) -> dict[str, int]:
     """Serve `num_requests` while the disk stalls, close the engine and end its process; when the disk answers again,
     the store opens, with all that the engine was told is stored. Returns how many requests were served meanwhile, and
     how many pages jobs kept. Raises Unavailable."""
-    with (
-        mounted(folder) as mount,
-        program(__file__, mount / "store", kind, num_requests, stdin=PIPE) as child,
-    ):
+    with mounted(folder) as mount, program(__file__, mount / "store", kind, num_requests, stdin=PIPE) as child:
         assert child.stdin is not None and child.stdout is not None
         pid, stored = json.loads(child.stdout.readline())
         with frozen(kind, mount, pid):

@@ -11,16 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.transfer import cuda
-from hicache.transfer.plan import (
-    ASSUMED,
-    CopyCost,
-    Plan,
-    Shape,
-    choose,
-    intervals,
-    page_runs,
-    tapered,
-)
+from hicache.transfer.plan import ASSUMED, CopyCost, Plan, Shape, choose, intervals, page_runs, tapered
 from transfer_case import RIG_LAYERS as LAYERS
 from transfer_case import Rig
 from transfer_hooks import StreamGate
