@@ -229,7 +229,7 @@ def _raise(*_: object) -> None:
     raise DOWN
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("kind", MODELS)
 def test_random_histories(device: str, kind: str, seed: int) -> None:
     """Splits, aborts, failing and stalled copies and disks, and calls that raise, in any order: every pass reads the
