@@ -25,14 +25,7 @@ from hicache.integrations.sglang.linker_settings import linker_config
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted(
-    [
-        *(ROOT / "docs").rglob("*.md"),
-        ROOT / "README.md",
-        ROOT / "CHANGELOG.md",
-        ROOT / "CONTRIBUTING.md",
-    ]
-)
+PAGES = sorted([*(ROOT / "docs").rglob("*.md"), ROOT / "README.md", ROOT / "CHANGELOG.md", ROOT / "CONTRIBUTING.md"])
 
 
 def _file(path: str) -> Path | None:

@@ -8,11 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-import budget
-
 SUPPORT = Path(__file__).parent / "support"
 TESTS = """
-import os, signal, subprocess, sys
+import os, signal
 from pathlib import Path
 import pytest
 
@@ -22,9 +20,6 @@ def test_number(number, tmp_path):
     (tmp_path / "file").write_text("own")
     Path("begun").touch()
     assert number != 7
-
-def test_takes_processor_time():
-    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
 """
 SHARED = """
 import os
@@ -72,30 +67,11 @@ def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
     file = tmp_path / "test_many.py"
     file.write_text(TESTS)
     status, said = _run(tmp_path)
-    assert status == 1 and "1 failed, 64 passed" in said and re.findall("said by .*", said) == ["said by 7"]
+    assert status == 1 and "1 failed, 63 passed" in said and re.findall("said by .*", said) == ["said by 7"]
     assert re.search(r"processor time of tests: \d+ s", said) and "test_many.py" in said
     assert (below / "made").read_text() == "once "
     status, said = _run(tmp_path, "-x")
-    assert status != 0 and int(re.findall(r"(\d+) passed", said)[0]) < 64
+    assert status != 0 and int(re.findall(r"(\d+) passed", said)[0]) < 63
     file.write_text(TESTS.replace("number != 7", "True") + DIES)
     status, said = _run(tmp_path)
     assert status != 0 and "test_many.py::test_dies" in said
-
-
-def test_a_folder_that_takes_more_than_its_budget_is_named(tmp_path: Path) -> None:
-    """By what the last run of all default tests took: of no other run, and not where it is up to a half above."""
-    (tmp_path / "pytest.ini").write_text("[pytest]\ntestpaths = tests\nmarkers = long: not by default")
-    (tmp_path / "tests" / "part").mkdir(parents=True)
-    (tmp_path / "tests" / "part" / "test_many.py").write_text(TESTS.replace("number != 7", "True"))
-    limits, marks = tmp_path / budget.LIMITS, ("-m", "not long")
-    assert _run(tmp_path, *marks, "-k", "number")[0] == 0 and not budget.by_folder(tmp_path)
-    assert _run(tmp_path, *marks)[0] == 0
-    [(folder, seconds)] = budget.by_folder(tmp_path).items()
-    assert folder == "part" and seconds > 0
-    for allowed, told in ((seconds, 0), (seconds / 1.4, 0), (seconds / 1.6, 1)):
-        limits.write_text(f"[seconds]\npart = {allowed}")
-        assert len(budget.over_budget(tmp_path)) == told
-    limits.write_text("\n".join(budget.new_budget(tmp_path)))
-    assert not budget.over_budget(tmp_path)
-    limits.write_text("[seconds]")
-    assert budget.over_budget(tmp_path)[0].startswith("tests/part: ")

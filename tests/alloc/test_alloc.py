@@ -64,55 +64,6 @@ def test_conservation(device: str, page_size: int, need_sort: bool, steps: list[
         allocator.check()
 
 
-@given(page_size=st.sampled_from([1, 4, 16]), need_sort=st.booleans(), data=st.data())
-def test_growing_sequences(device: str, page_size: int, need_sort: bool, data: st.DataObject) -> None:
-    """Random extends, decodes and ends: each sequence fills ordered pages of its own, what does not fit is None and
-    changes nothing, and all are free at the end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("HICACHE_DEBUG", "1")
-        allocator = paged(20 * page_size, page_size, need_sort, device)
-    rows: list[list[int]] = [[], [], []]
-    for _ in range(data.draw(st.integers(1, 8))):
-        pages = sum(-(-len(row) // page_size) for row in rows)
-        grow = data.draw(st.one_of(st.just([1, 1, 1]), st.lists(st.integers(0, 3 * page_size), min_size=3, max_size=3)))
-        seqs = [len(row) + n for row, n in zip(rows, grow, strict=True)]
-        last = [row[-1] if row else -1 for row in rows]
-        before = free_list(allocator)
-        if grow == [1, 1, 1]:
-            out = decode(allocator, seqs, last)
-        else:
-            out = extend(allocator, [len(row) for row in rows], seqs, last)
-        needed = sum(-(-s // page_size) for s in seqs) - pages
-        if needed > 20 - pages:
-            assert out is None and free_list(allocator) == before
-        else:
-            assert out is not None and out.dtype == torch.int64
-            for row, new in zip(rows, out.split(grow), strict=True):
-                row.extend(new.tolist())
-        for row in rows:
-            assert all(s % page_size == i % page_size for i, s in enumerate(row))
-            assert all(s == row[i] + 1 for i, s in enumerate(row[1:]) if (i + 1) % page_size)
-        owned = [{s // page_size for s in row} for row in rows]
-        assert 0 not in set().union(*owned)
-        assert sum(len(o) for o in owned) == len(set().union(*owned))
-        assert allocator.available_size() == (20 - len(set().union(*owned))) * page_size
-        if data.draw(st.booleans()):
-            ended = rows[data.draw(st.integers(0, 2))]
-            allocator.free(torch.tensor(ended, dtype=torch.int64, device=device))
-            ended.clear()
-        allocator.check()
-    rest = allocator.available_size()
-    if rest:  # a sequence that takes the last page
-        rows.append(must(extend(allocator, [0], [rest - page_size], [-1])).tolist())
-        rows[-1] += must(decode(allocator, [rest - page_size + 1], [[-1, *rows[-1]][-1]])).tolist()
-    assert allocator.available_size() == 0
-    for row in rows:
-        allocator.free(torch.tensor(row, dtype=torch.int64, device=device))
-    assert allocator.available_size() == 20 * page_size
-    filling = must(extend(allocator, [0, 0], [7 * page_size, 13 * page_size], [-1, -1]))
-    assert filling.unique().numel() == 20 * page_size
-
-
 @pytest.mark.parametrize("need_sort", [True, False])
 def test_freed_pages_merge_when_short(need_sort: bool) -> None:
     """With need_sort, freed pages are merged in ascending order when an allocation is short; else at once."""

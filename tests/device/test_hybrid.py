@@ -9,13 +9,7 @@ from hypothesis import strategies as st
 
 from cases import refused
 from device_case import Layer, Recorder, Request
-from hicache.device import (
-    HybridLinearKVPool,
-    HybridReqToTokenPool,
-    Mamba2CacheParams,
-    Mamba2StateShape,
-    MambaPool,
-)
+from hicache.device import HybridLinearKVPool, HybridReqToTokenPool, Mamba2CacheParams, Mamba2StateShape, MambaPool
 from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 from kernel_case import no_waits
 

@@ -6,8 +6,6 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from cases import refused
 from device_case import Recorder
@@ -229,27 +227,3 @@ def test_cpu_copies_come_back(device: str) -> None:
     pool.load_cpu_copy(copy, slots[2:])
     assert equal(state(pool, c), expected[0]) and equal(state(pool, d), expected[1])
     refused(ShapeError, lambda: pool.load_cpu_copy(copy, slots[0]))
-
-
-@given(st.lists(st.tuples(st.sampled_from("akfc"), st.integers(0, 99)), min_size=20, max_size=40))
-def test_any_history_conserves_states(history: list[tuple[str, int]]) -> None:
-    """Over any allocs, forks, frees and copies, each state has one owner who sees only what was put there."""
-    pool = pool_of()
-    held: dict[int, float] = {}
-    for action, choice in history:
-        owners = sorted(held)
-        slot = owners[choice % len(owners)] if owners else 0
-        if action == "a":
-            got = pool.alloc(choice % 3)
-            held.update(dict.fromkeys([] if got is None else got.tolist(), 0.0))
-        elif action == "k" and slot:
-            got = pool.fork_from(torch.tensor(slot))
-            held.update(dict.fromkeys([] if got is None else got.tolist(), held[slot]))
-        elif action == "f" and slot:
-            pool.free(torch.tensor([slot]))
-            del held[slot]
-        elif action == "c" and slot:
-            pool.mamba_cache.temporal[:, slot] = held[slot] = float(choice)
-        assert pool.available_size() == 6 - len(held)
-        assert all(bool((pool.mamba_cache.temporal[:, slot] == value).all()) for slot, value in held.items())
-        pool.check()

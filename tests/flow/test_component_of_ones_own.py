@@ -12,23 +12,15 @@ import pytest
 import torch
 
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
-from hicache import (
-    CacheEngine,
-    CacheRequest,
-    DiskConfig,
-    Hit,
-    Lease,
-    ModelGeometry,
-    build_engine,
-)
-from hicache.errors import ConfigError, InvalidArgument, ResourceExhausted, TransferError
+from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
+from hicache.errors import ConfigError, InvalidArgument, TransferError
 from hicache.host import rest_keys
 from hicache.tree import TreeNode
 from hicache.tree.names import PageNames
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden
-from toy_model import prefix_hashes, prompt, settled, until_ready, values_of
+from toy_model import prefix_hashes, prompt, until_ready, values_of
 
 PAGE, WHOLE = 8, 56  # tokens of a page, and of the whole pages of a prompt
 # Each model with a policy.
@@ -213,42 +205,3 @@ def test_components_are_found_by_class_and_told_apart_by_name() -> None:
         assert isinstance(engine.component(LastHidden), OneRow)
         with pytest.raises(InvalidArgument, match="TwoRows"):
             engine.component(TwoRows)
-
-
-@pytest.mark.parametrize("component", [LastHidden, TwoRows])
-@pytest.mark.parametrize(("model", "policy"), ROWS)
-def test_random_requests(device: str, policy: str, model: ModelGeometry, component: type[LastHidden]) -> None:
-    """Whatever requests come and end in between, every hidden state that is read is the true one, and every account
-    holds."""
-    rng = np.random.default_rng(component.NUM_ROWS)
-    stems, found = [prompt(n, 64) for n in range(4)], 0
-    live: dict[str, tuple[Lease, np.ndarray]] = {}
-    settings = config(
-        device=device,
-        write_policy=policy,
-        page_size=int(rng.choice([1, 4, 8])),
-        host_bytes=int(rng.choice([20, 40])) * 8 * 256,
-        mamba_size=14,
-    )
-    with build_engine(settings, model, components=[component]) as engine:
-        for step in range(60):
-            stem = stems[rng.integers(len(stems))][: rng.integers(1, 9) * PAGE]
-            tokens = np.concatenate([stem, rng.integers(0, 2, rng.integers(1, 3)), rng.integers(0, 50, 3)])
-            try:
-                lease = engine.acquire(CacheRequest(f"r{step}", tokens, str(rng.choice(["", "tenant"]))))
-                live[f"r{step}"] = (lease, tokens)
-            except ResourceExhausted:
-                engine.check()
-            for name in [name for name in live if rng.random() < 0.6]:
-                lease, tokens = live.pop(name)
-                found += reuse(engine, lease, tokens, model)
-                if rng.random() < 0.8:
-                    prefill(engine, lease, tokens, model)
-                engine.release(lease)
-                engine.check()
-            if rng.random() < 0.5:
-                engine.poll()
-        for name in live:
-            engine.cancel(name)
-        settled(engine)
-        assert found

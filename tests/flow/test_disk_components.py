@@ -10,18 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from component_case import (
-    EACH_MODEL,
-    FULL,
-    MODELS,
-    POLICIES,
-    STATES,
-    WINDOW,
-    WINDOWS,
-    WITH_COMPONENTS,
-    config,
-    prefill,
-)
+from component_case import EACH_MODEL, FULL, MODELS, POLICIES, STATES, WINDOW, WINDOWS, WITH_COMPONENTS, config, prefill
 from disk_case import TroubledStore, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Hit, ModelGeometry, build_engine
 from hicache.flow.write_policy import POLICIES as POLICIES_BY_NAME

@@ -15,8 +15,7 @@ import numpy as np
 import pytest
 
 from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_keys, serving_threads
-from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
-from hicache.config import PrefetchMode
+from hicache import AdvancedConfig, CacheEngine, DiskConfig, Prefetch, build_engine
 from hicache.engine import LookupResult
 from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
 from hicache.tiers import FULL
@@ -248,36 +247,6 @@ def test_pages_go_between_the_arena_and_the_store(
         places = [divmod(page.ctypes.data - host.arena.data.data_ptr(), host.page_bytes) for page in buffers]
         assert len(places) == 11 and all(0 < page < len(host.arena.data) and not rest for page, rest in places)
         assert store.verbs("get_into") == (6 if reads else 0)
-
-
-@pytest.mark.parametrize("verb", ["contains", "get_into"])
-def test_an_urgent_prefetch_overtakes_a_speculative_one(verb: str, stores: Stores, tmp_path: Path) -> None:
-    """With one reader, what a request waits for is found and read before what came earlier and nobody waits for."""
-    prompts = [prompt(n, 34) for n in range(3)]
-    modes: list[PrefetchMode] = ["wait_complete", "best_effort", "wait_complete"]
-    fill(tmp_path / "s", *prompts)
-    with engine_at(tmp_path / "s") as engine:
-        store, gate = stores[-1], Gate("contains")
-        keys = [page_keys(engine, p[:32])[0] for p in prompts]
-
-        def start(*numbers: int) -> list[Prefetch]:
-            return [engine.prefetch(f"r{n}", prompts[n], mode=modes[n]) for n in numbers]
-
-        handles: list[Prefetch] = []
-        if verb == "get_into":  # both have been found when the reader is held up
-            handles = start(1, 2)
-            eventually(lambda: store.verbs("contains") == 2)
-        store.trouble = gate
-        handles += start(0)
-        eventually(lambda: gate.held == 1)
-        handles += start(1, 2) if verb == "contains" else []
-        eventually(lambda: engine.poll() or engine.stats()["disk.reads_queued_jobs"] == 2)
-        gate.open()
-        until_ended(engine, *handles)
-        firsts = [call[1][0] for call in store.calls if call[0] == verb and call[1][0] in keys[1:]]
-        assert firsts == [keys[2], keys[1]]
-        with engine.acquire(CacheRequest("r2", prompts[2])) as lease:
-            assert lease.hit.disk == 32
 
 
 def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Path) -> None:

@@ -11,18 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import settings
 
-from component_case import (
-    EACH_MODEL,
-    FULL,
-    MODELS,
-    STATES,
-    WINDOWS,
-    WITH_COMPONENTS,
-    compute,
-    config,
-    prefill,
-    verify,
-)
+from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, WITH_COMPONENTS, compute, config, prefill, verify
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
@@ -95,68 +84,6 @@ def close(engine: CacheEngine) -> None:
     engine.close()
 
 
-@pytest.mark.parametrize("model", EACH_MODEL)
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_node_may_split_while_its_backup_is_in_flight(model: ModelGeometry, ok: bool) -> None:
-    """Both halves end up on the host with the bytes of each component, or both on the device alone where it failed."""
-    engine, transfers = stepped(model)
-    first = prompt(1, 64)
-    second = np.concatenate([first[:24], prompt(2, 40)])
-    one, two = (engine.acquire(CacheRequest(name, tokens)) for name, tokens in (("a", first), ("b", second)))
-    prefill(engine, one, first, model, 64)
-    assert len(transfers.links) == 1 + (model is not FULL)
-    prefill(engine, two, second, model, 64)  # splits the node after 24 tokens
-    engine.check()
-    for link in transfers.down:
-        link.fails = None if ok else DOWN
-    transfers.finish()
-    engine.poll()
-    engine.check()
-    for link in transfers.down:
-        link.fails = None
-    engine.release(one)
-    engine.release(two)
-    engine.flush()
-    assert (engine.stats()["backup.failures"] == 0) == ok
-    assert (engine.stats()["host.evictable_tokens"] > 0) == ok
-    if ok:
-        push_to_host(engine, transfers, model, first, second)
-    for name, tokens in (("c", first), ("d", second)):
-        longer = np.append(tokens, 1)
-        assert serve(engine, transfers, name, longer, model) == 64
-    close(engine)
-
-
-@pytest.mark.parametrize("model", EACH_MODEL)
-@pytest.mark.parametrize("ok", [True, False])
-def test_a_node_may_split_while_its_load_is_in_flight(model: ModelGeometry, ok: bool) -> None:
-    """A request that shares half of a prefix in flight reads the right bytes of it, or is told, as the other is, that
-    the load failed; then both find it on the host again."""
-    engine, transfers = stepped(model)
-    first = np.append(prompt(1, 64), 1)
-    serve(engine, transfers, "a", first, model)
-    push_to_host(engine, transfers, model, first)
-    one = engine.acquire(CacheRequest("b", first))
-    assert one.hit.host > 0 and transfers.links
-    branch = np.concatenate([first[:24], prompt(2, 20)])
-    two = engine.acquire(CacheRequest("c", branch, reserve_tokens=24))  # splits what is being loaded
-    engine.check()
-    end_loads(engine, transfers, ok)
-    for lease, tokens in ((one, first), (two, branch)):
-        if ok:
-            verify(engine, lease, tokens, lease.cached_len, model)
-        elif lease.loads:
-            with pytest.raises(TransferError):
-                verify(engine, lease, tokens, lease.cached_len, model)
-            with pytest.raises(TransferError):
-                engine.commit(lease, tokens[: lease.length])
-        engine.check()
-        engine.release(lease)
-        engine.check()
-    assert serve(engine, transfers, "d", first, model) == 64
-    close(engine)
-
-
 def test_a_state_under_a_load_is_free_when_the_load_has_ended() -> None:
     """A request is aborted while its state is being loaded: nobody gets that state before the copy has ended, so the
     copy writes over nobody's."""
@@ -211,23 +138,6 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
     verify(engine, taker, other, num_free, FULL)
     engine.release(taker)
     assert serve(engine, transfers, "e", whole, FULL) == 80
-    close(engine)
-
-
-def test_slots_of_a_failed_load_are_not_reused_while_somebody_reads_them() -> None:
-    """They are free when the last lease that read them has been released."""
-    engine, transfers = stepped(FULL)
-    first = prompt(1, 41)
-    serve(engine, transfers, "a", first, FULL)
-    push_to_host(engine, transfers, FULL, first)
-    reader = engine.acquire(CacheRequest("b", first))
-    end_loads(engine, transfers, ok=False)
-    num_free = int(engine.stats()["device.free_tokens"])
-    taker = engine.acquire(CacheRequest("c", prompt(7, num_free)))
-    assert reader.loads and not {*reader.slots.tolist()} & {*taker.slots.tolist()}
-    engine.release(reader)
-    assert engine.stats()["device.free_tokens"] == 44
-    engine.release(taker)
     close(engine)
 
 
@@ -319,7 +229,7 @@ def _raise(*_: object) -> None:
     raise DOWN
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", [0, 1, 2, 3, 6])
 @pytest.mark.parametrize("kind", MODELS)
 def test_random_histories(device: str, kind: str, seed: int) -> None:
     """Splits, aborts, failing and stalled copies and disks, and calls that raise, in any order: every pass reads the

@@ -13,7 +13,7 @@ import pytest
 from component_case import FULL, MODELS, config, prefill
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, build_engine
-from page_life import DEVICE, HOST, TABLES, Held, PageLives, way
+from page_life import DEVICE, HOST, TABLES, PageLives
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt
 
@@ -55,41 +55,6 @@ def _rows_of(kind: str, seeds: range, wanted: set[tuple[str, str, str]]) -> set[
         if wanted <= seen.keys():
             break
     return wanted & seen.keys()
-
-
-@pytest.mark.parametrize(
-    ("tier", "call", "old", "new"),
-    [
-        ("device", "acquire", Held("OWNED"), Held("FREE")),
-        ("device", "commit", Held("LOADING", b"k"), Held("CACHED", b"k")),
-        ("device", "poll", Held("CACHED", b"k"), Held("FREE")),
-        ("device", "poll", Held("CACHED", b"k"), Held("CACHED", b"other")),
-        ("device", "acquire", Held("FREE"), Held("CACHED", b"k")),
-        ("host", "reserve", Held("NONE"), Held("PUBLISHED", b"k")),
-        ("host", "publish", Held("PUBLISHED", b"k"), Held("NONE")),
-        ("host", "reserve", Held("LOCKED", b"k"), Held("NONE")),
-        ("host", "clear", Held("COMING", b"k"), Held("NONE")),
-        ("host", "", Held("READING", b"k"), Held("COMING", b"k")),
-        ("store", "release", Held("STORING", b"k"), Held("STORED", b"k")),
-        ("store", "release", Held("STORED", b"k"), Held("STORING", b"k")),
-    ],
-)
-def test_what_no_row_allows_is_refused(tier: str, call: str, old: Held, new: Held) -> None:
-    assert way(tier, call, old, new) is None
-
-
-def test_a_call_may_take_several_rows() -> None:
-    """An admission evicts a page and gives its slots to another; a run that is published while others follow it is
-    locked at once."""
-    assert way("device", "acquire", Held("CACHED", b"k"), Held("LOADING", b"other")) == [
-        ("CACHED", "FREE"),
-        ("FREE", "LOADING"),
-    ]
-    assert way("host", "publish", Held("COMING", b"k"), Held("LOCKED", b"k")) == [
-        ("COMING", "PUBLISHED"),
-        ("PUBLISHED", "LOCKED"),
-    ]
-    assert way("device", "flush", Held("LOADING", b"k"), Held("CACHED", b"k")) == [("LOADING", "CACHED")]
 
 
 def _loading() -> tuple[CacheEngine, SteppedTransfers, np.ndarray]:

@@ -114,21 +114,6 @@ def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> Non
         settled(engine)
 
 
-def test_what_follows_a_lost_page_is_of_no_use(store: PacedStore) -> None:
-    """A page that the store lost after it had announced it ends the prefix, though what follows was read."""
-    tokens = tokens_of(1)
-    fill(store, tokens)
-    with engine_of(store) as engine:
-        store.hold()
-        handle = engine.prefetch("a", tokens, mode="wait_complete")
-        until_found(engine, store, handle)
-        store.delete(page_keys(engine, tokens[:192])[3:4])
-        store.allow()
-        until_ready(engine, handle)
-        assert (handle.found_tokens, handle.landed_tokens) == (192, 3 * PAGE)
-        assert admitted(engine, "a", tokens) == 3 * PAGE
-
-
 def test_pages_that_are_being_copied_to_the_host_are_not_read(store: PacedStore) -> None:
     """A prefetch of a prompt whose backup is in flight has nothing to do."""
     tokens = tokens_of(1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -126,22 +125,6 @@ def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureF
     with opened(tmp_path) as second:
         assert not second.get(b"a") and not second.put(b"b")
         assert str(data) in caplog.text
-
-
-@pytest.mark.store_process
-def test_a_store_in_its_process_is_found_again(tmp_path: Path) -> None:
-    """Pages go through staging memory; two threads at once get their own."""
-    with opened(tmp_path) as first:
-        assert all(first.put(b"%d" % n) for n in range(4))
-        found: list[bool] = []
-        threads = [threading.Thread(target=lambda: found.extend(first.get(b"%d" % n) for n in range(4))) for _ in "ab"]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert found == [True] * 8
-    with opened(tmp_path) as second:
-        assert second.get(b"0")
 
 
 def test_operators_read_it_like_any_other(tmp_path: Path) -> None:

@@ -38,8 +38,4 @@ def test_no_requests_and_a_view_of_a_table(device: str, kernels: str) -> None:
 
 def test_counts_that_differ_are_refused() -> None:
     one, two, table = torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64), torch.zeros(3, 3).int()
-    refused(
-        ValueError,
-        lambda: last_loc(table, one, two, "torch"),
-        lambda: last_loc(table, one, one, "cuda"),
-    )
+    refused(ValueError, lambda: last_loc(table, one, two, "torch"), lambda: last_loc(table, one, one, "cuda"))

@@ -103,11 +103,7 @@ RULES = {
 }
 # (tokens of each sequence, how many of them are new): one each, over parts of a block of keys, whole ones and more;
 # prompts with and without a prefix, over tiles that are not full; and both.
-PASSES = {
-    "decode": ([1, 32, 70, 33], [1] * 4),
-    "prompts": ([11, 37], [11, 7]),
-    "both": ([70, 9], [1, 9]),
-}
+PASSES = {"decode": ([1, 32, 70, 33], [1] * 4), "prompts": ([11, 37], [11, 7]), "both": ([70, 9], [1, 9])}
 
 
 @pairwise(

@@ -22,19 +22,7 @@ from hicache import (
 )
 from hicache.errors import ConfigError, InvariantError
 from hicache.tiers import FULL, MAMBA
-from prefix_case import (
-    Cache,
-    Request,
-    Toy,
-    free,
-    full_cache,
-    insert,
-    key,
-    mamba_cache,
-    matched,
-    node_of,
-    swa_cache,
-)
+from prefix_case import Cache, Request, Toy, free, full_cache, insert, key, mamba_cache, matched, node_of, swa_cache
 
 Make = Callable[..., Cache]
 KINDS: list[Make] = [full_cache, swa_cache, mamba_cache]

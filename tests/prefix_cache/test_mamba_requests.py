@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hicache import (
-    MambaRadixCache,
-    checkpoint_len,
-    release_kv_cache,
-)
+from hicache import MambaRadixCache, checkpoint_len, release_kv_cache
 from prefix_case import Request, Toy, free, mamba_cache, matched, nodes_of, recurrence
 
 

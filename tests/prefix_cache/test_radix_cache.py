@@ -16,7 +16,7 @@ from hicache import (
     RadixCache,
     RadixKey,
 )
-from hicache.errors import InvariantError, ShapeError
+from hicache.errors import InvariantError
 from prefix_case import insert, key, matched, node_of
 
 
@@ -30,26 +30,6 @@ class Freed:
 
     def free(self, free_index: torch.Tensor) -> None:
         self.slots += free_index.tolist()
-
-
-def test_prefixes_are_found_and_shared() -> None:
-    """What was inserted is matched up to where prompts part, with the slots of whoever came first."""
-    cache = RadixCache.create_simulated()
-    assert insert(cache, [1, 2, 3], value=torch.tensor([10, 11, 12])) == 0
-    assert insert(cache, [1, 2, 3], value=torch.tensor([20, 21, 22])) == 3
-    assert insert(cache, [1, 2, 4, 5], value=torch.tensor([30, 31, 32, 33], dtype=torch.int32)) == 2
-    result = cache.match_prefix(key([1, 2, 4, 9]))
-    assert result.device_indices.tolist() == [10, 11, 32] and result.device_indices.dtype == torch.int64
-    assert result.last_device_node is result.last_host_node and result.host_hit_length == 0
-    assert list(result.last_device_node.key or []) == [4]
-    assert cache.total_size() == 5 and sorted(cache.all_values_flatten().tolist()) == [10, 11, 12, 32, 33]
-    assert matched(cache, [2, 3]) == 0 and matched(cache, [1, 2, 3, 4]) == 3
-    # Without slots the token ids stand for them.
-    insert(cache, [7, 8, 9])
-    assert cache.match_prefix(key([7, 8])).device_indices.tolist() == [7, 8]
-    with pytest.raises(ShapeError):
-        insert(cache, [1, 2, 3], value=torch.tensor([1, 2]))
-    cache.sanity_check()
 
 
 def test_a_match_gives_slots_of_its_own() -> None:
@@ -107,22 +87,6 @@ def test_locks_of_another_tree_are_refused() -> None:
         with pytest.raises(InvariantError):
             call(node)
     assert cache.total_size() == 0 == cache.protected_size()
-
-
-def test_eviction_takes_whole_leaves() -> None:
-    """The least recently used leaves are evicted whole, until at least as much is free as was requested."""
-    allocator = Freed()
-    cache = RadixCache.create_simulated(mock_allocator=allocator)
-    for tokens in ([1, 2, 3, 4, 5], [1, 2, 9], [20, 21]):
-        insert(cache, tokens)
-    matched(cache, [1, 2, 3, 4, 5])
-    assert cache.evict(EvictParams(0)) == EvictResult() and allocator.slots == []
-    assert cache.evict(EvictParams(1)) == EvictResult(1) and allocator.slots == [9]
-    assert cache.evict(EvictParams(3)) == EvictResult(5) and allocator.slots == [9, 20, 21, 3, 4, 5]
-    assert matched(cache, [1, 2, 3]) == 2
-    assert cache.evict(EvictParams(100)) == EvictResult(2) and cache.total_size() == 0
-    assert cache.root_node.children == {}
-    cache.sanity_check()
 
 
 def test_uses_are_counted_and_priorities_kept() -> None:

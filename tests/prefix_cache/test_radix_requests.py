@@ -7,16 +7,8 @@ from typing import Any
 
 import torch
 
-from hicache import (
-    alloc_for_extend,
-    release_kv_cache,
-)
-from prefix_case import (
-    Batch,
-    Request,
-    Toy,
-    full_cache,
-)
+from hicache import alloc_for_extend, release_kv_cache
+from prefix_case import Batch, Request, Toy, full_cache
 
 
 class Counted(list[int]):

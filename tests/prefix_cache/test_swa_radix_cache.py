@@ -5,14 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from hicache import (
-    EvictParams,
-    EvictResult,
-    InsertParams,
-    InsertResult,
-    RadixKey,
-    SWARadixCache,
-)
+from hicache import EvictParams, EvictResult, InsertParams, InsertResult, RadixKey, SWARadixCache
 from prefix_case import key, matched, swa_cache
 
 

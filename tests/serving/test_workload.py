@@ -15,7 +15,7 @@ from hicache.errors import ConfigError
 from hicache.serving import SamplingParams
 from hicache.serving.end_tokens import end_tokens
 from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
-from hicache.serving.workload import Conversation, DocumentShape, standard_library, zigzag
+from hicache.serving.workload import Conversation, DocumentShape, standard_library
 from serving_case import tiny_llama
 
 BYTES = ByteTokenizer()
@@ -41,11 +41,6 @@ def test_turns_share_the_document_and_nothing_else() -> None:
         assert BYTES.decode(prompt[len(document) :]).startswith(f"\n\nQuestion {turn + 1}: ")
     made = Conversation("", ((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 9)), 2)
     assert made.distinct_tokens(10) == (4 + 10) + (2 + 10) + (1 + 10)
-
-
-def test_rounds_alternate() -> None:
-    """A round begins with the conversation that the one before ended with."""
-    assert zigzag(3, 2) == [(0, 0), (1, 0), (2, 0), (2, 1), (1, 1), (0, 1)]
 
 
 def test_shapes_that_say_nothing_are_refused_by_name() -> None:

@@ -14,13 +14,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hicache.storage import (
-    LmdbPageStore,
-    PageBuffer,
-    StoreError,
-    describe,
-    evict,
-)
+from hicache.storage import LmdbPageStore, PageBuffer, StoreError, describe, evict
 from hicache.storage.index import Index
 from hicache.storage.slot_file import SlotFile
 from storage_pages import (

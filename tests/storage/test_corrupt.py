@@ -13,15 +13,7 @@ import pytest
 
 from hicache.storage import PageFilter, StoreCorrupt, StoreError, StoreMismatch, verify
 from hicache.storage.slot_file import BLOCK_BYTES, SlotBlock
-from storage_pages import (
-    PAGE_BYTES,
-    change_index,
-    found_numbers,
-    key_of,
-    open_store,
-    put_numbers,
-    slots_path,
-)
+from storage_pages import PAGE_BYTES, change_index, found_numbers, key_of, open_store, put_numbers, slots_path
 
 SLOT_BYTES = 5 * BLOCK_BYTES
 USED_BYTES = 68 + 32 + 8  # of the first block: its fields, the key, the checksum

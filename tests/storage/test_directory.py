@@ -17,14 +17,7 @@ from pathlib import Path
 import pytest
 
 from hicache.storage import StoreError, StoreLocked, describe
-from storage_pages import (
-    IDENTITY,
-    found_numbers,
-    key_of,
-    open_store,
-    put_numbers,
-    slots_path,
-)
+from storage_pages import IDENTITY, found_numbers, key_of, open_store, put_numbers, slots_path
 from waiting import eventually
 
 HOLDER = "import fcntl, sys; f = open(sys.argv[1]); fcntl.flock(f, fcntl.LOCK_EX); print('held', flush=True); input()"

@@ -9,14 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from hicache.storage import (
-    LmdbPageStore,
-    PageFormat,
-    PageStore,
-    StoreError,
-    StoreUrl,
-    open_store,
-)
+from hicache.storage import LmdbPageStore, PageFormat, PageStore, StoreError, StoreUrl, open_store
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, put_numbers
 from storage_pages import open_store as open_lmdb
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import errno
-import gc
 import itertools
 import logging
-import math
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -29,7 +27,7 @@ from disk_case import (
     wait_for_writes,
 )
 from hicache.metrics import Metrics
-from hicache.storage import StoreError, StoreLocked
+from hicache.storage import StoreError
 from hicache.storage.process.frames import Kind, frame
 from hicache.storage.process.health import Breaker, Limits, State
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
@@ -315,47 +313,6 @@ def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.Mon
     disk.close()
 
 
-def test_a_stalled_write_is_announced_and_holds_up_no_read(tmp_path: Path) -> None:
-    """A write under way for longer than io_timeout_s is announced once, those behind it are not done, and reads go on;
-    its answer comes when its thread returns."""
-    clock, (keys, data) = Clock(), pages(1, 2)
-    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
-    gate = store.trouble = Gate("put")
-    disk.writes.submit(WriteJob(1, keys, data))
-    eventually(lambda: gate.held == 1)
-    disk.writes.submit(WriteJob(2, keys, data))
-    clock.now_s += 10.1
-    assert disk.writes.poll() == [Stalled(1, 0), WriteDone(2, (False, False))]
-    disk.reads.submit(FindJob(3, keys))
-    assert wait_for_reads(disk, 1) == [FindDone(3, 2)] and disk.writes.poll() == []
-    gate.open()
-    assert wait_for_writes(disk, 1) == [WriteDone(1, (True, True))]
-    disk.close()
-
-
-def test_closing_leaves_a_stalled_thread(tmp_path: Path) -> None:
-    """close() waits for a stalled thread for `close_s` and returns False; the store stays open and the memory of the
-    thread's pages mapped until it returns; then closing succeeds."""
-    keys, data = pages(1, 2)
-    disk, store = started_tier(tmp_path / "s", keys, data, close_s=0.05)
-    gate = store.trouble = Gate("get_into")
-    arena = np.zeros((4, 4096), np.uint8)
-    disk.reads.submit(ReadJob(1, 0, keys, (arena[1], arena[3]), threading.Event()))
-    eventually(lambda: gate.held == 1)
-    assert disk.close() is False
-    eventually(lambda: disk_threads() == ["hicache-disk-reads-0"], disk_threads)
-    assert store.inner.contains(keys) == [True, True]
-    del arena
-    gc.collect()
-    gate.open()
-    [answer] = wait_for_reads(disk, 1)
-    assert answer.ok == (True, True)
-    eventually(lambda: disk_threads() == [])
-    assert disk.close(PATIENCE_S) is True
-    with pytest.raises(StoreError):
-        store.inner.contains(keys)
-
-
 def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None:
     """Of two simultaneous reads, only the one that the medium refused counts as failed, whichever ends first."""
     disk, store = started_tier(tmp_path / "s", clock=Clock(), readers=2)
@@ -383,33 +340,3 @@ def test_only_the_thread_that_could_not_read_is_at_fault(tmp_path: Path) -> None
     wait_for_reads(disk, 1)
     assert num_failures(disk) == 1
     disk.close()
-
-
-def test_a_lookup_waits_no_longer_than_its_argument(tmp_path: Path) -> None:
-    """While the store does not answer, `contains` returns None, and only the first call waits; when the store has
-    answered, `contains` returns the number of pages again."""
-    keys, data = pages(1, 2)
-    disk, store = started_tier(tmp_path / "s", keys, data, clock=Clock(), readers=1)
-    gate = store.trouble = Gate("contains")
-    assert num_held(disk, keys, 0.01) is None
-    eventually(lambda: gate.held == 1)
-    assert num_held(disk, keys, math.inf) is None, "this call would never return if it waited"
-    assert gate.held == 1 and disk.reads.poll() == []
-    gate.open()
-    eventually(lambda: num_held(disk, keys, PATIENCE_S) == 2)
-    assert num_held(disk, (), 0) == 0
-    disk.close()
-
-
-def test_closing_ends_later_when_the_close_of_the_store_stalls(tmp_path: Path) -> None:
-    """close() returns although the store's does not; a later call finishes, and the path is free."""
-    disk, store = started_tier(tmp_path / "s", close_s=0.05)
-    let_go, close = threading.Event(), store.inner.close
-    store.inner.close = lambda: (let_go.wait(PATIENCE_S), close())[1]  # type: ignore[method-assign]
-    assert disk.close() is False and disk.close() is False
-    with pytest.raises(StoreLocked):
-        started_tier(tmp_path / "s")
-    let_go.set()
-    eventually(disk.close)
-    again, _ = started_tier(tmp_path / "s")
-    again.close()

@@ -18,8 +18,6 @@ from hicache.errors import ResourceExhausted
 from hicache.host import rest_keys
 from hicache.storage import open_existing
 from hicache.tiers import DISK
-from process_case import is_free
-from programs import Program
 from toy_model import prompt, settled
 from waiting import eventually
 
@@ -89,57 +87,6 @@ def _is_served(engine: CacheEngine, name: str, tokens: np.ndarray) -> bool:
         engine.poll()
         return False
     return True
-
-
-@pytest.mark.long
-def test_a_process_that_stands_still_holds_up_no_flush(tmp_path: Path) -> None:
-    """With an I/O timeout shorter than a process may say nothing, what is under way is given up before flush is."""
-    with engine_at(tmp_path / "s", "off", disk_io_timeout_s=0.5) as engine:
-        assert engine.inspect.context.disk is not None
-        client = engine.inspect.context.disk
-        for number in range(4):
-            eventually(lambda number=number: _is_served(engine, str(number), tokens_of(number)))
-            if number == 2:
-                os.kill(client.pid, signal.SIGSTOP)
-        engine.flush()
-        assert client.times_lost == 1
-
-
-ENGINE = """
-import sys
-from pathlib import Path
-from disk_case import page_keys
-sys.path.insert(0, sys.argv[2])
-from test_process_kills import MODEL, NUM_PROMPTS, engine_at, tokens_of
-from component_case import prefill
-from hicache import CacheRequest
-engine = engine_at(Path(sys.argv[1]), "4")
-engine.start()
-for number in range(NUM_PROMPTS * 100):
-    tokens = tokens_of(number % NUM_PROMPTS)
-    with engine.acquire(CacheRequest(str(number), tokens)) as lease:
-        prefill(engine, lease, tokens, MODEL)
-    if number < NUM_PROMPTS:
-        engine.flush()
-        print(" ".join(key.hex() for key in page_keys(engine, tokens)), flush=True)
-"""
-
-
-@pytest.mark.parametrize("kills", [1, pytest.param(200, marks=pytest.mark.long)])
-def test_a_killed_engine_leaves_a_store_that_serves(kills: int, tmp_path: Path) -> None:
-    """An engine that is killed while it writes leaves every page that was flushed, packed or raw, and its process
-    leaves the store."""
-    for turn in range(kills):
-        path = tmp_path / str(turn % 4)
-        with Program(ENGINE, path, Path(__file__).parent) as engine:
-            assert engine.stdout is not None
-            assert engine.stdout is not None
-            keys = [bytes.fromhex(key) for _ in range(1 + turn % 3) for key in engine.stdout.readline().split()]
-            engine.send_signal(signal.SIGKILL)
-        eventually(lambda path=path: is_free(path))
-        with contextlib.closing(open_existing(path)) as store:
-            store.check()
-            assert keys and all(store.contains(keys))
 
 
 @pytest.mark.long

@@ -125,22 +125,6 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     disk.close()
 
 
-def test_a_deadline_that_comes_during_a_batch_ends_it(tmp_path: Path) -> None:
-    """A deadline that passes while a job is read ends it between two parts."""
-    clock = Clock()
-    keys, data = pages(1, 8)
-    disk, store = started_tier(tmp_path / "s", keys, data, clock=clock)
-
-    def trouble(verb: str) -> None:
-        clock.now_s += 1.0
-
-    store.trouble = trouble
-    disk.reads.submit(ReadJob(1, 0, keys, blank(8), threading.Event(), deadline_s=clock.now_s + 2.5))
-    [answer] = wait_for_reads(disk, 1)
-    assert 0 < answer.asked == sum(answer.ok) < 8 and store.verbs("get_into") == 3
-    disk.close()
-
-
 def test_pages_behind_a_gap_are_not_read(tmp_path: Path) -> None:
     """A missing page ends its batch: the pages behind it would be useless."""
     disk, store = started_tier(tmp_path / "s")
@@ -192,30 +176,6 @@ def test_a_group_is_bounded_and_told_the_lag(tmp_path: Path) -> None:
     assert [answer.ticket for answer in wait_for_writes(disk, 13)] == list(range(13))
     assert [len(call[1]) for call in store.calls] == [1, 10 * len(many), 2 * len(many)]
     assert store.lags == [0.0, 48 / 96, 0.0]
-    disk.close()
-
-
-def test_pages_are_not_copied_on_their_way(tmp_path: Path) -> None:
-    """The store gets the caller's own buffers, of writes and of reads, each under its own ticket."""
-    disk, store = started_tier(tmp_path / "s", readers=3)
-    seen = set[int]()
-    get_into, put = store.inner.get_into, store.inner.put
-    store.inner.get_into = lambda keys, buffers, **of_call: (  # type: ignore[method-assign]
-        seen.update(map(address, buffers)) or get_into(keys, buffers, **of_call)
-    )
-    store.inner.put = lambda items, **of_call: (  # type: ignore[method-assign]
-        seen.update(address(page) for _, page in items) or put(items, **of_call)
-    )
-    batches, targets = [pages(n, 5) for n in range(8)], [blank(5) for _ in range(8)]
-    for ticket, (keys, data) in enumerate(batches):
-        assert disk.writes.submit(WriteJob(ticket, keys, data))
-    assert {(done.ticket, done.ok) for done in wait_for_writes(disk, 8)} == {(n, (True,) * 5) for n in range(8)}
-    for ticket, (keys, _) in enumerate(batches):
-        assert disk.reads.submit(ReadJob(ticket, 7, keys, targets[ticket], threading.Event()))
-    assert {(done.ticket, done.ok) for done in wait_for_reads(disk, 8)} == {(n, (True,) * 5) for n in range(8)}
-    assert seen == {address(page) for pages in (*targets, *(data for _, data in batches)) for page in pages}
-    for (_, data), got in zip(batches, targets, strict=True):
-        assert all(np.array_equal(a, b) for a, b in zip(data, got, strict=True))
     disk.close()
 
 

@@ -37,10 +37,7 @@ class ServedApp:
 
 @contextlib.asynccontextmanager
 async def served(
-    tokenizer: Tokenizer,
-    make_runner: Callable[[Any, CacheEngine], Runner] = tiny_runner,
-    *,
-    timeout_s: float = 60.0,
+    tokenizer: Tokenizer, make_runner: Callable[[Any, CacheEngine], Runner] = tiny_runner, *, timeout_s: float = 60.0
 ) -> AsyncIterator[ServedApp]:
     """A server's parts in this process, over a tiny model; at the end the engine has stopped."""
     tiny = shared(tiny_llama, device="cpu")

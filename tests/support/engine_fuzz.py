@@ -92,6 +92,7 @@ class EngineFuzz:
             self.poll: 5,
             self.flush: 2,
             self.forget: 4,
+            self.reload: 8,
             self.measure: 1,
             self.raise_inside: 2,
             self.raise_in_forward: 1,
@@ -241,6 +242,30 @@ class EngineFuzz:
         tiers = (["device"], ["device"], ["host"], ["device", "host"], ["device", "host"])[self.rng.integers(5)]
         self.engine.reset(tiers)  # type: ignore[arg-type]
 
+    def reload(self) -> None:
+        """Requests come, one behind the other, for what only the host has: of all components, or of those whose slots
+        and states others took, while full pages stayed. Copies of their loads may fail, and some requests go."""
+        self.serve()
+        for name in list(self.live)[int(self.rng.integers(2)) :]:
+            self.engine.backup(self.live[name].lease)
+            self._end(name)
+        self.faults.move_all()
+        self.poll()
+        if self.rng.random() < 0.4:
+            self.engine.reset(["device"])
+        else:
+            before = {*self.live}
+            for _ in range(5):
+                self._acquire(CacheRequest(next(self.names), self.rng.integers(4, 8, 12)))
+            for name in [name for name in self.live if name not in before]:
+                self._end(name)
+        for _ in range(int(self.rng.integers(1, 6))):
+            self._acquire(self._request(known=1.0))
+            if self.rng.random() < 0.3:
+                self.faults.fail_load()
+            if self.rng.random() < 0.2:
+                self.abort()
+
     # Errors that nobody raises on purpose
 
     def raise_inside(self) -> None:
@@ -339,11 +364,11 @@ class EngineFuzz:
             **({} if self.packing == "off" else PACKABLE),
         )
 
-    def _request(self) -> CacheRequest:
+    def _request(self, known: float = 0.7) -> CacheRequest:
         """Of a prompt that begins as others do; most go on with one that was asked before."""
         rng = self.rng
         stem, space = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 65)], str(rng.choice(["", "tenant"]))
-        if self.prompts and rng.random() < 0.7:
+        if self.prompts and rng.random() < known:
             stem, space = self.prompts[rng.integers(len(self.prompts))]
         tokens = np.concatenate([stem, rng.integers(0, 3, rng.integers(0, 20))])[:_LONGEST_PROMPT]
         self.prompts = [*self.prompts[-5:], (tokens, space)]

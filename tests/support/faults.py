@@ -64,6 +64,15 @@ class Faults:
         link.fails = None if link.fails or self.rng.random() < 0.3 else RuntimeError("the link is down")
         self.broken = self.broken or link.fails is not None
 
+    def fail_load(self) -> None:
+        """The next copy to the device fails, of a component whose copies are in flight, and those after it do not."""
+        links = [link for link in self.transfers.up if len(link)]
+        if links:
+            link = links[self.rng.integers(len(links))]
+            fails, link.fails = link.fails, RuntimeError("the link is down")
+            link.step()
+            link.fails, self.broken = fails, True
+
     def trouble_disk(self) -> None:
         if not self.stores:
             return

@@ -21,21 +21,7 @@ from process_case import PAGE_BYTES, request
 
 KEYS = (b"a", b"bb" * 16, b"k" * 511)
 _MEMORY_BYTES = 4 * PAGE_BYTES
-_ODD: tuple[object, ...] = (
-    None,
-    -1,
-    0,
-    1 << 70,
-    1e308,
-    "x",
-    "\udcff",
-    [],
-    {},
-    [[]],
-    True,
-    float("nan"),
-    "../..",
-)
+_ODD: tuple[object, ...] = (None, -1, 0, 1 << 70, 1e308, "x", "\udcff", [], {}, [[]], True, float("nan"), "../..")
 
 
 class Nonsense:

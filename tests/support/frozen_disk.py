@@ -11,11 +11,8 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -29,9 +26,10 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.store_files import INDEX_FILE
 from hicache.stores import open_tier
+from programs import PIPE, program
 from storage_pages import forget_cached
 from toy_model import GEOMETRY, config
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
 NUM_STORED, NUM_TOKENS = 60, 100
@@ -40,16 +38,6 @@ KINDS = ("writes", "reads")
 
 class Unavailable(Exception):
     """What is missing to freeze a disk."""
-
-
-@dataclass(frozen=True)
-class Report:
-    """Of an engine on a disk that stalled: requests that were served meanwhile, pages that jobs kept, and keys that the
-    engine was told are stored, before."""
-
-    requests: int
-    quarantined: int
-    stored: list[bytes]
 
 
 def run(*command: object) -> str:
@@ -101,47 +89,27 @@ def frozen(kind: str, mount: Path, pid: int) -> Iterator[None]:
         group.rmdir()
 
 
-def observe(kind: str, folder: Path, num_requests: int) -> Report:
+def observe(kind: str, folder: Path, num_requests: int) -> dict[str, int]:
     """Serve `num_requests` while the disk stalls, close the engine and end its process; when the disk answers again,
-    the store opens. Raises Unavailable."""
-    command = [sys.executable, __file__]
-    with mounted(folder) as mount, _started([*command, str(mount / "store"), kind, str(num_requests)]) as child:
-        said: list[str] = []
-        reader = threading.Thread(target=lambda: said.extend(child.stdout or ()), daemon=True)
-        reader.start()
-        pid, stored = _next(said, child)
+    the store opens, with all that the engine was told is stored. Returns how many requests were served meanwhile, and
+    how many pages jobs kept. Raises Unavailable."""
+    with mounted(folder) as mount, program(__file__, mount / "store", kind, num_requests, stdin=PIPE) as child:
+        assert child.stdin is not None and child.stdout is not None
+        pid, stored = json.loads(child.stdout.readline())
         with frozen(kind, mount, pid):
             print(file=child.stdin, flush=True)
-            served = _next(said, child)  # else the engine stands still
-            eventually(lambda: child.poll() is not None)
-            assert child.returncode == 0
-        report = Report(stored=[bytes.fromhex(key) for key in stored], **served)
+            served: dict[str, int] = json.loads(child.stdout.readline())  # else the engine stands still
+            assert child.wait(BOUND_S) == 0
         eventually(lambda: not Path(f"/proc/{pid}").exists())
         assert (store_at(mount / "store") / INDEX_FILE).exists(), "what the engine closed was not closed"
-        store = open_existing(mount / "store")
-        store.check()
-        assert all(store.contains(report.stored))
-        store.close()
+        with contextlib.closing(open_existing(mount / "store")) as store:
+            store.check()
+            assert stored and all(store.contains([bytes.fromhex(key) for key in stored]))
         with engine_at(mount / "store") as again:
             handle = again.prefetch("again", tokens_of(0), mode="wait_complete")
             eventually(lambda: again.poll() or handle.ready)
             assert handle.found_tokens == NUM_TOKENS // 8 * 8
-    return report
-
-
-@contextlib.contextmanager
-def _started(command: list[str]) -> Iterator[subprocess.Popen[str]]:
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as child:
-        try:
-            yield child
-        finally:
-            child.kill()
-
-
-def _next(said: list[str], child: subprocess.Popen[str]) -> Any:
-    eventually(lambda: said or child.poll() is not None)
-    assert said, "the engine's process ended"
-    return json.loads(said.pop(0))
+    return served
 
 
 def tokens_of(number: int) -> np.ndarray:

@@ -41,13 +41,7 @@ def _address(kind: str) -> str:
     with (folder / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not address.exists():
-            command = [
-                sys.executable,
-                str(Path(__file__).with_name("fork_server.py")),
-                str(address),
-                folder.name,
-                kind,
-            ]
+            command = [sys.executable, str(Path(__file__).with_name("fork_server.py")), str(address), folder.name, kind]
             server = subprocess.Popen(command, stdin=DEVNULL, start_new_session=True)
             eventually(lambda: address.exists() or server.poll() is not None)
             assert server.poll() is None, "the fork server ended"

@@ -15,12 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sglang.srt.mem_cache.base_prefix_cache import (
-    EvictParams,
-    InitLoadBackParams,
-    InsertParams,
-    MatchPrefixParams,
-)
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InitLoadBackParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.unified_cache.component_type import ComponentType

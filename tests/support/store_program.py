@@ -31,14 +31,6 @@ class StoreProgram:
         self.send(verb, *numbers)
         return self.answer()
 
-    def kill(self) -> list[Any]:
-        """What it had answered and nobody had read; half a line is none."""
-        self.process.kill()
-        assert self.process.stdout is not None
-        said = self.process.stdout.read()
-        self.process.wait()
-        return [json.loads(line) for line in said.splitlines(keepends=True) if line.endswith("\n")]
-
     def __enter__(self) -> StoreProgram:
         return self
 
@@ -55,14 +47,6 @@ class Commands:
 
     def put(self, start: int, stop: int) -> int:
         return sum(put_numbers(self.store, range(start, stop), self.page_bytes))
-
-    def put_for_ever(self, start: int, batch: int) -> None:
-        """Answers each time with the numbers that were put."""
-        while True:
-            numbers = list(range(start, start + batch))
-            if all(put_numbers(self.store, numbers, self.page_bytes)):
-                print(json.dumps(numbers), flush=True)
-            start += batch
 
     def found(self, start: int, stop: int) -> list[int]:
         return sorted(found_numbers(self.store, range(start, stop), self.page_bytes))

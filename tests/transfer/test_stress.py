@@ -1,8 +1,8 @@
 """Transfers under stress: overlapping loads and stores over tiny tiers, with forwards beside them.
 
-`transfer_program` is the program and holds the truth; `tests/mutations.py` plants mistakes that it must find. By
-default copies on the CPU are as late as they may be (`CopiesWhenNeeded`), so that whoever does not wait comes too
-early, each time; the long runs let their threads run freely.
+`transfer_program` is the program and holds the truth. By default copies on the CPU are as late as they may be
+(`CopiesWhenNeeded`), so that whoever does not wait comes too early, each time; the long runs let their threads run
+freely.
 """
 
 from __future__ import annotations

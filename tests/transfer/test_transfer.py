@@ -20,9 +20,6 @@ from hicache.transfer.plan import (
     Plan,
     Shape,
     choose,
-    fewer_steps,
-    group_size,
-    growing,
     intervals,
     page_runs,
     tapered,
@@ -232,30 +229,6 @@ def test_tapered_intervals_cover_the_same_pages(total: int, step: int, max_last:
     assert found[-1][1] - found[-1][0] <= max(1, max_last)
     ends = [stop - start for start, stop in found[len(chunks) - 1 :]]
     assert ends == sorted(ends, reverse=True)
-
-
-def test_groups_make_pieces_worth_their_cost() -> None:
-    """A piece costs at most its share of the time of its bytes, in the minimum number of layers, within a buffer."""
-    free, dear = CopyCost(50e9), CopyCost(50e9, piece_s=1e-6)
-    assert group_size(free, LAYERS_32, BUFFER, 0.015, 0.03) == 1
-    assert group_size(dear, LAYERS_32, BUFFER, 0.015, 0.03) == 16  # 5 us a layer: 1.5 % is reached at 13 layers
-    assert group_size(dear, replace(LAYERS_32, num_layers=12), BUFFER, 0.015, 0.03) == 12  # there are no more
-    assert group_size(dear, LAYERS_32, BUFFER, 0.1, 0.03) == 2
-    assert group_size(dear, LAYERS_32, 16 << 20, 0.015, 0.03) == 8  # eight pages must fit
-    assert group_size(dear, replace(LAYERS_32, layer_bytes=2 << 20), BUFFER, 0.015, 0.03) == 2
-    assert group_size(free, replace(LAYERS_32, layer_bytes=16 << 10), BUFFER, 0.015, 0.03) == 16  # to 256 KiB
-    assert growing(1, 8, 32, shrink=True) == [1, 2, 4, 8, 8, 2, 4, 2, 1] and growing(1, 1, 3, shrink=True) == [1, 1, 1]
-    assert growing(2, 8, 7, shrink=True) == [2, 3, 2] and growing(2, 8, 3, shrink=True) == [2, 1]
-    assert growing(4, 8, 3, shrink=True) == [3] and growing(4, 8, 3, shrink=False) == [3]
-    assert growing(1, 8, 32, shrink=False) == [1, 2, 4, 8, 8, 8, 1] and growing(1, 1, 3, shrink=False) == [1, 1, 1]
-
-
-def test_groups_grow_where_steps_are_too_many() -> None:
-    """Steps take the host's time: groups double while that makes steps fewer, within a buffer."""
-    many = replace(LAYERS_32, num_pages=2048)
-    assert fewer_steps(1, CopyCost(50e9), LAYERS_32, 256 << 20, 0.03) == 2  # 32 steps of 3.2 ms beside a copy of 86 ms
-    assert fewer_steps(1, CopyCost(50e9), LAYERS_32, 16 << 20, 0.03) == 1  # a buffer holds an eighth of a layer
-    assert fewer_steps(1, CopyCost(50e9), many, 1 << 30, 0.03) == 1
 
 
 def test_scattered_layers_travel_alone_where_the_host_can_queue_them() -> None:

@@ -34,11 +34,3 @@ def test_a_reused_buffer_changes_no_node(view: Callable[[np.ndarray], np.ndarray
     buffer += 1
     assert run.tokens.tolist() == list(range(LONG))
     assert run.common_len(buffer, bytes_of(buffer), 0) == 0
-
-
-def test_long_runs_of_packed_ids_share_their_memory() -> None:
-    """Insertion and split copy no ids that were packed here."""
-    packed = pack_tokens(list(range(LONG)))
-    run = TokenRun(packed)
-    assert np.shares_memory(TokenRun(run.tokens[: LONG - 8]).tokens, packed)
-    assert not np.shares_memory(TokenRun(packed[:4096][:2048]).tokens, packed)  # it would keep three times as much

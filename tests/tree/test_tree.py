@@ -1,5 +1,5 @@
 """The radix tree case by case: splits, locks, backups, drops, keys, and what `check` names. What it holds after any
-history is compared with dictionaries in test_tree_components.py."""
+history is compared in prefix_cache/test_cache_machines.py, and under loads in flow/test_engine_in_flight.py."""
 
 from __future__ import annotations
 

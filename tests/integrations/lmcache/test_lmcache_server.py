@@ -19,12 +19,7 @@ import torch
 pytest.importorskip("lmcache.v1", reason="needs LMCache; make test-servers installs it")
 
 from lmcache.v1.distributed.api import GroupedObjectKeys, PrefetchTaskSpec
-from lmcache.v1.distributed.config import (
-    EvictionConfig,
-    L1ManagerConfig,
-    L1MemoryManagerConfig,
-    StorageManagerConfig,
-)
+from lmcache.v1.distributed.config import EvictionConfig, L1ManagerConfig, L1MemoryManagerConfig, StorageManagerConfig
 from lmcache.v1.distributed.l2_adapters.config import parse_args_to_l2_adapters_config
 from lmcache.v1.distributed.storage_manager import StorageManager
 
