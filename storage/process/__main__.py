@@ -33,8 +33,13 @@ def _serve(descriptor: int, engine: int) -> None:
     server = Server(OpenStores())
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.add(socket.socket(fileno=descriptor))
+
+    def leave(_events: int) -> None:
+        server.selector.unregister(engine)
+        server.end_clients("its engine has ended")
+
     # Forked children of the engine hold the socket too, and may live on.
-    server.selector.register(engine, selectors.EVENT_READ, lambda _events: server.stop())
+    server.selector.register(engine, selectors.EVENT_READ, leave)
     try:
         server.run()
     except Exception:

@@ -76,6 +76,11 @@ class Server:
             log.warning("%s; it is tried again", why)
             self._why_later = why
 
+    def end_clients(self, why: str) -> None:
+        """Every client has ended: do what each has sent, and let it go. On the loop's thread."""
+        for client in list(self._clients):
+            client.hear_out(why)
+
     def stop(self) -> None:
         """End `run`, and every connection. Any thread."""
         self.call(self._stop)

@@ -92,6 +92,12 @@ class Session(Connection):
             self.end("it has asked for no store")
         self._tell(frames.frame(Kind.ALIVE))
 
+    def hear_out(self, why: str) -> None:
+        """Take all that the client has sent, which has ended, before its `end`."""
+        if not self._ended:
+            self._try(self._hear_what_came)
+        self.end(why)
+
     def end(self, why: str) -> None:
         """Listen to the client no more: its reads end, its writes are still done."""
         if self._ended:
@@ -152,10 +158,20 @@ class Session(Connection):
             self._tell(b"")
         if not events & selectors.EVENT_READ or self._ended:
             return
-        for kind, body in self.frames.feed(self.take()):
+        self._hear_some()
+
+    def _hear_what_came(self) -> None:
+        while self._hear_some():
+            continue
+
+    def _hear_some(self) -> bool:
+        """Take some of what the client has sent; whether there was anything."""
+        data = self.take()
+        for kind, body in self.frames.feed(data):
             self._hear(kind, body)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise FrameError("descriptors that belong to no frame")
+        return bool(data)
 
     def _read(self, num_bytes: int) -> bytes:
         data, descriptors, _, _ = socket.recv_fds(self.socket, num_bytes, _MAX_DESCRIPTORS)
@@ -305,7 +321,11 @@ class Session(Connection):
     def _tell(self, data: bytes) -> None:
         if self._ended:
             return
-        self.send(data)
+        try:
+            self.send(data)
+        except ConnectionEnded:  # it has left, and what it sent before is still to be done
+            self._hear_what_came()
+            raise
         if len(self.unsent) > _MAX_UNSENT_BYTES:
             raise FrameError("it does not take what it asked for")
         if self._waits_to_send != bool(self.unsent):

@@ -146,6 +146,7 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(1800)  # it waits for nothing but the processor, whoever else has it
 def test_the_default_demo(tmp_path: Path) -> None:
     """The demo of the random model is identical and hits all tiers. How much sooner it is, `bench` measures."""
     out = tmp_path / "out.json"

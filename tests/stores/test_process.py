@@ -351,19 +351,49 @@ def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.M
 @pytest.mark.parametrize("how", ["leaves", "killed", "forks"])
 def test_what_an_engine_left_is_stored(how: str, tmp_path: Path) -> None:
     """An engine that does not wait for the end of its store may end, or be killed with all of its descendants: its
-    store process does the writes that it has, seals the index and ends. Also where a forked child lives on."""
+    store process does the writes that were sent, though it reads them later, seals the index and ends. Also where a
+    forked child lives on."""
     with Program(WRITER, at(tmp_path / "s"), SUPPORT, how) as engine:
         assert engine.stdout is not None
-        pidfd = os.pidfd_open(int(engine.stdout.readline()))
+        stopped = int(engine.stdout.readline())
+        pidfd = os.pidfd_open(stopped)
         if how != "leaves":
             for pid in [engine.pid, *(descendants(engine.pid) if how == "killed" else [])]:
                 os.kill(pid, signal.SIGKILL)
+        engine.wait()
+        os.kill(stopped, signal.SIGCONT)
         assert select.select([pidfd], [], [], PATIENCE_S)[0]
         os.close(pidfd)
     with contextlib.closing(open_existing(tmp_path / "s")) as store:
         assert store.rebuilt_pages is None
         assert all(all(store.contains(pages(seed, 32)[0])) for seed in SEEDS)
         store.check()
+
+
+def test_a_store_that_its_engine_did_not_wait_for_is_closed(tmp_path: Path) -> None:
+    """One that is being opened when the engine ends is whole when its process has ended."""
+    code = (
+        "import os, signal, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from hicache.storage.process.client import StoreClient; from process_case import Case\n"
+        "def leave(client, _):\n"
+        "    os.kill(client.pid, signal.SIGSTOP)\n"
+        "    print(client.pid, flush=True)\n"
+        "    os._exit(0)\n"
+        "StoreClient.wait = leave\n"
+        "Case(sys.argv[1])"
+    )
+    with contextlib.closing(Case(at(tmp_path / "s"))) as case:
+        assert case.stored(*pages(1, 2)) == (True, True)
+    with Program(code, at(tmp_path / "s"), SUPPORT) as engine:
+        assert engine.stdout is not None
+        stopped = int(engine.stdout.readline())
+        pidfd = os.pidfd_open(stopped)
+        engine.wait()
+        os.kill(stopped, signal.SIGCONT)
+        assert select.select([pidfd], [], [], PATIENCE_S)[0]
+        os.close(pidfd)
+    with contextlib.closing(open_existing(tmp_path / "s")) as store:
+        assert store.rebuilt_pages is None
 
 
 @pytest.fixture

@@ -76,6 +76,27 @@ def test_engines_share_a_served_store(served: tuple[Program, str], tmp_path: Pat
             store.check()
 
 
+def test_what_a_client_sent_before_it_left_is_done(tmp_path: Path) -> None:
+    """Also where the process learns that it has left by what it cannot tell it, before it has read all."""
+    listener, read_later, keys, data = Scarce(tmp_path / "sock"), threading.Event(), *pages(1, 2)
+    listener.has_room = True
+    server = Server(OpenStores(at(tmp_path / "root")), listener=listener)
+
+    def look_before_reading() -> None:
+        assert read_later.wait(BOUND_S)
+        server.look()
+
+    path = f"unix:{tmp_path / 'sock'}"
+    with joined(threading.Thread(target=server.run), server.stop), contextlib.closing(Case(path)) as other:
+        leaves = Case(path)
+        server.call(look_before_reading)
+        leaves.write(keys, data)
+        assert leaves.tier._connection is not None
+        leaves.tier._connection.close()
+        read_later.set()
+        assert other.stored(*pages(2, 1)) == (True,) and other.found(keys, data) == (True, True)
+
+
 def test_a_served_process_that_goes_on_is_used_again(served: tuple[Program, str]) -> None:
     """One that stood still is left, and when it goes on it answers for what it was given, and is connected to again."""
     program, path = served

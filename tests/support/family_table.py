@@ -22,8 +22,11 @@ class Family:
     changes: Mapping[str, Any]
 
 
-# The version of transformers with these families, and the families of which there is no small model.
-TRANSFORMERS = "5.23"
+# The release of transformers with these families; what differs in the one before it; and the families of which there is
+# no small model.
+LATEST, BEFORE = "5.24", "5.23"
+NEW = {"apertus1p5_text", "dory", "exaone", "inkling2_loop_text", "lara_mini", "sarvam_mla", "sarvam_moe"}
+REASONS_BEFORE = {"xlstm": "no key-value cache"}
 UNTRIED = {
     "blt": "its byte patches come from a second model",
     "gemma4_assistant": "it drafts for another model, whose cache it reads",
@@ -51,15 +54,15 @@ def _rows(names: str, kind: str = "", reason: str = "", **changes: Any) -> dict[
 
 _ALL = (
     _rows(
-        "apertus arcee aria_text biogpt bitnet cohere ctrl diffllama ernie4_5 ernie4_5_moe falcon flex_olmo fuyu "
-        "gemma glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe granitemoeshared "
-        "helium hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama minimax_m2 ministral3 mixtral "
-        "moss_transcribe_diarize nanochat olmo olmo2 olmoe opt persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 "
-        "qwen3_moe seed_oss solar_open stablelm starcoder2 xglm",
+        "apertus apertus1p5_text arcee aria_text biogpt bitnet cohere ctrl diffllama ernie4_5 ernie4_5_moe exaone "
+        "falcon flex_olmo fuyu gemma glm glm4 glm4_moe got_ocr2 gpt-sw3 gpt2 gpt_bigcode gpt_neox granite granitemoe "
+        "granitemoeshared helium hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 jetmoe llama minimax_m2 "
+        "ministral3 mixtral moss_transcribe_diarize nanochat olmo olmo2 olmoe opt persimmon phi phi3 phimoe qwen2 "
+        "qwen2_moe qwen3 qwen3_moe sarvam_moe seed_oss solar_open stablelm starcoder2 xglm",
         "full",
     ),
     _rows("bert bert-generation big_bird electra ernie megatron-bert rembert roc_bert", "full", **_LIKE_BERT),
-    _rows("axk1 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 youtu", "full", **_LATENT),
+    _rows("axk1 deepseek_v3 glm4_moe_lite longcat_flash minicpm3 sarvam_mla youtu", "full", **_LATENT),
     _rows("codegen gptj", "full", rotary_dim=4),
     _rows("hunyuan_v1_dense hunyuan_v1_moe", "full", head_dim=8),
     _rows(
@@ -191,10 +194,11 @@ _ALL = (
         **_LIKE_ROBERTA,
     ),
     _rows("axk2 deepseek_v32 glm_moe_dsa hy_v4", reason="layers of type indexed_attention"),
-    _rows("openai-gpt rwkv xlm xlstm", reason="no key-value cache"),
+    _rows("openai-gpt rwkv xlm", reason="no key-value cache"),
+    _rows("xlstm", reason="no way to be told positions"),
     _rows("dots3_note dots3_note_text", reason="vary from layer to layer", num_key_value_heads=4),
     _rows("falcon_mamba mamba", reason="recurrent layers alone"),
-    _rows("inkling2_text inkling_text", reason="layers of type hybrid_sliding"),
+    _rows("inkling2_loop_text inkling2_text inkling_text", reason="layers of type hybrid_sliding"),
     _rows(
         "qwen4_exp qwen4_exp_text",
         reason="layers of type indexed_attention",
@@ -245,7 +249,8 @@ _ALL = (
         num_decoder_attention_heads=4,
         num_encoder_attention_heads=4,
     ),
-    _rows("recurrent_gemma", reason="layers of type sliding_attention beside linear_attention"),
+    _rows("dory", reason="stores keys and values 2 times a pass"),
+    _rows("lara_mini recurrent_gemma", reason="layers of type sliding_attention beside linear_attention"),
     _rows("reformer", reason="no key-value cache", axial_pos_embds_dim=(16, 16), attention_head_size=8, **_LIKE_BERT),
     _rows("whisper", reason="no way to be told positions", pad_token_id=1, **_LIKE_BART),
     _rows("xlnet", reason="no key-value cache", d_head=8, d_model=32, n_head=4, n_layer=2, d_inner=48),

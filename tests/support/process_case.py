@@ -24,13 +24,15 @@ LIMITS = Limits(io_timeout_s=60, reopen_backoff_s=0.01, max_reopen_backoff_s=0.0
 HASTY = Limits(io_timeout_s=1, reopen_backoff_s=0.01, max_reopen_backoff_s=0.05, close_s=60)
 SEEDS = range(60)
 
-# Arguments: URL, this folder, and what it does behind its writes.
+# Arguments: URL, this folder, and what it does behind its writes. A process of its own has read none of them.
 WRITER = """
-import os, sys, time
+import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
 from disk_case import pages
 from process_case import SEEDS, Case
 case = Case(sys.argv[1])
+if case.tier.pid:
+    os.kill(case.tier.pid, signal.SIGSTOP)
 for seed in SEEDS:
     case.write(pages(seed, 32)[0], pages(0, 32)[1])
 print(case.tier.pid, flush=True)

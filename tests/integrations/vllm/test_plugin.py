@@ -1,0 +1,43 @@
+"""The package as it is installed: what vLLM does with it in each of its processes, unasked."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[3]
+SOURCES = ("hicache", "kernels", "storage", "bench", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
+LOADED = """
+import sys
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+import hicache
+print(hicache.__file__)
+"""
+
+
+def test_vllm_removes_what_a_killed_server_left(tmp_path: Path) -> None:
+    """An installed package is a general plug-in of vLLM's, which removes the file of a region that nobody has open."""
+    pytest.importorskip("setuptools", minversion="77", reason="the build backend of pyproject.toml is not installed")
+    source, site = tmp_path / "source", tmp_path / "site"
+    source.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, source / name)
+    pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-index", "--no-build-isolation"]
+    subprocess.run([*pip, "--target", str(site), str(source)], check=True)
+    left = Path(f"/dev/shm/vllm_offload_{uuid.uuid4()}.mmap")
+    left.write_bytes(bytes(4096))
+    try:
+        loaded = subprocess.run(
+            [sys.executable, "-c", LOADED], env={"PYTHONPATH": str(site), "PATH": "/usr/bin:/bin"}, cwd=tmp_path,
+            stdout=subprocess.PIPE, text=True, check=True,
+        )  # fmt: skip
+        assert loaded.stdout.splitlines()[-1].startswith(str(site)) and not left.exists()
+    finally:
+        left.unlink(missing_ok=True)
