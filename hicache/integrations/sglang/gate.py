@@ -1,21 +1,25 @@
 """Whether what the disk holds of a prompt is worth waiting for, by the speeds that this server and its disk have shown.
 
-    looked up | weighed | read    <- declined: the disk says nothing, and SGLang computes
-              | computed, copied to the host, offered for storing    <- the speed of prefill, a little too low
+    looked up | loads                  | computes the rest   | stored
+              ^ the disk is busy       ^ waits for the GPU, or has it: other prompts that compute delay it
 
-SGLang tells a backend nothing of its passes. So a prompt is timed of which nothing is loaded, from its look-up until
-pages of it are to be stored, where no other prompt and no earlier write delayed that. With the copy to the host that is
-somewhat too long, and computing looks slower than it is: what loads slowly is loaded rather than computed. With
-`prefill_tokens_per_s` nothing is timed.
+SGLang tells a backend nothing of its requests or passes. What can be known of others is which prompts were looked up
+and did not come: of each, the keys that are still to be read, and those that are still to be computed. Requests that
+generate their answer are not seen, so fewer are counted than wait.
+
+The speed of prefill follows from the copies to the host that SGLang makes of what it has computed (with
+`write_through`): their tokens, by the seconds since the copy before, or since a prompt began to wait where none did. A
+copy of what no prompt waited for counts as nothing, and of two neighbours the faster one counts twice: what makes the
+other slow (compilers, a full GPU) is no computing. With `prefill_tokens_per_s` nothing is measured.
 """
 
 from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import KeepsNote, PrefillNote, ServerLoadDecisions
@@ -23,20 +27,33 @@ from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
 _MIN_TOKENS = 1024  # of less, the time is mostly overhead
-_FORGET_S = 10.0  # after which a prompt does not delay another any more
-_IDLE_S = 0.002  # a write that begins so long after the last one did not wait for it
+_FORGET_S = 30.0  # after which a prompt counts as gone: SGLang does not say which requests were aborted
 _MIN_WAIT_S = 0.5  # a disk that works hesitates now and then
+_BATCH = 128  # SGLang's base controller asks for a long prompt in batches, while all pages of the last one are held
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Prompt:
-    """Pages that are computed, `places` by key; the first `num_done` were, by `since_s`. `is_timed`: nothing else
-    delayed them."""
+    """Pages that are still to come: those of `to_load`, and then `to_compute`, keys by their place behind `start`
+    tokens, of which `num_done` tokens are computed. `last`: the key that tells it from others, also when it is looked
+    up again."""
 
-    places: dict[str, int]
-    since_s: float
-    is_timed: bool
+    last: str
+    looked_up_s: float
+    to_load: set[str] = field(default_factory=set)
+    to_compute: dict[str, int] = field(default_factory=dict)
+    start: int = 0
     num_done: int = 0
+
+
+class _Computed(NamedTuple):
+    num_tokens: int
+    seconds: float
+    mean_position: float
+
+    @property
+    def token_s(self) -> float:
+        return self.seconds / self.num_tokens
 
 
 class LoadGate(ServerLoadDecisions):
@@ -56,20 +73,34 @@ class LoadGate(ServerLoadDecisions):
         self._cost = CostModel(tokens_per_s, {DISK: 1}, metrics, clock)
         self._note = PrefillNote(self._cost.prefill, store)
         self._lock = threading.Lock()
-        self._prompt = _Prompt({}, -math.inf, is_timed=False)  # that was looked up last
-        self._looked_up_s = self._written_s = -math.inf
+        self._prompts: list[_Prompt] = []  # that did not come yet, in the order of their look-up
+        self._unfinished: _Prompt | None = None  # whose next batch may be asked for
+        self._since_s = math.inf  # of what the next copy to the host brings; inf: no prompt waits
+        self._copied, self._pairs = 0, 0.0  # tokens since then; the sum of these times their position
+        self._before: _Computed | None = None
 
     def weigh(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
         """Whether to load the pages that the disk holds of a prompt's `keys`, `num_held` from the first on."""
+        if not keys:
+            return False
         with self._lock:
             self._note.step()
-            loads = num_held > 0 and self.decide(
-                self._cost.read_s(num_held * page_bytes, 1), self._cost.prefill_s(0, num_held * self._page_tokens)
-            )
-            before, now_s = self._prompt, self._clock()
-            is_alone = before.num_done == len(before.places) or now_s - self._looked_up_s > _FORGET_S
-            places = {key: place for place, key in enumerate(keys[num_held:] if loads else keys)}
-            self._prompt, self._looked_up_s = _Prompt(places, now_s, is_alone and not loads), now_s
+            now_s = self._clock()
+            others = [
+                prompt
+                for prompt in self._prompts
+                if prompt.last != keys[-1] and now_s - prompt.looked_up_s <= _FORGET_S
+            ]
+            begun = self._unfinished if self._unfinished in others else None
+            others = [prompt for prompt in others if prompt is not begun]
+            loads = num_held > 0 and self._pays(others, begun, num_held, page_bytes)
+            prompt, held = begun or _Prompt(keys[-1], now_s), num_held if loads else 0
+            prompt.last, prompt.start = keys[-1], prompt.start + held * self._page_tokens
+            prompt.to_load.update(keys[:held])
+            prompt.to_compute = {key: place for place, key in enumerate(keys[held:])}
+            self._prompts = [*others, prompt]
+            self._unfinished = prompt if held == len(keys) == _BATCH else None
+            self._settle()
         return loads
 
     def wait_s(self, num_pages: int) -> float:
@@ -77,31 +108,70 @@ class LoadGate(ServerLoadDecisions):
         with self._lock:
             return max(_MIN_WAIT_S, self._cost.longest_wait_s(0, num_pages * self._page_tokens))
 
-    def read(self, num_bytes: int, seconds: float) -> None:
-        """A call has read so much in that time."""
+    def read(self, keys: Sequence[str], num_read: int, page_bytes: int, seconds: float) -> None:
+        """A call has read the first `num_read` pages of `keys` in that time; SGLang reads no more of the prompt where
+        that is not all."""
         with self._lock:
-            self._cost.observe_read(num_bytes, seconds)
+            self._cost.observe_read(num_read * page_bytes, seconds)
+            for prompt in self._prompts:
+                if prompt.to_load & {*keys[:1]}:
+                    prompt.to_load -= prompt.to_load if num_read < len(keys) else {*keys}
+            self._settle()
 
     def gave_up(self) -> None:
         """Pages did not come in time."""
         with self._lock:
             self.abandon()
 
+    def computed(self, num_tokens: int) -> None:
+        """SGLang copies the state of so many tokens to the host."""
+        with self._lock:
+            for prompt in self._waiting():  # in their order, as SGLang serves them as a rule
+                done = min(num_tokens, len(prompt.to_compute) * self._page_tokens - prompt.num_done)
+                self._copied += done
+                self._pairs += done * (prompt.start + prompt.num_done + done / 2)
+                prompt.num_done, num_tokens = prompt.num_done + done, num_tokens - done
+            if self._copied >= _MIN_TOKENS:
+                now_s = self._clock()
+                self._observe(_Computed(self._copied, now_s - self._since_s, self._pairs / self._copied))
+                self._since_s, self._copied, self._pairs = now_s, 0, 0.0
+            self._settle()
+
     def offered(self, keys: Sequence[str]) -> None:
         """Pages are to be stored: they were computed, unless they were loaded."""
         with self._lock:
-            now_s, prompt = self._clock(), self._prompt
-            end = 1 + max((prompt.places.get(key, -1) for key in keys), default=-1)
-            if end <= prompt.num_done:
-                return
-            start, seconds = prompt.num_done * self._page_tokens, now_s - prompt.since_s
-            prompt.num_done, prompt.since_s = end, now_s
-            num_tokens, is_due = end * self._page_tokens - start, now_s - self._written_s >= _IDLE_S
-            if prompt.is_timed and is_due and num_tokens >= _MIN_TOKENS:
-                self._cost.observe_prefill(num_tokens, seconds, start + num_tokens / 2)
-                self._note.step()
+            for prompt in self._prompts:
+                if not prompt.to_load.isdisjoint(keys):  # what SGLang found too little to load
+                    prompt.to_load.clear()
+                end = 1 + max((prompt.to_compute.get(key, -1) for key in keys), default=-1)
+                prompt.num_done = max(prompt.num_done, end * self._page_tokens)
+            self._settle()
 
-    def written(self) -> None:
-        """What was offered last is stored, or failed."""
-        with self._lock:
-            self._written_s = self._clock()
+    def _pays(self, others: Sequence[_Prompt], begun: _Prompt | None, num_pages: int, page_bytes: int) -> bool:
+        """Of pages behind those of `begun`, which is loaded anyway, and whose place in the queue they share."""
+        queued = sum(len(prompt.to_load) for prompt in others) if begun is None else 0
+        start = 0 if begun is None else begun.start
+        load_s = self._cost.read_s((queued + num_pages) * page_bytes, 1)
+        compute_s = self._cost.prefill_s(start, start + num_pages * self._page_tokens)
+        return self.decide(load_s, compute_s, sum(not prompt.to_load for prompt in others))
+
+    def _waiting(self) -> Iterable[_Prompt]:
+        return (prompt for prompt in self._prompts if not prompt.to_load)
+
+    def _settle(self) -> None:
+        """Leave out the prompts that have come, and know since when one waits for the GPU."""
+        self._prompts = [
+            prompt
+            for prompt in self._prompts
+            if prompt.to_load or prompt.num_done < len(prompt.to_compute) * self._page_tokens
+        ]
+        if not any(True for _ in self._waiting()):
+            self._since_s, self._copied, self._pairs = math.inf, 0, 0.0
+        elif self._since_s == math.inf:
+            self._since_s = self._clock()
+
+    def _observe(self, latest: _Computed) -> None:
+        before, self._before = self._before, latest
+        if before is not None:
+            self._cost.observe_prefill(*min(before, latest, key=lambda each: each.token_s))
+            self._note.step()

@@ -27,6 +27,7 @@ from hicache.integrations.load_gate import gated_store_config
 from hicache.integrations.server_store import ServerStore, require_shared, require_usable
 from hicache.integrations.sglang.endpoint import Endpoint
 from hicache.integrations.sglang.gate import LoadGate
+from hicache.integrations.sglang.host_copies import HostCopies
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
 from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
 from hicache.integrations.sglang.releases import (
@@ -119,6 +120,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self._tiers: list[WaitingTier] = []
         self.metrics = Metrics()  # since the store was opened
         self.gate: LoadGate | None = None  # from then on
+        self._copies = HostCopies()
         self._endpoint: Endpoint | None = None
         self.failures: Counter[str] = Counter()
         self._sampling = threading.Lock()
@@ -180,6 +182,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         if self._storage_config.enable_storage_metrics and self._endpoint is None:
             self._endpoint = Endpoint(parallel.labels(), clock)
         self._pools = pools
+        self._copies.watch(self._host_pools[_KV], self.gate.computed)
 
     def clear(self) -> None:
         """Remove all pages on this machine's disk that this process may write."""
@@ -190,6 +193,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def close(self) -> bool:
         """False: a medium does not answer, and its store stays open; a later call tries again."""
         self._pools = {}
+        self._copies.end()
         self._tiers = [tier for tier in self._tiers if not self._closed(tier)]
         return not self._tiers
 
@@ -315,7 +319,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, land, wait_s)
         if num_read < len(keys) and clock() - progress_s > wait_s:
             gate.gave_up()
-        gate.read(num_read * pool.pages.page_bytes, clock() - begin_s)
+        gate.read(keys, num_read, pool.pages.page_bytes, clock() - begin_s)
         self._sample("prefetch", num_read, pool, begin_s)
         return [i < num_read for i in range(len(keys))]
 
@@ -364,8 +368,6 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         begin_s = pool.server.tier.clock()
         stored = pool.tier.write(pool.keys(keys), pool.pages.page_bytes, fill)
         self._sample("backup", sum(stored), pool, begin_s)
-        if self.gate is not None:
-            self.gate.written()
         return stored
 
     def _sample(self, kind: str, num_pages: int, pool: Pool, begin_s: float) -> None:

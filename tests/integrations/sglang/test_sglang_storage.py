@@ -13,7 +13,9 @@ import numpy as np
 import prometheus_client
 import pytest
 import torch
+from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 
+import sglang_on_cpu
 from disk_case import Gate, failing
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import host_pages
@@ -246,6 +248,29 @@ def test_a_slow_disk_is_not_waited_for(tmp_path: Path) -> None:
         counts = {name: value for name, value in server.backend.metrics.snapshot().items() if name.startswith("gate.")}
         assert counts == dict(zip(sorted(counts), (0, 1, 2, 2), strict=True))
         assert not server.backend.failures
+
+
+@pytest.mark.smoke
+def test_copies_to_the_host_show_the_speed_of_prefill(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """SGLang's own, as it submits them: the gate knows the speed from the second prompt on, although the disk has
+    stored nothing yet. The bytes are copied as before, and a pool that is given back has its own method."""
+    monkeypatch.setattr(MHATokenToKVPoolHost, "backup_from_device_all_layer", sglang_on_cpu.backup)
+    case = Case(tmp_path)
+    with troubled():
+        server = Server(case)
+    num_pages, slots = 1024 // case.page_size, torch.arange(1024) % 128
+    with server:
+        host, device, backend = server.host, server.controller.mem_pool_device, server.backend
+        device.k_buffer[0].random_()
+        copy = host.backup_from_device_all_layer if RELEASE == "0.5.17" else host.backup_from_device_all_layer_physical
+        for number in range(2):
+            assert backend.batch_exists([f"{number} {page}" for page in range(num_pages)]) == 0
+            clock.now_s += 1
+            copy(device, slots, slots, "direct")
+        assert backend.gate.wait_s(num_pages) == pytest.approx(1.0)
+        buffer, index = sglang_on_cpu._rows(host, 0, 0, slots)
+        assert torch.equal(buffer[index], device.k_buffer[0][slots])
+    assert "backup_from_device_all_layer" not in vars(host) and not backend.failures
 
 
 @pytest.mark.smoke
