@@ -29,7 +29,7 @@ from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel
+from hicache.flow.cost import CostModel, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of, removals_of
@@ -80,11 +80,12 @@ class CacheEngine(EngineLife):
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
         removals = removals_of(self._persists)
-        self._prefetcher = Prefetcher(context, prompts, self._cost, removals) if context.stores else None
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, prompts, self._restore, eviction, self._backup)
+        self._requests = requests = Requests(self._leases, self._admit.expected)
+        self._prefetcher = Prefetcher(context, prompts, self._cost, removals, requests) if context.stores else None
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -145,8 +146,8 @@ class CacheEngine(EngineLife):
         """Start bringing pages of the prompt from disk and remote tier to the host; `.ready` says when admission need
         not wait.
 
-        `mode` (default: the configuration's): auto waits as long as that is estimated to be faster than computing,
-        best_effort never makes the request wait, wait_complete until the end, timeout for `prefetch_timeout_s`.
+        `mode` (default: the configuration's): auto waits where that is estimated to cost all requests less time than
+        computing, best_effort never, wait_complete until the end, timeout for `prefetch_timeout_s`.
         `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
         Until it has ended, another call for the request returns the same handle.
         """
@@ -161,8 +162,9 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> int:
-        """A queued request of these tokens will come: what memory holds of its prefix, this many tokens, is evicted
-        last, until `acquire` or `cancel`. It costs a match; call it again to include what came meanwhile."""
+        """A queued request of these tokens will come, until `acquire` or `cancel`: what memory holds of its prefix, this
+        many tokens, is evicted last, and computing for others delays it. A match; again, it includes what came to the
+        cache since."""
         self._require_running()
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
@@ -178,7 +180,7 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
-        """A pass over `num_tokens` of prompts took `seconds`. What is faster to compute than to load is computed.
+        """A pass over `num_tokens` of prompts took `seconds`: of the device, and not of requests that waited for it.
 
         `mean_position`: of these tokens in their sequences, since attention costs more behind a long prefix; None: they
         begin a prompt. Report passes that waited for no load (`hicache.serving.prefill_meter`).
@@ -204,7 +206,7 @@ class CacheEngine(EngineLife):
         try:
             if self._prefetcher:
                 self._prefetcher.require_ready(request.request_id)
-            lease = self._admit.acquire(request)
+            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise

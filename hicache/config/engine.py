@@ -125,7 +125,7 @@ class EngineConfig:
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(
-            "whether requests wait for the disk; auto: as long as computing would take longer", get_args(PrefetchMode)
+            "whether requests wait for the disk; auto: where computing costs all requests more", get_args(PrefetchMode)
         ),
     ] = "auto"
     prefetch_timeout_s: Annotated[
@@ -137,7 +137,7 @@ class EngineConfig:
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "speed of prefill; what would be slower to load or to wait for is computed; 0: nothing would",
+            "speed of prefill, which loads and waits are weighed against; 0: all is loaded",
             unit="tokens/second",
             computed_from="passes that are timed while serving",
         ),

@@ -1,7 +1,7 @@
 """Admission: a request gets a pinned prefix, slots for the rest and a row, or nothing at all.
 
 Capacity is counted before anything changes, so a refused request leaves no trace, recency included. What the host holds
-is loaded unless recomputing it is estimated to be faster.
+is loaded unless recomputing it is estimated to cost all requests less time.
 """
 
 from __future__ import annotations
@@ -101,12 +101,17 @@ class Admit:
             "admit.hit_ratio", "share of prompt tokens that were hit, since the start", self._hit_ratio
         )
 
-    def acquire(self, request: CacheRequest) -> Lease:
-        """See `CacheEngine.acquire`."""
+    @property
+    def expected(self) -> Mapping[str, object]:
+        """What queued requests will need, by request. A view."""
+        return self._expectations
+
+    def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
+        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
         context, tree = self._context, self._context.tree
         for component in context.components:
             component.refuse_impossible(request)
-        admission, located, estimate = self._count(request)
+        admission, located, estimate = self._count(request, num_delayed)
         for component in context.components:
             component.refuse_now(admission)
         if not context.req_to_token.available_size():
@@ -231,7 +236,7 @@ class Admit:
     def _hit_ratio(self) -> float:
         return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
-    def _count(self, request: CacheRequest) -> tuple[Admission, Located | None, LoadEstimate | None]:
+    def _count(self, request: CacheRequest, num_delayed: int) -> tuple[Admission, Located | None, LoadEstimate | None]:
         """What the request would get, where its pages are, with a host tier, and what decided about a load."""
         context, tree, num_tokens = self._context, self._context.tree, len(request.tokens)
         reserve, limit = request.reserve_tokens, num_tokens
@@ -244,7 +249,7 @@ class Admit:
         if context.has_host:
             prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
             located = Located(context, prompt, match)
-            length, to_load, estimate = self._with_host(located, length)
+            length, to_load, estimate = self._with_host(located, length, num_delayed)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.full_len)
         num_slots = context.full.in_pages(end - device_len)
@@ -252,7 +257,7 @@ class Admit:
         return Admission(match, length, device_len, end, num_slots, num_own, to_load), located, estimate
 
     def _with_host(
-        self, located: Located, resident: int
+        self, located: Located, resident: int, num_delayed: int
     ) -> tuple[int, dict[Component, Sequence[int]], LoadEstimate | None]:
         """Tokens to start from, at least the `resident` ones, and what is to be loaded for that: what every component
         can use, less what is not worth a load, by the estimate that comes with it."""
@@ -265,7 +270,7 @@ class Admit:
         if end * page > resident:
             pages = to_load(end)
             num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
-            estimate = self._restore.estimate(num_bytes, resident, end * page)
+            estimate = self._restore.estimate(num_bytes, resident, end * page, num_delayed)
             if estimate.pays:
                 return end * page, pages, estimate
         return resident, to_load(resident // page), estimate

@@ -4,8 +4,8 @@
     load_s      host -> device    completed loads
     prefill_s   computing         passes that the scheduler reports
 
-The prefetch compares waiting with computing, the load gate loading with computing, both through this one class.
-docs/decisions/028-prefetch-that-pays.md says what the estimates leave out.
+The rule that follows from them, `LoadEstimate`, is the same for the prefetch, the load gate and the plug-ins.
+docs/decisions/028-prefetch-that-pays.md says why it is so, and what the estimates leave out.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import logging
 import math
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hicache.flow.context import EngineContext
@@ -23,8 +24,8 @@ from hicache.tiers import DISK, REMOTE, Store
 log = logging.getLogger(__name__)
 
 _DECISIONS = {
-    "accepted": "load, estimated to be faster than recomputation",
-    "declined": "recompute, estimated to be faster than loading",
+    "accepted": "load, estimated to cost all requests less time than recomputation",
+    "declined": "recompute, estimated to cost all requests less time than loading",
     "unmeasured": "load, while one of the two speeds was unknown",
 }
 _KEEP = 0.9  # what the operations so far weigh when another one ends
@@ -213,9 +214,35 @@ class LoadEstimate(NamedTuple):
     num_delayed: int = 0
 
     @property
+    def limit_s(self) -> float:
+        """How long a load may take: as long as computing costs this request and all that it delays; without an end
+        where that is not known."""
+        return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
+
+    @property
     def pays(self) -> bool:
         """Whether to load. Yes, until both are known."""
-        return self.load_s is None or self.compute_s is None or self.load_s <= self.compute_s * (1 + self.num_delayed)
+        return self.load_s is None or self.load_s <= self.limit_s
+
+
+@dataclass(frozen=True)
+class Requests:
+    """Of one engine, by id: those that hold a lease and so are `running`, those that are queued and so `expected`, and
+    those `waiting` for a prefetch. Views of what their owners keep; scheduler thread."""
+
+    running: Mapping[str, object]
+    expected: Mapping[str, object]
+    waiting: set[str] = field(default_factory=set)
+
+    @property
+    def num_delayed(self) -> int:
+        """How many computing for another one delays: all that run or wait for the device. Not those that wait for a
+        prefetch."""
+        return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
+
+    def num_delayed_by(self, request_id: str) -> int:
+        """These, without the one that is computed."""
+        return self.num_delayed - (request_id in self.expected and request_id not in self.waiting)
 
 
 class LoadDecisions:

@@ -25,7 +25,7 @@ from operator import attrgetter
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel
+from hicache.flow.cost import CostModel, Requests
 from hicache.flow.located import Located, StorePrefix
 from hicache.flow.movement import Movement
 from hicache.flow.prefix_read import PrefixReads, Removals
@@ -50,8 +50,10 @@ _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 class Prefetcher(Movement):
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
-    def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel, remove: Removals) -> None:
-        self._context, self._prompts, self._cost = context, prompts, cost
+    def __init__(
+        self, context: EngineContext, prompts: Prompts, cost: CostModel, remove: Removals, requests: Requests
+    ) -> None:
+        self._context, self._prompts, self._cost, self._requests = context, prompts, cost, requests
         self._clock = next(tier.clock for tier in context.stores.values())
         self._reads = PrefixReads(context, cost, remove)
         self._waiters: dict[str, Waiter] = {}
@@ -64,7 +66,7 @@ class Prefetcher(Movement):
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
         self._counters = PrefetchCounters(context)
-        self._weigher = Weigher(context, cost, self._reads, self._counters, self._clock)
+        self._weigher = Weigher(context, cost, self._reads, self._counters, requests)
         self._has_been_full = False
         self._num_claimed = 0  # what a snapshot in another thread may read
         gauge = context.metrics.gauge
@@ -85,6 +87,8 @@ class Prefetcher(Movement):
         self._waiters[request_id] = waiter
         if mode == "auto":
             self._to_weigh[waiter] = None
+        if handle.waits:
+            self._requests.waiting.add(request_id)
         try:
             self._begin(waiter)
         except BaseException:
@@ -232,6 +236,7 @@ class Prefetcher(Movement):
     def _forget(self, waiter: Waiter) -> None:
         """The request waits no longer."""
         waiter.handle.ended = True
+        self._requests.waiting.discard(waiter.handle.request_id)
         self._assign(waiter, None)
         for line in (self._urgent_queue, self._background_queue, self._to_weigh):
             line.pop(waiter, None)
@@ -330,7 +335,7 @@ class Prefetcher(Movement):
         insort(self._postponed, waiter, key=_ARRIVAL)
         others = len(self._reads) or self._claims.total > self._claims.of(handle)
         if handle.mode == "wait_complete" or not others:
-            handle.waits = False
+            self._weigher.stop(waiter)
 
     def _retry(self) -> None:
         """The request that came first goes first, and the others after it."""

@@ -43,9 +43,11 @@ class Restore(CopyMovement[Load]):
         gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
         gauge("restore.queued_loads", "loads in flight", self.num_in_flight)
 
-    def estimate(self, num_bytes: int, start: int, end: int) -> LoadEstimate:
-        """Of loading `num_bytes`, and of computing positions [start, end) instead."""
-        return LoadEstimate(self._cost.load_s(num_bytes), self._cost.prefill_s(start, end))
+    def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
+        """Of loading `num_bytes` behind the loads in flight, and of computing positions [start, end) instead, while
+        `num_delayed` others wait."""
+        ahead_bytes = sum(load.op.num_bytes for load in self._in_flight)
+        return LoadEstimate(self._cost.load_s(ahead_bytes + num_bytes), self._cost.prefill_s(start, end), num_delayed)
 
     def count_decision(self, estimate: LoadEstimate) -> None:
         """A request was admitted by that estimate."""

@@ -1,5 +1,5 @@
 """Requests that wait for a prefetch: how their callers see it, whose the host pages are, and whether waiting for more
-is faster than computing.
+costs less than computing.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from weakref import ref
 
 from hicache.config import PrefetchMode
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel
+from hicache.flow.cost import CostModel, LoadEstimate, Requests
 from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.reading import PrefixRead
 from hicache.metrics import Counter
@@ -23,6 +23,8 @@ from hicache.tiers import Store
 from hicache.tree.key import Tokens
 
 log = logging.getLogger(__name__)
+
+_STEADY = 2.0  # of what computing costs, how much what is left of a wait may cost that has begun
 
 
 class PrefetchCounters:
@@ -35,9 +37,11 @@ class PrefetchCounters:
             return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
 
         self.requests = count("prefetch.requests", "prefetches asked for")
-        self.waited = outcome("waited", "requests for which waiting was estimated to be faster than computing")
-        self.skipped = outcome("skipped", "requests that did not wait because computing was estimated faster")
-        self.gave_up = outcome("gave_up", "requests that stopped waiting because computing the rest was faster")
+        self.waited = outcome("waited", "requests for which waiting was estimated to cost less than computing")
+        self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
+        self.gave_up = outcome(
+            "gave_up", "requests that stopped waiting: computing the rest cost less, or nothing came"
+        )
         self.shared = outcome("shared", "prefetches that joined a read in flight")
         self.postponed = outcome("postponed", "prefetches refused or cut short by host pages or the read queue")
         self.retries = count("prefetch.retries", "attempts to start what was postponed")
@@ -121,8 +125,8 @@ class Prefetch:
 
     @property
     def ready(self) -> bool:
-        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto as long as
-        that is estimated to be faster than computing."""
+        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto where
+        that is estimated to cost less than computing."""
         if self.ended or not self.waits:
             return True
         return self.mode == "timeout" and self._clock() >= self.deadline_s
@@ -134,7 +138,8 @@ class Waiter:
 
     [seen_end, end)   pages of its prompt that are to land: those of its own read, or the part that it shares
     `owns`: the read is for its whole prompt. `progress_s`: when something last landed for it. `decided_s`: when the
-    store had told what it holds and the request chose to wait; `estimate_s`: for how long, where that is known.
+    store had told what it holds and the request chose to wait; `estimate_s`: for how long, where that is known;
+    `num_delayed`: the others that computing would have delayed then.
     """
 
     arrival: int
@@ -149,15 +154,20 @@ class Waiter:
     seen_end: int = 0
     estimate_s: float | None = None
     decided_s: float | None = None
+    num_delayed: int | None = None
 
     @property
     def wanted_end(self) -> int:
-        assert self.read is not None
-        return min(self.end, self.read.end)
+        return self.end if self.read is None else min(self.end, self.read.end)
+
+    @property
+    def is_found(self) -> bool:
+        """Whether the stores have told what they hold of it."""
+        return self.read is not None and self.read.found is not None
 
 
 class Weigher:
-    """Owned by the scheduler thread."""
+    """Who waits in mode auto, and who computes, by the rule of `LoadEstimate`. Owned by the scheduler thread."""
 
     def __init__(
         self,
@@ -165,63 +175,94 @@ class Weigher:
         cost: CostModel,
         reads: PrefixReads,
         counters: PrefetchCounters,
-        clock: Callable[[], float],
+        requests: Requests,
     ) -> None:
-        self._context, self._cost, self._reads, self._counters, self._clock = context, cost, reads, counters, clock
+        self._context, self._cost, self._reads, self._counters = context, cost, reads, counters
+        self._requests, self._clock = requests, next(tier.clock for tier in context.stores.values())
 
     def decide(self, waiting: Sequence[Waiter]) -> None:
-        """Of these, which wait in mode auto, some stop: where computing what is missing is estimated to be faster."""
+        """Of these, which wait in mode auto, some stop: where computing what is missing costs less. What one that stops
+        would have read is not before those that come after it."""
         if not waiting:
             return
-        ahead: dict[PrefixRead, dict[Store, int]] = {}
-        num_bytes = dict.fromkeys(self._context.stores, 0)
-        for read in self._reads.in_flight():
-            ahead[read] = dict(num_bytes)
-            if read.is_live and read.is_urgent:
-                for store in num_bytes:
-                    num_bytes[store] += read.bytes_left(read.end, store)
+        by_read: dict[PrefixRead | None, list[Waiter]] = {}
         for waiter in waiting:
-            self._weigh(waiter, {} if waiter.read is None else ahead.get(waiter.read, {}))
+            by_read.setdefault(waiter.read, []).append(waiter)
+        ahead_bytes, num_delayed = dict.fromkeys(self._context.stores, 0), self._requests.num_delayed
+        for read in self._reads.in_flight():
+            waiters = by_read.pop(read, [])
+            for waiter in waiters:
+                num_delayed += self._weigh(waiter, ahead_bytes, num_delayed)
+            is_wanted = not waiters or any(waiter.handle.waits for waiter in waiters)
+            if read.is_live and read.is_urgent and is_wanted:
+                for store in ahead_bytes:
+                    ahead_bytes[store] += read.bytes_left(read.end, store)
+        for waiters in by_read.values():  # no read of theirs has begun
+            for waiter in waiters:
+                num_delayed += self._weigh(waiter, ahead_bytes, num_delayed)
 
-    def _weigh(self, waiter: Waiter, ahead_bytes: Mapping[Store, int]) -> None:
-        """Compare for one waiter. `ahead_bytes`: of other reads of a store, which come before its own.
+    def stop(self, waiter: Waiter) -> None:
+        """It waits no more: it may be admitted, and computing delays it from now on."""
+        waiter.handle.waits = False
+        self._requests.waiting.discard(waiter.handle.request_id)
 
-        Whatever the estimate, nobody waits for longer without progress than computing would take: with unknown rates,
-        or a disk that has just become slow, a wait costs at most as much again.
+    def _weigh(self, waiter: Waiter, ahead_bytes: Mapping[Store, int], num_delayed: int) -> bool:
+        """Compare for one waiter; whether it stops. `ahead_bytes`: of other reads of a store, which come before its
+        own. `num_delayed`: others that computing would delay now.
+
+        A wait that has begun counts the others of its beginning: once all wait the device is idle, and all would stop
+        together; and it ends where computing is cheaper by far, for rates swing with the writes beside. Whatever the
+        estimate, nobody waits for longer without progress than computing would cost: a disk that stands still costs at
+        most as much again.
         """
-        read, page, now_s = waiter.read, self._context.tree.page_size, self._clock()
+        page, now_s, has_begun = self._context.tree.page_size, self._clock(), waiter.num_delayed is not None
         # Windows and states come last, and nothing is of use without them.
         landed = waiter.seen_end if len(self._context.components) == 1 else 0
-        start, end = max(waiter.num_usable, landed) * page, (waiter.end if read is None else waiter.wanted_end) * page
+        start, end = max(waiter.num_usable, landed) * page, waiter.wanted_end * page
         if start >= end:
-            return
-        compute_s, wait_s = self._cost.longest_wait_s(start, end), None
-        is_known = read is not None and read.found is not None
-        if read is not None and is_known:
-            wait_s = self._wait_s(ahead_bytes, read, waiter.wanted_end)
-        if now_s - waiter.progress_s > compute_s or (wait_s is not None and wait_s > compute_s):
-            waiter.handle.waits = False
-            if not (self._counters.skipped.value or self._counters.gave_up.value):
-                log.info(
-                    "a prefix on the disk is computed again: computing it takes %.3g s, the disk longer", compute_s
-                )
-            counted = self._counters.skipped if is_known and waiter.decided_s is None else self._counters.gave_up
+            return False
+        num_delayed = num_delayed if waiter.num_delayed is None else waiter.num_delayed
+        wait_s = self._wait_s(waiter, ahead_bytes)
+        estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)
+        limit_s = estimate.limit_s * (_STEADY if has_begun else 1.0)
+        if (wait_s is not None and wait_s > limit_s) or now_s - waiter.progress_s > estimate.limit_s:
+            self._log_first(estimate)
+            counted = self._counters.skipped if waiter.is_found and not has_begun else self._counters.gave_up
             counted.value += 1
-        elif is_known and waiter.decided_s is None:
-            waiter.decided_s, waiter.estimate_s = now_s, wait_s
+            self.stop(waiter)
+            return True
+        if waiter.is_found and not has_begun:
+            waiter.num_delayed, waiter.decided_s, waiter.estimate_s = num_delayed, now_s, wait_s
             self._counters.waited.value += 1
+        return False
 
-    def _wait_s(self, ahead_bytes: Mapping[Store, int], read: PrefixRead, end: int) -> float | None:
-        """Until the first `end` pages of `read` are on the device; None where a store's rate is unknown. Stores are
-        read side by side."""
+    def _log_first(self, estimate: LoadEstimate) -> None:
+        if not (self._counters.skipped.value or self._counters.gave_up.value):
+            log.info(
+                "a prefix on the disk is computed again: computing it takes %.3g s, in which %d other requests wait, "
+                "and waiting for the disk would cost more",
+                estimate.compute_s,
+                estimate.num_delayed,
+            )
+
+    def _wait_s(self, waiter: Waiter, ahead_bytes: Mapping[Store, int]) -> float | None:
+        """Until what it waits for is on the device, behind `ahead_bytes` of each store; stores are read side by side.
+        For one whose read has not begun: until one can begin, at least. None where that is not known."""
+        read = waiter.read
+        if read is None:
+            queues_s = [self._read_s(store, num_bytes) for store, num_bytes in ahead_bytes.items()]
+            return min((queue_s for queue_s in queues_s if queue_s is not None), default=None)
+        if read.found is None:
+            return None
         read_s, num_bytes = 0.0, 0
-        for store, tier in self._context.stores.items():
-            own_bytes = read.bytes_left(end, store)
-            if own_bytes:
-                total_bytes = ahead_bytes.get(store, 0) + own_bytes
-                num_jobs = math.ceil(total_bytes / (tier.job_pages * self._context.full.host.page_bytes))
-                store_s = self._cost.read_s(total_bytes, num_jobs, store)
-                if store_s is None:
-                    return None
-                read_s, num_bytes = max(read_s, store_s), num_bytes + own_bytes
+        for store, queued_bytes in ahead_bytes.items():
+            own_bytes = read.bytes_left(waiter.wanted_end, store)
+            store_s = self._read_s(store, queued_bytes + own_bytes) if own_bytes else 0.0
+            if store_s is None:
+                return None
+            read_s, num_bytes = max(read_s, store_s), num_bytes + own_bytes
         return read_s + (self._cost.load_s(num_bytes) or 0.0)
+
+    def _read_s(self, store: Store, num_bytes: int) -> float | None:
+        job_bytes = self._context.stores[store].job_pages * self._context.full.host.page_bytes
+        return self._cost.read_s(num_bytes, math.ceil(num_bytes / job_bytes), store)

@@ -30,7 +30,7 @@ class GatedStoreConfig(ServerStoreConfig):
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "speed of prefill; what would be slower to load is computed; 0: nothing would",
+            "speed of prefill, which loads are weighed against; 0: all is loaded",
             unit="tokens/second",
             computed_from="prompts that are timed while serving",
         ),
@@ -82,7 +82,7 @@ class ServerLoadDecisions(LoadDecisions):
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics, "gate", "disk", _FAMILY)
-        what = "waits for the disk that ended, since computing was estimated to be faster by then"
+        what = "waits for the disk that ended, since computing was estimated to cost less by then"
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 
     def abandon(self) -> None:

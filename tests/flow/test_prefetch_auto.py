@@ -12,6 +12,7 @@ from disk_case import Clock, Gate
 from hicache import CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
+from hicache.flow.cost import LoadEstimate
 from hicache.layout import ModelGeometry
 from prefetch_case import (
     FAST,
@@ -207,6 +208,32 @@ def test_measured_rates_gate_loads_too() -> None:
             assert (engine.stats()["restore.declined_loads"] > 0) != loads
             assert engine.stats()["cost.load_bytes_per_second"] > 0
             engine.check()
+
+
+@pytest.mark.parametrize("beside", [0, 1])
+def test_a_load_counts_what_the_link_brings_before_it_and_those_that_computing_delays(
+    beside: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half as slow again as computing, a load is made where another request runs, and is not where none does. Its bytes
+    come behind those of loads in flight."""
+    prompts = [tokens_of(n) for n in range(4)]
+    with build_engine(settings(device_tokens=256), GEOMETRY) as engine:
+        for n, tokens in enumerate([*prompts, prompts[0]]):
+            serve(engine, f"r{n}", tokens)
+            engine.flush()
+        restore = engine.inspect.restore
+        idle_s = restore.estimate(1000, 0, 8, 0).load_s
+        for n in range(beside):
+            engine.acquire(CacheRequest(f"other {n}", tokens_of(9, 9)))
+        with monkeypatch.context() as patch:
+            patch.setattr(restore, "estimate", lambda _bytes, _start, _end, others: LoadEstimate(1.5, 1.0, others))
+            engine.expect("s", prompts[2])
+            lease = engine.acquire(CacheRequest("s", prompts[2]))
+        assert (lease.hit.host > 0) == bool(beside)
+        ahead = sum(load.op.num_bytes for load in restore.in_flight())
+        assert idle_s and restore.estimate(1000, 0, 8, 0).load_s == pytest.approx(idle_s * (1 + ahead / 1000))
+        assert (ahead > 0) == bool(beside)
+        engine.cancel("s")
 
 
 def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:

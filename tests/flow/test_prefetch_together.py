@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import numpy as np
 import pytest
 
 from disk_case import Clock, page_keys
-from hicache import AdvancedConfig, CacheRequest, build_engine
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import OutOfSlots, PrefetchPending, TransferError
 from hicache.flow.waiting import Claims, Prefetch
@@ -29,20 +31,105 @@ from toy_model import GEOMETRY, serve, settled, until_ready
 from waiting import eventually
 
 
-def test_who_waits_for_others_counts_their_reads(store: PacedStore) -> None:
-    """The reads of requests that came before are part of the estimate: the first waits, the one behind it computes."""
+@contextmanager
+def two_asked(store: PacedStore, compute_s: float, beside: str = "") -> Iterator[tuple[CacheEngine, list[Prefetch]]]:
+    """An engine that reads a prompt in 12 s and computes it in `compute_s`, and the prefetches of two, found and held.
+    `beside`: what others do, `r` a request that runs, `q` one that is queued, `p` that these two were announced."""
     prompts = [tokens_of(n) for n in range(3)]
     fill(store, *prompts)
     with engine_of(store) as engine:
-        measure_disk(engine, store, prompts[0], 1.0)  # 12 s for each prompt
-        engine.observe_prefill(192, 18.0)
+        measure_disk(engine, store, prompts[0], 1.0)
+        engine.observe_prefill(192, compute_s)
+        for n, does in enumerate(beside):
+            if does == "r":
+                engine.acquire(CacheRequest(f"other {n}", tokens_of(10 + n, 20)))
+            for name in "ab" if does == "p" else [f"other {n}"] if does == "q" else []:
+                engine.expect(name, tokens_of(10 + n, 20))
         store.hold()
-        first, second = engine.prefetch("a", prompts[1]), engine.prefetch("b", prompts[2])
-        until_found(engine, store, first, second)
-        assert (first.ready, second.ready) == (False, True)
+        handles = [engine.prefetch(name, tokens) for name, tokens in zip("ab", prompts[1:], strict=True)]
+        until_found(engine, store, *handles)
+        yield engine, handles
+        for n in range(len(beside)):
+            engine.cancel(f"other {n}")
         store.allow()
-        until_ready(engine, first, second)
-        assert admitted(engine, "a", prompts[1]) == 192
+        until_ready(engine, *handles)
+        admitted(engine, "b", prompts[2])
+
+
+@pytest.mark.parametrize(
+    ("beside", "compute_s", "ready"),
+    [
+        ("", 18.0, (False, True)),
+        ("p", 18.0, (False, True)),
+        ("r", 18.0, (False, False)),
+        ("q", 18.0, (False, False)),
+        ("p", 10.0, (True, False)),
+    ],
+)
+def test_a_wait_counts_reads_before_it_and_those_that_computing_delays(
+    beside: str, compute_s: float, ready: tuple[bool, bool], store: PacedStore
+) -> None:
+    """The second of two requests reads behind the first, longer than computing takes: it computes, unless one that runs
+    or is queued would wait for that. The first, which waits for the disk itself, would not. Where it computes, it
+    would, and the second reads behind nobody."""
+    with two_asked(store, compute_s, beside) as (_, (first, second)):
+        assert (first.ready, second.ready) == ready
+
+
+def test_a_wait_goes_on_when_the_others_have_ended(store: PacedStore) -> None:
+    """Two requests that run make waiting pay. They end while all others wait, and computing delays nobody any more:
+    whoever waits goes on, for else all would compute at once."""
+    with two_asked(store, 10.0, "rr") as (engine, handles):
+        for name in ("other 0", "other 1"):
+            engine.cancel(name)
+        engine.poll()
+        assert not any(handle.ready for handle in handles)
+
+
+def test_a_disk_that_stands_still_keeps_nobody(store: PacedStore, clock: Clock) -> None:
+    """A wait ends once nothing has come for as long as computing would cost this request and the one that it delays."""
+    with two_asked(store, 18.0, "r") as (engine, handles):
+        for passed_s, ready in ((35, False), (2, True)):
+            clock.now_s += passed_s
+            engine.poll()
+            assert [handle.ready for handle in handles] == [ready] * 2, passed_s
+
+
+def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> None:
+    """By the rates of now it would not have begun. But these swing, and what was read would be of no use."""
+    tokens = tokens_of(1)
+    fill(store, tokens, tokens_of(2))
+    with engine_of(store) as engine:
+        measure_disk(engine, store, tokens_of(2), 1.0)
+        engine.observe_prefill(192, 13.0)
+        store.hold()
+        handle = engine.prefetch("a", tokens)
+        until_found(engine, store, handle)
+        store.read_s = 1.6
+        store.allow(8)
+        eventually(lambda: engine.poll() or (handle.landed_tokens >= 64 and store.held == 1))
+        assert not handle.ready
+        store.allow()
+        until_ready(engine, handle)
+        assert handle.landed_tokens == 192
+
+
+def test_who_finds_no_room_waits_no_longer_than_pays(store: PacedStore) -> None:
+    """A read that cannot begin, for the share is taken, comes after those that go on: a short prompt is computed, a
+    long one waits."""
+    prompts = [tokens_of(1), tokens_of(2), tokens_of(3, 49)]
+    fill(store, *prompts)
+    with engine_of(store, prefetch_host_share=0.121) as engine:
+        measure_disk(engine, store, prompts[0], 1.0)
+        engine.observe_prefill(192, 18.0)
+        assert admitted(engine, "a", prompts[0]) == 192
+        store.hold()
+        handles = [engine.prefetch("0", prompts[1])]
+        until_found(engine, store, *handles)
+        handles += [engine.prefetch(str(n), tokens) for n, tokens in enumerate((tokens_of(4), prompts[2]), 1)]
+        engine.poll()
+        assert [handle.ready for handle in handles] == [False, False, True]
+        store.allow()
 
 
 @pytest.mark.parametrize(("mode", "cancelled"), [("auto", None), ("auto", 0), ("wait_complete", 1)])

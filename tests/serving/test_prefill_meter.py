@@ -30,8 +30,8 @@ def chunk(lease: Lease, start: int, end: int) -> Chunk:
 
 
 def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
-    """A pass counts with its prompts' tokens and its time; one that only decodes, one that raises and one that waits
-    for a load count not."""
+    """A pass counts once, with the tokens of all its prompts and its own time, so that the speed is the device's and no
+    request's; one that only decodes, one that raises and one that waits for a load count not."""
     clock = Clock()
     with build_engine(config(), GEOMETRY) as engine:
         meter = PrefillMeter(engine, clock)
@@ -41,7 +41,7 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
             with pytest.raises(ZeroDivisionError), meter.measure([chunk(lease, 0, 64)]):
                 raise ZeroDivisionError
             assert speed(engine) == 0
-            with meter.measure([chunk(lease, 0, 32), Chunk(other, TOKENS, 0, 1)]):
+            with meter.measure([chunk(lease, 0, 16), chunk(lease, 16, 32), Chunk(other, TOKENS, 0, 1)]):
                 clock.now_s += 2
             assert speed(engine) == pytest.approx(16)
         for n in range(3):  # more than the device holds: the first is on the host then
