@@ -82,11 +82,11 @@ class ServerLoadDecisions(LoadDecisions):
 
     def __init__(self, metrics: Metrics) -> None:
         super().__init__(metrics, "gate", "disk", _FAMILY)
-        what = "waits for the disk that ended, since computing was estimated to cost less by then"
+        what = "waits for the disk that ended, since it brought nothing for longer than computing takes"
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 
     def abandon(self) -> None:
         """Count a wait that ended."""
         if not self.abandoned.value:
-            log.info("the disk has become slow: the rest of a prompt is computed instead")
+            log.info("the disk brings nothing: the rest of a prompt is computed instead")
         self.abandoned.value += 1

@@ -10,14 +10,19 @@ import pytest
 
 from disk_case import Clock
 from hicache.flow.cost import CostModel
-from hicache.integrations.vllm.gate import Candidate, LoadGate, PrefillTimer, Queue
+from hicache.integrations.vllm.gate import Candidate, LoadGate, PrefillTimer, Queue, Rows
 from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
 JOB_BYTES = 8 << 20
-PROMPT, TOKEN_BYTES = 16384, 1 << 17
-PROMPT_BYTES = PROMPT * TOKEN_BYTES
+PROMPT, TOKEN_BYTES, CHUNK = 16384, 1 << 17, 512
+CHUNK_BYTES, PROMPT_BYTES = CHUNK * TOKEN_BYTES, PROMPT * TOKEN_BYTES
 IDLE = Queue()
+
+
+def spans_of(num_tokens: int, start: int = 0) -> list[tuple[int, int]]:
+    """Of chunks behind each other."""
+    return [(first, first + CHUNK) for first in range(start, start + num_tokens, CHUNK)]
 
 
 class Case:
@@ -32,25 +37,33 @@ class Case:
     def after(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    def candidate(self, num_tokens: int = PROMPT) -> Candidate:
-        """Of a new request, in the step after it asked for the whole prompt."""
+    def asked(self, num_tokens: int = PROMPT) -> tuple[str, Candidate]:
+        """A new request asks for the whole prompt."""
         self._num_requests += 1
-        candidate = self.gate.asked(str(self._num_requests), 0, num_tokens)
-        self.gate.step((), ())
-        return candidate
+        request = str(self._num_requests)
+        self.gate.came(request)
+        return request, self.gate.asked(request, 0, num_tokens)
 
-    def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
-        """Whether a prompt that the disk holds is loaded."""
-        candidate = self.candidate(num_tokens)
+    def weigh(self, request: str, candidate: Candidate, queue: Queue = IDLE, **given: Any) -> bool | None:
         assert self.gate.is_due(candidate)
-        self.gate.weigh(candidate, 0, num_tokens, num_tokens * TOKEN_BYTES, queue)
+        self.gate.weigh(request, given.pop("spans", spans_of(candidate.end)), CHUNK_BYTES, queue, **given)
         return candidate.loads
 
+    def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
+        """Whether a prompt that the disk holds is loaded, of a request that is alone."""
+        request, candidate = self.asked(num_tokens)
+        self.gate.step((), ())
+        loads = self.weigh(request, candidate, queue)
+        self.gate.forget(request)
+        return loads
+
     def compute(self, seconds: float, num_tokens: int = PROMPT) -> None:
-        """A prompt is scheduled, computed and stored, in two parts."""
-        self.candidate(num_tokens)
-        request, half = str(self._num_requests), num_tokens // 2
+        """A prompt is scheduled and computed in two steps; what a step computed arrives in the next one."""
+        request, _ = self.asked(num_tokens)
+        half = num_tokens // 2
         self.gate.step([request], ())
+        self.after(seconds / 2)
+        self.gate.step((), ())
         for start in (0, half):
             self.after(seconds / 2)
             self.gate.stored(request, start, start + half)
@@ -128,67 +141,148 @@ def test_loads_wait_for_those_before_them() -> None:
     case = Case(PROMPT)
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
-    candidates = [case.candidate() for _ in range(3)]
-    for candidate in candidates:
-        assert case.gate.is_due(candidate)
-        case.gate.weigh(candidate, 0, PROMPT, PROMPT_BYTES, IDLE)
-    assert [candidate.loads for candidate in candidates] == [True, True, False]
+    asked = [case.asked() for _ in range(3)]
+    case.gate.step((), ())
+    assert [case.weigh(*each) for each in asked] == [True, True, False]
+    case.gate.step((), ())
+    for request, _ in asked:
+        case.gate.forget(request)
     assert case.loads()
+
+
+def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None:
+    """A prompt is computed in 1 s and read in 2.5. Two others that run, or wait for the GPU, would wait meanwhile; what
+    waits for the disk itself would not, nor what has finished."""
+    case = Case(PROMPT)
+    case.read(2.5)
+    assert not case.loads()
+    (running, _), _ = case.asked(), case.asked()
+    case.gate.step([running], ())
+    assert case.loads()
+    case.gate.forget(running)
+    assert not case.loads()
+    (at_disk, candidate), (other, _) = case.asked(), case.asked()
+    case.gate.step((), ())
+    assert case.weigh(at_disk, candidate)
+    case.gate.step((), ())
+    assert case.loads()
+    case.gate.forget(other)
+    assert not case.loads()
+    case.gate.loaded(at_disk)  # it waits for the GPU now
+    assert case.loads()
+    assert case.counts() == (4, 3, 0, 0)
+
+
+def test_a_part_is_loaded_where_the_whole_does_not_pay() -> None:
+    """The disk alone has chunks 0 and 1, and those from 20 on; the CPU tier has what is between. By loading two chunks
+    twenty are saved. Without a gap there is no such part: computing is dearest at the end."""
+    case = Case(PROMPT)
+    case.read(2.0)
+    request, candidate = case.asked()
+    case.gate.step((), ())
+    spans = [*spans_of(2 * CHUNK), *spans_of(PROMPT - 20 * CHUNK, 20 * CHUNK)]
+    assert case.weigh(request, candidate, spans=spans)
+    assert candidate.until == 20 * CHUNK
+    case.gate.forget(request)
+    assert not case.loads()
+    assert case.counts() == (1, 1, 0, 0)
+
+
+def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
+    """A prompt of 32 chunks is computed in 1 s and read in 0.4: it may wait for 0.6 s. Then what fits is loaded, where
+    that pays."""
+    case = Case(PROMPT)
+    case.read(0.4)
+    few = Rows(8, 64, may_grow=True)
+    for ends, loads in ((few, True), (Rows(0, 64, may_grow=True), False)):
+        request, candidate = case.asked()
+        for _ in range(6):
+            case.gate.step((), ())
+            assert case.weigh(request, candidate, rows=few) is None and case.gate.has_waiting
+            case.after(0.1)
+        case.after(0.1)
+        case.gate.step((), ())
+        assert case.weigh(request, candidate, rows=ends) is loads
+        assert candidate.until == (8 * CHUNK if loads else math.inf)
+        case.gate.forget(request)
+    assert case.counts() == (1, 1, 0, 0)
+
+
+@pytest.mark.parametrize("tokens_per_s", [PROMPT, 0, "auto"])
+def test_nobody_waits_for_rows_that_nothing_gives_free(tokens_per_s: Any) -> None:
+    """What there is is used, and who finds enough does not wait at all."""
+    case = Case(tokens_per_s)
+    case.read(0.1)
+    for rows, loads, until in (
+        (Rows(8, 64), True, 8 * CHUNK),
+        (Rows(0, 64), False, math.inf),
+        (Rows(32, 64, may_grow=True), True, math.inf),
+    ):
+        request, candidate = case.asked()
+        case.gate.step((), ())
+        assert case.weigh(request, candidate, rows=rows) is loads
+        assert candidate.until == until
+        case.gate.forget(request)
 
 
 def test_a_request_is_weighed_when_all_its_chunks_were_asked_for() -> None:
     """Once a step until it is decided, and not in the first."""
     case = Case(PROMPT)
-    candidate = case.gate.asked("a", 0, 64)
+    request, candidate = case.asked()
     assert not case.gate.is_due(candidate)
     case.gate.step((), ())
-    assert case.gate.candidate("a") is candidate
+    assert case.gate.candidate(request) is candidate
     assert case.gate.is_due(candidate) and not case.gate.is_due(candidate)
     case.gate.step((), ())
-    assert case.gate.is_due(candidate)
-    case.gate.weigh(candidate, 0, 64, 64, IDLE)
+    assert case.weigh(request, candidate)
     case.gate.step((), ())
-    assert candidate.loads and not case.gate.is_due(candidate)
+    assert not case.gate.is_due(candidate)
 
 
-def test_nobody_waits_for_an_answer_longer_than_computing_takes() -> None:
-    """The disk does not say whether it holds the prompt, or has loads under way and brings nothing of them."""
+def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:
+    """The disk does not say whether it holds the prompt. Alone that may take 1 s; beside another, 2."""
     case = Case(PROMPT)
-    candidate = case.candidate()
-    case.after(0.9)
-    case.gate.wait(candidate)
-    assert candidate.loads is None
-    case.after(0.2)
-    case.gate.wait(candidate)
-    assert candidate.loads is False
+    for others in (0, 1):
+        for _ in range(others):
+            case.asked()
+        request, candidate = case.asked()
+        case.after(0.9 * (1 + others))
+        case.gate.wait(request, candidate)
+        assert candidate.loads is None
+        case.after(0.2 * (1 + others))
+        case.gate.wait(request, candidate)
+        assert candidate.loads is False
+        case.gate.forget(request)
+    assert case.counts() == (0, 0, 0, 2)
+
+
+def test_no_load_waits_behind_those_that_are_stuck() -> None:
+    case = Case(PROMPT)
     case.read(0.1)
     under_way = Queue(JOB_BYTES, case.clock())
     assert case.loads(queue=under_way)
     case.after(1.1)
     assert not case.loads(queue=under_way)
-    case.read(0.1)
-    assert case.loads(queue=under_way)
-    assert case.counts() == (2, 1, 0, 1)
+    assert case.loads(queue=Queue(JOB_BYTES, case.clock()))
 
 
-def test_a_load_under_way_is_given_up_when_computing_would_overtake_it() -> None:
-    """By the speed that the disk shows meanwhile, or when it brings nothing."""
+def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
+    """It brings nothing for longer than computing takes, and for a second; that it has become slow is no reason."""
     case = Case(PROMPT)
     case.read(0.1)
-    half, half_bytes = (PROMPT // 2, PROMPT), PROMPT_BYTES // 2
-    assert not case.gate.gives_up(*half, half_bytes, case.clock())
-    assert case.gate.gives_up(*half, half_bytes, case.clock() - 0.6)
     for _ in range(50):
-        case.read(3.0)
-    assert case.gate.gives_up(*half, half_bytes, case.clock())
+        case.read(30.0)
+    for num_tokens, silent_s in ((PROMPT // 2, 1.0), (4 * PROMPT, 4.0)):
+        assert not case.gate.gives_up(0, num_tokens, case.clock() - 0.9 * silent_s)
+        assert case.gate.gives_up(0, num_tokens, case.clock() - 1.1 * silent_s)
     assert case.counts() == (0, 0, 0, 2)
 
 
 def test_with_unknown_speeds_a_load_is_given_up_after_a_bounded_time() -> None:
     case = Case()
-    assert not case.gate.gives_up(0, 1000, 1 << 30, case.clock())
-    assert case.gate.gives_up(0, 1000, 1 << 30, case.clock() - 1.1)
-    assert not Case(0).gate.gives_up(0, 1000, 1 << 30, -math.inf)
+    assert not case.gate.gives_up(0, 4000, case.clock() - 3.9)
+    assert case.gate.gives_up(0, 4000, case.clock() - 4.1)
+    assert not Case(0).gate.gives_up(0, 4000, case.clock() - 1e9)
 
 
 class Timed:
@@ -199,58 +293,81 @@ class Timed:
         self.cost = CostModel("auto", {DISK: 1}, Metrics(), self.clock)
         self.timer = PrefillTimer(self.cost, self.clock)
 
-    def step(self, *stored: tuple[str, int, int]) -> None:
-        self.clock.now_s += 0.25
+    def step(self, *stored: tuple[str, int, int], seconds: float = 0.25) -> None:
+        """Time passes, in which that arrives; the next step begins."""
+        self.clock.now_s += seconds
         for request, start, end in stored:
             self.timer.computed(request, start, end)
         self.timer.step()
+
+    def begin(self, *requests: str, start: int = 0, end: int = 8192) -> None:
+        """In the step that has just begun."""
+        for request in requests:
+            self.timer.begin(request, start, end)
 
     def prefill_s(self) -> float | None:
         return self.cost.prefill_s(0, 8192)
 
 
-def test_prompts_that_are_computed_side_by_side_share_the_time() -> None:
-    """Three of 8192 tokens in four steps of a quarter of a second: half a second for one, and then for two, of which
-    the square counts."""
+def test_prefill_is_timed_by_the_steps_that_computed() -> None:
+    """Three prompts of 8192 tokens that come together are computed in three steps of a quarter of a second each, one
+    behind the other, and arrive a step later. No step counts twice, nor does the one that copied the last."""
     timed = Timed()
-    for request in "abc":
-        timed.timer.begin(request, 8192)
     timed.step()
-    timed.step(("a", 0, 8192))
-    timed.step(("b", 0, 4096), ("c", 0, 2048))
-    timed.step(("b", 4096, 8192), ("c", 2048, 8192))
-    assert timed.prefill_s() == pytest.approx((0.5 * 1 + 0.5 * 2) / (1**2 + 2**2), rel=0.05)
+    timed.begin("a", "b", "c")
+    timed.step()
+    for request in "abc":
+        timed.step((request, 0, 8192))
+    timed.step(seconds=60)
+    assert timed.prefill_s() == pytest.approx(0.25)
 
 
-def test_short_prompts_count_together_and_idle_time_does_not() -> None:
+def test_a_prompt_in_parts_is_timed_part_by_part() -> None:
+    """Later parts take longer, and decoding behind them does not count."""
+    timed = Timed()
+    timed.step()
+    timed.begin("a", end=32768)
+    parts = [0.2, 0.3, 0.4, 0.5]
+    for n, seconds in enumerate([*parts, 0.01]):
+        timed.step(*[("a", 8192 * (n - 1), 8192 * n)] * (n > 0), seconds=seconds)
+    for _ in range(100):
+        timed.step()
+    for n, seconds in enumerate(parts):
+        assert timed.cost.prefill_s(8192 * n, 8192 * (n + 1)) == pytest.approx(seconds)
+
+
+def test_idle_time_and_decoding_between_prompts_do_not_count() -> None:
     """Eight prompts of 1024 tokens, 0.25 s each, a minute apart."""
     timed = Timed()
     for n in range(8):
-        assert timed.prefill_s() is None
-        timed.clock.now_s += 60
-        timed.timer.begin(str(n), 1024)
-        timed.step((str(n), 0, 1024))
+        timed.step(seconds=60)
+        timed.begin(str(n), end=1024)
+        timed.step()
+        timed.step((str(n), 0, 1024), seconds=0.01)
+    timed.step()
     assert timed.prefill_s() == pytest.approx(8 * 0.25)
 
 
 def test_a_prompt_that_was_preempted_is_not_timed() -> None:
     case = Case()
-    case.candidate()
-    case.gate.step(["1"], ())
-    case.gate.step((), ["1"])
+    request, _ = case.asked()
+    case.gate.step([request], ())
+    case.gate.step((), [request])
     case.after(60)
-    case.gate.stored("1", 0, PROMPT)
-    case.gate.step((), ())
+    case.gate.stored(request, 0, PROMPT)
+    for _ in range(2):
+        case.gate.step((), ())
     assert case.cost.prefill_s(0, PROMPT) is None
 
 
 def test_what_says_nothing_of_prefill_does_not_count() -> None:
-    """A prompt that has ended, the part that was loaded, and what was generated."""
+    """A prompt that has ended, what the GPU had before it, and what was generated."""
     timed = Timed()
-    for request in "ab":
-        timed.timer.begin(request, 16384)
-    timed.step(("a", 0, 8192), ("b", 8192, 16384))
+    timed.step()
+    timed.begin("a", "b", start=8192, end=16384)
     timed.timer.forget("a")
-    timed.clock.now_s += 60
-    timed.step(("a", 8192, 16384), ("b", 16384, 24576))
-    assert timed.prefill_s() == pytest.approx(0.25)
+    timed.step()
+    timed.step(("a", 8192, 16384), ("b", 0, 24576))
+    timed.step(("b", 24576, 32768), seconds=60)
+    timed.step()
+    assert timed.cost.prefill_s(8192, 16384) == pytest.approx(0.25)

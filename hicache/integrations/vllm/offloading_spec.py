@@ -114,9 +114,11 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
             )
 
     def get_manager(self) -> OffloadingManager:
+        is_first = self._manager is None
         manager = super().get_manager()
-        assert self._scheduler_mmap is not None
-        self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # behind the ranks
+        if is_first:
+            assert self._scheduler_mmap is not None
+            self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # behind the ranks
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:

@@ -7,9 +7,10 @@ a suffix is worth nothing without its prefix.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Protocol, runtime_checkable
 
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
@@ -17,9 +18,24 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order
 
 from hicache.eviction.orders import CountedRecord, PriorityHeap
 from hicache.eviction.policy import get_eviction_strategy
-from hicache.integrations.vllm.promotions import AwaitedChunks
+from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
 
 _POSITIONS = 1 << 40  # more tokens than a request has: times of two requests never mix
+
+
+@runtime_checkable
+class KeepsAwaited(Protocol):
+    """A policy of ours, as the tier uses it. `cache_capacity`: rows in all."""
+
+    cache_capacity: int
+
+    def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
+        """Rows that are free, or whose chunks may be evicted and are none of `kept`."""
+        ...
+
+    def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
+        """A request waits, for these chunks too, which are in the CPU tier: they stay until it is scheduled."""
+        ...
 
 
 class Block(CountedRecord):
@@ -134,6 +150,19 @@ class HiCachePolicy(CachePolicy):
         if block in self._order:
             self._order.lock(block)
 
+    def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
+        """See `KeepsAwaited`."""
+        self._release()
+        num_kept = sum(self._blocks[key] in self._order for key in kept)
+        return self.cache_capacity - len(self._blocks) + len(self._order) - num_kept
+
+    def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
+        """See `KeepsAwaited`."""
+        kept = list(chunks)
+        self._awaited.add(kept, promotions)
+        for key in kept:
+            self.mark_non_evictable(key)
+
     def _release(self) -> None:
         """What nobody waits for any longer may be evicted."""
         for key in self._awaited.take_released():
@@ -220,3 +249,15 @@ class ARCPolicy(ARCCachePolicy):
     def clear(self) -> None:
         super().clear()
         self._awaited.clear()
+
+    def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
+        """See `KeepsAwaited`."""
+        self._awaited.take_released()
+        held = _Either(set(kept), self._awaited)
+        chunks = itertools.chain(self.t1.items(), self.t2.items())
+        num_held = sum(chunk.ref_cnt != 0 or key in held for key, chunk in chunks)
+        return self.cache_capacity - num_held
+
+    def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
+        """See `KeepsAwaited`."""
+        self._awaited.add(chunks, promotions)

@@ -1,10 +1,14 @@
 """Chunks on their way from the disk to a request that waits for them: what the tier tells the policy.
 
 In each step vLLM looks up all chunks of a waiting request and takes a row of the CPU tier for each that only the disk
-holds. It schedules the request when all are in, so a later chunk may not take the row of an earlier one:
+holds. It schedules the request when all are in, so a later chunk may not take the row of an earlier one, nor of one
+that the CPU tier had before:
 
     held by the disk | row taken | read | hit in every step ... | request scheduled, rows pinned
                      <------------- not evicted -------------->
+
+A request that finds too few rows takes none while it waits for more: two that wait for rows of each other would wait
+for ever.
 """
 
 from __future__ import annotations
@@ -38,40 +42,42 @@ class Promotions:
 
 
 class AwaitedChunks:
-    """The chunks that may not be evicted, because a request waits for them. Owned by the policy."""
+    """The chunks that may not be evicted, because requests wait for them. Owned by the policy."""
 
     def __init__(self) -> None:
-        self._request_of: dict[OffloadKey, Promotions] = {}
+        self._requests_of: dict[OffloadKey, set[Promotions]] = {}
         self._chunks_of: dict[Promotions, set[OffloadKey]] = {}
 
     def __len__(self) -> int:
         """Chunks that were announced and not released."""
-        return len(self._request_of)
+        return len(self._requests_of)
 
     def __contains__(self, chunk: OffloadKey) -> bool:
-        promotions = self._request_of.get(chunk)
-        return promotions is not None and promotions.waits
+        return any(promotions.waits for promotions in self._requests_of.get(chunk, ()))
 
     def announce(self, chunks: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Rows are about to be taken for the chunks."""
+        """Rows are about to be taken for the chunks, for a request that waits for them or not."""
         promotions = req_context.get_state(Promotions)
-        if promotions is None or not promotions.waits:
-            return
-        for chunk in chunks:
-            if chunk in promotions.reads:
-                self._request_of[chunk] = promotions
-                self._chunks_of.setdefault(promotions, set()).add(chunk)
+        if promotions is not None:
+            self.add([chunk for chunk in chunks if chunk in promotions.reads], promotions)
+
+    def add(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
+        """A request waits for these, too."""
+        for chunk in chunks if promotions.waits else ():
+            self._requests_of.setdefault(chunk, set()).add(promotions)
+            self._chunks_of.setdefault(promotions, set()).add(chunk)
 
     def take_released(self) -> list[OffloadKey]:
-        """Forget the chunks whose requests do not wait any longer; these chunks."""
+        """Forget the requests that do not wait any longer; the chunks that nobody waits for now."""
         released: list[OffloadKey] = []
         for promotions in [promotions for promotions in self._chunks_of if not promotions.waits]:
             for chunk in self._chunks_of.pop(promotions):
-                if self._request_of.get(chunk) is promotions:
-                    del self._request_of[chunk]
+                self._requests_of[chunk].discard(promotions)
+                if not self._requests_of[chunk]:
+                    del self._requests_of[chunk]
                     released.append(chunk)
         return released
 
     def clear(self) -> None:
-        self._request_of.clear()
+        self._requests_of.clear()
         self._chunks_of.clear()

@@ -30,7 +30,6 @@ from vllm.v1.kv_offload.base import (
     ReqContext,
     RequestOffloadingContext,
     ScheduleEndContext,
-    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
@@ -38,10 +37,11 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import PrefillNote, gated_store_config
 from hicache.integrations.server_store import ServerStore
+from hicache.integrations.vllm.admission import Admission
+from hicache.integrations.vllm.cpu_room import CpuRoom
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format
 from hicache.integrations.vllm.lookups import Lookups
-from hicache.integrations.vllm.promotions import Promotions
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 from hicache.integrations.vllm.release import vllm_release
 from hicache.integrations.vllm.row_packing import PackingSpec
@@ -50,6 +50,7 @@ from hicache.integrations.vllm.tier_jobs import Load, Store
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, StoreError
+from hicache.storage.process.health import LIMITS
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.stores.shared_memory import descriptor_of, name_of
 from hicache.tiers import DISK
@@ -66,7 +67,7 @@ _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
 
 class HiCacheTier(SecondaryTierManager):
     """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, encrypted if there is a key.
-    What would be slower to load than to compute stays there (`gate`).
+    What costs less to compute than to load stays there (`gate`).
 
     Invariants: every job gets one result, once the store process does not use its rows; after construction nothing
     raises.
@@ -110,40 +111,40 @@ class HiCacheTier(SecondaryTierManager):
         self._disk.share(self._descriptor, rows.reshape(-1))
         self._lookups = Lookups(self._disk.reads, self._server.keys, self._poll)
         self._rows: PageBuffer | None = rows
-        self._chunk_tokens = {
-            group.group_id: group.tokens_per_block * offloading_spec.config.cache.blocks_per_chunk
-            for group in offloading_spec.config.groups
-        }
         self.metrics = Metrics()
         self.dropped_jobs, self.misfit_pages = dropped_jobs(self.metrics), misfit_pages(self.metrics)
         self._disk.register(self.metrics)
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
         self._note = PrefillNote(cost.prefill, self._disk)
+        tokens, room = _chunk_tokens(offloading_spec), CpuRoom(offloading_spec)
+        self._admission = Admission(self.gate, self._lookups, room, self._queue, tokens, row_bytes)
         self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
-        self._waiting: dict[str, Promotions] = {}
         self._results: list[JobResult] = []
         self._waiting_bytes, self._refused_hash = 0, False
+        self._heard_s = self._disk.clock()  # when a job of the disk has last begun or brought something
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
+        self.gate.came(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """RETRY until the store has answered, which is asked at the end of the step."""
+        """RETRY until the store has answered, which is asked at the end of the step, and while the CPU tier has no row
+        for what is worth waiting for."""
         if len(key) != _KEY_BYTES and not self._are_sha256([key]):
             return LookupResult.MISS
         held = self._lookups.lookup(key, req_context.req_id)
         if held is False:
             return LookupResult.MISS
-        loads = self._is_worthwhile(key, req_context)
+        loads = self._admission.admits(key, req_context)
         if loads is False:
             return LookupResult.MISS
         if held is None or loads is None:
             return LookupResult.RETRY
-        return LookupResult.HIT if self._promotions(req_context).offer(key) else LookupResult.MISS
+        return LookupResult.HIT if self._admission.promotions(req_context).offer(key) else LookupResult.MISS
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._disk.used(self._server.keys(tuple(keys)))
@@ -152,7 +153,7 @@ class HiCacheTier(SecondaryTierManager):
         """A store that would pin too many rows, or that nobody would take, fails at once. Chunks that do not fit their
         packed row stay in CPU memory: the job stores the others."""
         chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
-        span = self._span(chunks, job_metadata.req_context)
+        span = self._admission.span(chunks, job_metadata.req_context)
         if span is not None:
             self.gate.stored(job_metadata.req_context.req_id, *span)
         chunks, pages = self._whole(chunks, pages)
@@ -163,7 +164,7 @@ class HiCacheTier(SecondaryTierManager):
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
         if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
-            self._stores[job_metadata.job_id] = store
+            self._stores[job_metadata.job_id], self._heard_s = store, self._disk.clock()
             self._waiting_bytes += store.num_bytes
             return
         self.dropped_jobs.value += 1
@@ -172,10 +173,11 @@ class HiCacheTier(SecondaryTierManager):
         self._results.append(JobResult(job_metadata.job_id, success=False, transfer_bytes=0))
 
     def submit_load(self, job_metadata: TransferJob) -> None:
-        chunks, now_s = tuple(job_metadata.keys), self._disk.clock()
-        span = self._span(chunks, job_metadata.req_context)
-        load = self._loads[job_metadata.job_id] = Load(chunks, span, now_s, now_s, [False] * len(chunks))
-        self._promotions(job_metadata.req_context).read(chunks)
+        chunks, context, now_s = tuple(job_metadata.keys), job_metadata.req_context, self._disk.clock()
+        span, ok = self._admission.span(chunks, context), [False] * len(chunks)
+        load = self._loads[job_metadata.job_id] = Load(context.req_id, chunks, span, now_s, now_s, ok)
+        self._heard_s = now_s
+        self._admission.promotions(context).read(chunks)
         keys, pages = self._server.keys(chunks), self._pages(job_metadata)
         for start in range(0, len(chunks), _PART_CHUNKS):
             part = slice(start, start + _PART_CHUNKS)
@@ -202,11 +204,11 @@ class HiCacheTier(SecondaryTierManager):
     def on_request_finished(self, req_context: ReqContext) -> None:
         self._lookups.forget(req_context.req_id)
         self.gate.forget(req_context.req_id)
-        self._waits_no_longer(req_context.req_id)
+        self._admission.waits_no_longer(req_context.req_id)
 
     def on_schedule_end(self, context: ScheduleEndContext) -> None:
         for request in context.new_req_ids:
-            self._waits_no_longer(request)
+            self._admission.waits_no_longer(request)
         self.gate.step(context.new_req_ids, context.preempted_req_ids)
         self._note.step()
         self._give_up()
@@ -238,65 +240,23 @@ class HiCacheTier(SecondaryTierManager):
             os.close(self._descriptor)
             self._descriptor = None
 
-    def _is_worthwhile(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Whether the request is to have what the disk holds of its prompt; None: ask again in the next step, for
-        nobody knows yet how much that is. Where vLLM does not say which tokens the chunk has, it is loaded."""
-        candidate = self.gate.candidate(req_context.req_id)
-        if candidate is None:
-            span = self._span([chunk], req_context)
-            if span is None:
-                return True
-            # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
-            prompt_end = max(req_context._offload_key_positions.values())
-            candidate = self.gate.asked(req_context.req_id, span[0], prompt_end)
-        if self.gate.is_due(candidate):
-            held = self._lookups.held(req_context.req_id)
-            if held is None:
-                self.gate.wait(candidate)
-            elif span := self._span(held, req_context):
-                self.gate.weigh(candidate, *span, len(held) * self.block_size_bytes, self._queue())
-        return candidate.loads
-
     def _queue(self) -> Queue:
-        begin_s = min((load.begin_s for load in self._loads.values()), default=None)
-        return Queue(sum(load.left for load in self._loads.values()) * self.block_size_bytes, begin_s)
+        progress_s = max((load.progress_s for load in self._loads.values()), default=None)
+        num_bytes = sum(load.left for load in self._loads.values()) * self.block_size_bytes
+        is_heard = self._disk.clock() - self._heard_s <= LIMITS.io_timeout_s
+        return Queue(num_bytes, progress_s, is_heard and bool(self._loads or self._stores))
 
     def _give_up(self) -> None:
-        """Cancel the loads that computing would overtake: of these, vLLM computes what was not read."""
-        ahead, gave_up = 0, False
+        """Cancel the loads that are stuck in the disk: of these, vLLM computes what was not read."""
+        gave_up = False
         for load in self._loads.values():
-            ahead += load.left
             if load.span is None or load.cancelled.is_set():
                 continue
-            if self.gate.gives_up(*load.span_left, ahead * self.block_size_bytes, load.progress_s):
+            if self.gate.gives_up(*load.span_left, load.progress_s):
                 load.cancelled.set()
-                ahead, gave_up = ahead - load.left, True
+                gave_up = True
         if gave_up:
             self._disk.reads.tell_cancelled()
-
-    def _span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
-        """Tokens [start, end) of the prompt that the chunks have, with those in between; None where vLLM does not say
-        it, or there are none."""
-        starts, ends = [], []
-        for chunk in chunks:
-            end = req_context.get_offload_key_position(chunk)
-            if end is None:
-                return None
-            ends.append(end)
-            starts.append(end - self._chunk_tokens.get(get_offload_group_idx(chunk), 0))
-        return (min(starts), max(ends)) if ends else None
-
-    def _promotions(self, req_context: ReqContext) -> Promotions:
-        promotions = req_context.get_state(Promotions)
-        if promotions is None:
-            promotions = self._waiting[req_context.req_id] = Promotions()
-            req_context.set_state(promotions)
-        return promotions
-
-    def _waits_no_longer(self, request: str) -> None:
-        promotions = self._waiting.pop(request, None)
-        if promotions is not None:
-            promotions.waits = False
 
     def _pages(self, job: TransferJob) -> PageRows:
         assert self._rows is not None, "the tier is shut down"
@@ -345,13 +305,18 @@ class HiCacheTier(SecondaryTierManager):
         load = self._loads[done.ticket]
         load.ok[done.batch : done.batch + len(done.ok)] = done.ok
         load.left -= len(done.ok)
-        load.progress_s = self._disk.clock()
+        self._heard_s = self._disk.clock()
+        for job_id, other in self._loads.items():
+            if job_id >= done.ticket:  # those that wait behind it, too
+                other.progress_s = self._heard_s
         self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds)
         if not load.left:
             self._finish_load(done.ticket, load)
 
     def _finish_load(self, job_id: int, load: Load) -> None:
         del self._loads[job_id]
+        if all(other.request != load.request for other in self._loads.values()):
+            self.gate.loaded(load.request)
         read = [chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if ok]
         self._lookups.mark((chunk for chunk, ok in zip(load.chunks, load.ok, strict=True) if not ok), held=False)
         self._results.append(
@@ -365,7 +330,7 @@ class HiCacheTier(SecondaryTierManager):
         )
 
     def _written(self, done: WriteDone) -> None:
-        store = self._stores.pop(done.ticket)
+        store, self._heard_s = self._stores.pop(done.ticket), self._disk.clock()
         self._waiting_bytes -= store.num_bytes
         written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
         self._lookups.mark(written, held=True)
@@ -380,6 +345,12 @@ class HiCacheTier(SecondaryTierManager):
                 transfer_bytes=sum(done.ok) * self.block_size_bytes,
             )
         )
+
+
+def _chunk_tokens(spec: OffloadingSpec) -> dict[int, int]:
+    """By group of layers."""
+    config = spec.config
+    return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:

@@ -12,8 +12,10 @@ from vllm.v1.kv_offload.base import OffloadKey
 @dataclass(slots=True)
 class Load:
     """`ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: not known. `progress_s`: when the
-    disk last brought a part. `left`: chunks whose jobs are not answered yet; when there are none, the load ends."""
+    disk last brought a part of it, or of a load before it. `left`: chunks whose jobs are not answered yet; when there
+    are none, the load ends."""
 
+    request: str
     chunks: tuple[OffloadKey, ...]
     span: tuple[int, int] | None
     begin_s: float

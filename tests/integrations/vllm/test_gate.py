@@ -16,7 +16,7 @@ from disk_case import Clock
 from hicache.storage import LmdbPageStore
 from hicache.storage.process.service import StoreService, unserved_read
 from vllm_offload_case import Cache, Engine
-from vllm_tier_case import NUM_CHUNKS, Scheduler, key, scheduler
+from vllm_tier_case import CHUNK_TOKENS, NUM_CHUNKS, Scheduler, key, scheduler
 from waiting import BOUND_S
 
 PROMPT = [key(number) for number in range(20)]
@@ -44,6 +44,7 @@ def compute(server: Scheduler, clock: Clock, chunks: Sequence[OffloadKey], secon
         assert not any(server.lookup(chunks, context))
         server.step(context.req_id)
         clock.now_s += seconds
+        server.step()  # which copies
         server.computed(chunks, context)
     server.until(lambda: not server.manager.has_pending_work())
     server.reset()
@@ -72,6 +73,41 @@ def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pyte
         assert (gate.accepted.value, gate.unmeasured.value, reads.num_pages) == (1, 2, 48)
 
 
+def test_a_part_is_loaded_where_the_whole_does_not_pay(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A chunk is computed in 0.1 s and read in 0.3. With the first two those that the CPU tier has behind them are of
+    use, ten in all, with the right bytes; the last ten are computed."""
+    SlowReads(monkeypatch, clock, 0.3)
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
+        for chunks in (PROMPT, OTHER):
+            server.store(chunks)
+        server.reset()
+        assert server.load(PROMPT[2:10]) == [True] * 8  # which shows the speed of the disk
+        assert server.load(PROMPT) == [True] * 10 + [False] * 10
+        gate = server.tiers[0].gate
+        assert (gate.unmeasured.value, gate.accepted.value, gate.declined.value) == (1, 1, 0)
+        assert server.load(OTHER) == [False] * 8
+
+
+def test_a_load_is_weighed_by_all_that_computing_delays(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A chunk is read in 0.25 s and computed in 0.1: alone it is computed, beside two requests that run it is read."""
+    SlowReads(monkeypatch, clock, 0.25)
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
+        for chunks in (PROMPT, OTHER):
+            server.store(chunks)
+        server.reset()
+        assert server.load(OTHER) == [True] * 8
+        assert server.load(PROMPT) == [False] * 20
+        with server.request() as one, server.request() as two:
+            server.step(one.req_id, two.req_id)
+            assert server.load(PROMPT) == [True] * 20
+        server.reset()
+        assert server.load(PROMPT) == [False] * 20
+
+
 def test_the_speed_of_prefill_outlives_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -86,11 +122,11 @@ def test_the_speed_of_prefill_outlives_the_server(
 
 
 @pytest.mark.smoke
-def test_a_request_does_not_wait_for_a_disk_that_has_become_slow(
+def test_a_request_does_not_wait_for_a_disk_that_is_stuck(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
-    """Its load is under way and the disk brings nothing for longer than computing takes: what was read by then is used,
-    the rest is "not here", and no row stays pinned."""
+    """Its load is under way and the disk brings nothing for a second, longer than computing takes: what was read by
+    then is used, the rest is "not here", and no row stays pinned."""
     chunks = [key(number) for number in range(NUM_CHUNKS)]
     taken: list[Any] = []
     original = StoreService._read
@@ -106,7 +142,7 @@ def test_a_request_does_not_wait_for_a_disk_that_has_become_slow(
         monkeypatch.setattr(StoreService, "_read", read)
         server.until(lambda: server.ask(chunks, context) or taken)
         assert server.tiers[0].gate.abandoned.value == 0
-        clock.now_s += 1.0
+        clock.now_s += 1.1
         found = server.lookup(chunks, context)
         assert found == [True] * 8 + [False] * (NUM_CHUNKS - 8)
         assert server.tiers[0].gate.abandoned.value == 1

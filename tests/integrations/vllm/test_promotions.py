@@ -18,7 +18,8 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 from hicache.integrations.vllm import HiCacheTier
 from hicache.integrations.vllm.promotions import MAX_READS, Promotions
 from hicache.storage import LmdbPageStore
-from vllm_tier_case import Scheduler, key, scheduler
+from vllm_tier_case import Scheduler, key, place, scheduler
+from waiting import eventually
 
 ROWS = 8
 # vLLM's own policies are in lower case.
@@ -32,7 +33,9 @@ FRESH = [key(200 + number) for number in range(ROWS)]
 def only_on_disk(path: Path, policy: str, chunks: Sequence[OffloadKey]) -> Iterator[Scheduler]:
     """A server whose disk alone holds the chunks: every row of its CPU tier has another, which two requests used."""
     ours = {"cache_policy_module_path": "hicache.integrations.vllm"} if policy in OURS else {}
-    with scheduler(path, num_chunks=ROWS, extra={"eviction_policy": policy, **ours}) as server:
+    extra = {"eviction_policy": policy, **ours}
+    # So slow that every load pays, and waiting for rows too, however long it takes here.
+    with scheduler(path, num_chunks=ROWS, extra=extra, prefill_tokens_per_s=1e-3) as server:
         for chunk in chunks:
             server.store([chunk])
         for _ in range(2):
@@ -43,6 +46,7 @@ def only_on_disk(path: Path, policy: str, chunks: Sequence[OffloadKey]) -> Itera
 
 def longest_prefix(server: Scheduler, chunks: Sequence[OffloadKey], context: ReqContext) -> int:
     """The hits of vLLM's prefix lookup: up to the first miss, as soon as nothing is pending."""
+    place(chunks, context)
     hits = 0
 
     def is_known() -> bool:
@@ -102,19 +106,56 @@ def test_a_prompt_longer_than_the_cpu_tier_waits_for_a_bounded_number_of_reads(t
             assert (hits, max(reads)) == (ROWS, 1)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
-def test_two_prompts_that_do_not_fit_together_share_the_cpu_tier(tmp_path: Path, policy: str) -> None:
-    """Neither waits for rows of the other."""
-    first, second = ([key(1000 * n + i) for i in range(6)] for n in (1, 2))
-    with (
-        only_on_disk(tmp_path, policy, [*first, *second]) as server,
-        server.request() as one,
-        server.request() as other,
-    ):
-        assert longest_prefix(server, first, one) == 6
-        assert longest_prefix(server, second, other) == ROWS - 6
-        assert longest_prefix(server, first, one) == 6
-        assert max(reads_of(one) + reads_of(other)) == 1
+def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy: str) -> None:
+    """Twelve come at once, in a CPU tier that has room for one, two or no whole prompt beside another. Each is served
+    with all that the disk holds, in the order in which they came, each chunk is read once, and who waits takes no
+    row."""
+    lengths = [6, 3, 4] * 4
+    prompts = [[key(1000 * (n + 1) + i) for i in range(length)] for n, length in enumerate(lengths)]
+    with only_on_disk(tmp_path, policy, [chunk for chunks in prompts for chunk in chunks]) as server:
+        with contextlib.ExitStack() as opened:
+            waiting = [(opened.enter_context(server.request()), chunks) for chunks in prompts]
+            served: list[ReqContext] = []
+
+            def step() -> bool:
+                """All that wait ask; the GPU takes one of those that have everything."""
+                answers = [(request, server.ask(chunks, request)) for request, chunks in waiting]
+                ready = [(request, found) for request, found in answers if found is not None]
+                assert all(all(found) for _, found in ready)
+                if ready:
+                    served.append(ready[0][0])
+                    waiting[:] = [each for each in waiting if each[0] is not ready[0][0]]
+                server.step(*[request.req_id for request, _ in ready[:1]])
+                return not waiting
+
+            eventually(step)
+            assert [reads_of(request) for request in served] == [[1] * length for length in lengths]
+        server.store(FRESH)
+
+
+@pytest.mark.parametrize("policy", OURS)
+def test_nobody_waits_for_rows_that_nothing_gives_free(tmp_path: Path, policy: str) -> None:
+    """The GPU reads from six of eight rows, and nothing else is under way: what there is is used."""
+    with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as other, server.request() as waiting:
+        server.manager.prepare_load(OTHERS[:6], other)
+        assert longest_prefix(server, PROMPT, waiting) == 2
+        server.manager.complete_load(OTHERS[:6], other)
+
+
+@pytest.mark.parametrize("policy", OURS)
+def test_what_the_cpu_tier_had_of_a_prompt_stays_while_the_rest_is_read(tmp_path: Path, policy: str) -> None:
+    """Two requests wait for what comes behind one prefix, which stays until both are scheduled."""
+    with only_on_disk(tmp_path, policy, PROMPT) as server, server.request() as one, server.request() as two:
+        for waiting, rest in ((one, PROMPT[:2]), (two, PROMPT[2:])):
+            assert server.lookup([*OTHERS[:3], *rest], waiting) == [True] * 5
+        with server.request() as other:
+            assert server.manager.prepare_store(FRESH[:2], other) is None
+            server.step(one.req_id)  # which gives two rows free
+            assert server.manager.prepare_store(FRESH[:4], other) is None
+        server.step(two.req_id)
+        server.store(FRESH)
 
 
 @pytest.mark.parametrize("policy", OURS)

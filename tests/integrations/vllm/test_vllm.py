@@ -184,6 +184,29 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> N
     assert three.cached[0][0] == LITTLE_CHUNKS * 32 and three.outputs == one.outputs
 
 
+def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_path: Path) -> None:
+    """Six come at once after a restart, in a CPU tier that has room for one: each is loaded whole, one behind the
+    other. Where it has room for a part of one, that part is loaded and the rest computed. The tokens are the same."""
+
+    def served(steps: list[str], cpu_bytes: int) -> Served:
+        extra = {
+            "spec_name": "HiCacheOffloadingSpec",
+            "spec_module_path": "hicache.integrations.vllm",
+            "cpu_bytes_to_use": cpu_bytes,
+            # So slow that every load pays, and waiting for rows too, however long it takes here.
+            "disk": {"path": str(tmp_path), "budget": "256MB", "prefill_tokens_per_s": 1e-3},
+        }
+        llm = {"enable_prefix_caching": True, "prefix_caching_hash_algo": "sha256"}
+        return serve(model, extra, [*steps, "forget"], in_process=False, llm=llm, prompts=6)
+
+    computed = served(["run each"], 64 << 20)
+    loaded = served(["run"], (CACHED // 32 + 3) * CHUNK_BYTES)
+    assert loaded.cached == [[CACHED] * 6] and loaded.outputs == computed.outputs
+    part = served(["run"], LITTLE_CHUNKS * CHUNK_BYTES)
+    assert part.outputs == computed.outputs
+    assert part.cached[0][0] == LITTLE_CHUNKS * 32 and all(0 < cached < CACHED for cached in part.cached[0])
+
+
 def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:
     """In bfloat16, after the prefix cache was emptied and after a restart. The same memory holds a fourth more chunks.
     Some chunks of this model do not fit 4 bits: these come from memory, and not from the disk. All fit 3 bits, where

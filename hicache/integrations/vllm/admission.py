@@ -1,0 +1,101 @@
+"""What the tier answers a request whose chunks the disk holds: read them, not here, or ask again.
+
+It knows which tokens the chunks have and what the CPU tier has room for; the gate decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, get_offload_group_idx
+
+from hicache.integrations.vllm.cpu_room import CpuRoom
+from hicache.integrations.vllm.gate import Candidate, LoadGate, Queue, Rows
+from hicache.integrations.vllm.lookups import Lookups
+from hicache.integrations.vllm.promotions import Promotions
+
+
+class Admission:
+    """Owned by the tier. `queue`: what the disk does. `chunk_tokens`: by group of layers."""
+
+    def __init__(
+        self,
+        gate: LoadGate,
+        lookups: Lookups,
+        room: CpuRoom,
+        queue: Callable[[], Queue],
+        chunk_tokens: Mapping[int, int],
+        chunk_bytes: int,
+    ) -> None:
+        self._gate, self._lookups, self._room, self._queue = gate, lookups, room, queue
+        self._chunk_tokens, self._chunk_bytes = chunk_tokens, chunk_bytes
+        self._waiting: dict[str, Promotions] = {}  # requests with rows for what the disk brings, until scheduled
+
+    def admits(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
+        """Whether the request is to have the chunk, which the disk holds, read; None: ask again in the next step, for
+        nobody knows yet how much it holds, or the CPU tier has no rows yet. Where vLLM does not say which tokens the
+        chunk has, it is read."""
+        gate, request = self._gate, req_context.req_id
+        candidate = gate.candidate(request)
+        if candidate is None:
+            span = self.span([chunk], req_context)
+            if span is None:
+                return True
+            # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
+            prompt_end = max(req_context._offload_key_positions.values())
+            candidate = gate.asked(request, span[0], prompt_end)
+        if gate.is_due(candidate):
+            held = self._lookups.held(request)
+            if held is None:
+                gate.wait(request, candidate)
+            elif held:
+                self._weigh(candidate, held, req_context)
+        if candidate.loads:
+            return (req_context.get_offload_key_position(chunk) or 0) <= candidate.until
+        return candidate.loads
+
+    def promotions(self, req_context: ReqContext) -> Promotions:
+        """Of a request that has something read."""
+        promotions = req_context.get_state(Promotions)
+        if promotions is None:
+            promotions = self._waiting[req_context.req_id] = Promotions()
+            req_context.set_state(promotions)
+        return promotions
+
+    def waits_no_longer(self, request: str) -> None:
+        """It is scheduled, or has finished."""
+        promotions = self._waiting.pop(request, None)
+        if promotions is not None:
+            promotions.waits = False
+
+    def span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
+        """Tokens [start, end) of the prompt that the chunks have, with those in between; None where vLLM does not say
+        it, or there are none."""
+        spans = self._spans(chunks, req_context)
+        return (min(start for start, _ in spans), spans[-1][1]) if spans else None
+
+    def _weigh(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
+        # What another request has read meanwhile, or is about to, needs no row and no read.
+        spans = self._spans(self._room.lacking(held) or held, req_context)
+        if not spans:
+            return
+        until, request, queue = spans[-1][1], req_context.req_id, self._queue()
+        if self._gate.has_waiting:
+            rows = Rows(0, len(spans), may_grow=True)
+        else:
+            # Nobody with rows waits for more, so the requests that have some give them free.
+            may_grow = queue.gives_rows or bool(self._waiting.keys() - {request})
+            rows = self._room.rows(req_context, until, may_grow=may_grow)
+        self._gate.weigh(request, spans, self._chunk_bytes, queue, rows)
+        if candidate.loads:
+            self._room.keep(req_context, candidate.until, self.promotions(req_context))
+
+    def _spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
+        """Tokens [start, end) of each chunk, in the order of their ends; none where vLLM does not say it of one."""
+        spans = []
+        for chunk in chunks:
+            end = req_context.get_offload_key_position(chunk)
+            if end is None:
+                return []
+            spans.append((end - self._chunk_tokens.get(get_offload_group_idx(chunk), 0), end))
+        return sorted(spans, key=lambda span: span[1])
