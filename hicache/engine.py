@@ -162,9 +162,8 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> int:
-        """A queued request of these tokens will come, until `acquire` or `cancel`: what memory holds of its prefix, this
-        many tokens, is evicted last, and computing for others delays it. A match; again, it includes what came to the
-        cache since."""
+        """A queued request of these tokens will come, until `acquire` or `cancel`: computing for others delays it, and
+        what memory holds of its prefix, this many tokens, is evicted last. Again, it includes what came since."""
         self._require_running()
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
