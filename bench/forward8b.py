@@ -83,17 +83,23 @@ class Forward:
         self._qkv, self._out = weight(shape.hidden, q + 2 * kv), weight(q, shape.hidden)
         self._gate_up, self._down = weight(shape.hidden, 2 * shape.mlp), weight(shape.mlp, shape.hidden)
 
-    def suffix(self, num_tokens: int) -> Suffix:
-        """A batch of `num_tokens` new tokens, the same at every call.
+    def suffix(self, num_tokens: int, *, gather: bool = False) -> Suffix:
+        """A batch of `num_tokens` new tokens, the same at every call; `gather` has even one run of slots gathered.
 
         ValueError where there are fewer new slots. Waits for the device.
         """
         if not 0 < num_tokens <= len(self._new_slots):
             raise ValueError(f"{num_tokens} new tokens for {len(self._new_slots)} slots")
-        device, dtype = self._pool.device, self._pool.dtype
+        device, dtype, shape = self._pool.device, self._pool.dtype, self.shape
+        loc = self._new_slots[:num_tokens]
+        slots = torch.cat([self._prefix_slots, loc])
+        in_one_run = bool((slots.diff() == 1).all())
+        start = int(slots[0]) if in_one_run and not gather else None
         generator = torch.Generator(device).manual_seed(num_tokens)
-        x = torch.randn(num_tokens, self.shape.hidden, generator=generator, device=device, dtype=dtype)
-        return self.suffix_at(torch.cat([self._prefix_slots, self._new_slots[:num_tokens]]).cpu(), x)
+        x = torch.randn(num_tokens, shape.hidden, generator=generator, device=device, dtype=dtype)
+        rows = (len(slots), shape.kv_heads, shape.head_dim)
+        gathered = tuple(torch.empty(rows, device=device, dtype=dtype) for _ in range(2 if start is None else 0))
+        return Suffix(x, loc, slots, start, self._mask(num_tokens, len(slots)), gathered)
 
     def suffix_at(self, slots: torch.Tensor, x: torch.Tensor) -> Suffix:
         """The batch of `x` [S, hidden] over `slots`, int64 [P + S] on the CPU. Nothing waits for the device."""

@@ -174,9 +174,10 @@ def print_table(
     *,
     title: str = "",
     notes: Iterable[str] = (),
+    file: IO[str] | None = None,
 ) -> None:
     """Print a table, and `notes` below it, a line each."""
-    out = new_console()
+    out = new_console(file)
     out.print(table(headings, rows, title=title))
     for note in notes:
         out.print(_text(note))

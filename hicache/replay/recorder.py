@@ -30,6 +30,7 @@ class _Arrival:
     time_s: float
     tokens: Tokens
     namespace: str
+    session: str
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,9 @@ class TraceRecorder:
         self._thread = threading.Thread(target=self._run, name="hicache-recorder", daemon=True)
         self._thread.start()
 
-    def arrived(self, request_id: str, tokens: Tokens, namespace: str = "") -> None:
+    def arrived(self, request_id: str, tokens: Tokens, namespace: str = "", session: str = "") -> None:
         """A request came. `tokens`: int64 `[prompt]`, not changed any more; ids are not used twice at a time."""
-        self._messages.put(_Arrival(request_id, self._clock() - self._start_s, tokens, namespace))
+        self._messages.put(_Arrival(request_id, self._clock() - self._start_s, tokens, namespace, session))
 
     def ended(self, request_id: str, output_tokens: int | None) -> None:
         """It ended with so many tokens generated; None: it was never admitted, and is left out. Nothing happens for one
@@ -126,7 +127,7 @@ class TraceRecorder:
                 "output_tokens": request.output_tokens,
                 "blocks": [int.from_bytes(key[:_ID_BYTES], "little") >> (8 * _ID_BYTES - _ID_BITS) for key in keys],
             }
-            self.num_written += self._write(line)
+            self.num_written += self._write({**line, "session": arrival.session} if arrival.session else line)
 
     def _write(self, line: object) -> bool:
         """Write a line, whole or not at all. A disk that fails ends the recording, not the server."""

@@ -4,10 +4,10 @@ Five formats, told apart by the first line; each may be gzipped. Times are made 
 
     blocks    `timestamp` (ms), `input_length`, `output_length`, `hash_ids`, one a block (Mooncake, 512 tokens);
               with `session` they are agent sessions, 64 tokens
-    chats     the same with `chat_id` (Alibaba Bailian): `timestamp` in seconds, 16 tokens
-    text      `timestamp` (us), `input`, `output`: prompts as text, sorted by time here
+    chats     the same with `chat_id` and `parent_chat_id` (Alibaba Bailian): `timestamp` in seconds, 16 tokens
+    text      `timestamp` (us), `input`, `output`, `session_id`: prompts as text, sorted by time here
     recorded  a first line {"format": "hicache-trace", "version": 1, "block_tokens": N}, then `time_s`, `input_tokens`,
-              `output_tokens`, `blocks`
+              `output_tokens`, `blocks` and, if known, `session`
 
 Milliseconds and microseconds are whole in these, so a fraction says that the unit is another, which must be given.
 """
@@ -47,6 +47,7 @@ class TraceRequest:
     blocks: npt.NDArray[np.int64]
     input_tokens: int
     output_tokens: int
+    session: str = ""
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _format(line: _Line, block_tokens: int | None, time_unit: str | None) -> _Fo
         return _Format(_header(line, block_tokens, time_unit), "s", _recorded)
     if "hash_ids" in fields and "chat_id" in fields:
         block_tokens = block_tokens or _BAILIAN_BLOCK_TOKENS
-        return _Format(block_tokens, time_unit or "s", partial(_of_blocks, block_tokens))
+        return _Format(block_tokens, time_unit or "s", partial(_of_chats, block_tokens, {}))
     if "hash_ids" in fields:
         block_tokens = block_tokens or (_SESSION_BLOCK_TOKENS if "session" in fields else _MOONCAKE_BLOCK_TOKENS)
         return _Format(block_tokens, time_unit or "ms", partial(_of_blocks, block_tokens), is_whole=not time_unit)
@@ -115,10 +116,14 @@ class _Line:
     def error(self, reason: str) -> TraceError:
         return TraceError(self.path, self.number, reason)
 
-    def tokens(self, name: str) -> int:
+    def whole(self, name: str, meaning: str) -> int:
         value = self._field(name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{name} is not a whole number; give the tokens")
+            raise self.error(f"{name} is not a whole number; give {meaning}")
+        return value
+
+    def tokens(self, name: str) -> int:
+        value = self.whole(name, "the tokens")
         if value < 0:
             raise self.error(f"{name} is negative; give at least 0")
         return value
@@ -220,8 +225,9 @@ def _header(line: _Line, block_tokens: int | None, time_unit: str | None) -> int
 
 
 def _recorded(line: _Line) -> TraceRequest:
+    session = line.text("session") if "session" in line.fields else ""
     return TraceRequest(
-        line.number_of("time_s"), line.ids("blocks"), line.tokens("input_tokens"), line.tokens("output_tokens")
+        line.number_of("time_s"), line.ids("blocks"), line.tokens("input_tokens"), line.tokens("output_tokens"), session
     )
 
 
@@ -233,7 +239,16 @@ def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
             f"{len(blocks)} hash_ids are not the blocks of {input_tokens} tokens at {block_tokens} a block; "
             f"give the block size of the trace with --block-tokens"
         )
-    return TraceRequest(line.number_of("timestamp"), blocks, input_tokens, line.tokens("output_length"))
+    session = line.fields.get("session", line.fields.get("session_id", ""))
+    time, output_tokens = line.number_of("timestamp"), line.tokens("output_length")
+    return TraceRequest(time, blocks, input_tokens, output_tokens, str(session))
+
+
+def _of_chats(block_tokens: int, roots: dict[int, int], line: _Line) -> TraceRequest:
+    """A turn of a conversation, which its first turn names; `roots` has that of each turn before."""
+    turn, before = line.whole("chat_id", "the id of the turn"), line.whole("parent_chat_id", "that of the one before")
+    roots[turn] = turn if before < 0 else roots.get(before, before)
+    return replace(_of_blocks(block_tokens, line), session=str(roots[turn]))
 
 
 def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) -> TraceRequest:
@@ -244,7 +259,8 @@ def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) 
         above = known.setdefault((above, prompt[start : start + step]), len(known))
         blocks.append(above)
     input_tokens, output_tokens = (-(-len(text) // _TEXT_CHARACTERS) for text in (prompt, line.text("output")))
-    return TraceRequest(line.number_of("timestamp"), np.array(blocks, np.int64), input_tokens, output_tokens)
+    session = str(line.fields.get("session_id", ""))
+    return TraceRequest(line.number_of("timestamp"), np.array(blocks, np.int64), input_tokens, output_tokens, session)
 
 
 def _in_order(path: Path, parsed: list[tuple[int, TraceRequest]], *, is_text: bool) -> tuple[TraceRequest, ...]:

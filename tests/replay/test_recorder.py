@@ -20,7 +20,7 @@ def test_what_is_recorded_replays(tmp_path: Path) -> None:
     are. What was never admitted is left out."""
     path, now_s = tmp_path / "trace.jsonl", iter(range(100))
     with TraceRecorder(path, 4, clock=lambda: float(next(now_s))) as recorder:
-        recorder.arrived("a", np.arange(10))
+        recorder.arrived("a", np.arange(10), session="x")
         recorder.arrived("refused", np.arange(12))
         recorder.arrived("b", np.arange(14))
         recorder.arrived("c", np.arange(10), namespace="other")
@@ -39,7 +39,7 @@ def test_what_is_recorded_replays(tmp_path: Path) -> None:
         (10, 7),
         (3, 0),
     ]
-    assert (len(a.blocks), len(b.blocks), len(d.blocks)) == (2, 3, 0)
+    assert (len(a.blocks), len(b.blocks), len(d.blocks)) == (2, 3, 0) and a.session == "x" and not b.session
     assert b.blocks[:2].tolist() == a.blocks.tolist() and not set(c.blocks.tolist()) & set(b.blocks.tolist())
     result = replay(trace, ReplaySettings(None))
     assert result.device_tokens.tolist() == [0, 8, 0, 0]

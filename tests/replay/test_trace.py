@@ -21,7 +21,7 @@ def blocks_line(**changes: Any) -> dict[str, Any]:
 
 
 def text_line(**changes: Any) -> dict[str, Any]:
-    return {"timestamp": 1_000_000, "input": "a" * 600, "output": "abcde", **changes}
+    return {"timestamp": 1_000_000, "input": "a" * 600, "output": "abcde", "session_id": "s", **changes}
 
 
 def recorded_line(**changes: Any) -> dict[str, Any]:
@@ -49,17 +49,21 @@ def test_a_block_trace_is_read_as_it_was_written(tmp_path: Path, compressed: boo
 def test_sessions_have_blocks_of_their_own_size(tmp_path: Path) -> None:
     """A line with a session has blocks of 64 tokens, of which the partial last one may have no id."""
     trace = read_trace(written(tmp_path, blocks_line(session=7, input_length=130)))
-    assert trace.block_tokens == 64
+    assert trace.block_tokens == 64 and trace.requests[0].session == "7"
     assert read_trace(written(tmp_path, blocks_line(input_length=31)), block_tokens=16).block_tokens == 16
 
 
 def test_conversations_of_bailian_are_in_seconds_and_blocks_of_16(tmp_path: Path) -> None:
-    """A line with a `chat_id` is a turn of a conversation."""
-    times = (61.114, 61.5, 3600.0)
-    lines = [blocks_line(chat_id=7, parent_chat_id=-1, timestamp=at, input_length=25, type="text") for at in times]
+    """A line with a `chat_id` is a turn: its session is the first turn of its conversation, whose line may be
+    missing."""
+    turns = [(7, -1, 61.114), (8, 7, 61.5), (9, 3, 3600.0), (10, 8, 3661.5), (11, 3, 3662.0)]
+    lines = [
+        blocks_line(chat_id=turn, parent_chat_id=before, timestamp=at, input_length=25, type="text", turn=1)
+        for turn, before, at in turns
+    ]
     trace = read_trace(written(tmp_path, *lines))
-    assert trace.block_tokens == 16
-    assert [request.time_s for request in trace.requests] == [at - 61.114 for at in times]
+    assert trace.block_tokens == 16 and [request.session for request in trace.requests] == ["7", "7", "3", "7", "3"]
+    assert [request.time_s for request in trace.requests] == [at - 61.114 for _, _, at in turns]
 
 
 @pytest.mark.parametrize("line", [blocks_line, text_line])
@@ -79,8 +83,8 @@ def test_a_fraction_asks_for_the_unit_of_times(tmp_path: Path, line: Any) -> Non
 
 def test_a_recorded_trace_is_read_as_it_was_written(tmp_path: Path) -> None:
     """The first line gives the block size; ids may be any of 63 bits."""
-    trace = read_trace(written(tmp_path, HEADER, recorded_line(blocks=[2**63 - 1, 0]), recorded_line()))
-    assert trace.block_tokens == 4
+    trace = read_trace(written(tmp_path, HEADER, recorded_line(blocks=[2**63 - 1, 0], session="x"), recorded_line()))
+    assert trace.block_tokens == 4 and [request.session for request in trace.requests] == ["x", ""]
     assert trace.requests[0].blocks.tolist() == [2**63 - 1, 0] and trace.requests[0].input_tokens == 9
 
 
@@ -125,6 +129,8 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
         ([blocks_line(timestamp=float("nan"))], 1, "finite"),
         ([blocks_line(timestamp=10**400)], 1, "finite"),
         ([blocks_line(timestamp="2023-11-16T18:15:46Z")], 1, "--time-unit"),
+        ([blocks_line(chat_id=1, input_length=25)], 1, "parent_chat_id is missing"),
+        ([blocks_line(chat_id="1", parent_chat_id=-1, input_length=25)], 1, "chat_id is not a whole number"),
         ([blocks_line(hash_ids=[-1, 2])], 1, "block ids"),
         ([blocks_line(hash_ids=[[1], [2]])], 1, "block ids"),
         ([blocks_line(hash_ids=[[1], 2])], 1, "block ids"),
