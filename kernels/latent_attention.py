@@ -42,7 +42,7 @@ def _attend(score, latent, top, total, acc, PRECISION: tl.constexpr):
     return higher, total * decay + tl.sum(weight, 1), acc
 
 
-@jit(do_not_specialize=["heads", "row_len"])
+@jit(do_not_specialize=["heads", "row_len"], do_not_specialize_on_alignment=["rows", "seq_lens"])
 def _split_kernel(  # noqa: PLR0917 - Triton binds constants by position
     q_latent,
     q_rope,

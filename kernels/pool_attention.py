@@ -186,7 +186,7 @@ def _store_rows(  # noqa: PLR0917 - Triton binds constants by position
         tl.store(partial + part[:, None] * DV + column[None, :], acc / total_or_1[:, None], mask=mask)
 
 
-@jit(do_not_specialize=["bound"])
+@jit(do_not_specialize=["bound"], do_not_specialize_on_alignment=["rows", "query_starts", "lengths", "slot_map"])
 def _attend_kernel(  # noqa: PLR0917 - Triton binds constants by position
     query, k_buffer, v_buffer, out, partial, log_sums, table, rows, query_starts, lengths, slot_map, sinks,
     scale_log2, softcap, bound,

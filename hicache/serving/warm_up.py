@@ -20,7 +20,8 @@ from hicache.serving.runner import Chunk, ModelRunner
 
 
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
-    """Compute two chunks of a prompt twice, the second time to measure, and decode a batch of each graph's size.
+    """Compute prompts of all powers of two, for which attention has kernels of its own, two chunks of one twice, the
+    second time to measure, and decode a batch of each graph's size.
 
     Prompts take at most half of the device tier's slots. To be called before any request is admitted.
     """
@@ -29,6 +30,10 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
         num_slots = min(num_slots, engine.component(SlidingWindow).max_tokens)
     room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
     tokens = np.zeros(room, dtype=np.int64)
+    for size in (1 << power for power in range(1, room.bit_length())):
+        request = CacheRequest(f"warm up {size} tokens", tokens[:size], "warm up", is_counted=False)
+        with engine.acquire(request) as lease:
+            runner.prefill(lease, tokens[:size], 0, size)
     for number in range(2):
         with engine.acquire(CacheRequest(f"warm up {number}", tokens, "warm up", is_counted=False)) as lease:
             middle = max(1, room // 2)

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from compiled_keys import compiled_keys
-from hicache.kernels import pack, page_copy, upload, zero_copy
+from hicache.kernels import pack, page_copy, pool_attention, upload, zero_copy
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PagePacker
+from hicache.kernels.pool_attention import AttentionRule, PoolQueries
 from hicache.kernels.zero_copy import ZeroCopyMover
 from page_case import BF16, POOLS, U8, Pool
 
@@ -66,4 +67,15 @@ def test_lists_of_ids(device: str) -> None:
         for count in COUNTS:
             ids = torch.zeros(count, dtype=torch.int64)
             upload.upload(ids.pin_memory() if device == "cuda" else ids, torch.zeros_like(ids, device=device), "triton")
+        assert len(keys) == 1
+
+
+def test_any_part_of_a_pass_is_attended_to_by_one_kernel(device: str) -> None:
+    """Wherever the sequences of a launch begin among those of the pass."""
+    with compiled_keys(pool_attention) as keys:
+        query, pool = torch.zeros(1, 4, 64, dtype=BF16, device=device), torch.zeros(8, 2, 64, dtype=BF16, device=device)
+        table, ids = (torch.zeros(n, dtype=torch.int32, device=device) for n in ((1, 8), 9))
+        for first in range(4):
+            queries = PoolQueries(table, ids[first : first + 1], ids[first : first + 2], ids[first : first + 1], 1)
+            pool_attention.pool_attention(query, pool, pool, queries, AttentionRule(1.0), "triton")
         assert len(keys) == 1
