@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+pytest.importorskip("vllm")
+
 ROOT = Path(__file__).resolve().parents[3]
 SOURCES = ("hicache", "kernels", "storage", "bench", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in")
 LOADED = """
