@@ -49,6 +49,7 @@ class Server:
         assert not self.loads(prompt(number), 0)
         self.clock.now_s += seconds
         self.gate.computed(NUM_TOKENS)
+        self.gate.offered(prompt(number))
 
     def knows(self, read_s: float) -> None:
         """How long a prompt takes to read."""

@@ -124,7 +124,7 @@ class LoadGate(ServerLoadDecisions):
             self.abandon()
 
     def computed(self, num_tokens: int) -> None:
-        """SGLang copies the state of so many tokens to the host."""
+        """SGLang copies the state of so many tokens to the host. Its scheduler calls this: the store is not asked."""
         with self._lock:
             for prompt in self._waiting():  # in their order, as SGLang serves them as a rule
                 done = min(num_tokens, len(prompt.to_compute) * self._page_tokens - prompt.num_done)
@@ -140,6 +140,7 @@ class LoadGate(ServerLoadDecisions):
     def offered(self, keys: Sequence[str]) -> None:
         """Pages are to be stored: they were computed, unless they were loaded."""
         with self._lock:
+            self._note.step()
             for prompt in self._prompts:
                 if not prompt.to_load.isdisjoint(keys):  # what SGLang found too little to load
                     prompt.to_load.clear()
@@ -174,4 +175,3 @@ class LoadGate(ServerLoadDecisions):
         before, self._before = self._before, latest
         if before is not None:
             self._cost.observe_prefill(*min(before, latest, key=lambda each: each.token_s))
-            self._note.step()
