@@ -198,14 +198,31 @@ def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
         request, candidate = case.asked()
         for _ in range(6):
             case.gate.step((), ())
-            assert case.weigh(request, candidate, rows=few) is None and case.gate.has_waiting
-            case.after(0.1)
+            assert case.weigh(request, candidate, rows=few) is None
+            case.after(0.09)
         case.after(0.1)
         case.gate.step((), ())
         assert case.weigh(request, candidate, rows=ends) is loads
         assert candidate.until == (8 * CHUNK if loads else math.inf)
         case.gate.forget(request)
     assert case.counts() == (1, 1, 0, 0)
+
+
+def test_requests_wait_for_rows_one_behind_the_other() -> None:
+    """Who is behind is not weighed again, until the first has its rows or it has waited for as long as it may."""
+    case = Case(PROMPT)
+    case.read(0.4)
+    few = Rows(8, 64, may_grow=True)
+    first, second = case.asked(), case.asked()
+    case.gate.step((), ())
+    assert [case.weigh(*each, rows=few) for each in (first, second)] == [None, None]
+    case.gate.step((), ())
+    assert case.weigh(*first, rows=few) is None and not case.gate.is_due(second[1])
+    case.gate.step((), ())
+    assert case.weigh(*first) and case.weigh(*second, rows=few) is None
+    case.after(2.0)
+    case.gate.step((), ())
+    assert case.weigh(*second, rows=few) and second[1].until == 8 * CHUNK
 
 
 @pytest.mark.parametrize("tokens_per_s", [PROMPT, 0, "auto"])

@@ -94,7 +94,8 @@ class PrefillTimer:
 class Candidate:
     """A load to be decided on: the tier was asked for tokens from `start` on of a prompt whose last whole chunk ends at
     `end`. `loads`: whether what the disk holds of them, up to token `until`, is to be loaded; None until that is
-    weighed. `step`: in which this was tried last; `waits_s`: since when it waits for rows of the CPU tier."""
+    weighed. `step`: in which this was tried last; `waits_until_s`: how long it may wait for rows of the CPU tier, if it
+    does."""
 
     asked_s: float
     step: int
@@ -102,7 +103,7 @@ class Candidate:
     end: int
     loads: bool | None = None
     until: float = math.inf
-    waits_s: float = math.inf
+    waits_until_s: float = -math.inf
 
 
 class Queue(NamedTuple):
@@ -193,8 +194,11 @@ class LoadGate(ServerLoadDecisions):
         return candidate
 
     def is_due(self, candidate: Candidate) -> bool:
-        """Whether it is to be weighed: once a step, and not before all chunks of the prompt were asked for."""
+        """Whether it is to be weighed: once a step, not before all chunks of the prompt were asked for, and not while
+        it waits behind another for rows."""
         if candidate.loads is not None or candidate.step == self._step:
+            return False
+        if self.has_waiting and self._clock() < candidate.waits_until_s:
             return False
         candidate.step = self._step
         return True
@@ -224,7 +228,7 @@ class LoadGate(ServerLoadDecisions):
         part = max(estimates, key=lambda part: (_saved_s(estimates[part]), part.num_chunks))
         if rows.num < part.num_chunks and estimates[part].pays:
             if rows.are_few(part.num_chunks) and self._may_wait(candidate, part, estimates[part]):
-                candidate.waits_s, self.has_waiting = min(candidate.waits_s, self._clock()), True
+                self.has_waiting = True
                 self._at_disk.add(request)
                 return
             if not rows.num:
@@ -290,12 +294,13 @@ class LoadGate(ServerLoadDecisions):
         return LoadEstimate(load_s, self._cost.prefill_s(part.start, part.end), num_delayed)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
-        """Whether to wait for rows: the load would pay, what it has waited included."""
-        load_s = max(0.0, self._clock() - candidate.waits_s) + (estimate.load_s or 0.0)
-        compute_s = estimate.compute_s
-        if compute_s is None or compute_s == math.inf:
-            compute_s = (part.end - part.start) / _LEAST_TOKENS_PER_S
-        return LoadEstimate(load_s, compute_s, estimate.num_delayed).pays
+        """Whether to wait for rows, or go on with that: for as long as the load saves, at its first weighing."""
+        if candidate.waits_until_s == -math.inf:
+            load_s, compute_s, num_delayed = estimate
+            if compute_s is None or compute_s == math.inf:
+                compute_s = (part.end - part.start) / _LEAST_TOKENS_PER_S
+            candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))
+        return self._clock() < candidate.waits_until_s
 
     def _is_silent(self, progress_s: float, start: int, end: int) -> bool:
         """Whether the disk has brought nothing for so long that nothing is to be expected: longer than computing takes,
