@@ -8,11 +8,14 @@ more of its prompt, so it goes before all that is submitted more than `max_overt
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+
+import numpy as np
 
 from hicache.serving.request_queue import ScheduledRequest
 
 _WAIT_PER_COMPUTE = 4.0
+_PASSES_AHEAD = 2
 
 
 class ServingOrder:
@@ -28,3 +31,24 @@ class ServingOrder:
         start = req.expected_len if req.lease is None else req.kv_len
         left_s = self._prefill_s(start, req.length)
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
+
+
+def comes_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:
+    """Whether a waiting request gets something of the next passes. Until then it holds no slots: it finds more in the
+    cache, and shorter ones that come meanwhile go before it."""
+    prompts = (other for other in running if not other.is_decoding and other.rank < req.rank)
+    return sum(prompt.length - prompt.kv_len for prompt in prompts) < _PASSES_AHEAD * pass_tokens
+
+
+def is_computed_for_another(req: ScheduledRequest, running: Iterable[ScheduledRequest], page_size: int) -> bool:
+    """Whether a prompt that runs, of no lower priority, has whole pages left to compute which begin a waiting one: it
+    finds them in the cache a few passes later, and would compute them a second time now."""
+    for other in running:
+        if other.is_decoding or other.lead_s < req.lead_s or other.request.namespace != req.request.namespace:
+            continue
+        length = min(other.length, req.length)
+        differs = np.flatnonzero(other.sequence[:length] != req.sequence[:length])
+        shared = int(differs[0]) if len(differs) else length
+        if shared // page_size > other.kv_len // page_size:
+            return True
+    return False

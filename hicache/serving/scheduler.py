@@ -3,8 +3,8 @@
     submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
 A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
-token of every request that decodes, and chunks of prompts with the rest of the budget. Those with the least left to
-compute go first (`hicache.serving.order`). If a running request gets no slots, the one to serve last is retracted.
+token of every request that decodes, and chunks of prompts with the rest of the budget, in the order of
+`hicache.serving.order`. If a running request gets no slots, the one to serve last is retracted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hicache.errors import (
     TransferError,
 )
 from hicache.serving.next_tokens import next_tokens, score_prompts
-from hicache.serving.order import ServingOrder
+from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
@@ -105,8 +105,7 @@ class Scheduler:
         self._unfinished[request.request_id] = req
         if req.deadline_s is not None:
             heapq.heappush(self._deadlines, (req.deadline_s, req.arrival, ref(req)))
-        max_len = self._engine.req_to_token.max_context_len
-        if len(req.sequence) > max_len:
+        if len(req.sequence) > (max_len := self._engine.req_to_token.max_context_len):
             self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
 
     def step(self) -> list[RequestOutput]:
@@ -156,8 +155,7 @@ class Scheduler:
         return self._end(request_id, "stop")
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
-        req = self._unfinished.get(request_id)
-        if req is not None:
+        if (req := self._unfinished.get(request_id)) is not None:
             self._finish(req, reason)
         return req is not None
 
@@ -184,15 +182,19 @@ class Scheduler:
             self._look_up(req)
 
     def _look_up(self, req: ScheduledRequest) -> None:
-        """Tell the engine what will be needed, and learn what memory holds of it."""
         req.expected_len = self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank. A request whose prefetch is pending is skipped; one that gets no slots blocks the queue."""
+        """Admit by rank. Skipped are requests whose prefetch is pending, and those whose prefix is being computed for
+        another. One that gets no slots blocks the queue, and one that would get nothing of the next passes."""
         for req in self._waiting_queue:
             if not req.is_ready:
                 req.seen_commits = -1
+                continue
+            if not comes_soon(req, self._running_batch, self._chunk_tokens):
+                return
+            if is_computed_for_another(req, self._running_batch, self._engine.page_size):
                 continue
             while not req.has_ended and req.lease is None:
                 try:
