@@ -55,6 +55,7 @@ class LoadRun:
     makespan_s: float
     answers: list[Asked]
     num_bytes: dict[str, int] = field(default_factory=dict)  # moved, by the server's own metrics
+    rates: dict[str, float] = field(default_factory=dict)  # of our gate: decisions so far, and speeds as it ended
     gpu_s: float | None = None  # in which any kernel ran, by the driver's count; the mean of several GPUs
 
     @classmethod

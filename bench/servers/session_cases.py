@@ -105,6 +105,9 @@ def _add_run(report: Report, name: str, run: LoadRun) -> None:
     if moved := {what: number for what, number in run.num_bytes.items() if number}:
         note = ", ".join(f"{what} {number / 1e9:.2f} GB" for what, number in moved.items())
         report.case(f"{name}.moved", [sum(moved.values()) / 1e9], "GB", better="lower", note=note)
+    if decided := sum(run.rates.get(decision, 0.0) for decision in ("accepted", "declined", "unmeasured")):
+        note = ", ".join(f"{what} {number:.4g}" for what, number in run.rates.items())
+        report.case(f"{name}.declined", [run.rates.get("declined", 0.0) / decided], "share", better="lower", note=note)
     if run.gpu_s is not None:
         report.case(f"{name}.gpu", [run.gpu_s], "s", better="lower")
 

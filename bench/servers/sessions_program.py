@@ -47,6 +47,10 @@ class AsyncServer(Protocol):
         """What it has moved since it started, by name."""
         ...
 
+    def rates(self) -> dict[str, float]:
+        """What our gate has decided since the start, and the speeds that it decides by; empty without one."""
+        ...
+
 
 async def serve_loads(server: AsyncServer, given: Mapping[str, Any]) -> None:
     """Serve the loads of a task; after each, what came of all until then is written into its file.
@@ -94,7 +98,7 @@ async def _serve(
         run = await send(ask, turns, load, given["limit_s"])
     moved = {name: count - before.get(name, 0) for name, count in server.num_bytes().items()}
     gpu_s = busy[0] * run.makespan_s if busy else None
-    return dataclasses.replace(run, num_bytes=moved, gpu_s=gpu_s)
+    return dataclasses.replace(run, num_bytes=moved, rates=server.rates(), gpu_s=gpu_s)
 
 
 @contextlib.contextmanager

@@ -79,6 +79,9 @@ class _Server:
         """What its files take; SGLang counts no bytes."""
         return self.server.num_bytes()
 
+    def rates(self) -> dict[str, float]:
+        return {}
+
 
 def main() -> None:
     given = json.load(sys.stdin)

@@ -16,7 +16,7 @@ from typing import Any
 
 from hicache.bench.servers import vllm
 from hicache.bench.servers.sessions_program import disk_settings, serve_loads
-from hicache.bench.servers.vllm import connector, engine_settings, moved_bytes, offloading
+from hicache.bench.servers.vllm import connector, engine_settings, gate_rates, moved_bytes, offloading
 
 MODES = (
     "none",
@@ -99,6 +99,11 @@ class _Server:
         from vllm.v1.metrics.reader import get_metrics_snapshot
 
         return moved_bytes(get_metrics_snapshot())
+
+    def rates(self) -> dict[str, float]:
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return gate_rates(get_metrics_snapshot())
 
     def close(self) -> None:
         self._engine.shutdown()

@@ -137,6 +137,21 @@ def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
     return found
 
 
+def gate_rates(metrics: Iterable[Any]) -> dict[str, float]:
+    """Loads that the gate of our disk decided on, by decision, and the speeds that it knew last."""
+    names = {
+        "load_gate_loads": "decision",
+        "cost_prefill_tokens_per_second": "",
+        "movement_bytes_per_second": "movement",
+    }
+    found: dict[str, float] = {}
+    for metric in metrics:
+        name = metric.name.removeprefix("vllm:hicache_")
+        if metric.name.startswith("vllm:hicache_") and name in names:
+            found[metric.labels.get(names[name], "prefill")] = float(metric.value)
+    return found
+
+
 class _Server:
     """vLLM in this process and its workers."""
 

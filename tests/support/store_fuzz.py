@@ -44,7 +44,6 @@ CHUNK = 24  # tokens of a forward
 MAX_GROWTH_BYTES = 48 << 20  # of an engine, after its first steps
 PACKINGS = ("off", "4", "3")
 _KEY = re.compile("page ([0-9a-f]{64})")
-SHARED_MEMORY = Path("/dev/shm")
 
 
 class EngineHistory:
@@ -270,11 +269,10 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def held() -> tuple[int, list[str], int]:
-    """Descriptors and children of this process, and files of the machine's shared memory that are ours."""
-    ours = sorted(file.name for file in SHARED_MEMORY.glob("*hicache*"))
+def held() -> tuple[int, int]:
+    """Descriptors and children of this process. Our shared memory has no names: descriptors keep it."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return len(os.listdir("/proc/self/fd")), ours, len(children)
+    return len(os.listdir("/proc/self/fd")), len(children)
 
 
 def run(
