@@ -284,22 +284,31 @@ def test_no_load_waits_behind_those_that_are_stuck() -> None:
 
 
 def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
-    """It brings nothing for longer than computing takes, and for a second; that it has become slow is no reason."""
+    """It brings nothing for longer than computing would have cost all when the load was weighed, and for a second; that
+    it has become slow is no reason, nor that all others wait for the disk by now."""
     case = Case(PROMPT)
     case.read(0.1)
+    alone, beside = (case.asked() for _ in range(2))
+    for request, candidate in (beside, alone):  # the first of them computing would delay the other
+        case.gate.step((), ())
+        assert case.weigh(request, candidate)
     for _ in range(50):
         case.read(30.0)
-    for num_tokens, silent_s in ((PROMPT // 2, 1.0), (4 * PROMPT, 4.0)):
-        assert not case.gate.gives_up(0, num_tokens, case.clock() - 0.9 * silent_s)
-        assert case.gate.gives_up(0, num_tokens, case.clock() - 1.1 * silent_s)
-    assert case.counts() == (0, 0, 0, 2)
+    for request, num_tokens, silent_s in (
+        (alone[0], PROMPT // 2, 1.0),
+        (alone[0], 4 * PROMPT, 4.0),
+        (beside[0], 4 * PROMPT, 8.0),
+    ):
+        assert not case.gate.gives_up(request, 0, num_tokens, case.clock() - 0.9 * silent_s)
+        assert case.gate.gives_up(request, 0, num_tokens, case.clock() - 1.1 * silent_s)
+    assert case.counts() == (2, 0, 0, 3)
 
 
 def test_with_unknown_speeds_a_load_is_given_up_after_a_bounded_time() -> None:
     case = Case()
-    assert not case.gate.gives_up(0, 4000, case.clock() - 3.9)
-    assert case.gate.gives_up(0, 4000, case.clock() - 4.1)
-    assert not Case(0).gate.gives_up(0, 4000, case.clock() - 1e9)
+    assert not case.gate.gives_up("1", 0, 4000, case.clock() - 3.9)
+    assert case.gate.gives_up("1", 0, 4000, case.clock() - 4.1)
+    assert not Case(0).gate.gives_up("1", 0, 4000, case.clock() - 1e9)
 
 
 class Timed:

@@ -95,7 +95,7 @@ class Candidate:
     """A load to be decided on: the tier was asked for tokens from `start` on of a prompt whose last whole chunk ends at
     `end`. `loads`: whether what the disk holds of them, up to token `until`, is to be loaded; None until that is
     weighed. `step`: in which this was tried last; `waits_until_s`: how long it may wait for rows of the CPU tier, if it
-    does."""
+    does; `num_delayed`: the others that computing would have delayed when it was weighed."""
 
     asked_s: float
     step: int
@@ -104,6 +104,7 @@ class Candidate:
     loads: bool | None = None
     until: float = math.inf
     waits_until_s: float = -math.inf
+    num_delayed: int = 0
 
 
 class Queue(NamedTuple):
@@ -223,7 +224,8 @@ class LoadGate(ServerLoadDecisions):
         rows: Rows = UNKNOWN_ROWS,
     ) -> None:
         """The disk holds chunks of the prompt with these tokens [start, end), in the order of their ends."""
-        candidate, num_delayed = self._candidates[request], self.num_delayed(request)
+        candidate = self._candidates[request]
+        candidate.num_delayed = num_delayed = self.num_delayed(request)
         estimates = {part: self._estimate(part, chunk_bytes, queued, num_delayed) for part in _parts_of(spans)}
         part = max(estimates, key=lambda part: (_saved_s(estimates[part]), part.num_chunks))
         if rows.num < part.num_chunks and estimates[part].pays:
@@ -245,10 +247,11 @@ class LoadGate(ServerLoadDecisions):
             self._at_disk.add(request)
             self._accepted_bytes += part.num_chunks * chunk_bytes
 
-    def gives_up(self, start: int, end: int, progress_s: float) -> bool:
+    def gives_up(self, request: str, start: int, end: int, progress_s: float) -> bool:
         """Whether the rest of a load, tokens [start, end), is computed instead: the disk is stuck. `progress_s`: when
         it last brought a part of this load, or of one before it, or the load was submitted."""
-        if not self._is_silent(progress_s, start, end):
+        candidate = self._candidates.get(request)
+        if not self._is_silent(progress_s, start, end, candidate.num_delayed if candidate else 0):
             return False
         self.abandon()
         return True
@@ -289,7 +292,7 @@ class LoadGate(ServerLoadDecisions):
     def _estimate(self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int) -> LoadEstimate:
         num_bytes = queued.num_bytes + self._accepted_bytes + part.num_chunks * chunk_bytes
         load_s = self._cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes))
-        if queued.progress_s is not None and self._is_silent(queued.progress_s, part.start, part.end):
+        if queued.progress_s is not None and self._is_silent(queued.progress_s, part.start, part.end, num_delayed):
             load_s = math.inf
         return LoadEstimate(load_s, self._cost.prefill_s(part.start, part.end), num_delayed)
 
@@ -302,7 +305,10 @@ class LoadGate(ServerLoadDecisions):
             candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))
         return self._clock() < candidate.waits_until_s
 
-    def _is_silent(self, progress_s: float, start: int, end: int) -> bool:
-        """Whether the disk has brought nothing for so long that nothing is to be expected: longer than computing takes,
-        and than a disk that works."""
-        return self._clock() - progress_s > max(_SILENT_S, self._cost.longest_wait_s(start, end))
+    def _is_silent(self, progress_s: float, start: int, end: int, num_delayed: int) -> bool:
+        """Whether the disk has brought nothing for so long that nothing is to be expected: longer than computing costs
+        all, and than a disk that works. Who gave up sooner, as many wait for one stall, would all compute at once."""
+        silent_s = self._clock() - progress_s
+        return (
+            silent_s > _SILENT_S and not LoadEstimate(silent_s, self._cost.longest_wait_s(start, end), num_delayed).pays
+        )

@@ -252,7 +252,7 @@ class HiCacheTier(SecondaryTierManager):
         for load in self._loads.values():
             if load.span is None or load.cancelled.is_set():
                 continue
-            if self.gate.gives_up(*load.span_left, load.progress_s):
+            if self.gate.gives_up(load.request, *load.span_left, load.progress_s):
                 load.cancelled.set()
                 gave_up = True
         if gave_up:
