@@ -23,7 +23,7 @@ Order = Callable[[CacheEngine, str, np.ndarray], None]
 LENGTH = 8 * PAGE + 1
 # Containers grow in steps of a few KiB. A prompt that is kept takes eight bytes a token: 40 of them twice this; and
 # 64 prefetches are under way at most, for which there is room after as many.
-NOISE_BYTES = 10 << 10
+NOISE_BYTES = 40 << 10
 _NOT_DATA = (type, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.CodeType, types.FrameType)
 
 

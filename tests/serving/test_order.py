@@ -126,6 +126,34 @@ def test_priority_comes_before_what_is_left() -> None:
         assert _served(scheduler) == "dcbae"
 
 
+def test_what_prompts_begin_with_alike_is_computed_once() -> None:
+    """Of four that come together one computes it, the others what is left; one of higher priority waits for none."""
+    model, common = shared(tiny_llama), prompt(64, seed=0)
+    with tiny_engine(model, max_requests=8) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, clock=Clock())
+        alike = [np.append(common, [number, 7]) for number in range(1, 5)]
+        outputs = scheduler.run([Request(str(number), tokens, 2) for number, tokens in enumerate(alike)])
+        assert sorted(output.computed_tokens for output in outputs) == [2, 2, 2, 66]
+
+        scheduler.submit(Request("low", prompt(64, seed=9), 2))
+        scheduler.step()
+        scheduler.submit(Request("high", np.append(prompt(64, seed=9), 1), 2, priority=1))
+        assert _served(scheduler)[:4] == "high"
+
+
+def test_a_prompt_holds_slots_when_it_comes_soon() -> None:
+    """Not while two passes of others go before it; a short one that comes then goes before it."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, max_requests=8) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, clock=Clock())
+        for name, length in (("a", 90), ("b", 90)):
+            scheduler.submit(Request(name, prompt(length, seed=ord(name)), 2))
+        scheduler.step()
+        assert scheduler.num_running == 1
+        scheduler.submit(Request("c", prompt(10, seed=3), 2))
+        assert _served(scheduler) == "cab"
+
+
 class _TimedRunner:
     """Passes that take 10 ms and 0.5 ms a token of the clock, and compute nothing."""
 
@@ -137,19 +165,24 @@ class _TimedRunner:
         return torch.zeros(len(chunks), VOCAB)
 
 
-def _served_turns(turns: Sequence[Turn], clients: int, overtake_s: float) -> SessionRun:
-    """On a device that holds few of the sessions."""
+def _served_turns(turns: Sequence[Turn], clients: int, overtake_s: float, device_tokens: int) -> SessionRun:
     clock, model = Clock(), shared(tiny_llama)
-    settings = {"device_tokens": 4096, "max_context_len": 1024, "max_requests": 40, "host_bytes": 0}
+    settings = {"device_tokens": device_tokens, "max_context_len": 1024, "max_requests": 40, "host_bytes": 0}
     with tiny_engine(model, **settings) as engine:
         scheduler = Scheduler(engine, _TimedRunner(clock), chunk_tokens=256, max_overtake_s=overtake_s, clock=clock)
         return serve_turns(scheduler, turns, TINY, clients)
 
 
-@pytest.mark.parametrize(("clients", "most_mean", "most_p99"), [(8, 0.95, 1.0), (32, 0.8, 1.2)])
-def test_first_tokens_of_agent_sessions_come_earlier(clients: int, most_mean: float, most_p99: float) -> None:
-    """Than first come, first served, by the mean and by the slowest, on a clock that passes alone move."""
+@pytest.mark.parametrize(
+    ("clients", "device_tokens", "most_mean", "most_p99"),
+    [(8, 4096, 0.95, 1.0), (32, 4096, 0.8, 1.15), (32, 16_384, 1.0, 1.15)],
+)
+def test_first_tokens_of_agent_sessions_come_earlier(
+    clients: int, device_tokens: int, most_mean: float, most_p99: float
+) -> None:
+    """Than first come, first served, by the mean and by the slowest, on a clock that passes alone move: on a device
+    that holds few of the sessions, and on one that holds all."""
     turns = generated_turns(Scale(requests=150, block_tokens=8, shortest=32, longest=1000))
-    ours, first_come = (_served_turns(turns, clients, overtake_s) for overtake_s in (15.0, 0.0))
+    ours, first_come = (_served_turns(turns, clients, overtake_s, device_tokens) for overtake_s in (15.0, 0.0))
     assert ours.mean_s <= most_mean * first_come.mean_s, (str(ours), str(first_come))
     assert ours.p99_s <= most_p99 * first_come.p99_s, (str(ours), str(first_come))
