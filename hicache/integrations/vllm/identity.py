@@ -11,6 +11,7 @@ import torch
 from vllm.platforms import current_platform
 from vllm.v1.kv_offload.config import OffloadingConfig
 
+from hicache.errors import ConfigError
 from hicache.integrations.vllm.row_packing import RowPacking
 from hicache.integrations.weights import weights_digest
 from hicache.storage import PageFilter, PageFormat
@@ -30,10 +31,7 @@ def identity_of(
     start a worker that cannot do so.
     """
     parallel, is_portable = config.parallel, config.canonical_layout and config.parallel.is_parallelism_agnostic
-    geometry = (
-        f"world={parallel.world_size},tp={parallel.tp_size},pp={parallel.pp_size},"
-        f"pcp={parallel.pcp_size},dcp={parallel.dcp_size}"
-    )
+    geometry = f"world={parallel.world_size},tp={parallel.tp_size},pcp={parallel.pcp_size},dcp={parallel.dcp_size}"
     num_parts = parallel.world_size if is_portable and not config.replicated_layout else 1
     layout = {
         "groups": [asdict(group) for group in config.groups],
@@ -54,6 +52,15 @@ def identity_of(
         "platform": _platform(),
     }
     return fields if packing is None else {**fields, "packing": packing.name}
+
+
+def refuse_pipelines(config: OffloadingConfig) -> None:
+    """Raise ConfigError for several pipeline stages: no vLLM with them was served over hicache."""
+    if config.parallel.pp_size > 1:
+        raise ConfigError(
+            f"pipeline_parallel_size={config.parallel.pp_size} is not supported: each stage has other layers; use "
+            "tensor_parallel_size alone, or vLLM's own OffloadingSpec"
+        )
 
 
 def page_format(dtype: str, row_bytes: int, *, is_packed: bool = False) -> PageFormat:

@@ -30,6 +30,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from hicache.errors import ConfigError
 from hicache.host import CudaRegistry
 from hicache.integrations.vllm.head_layouts import head_layouts
+from hicache.integrations.vllm.identity import refuse_pipelines
 from hicache.integrations.vllm.offloading_settings import (
     OF_VLLM,
     POLICIES,
@@ -98,6 +99,7 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         remove_leftovers()
+        refuse_pipelines(config)
         self._settings = offloading_settings(config.extra_config)
         num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing, changed = (

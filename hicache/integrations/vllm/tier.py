@@ -40,7 +40,7 @@ from hicache.integrations.server_store import ServerStore
 from hicache.integrations.vllm.admission import Admission
 from hicache.integrations.vllm.cpu_room import CpuRoom
 from hicache.integrations.vllm.gate import LoadGate, Queue
-from hicache.integrations.vllm.identity import identity_of, page_format
+from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 from hicache.integrations.vllm.release import vllm_release
@@ -89,6 +89,7 @@ class HiCacheTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         remove_leftovers()
+        refuse_pipelines(offloading_spec.config)
         self.locality = Locality.LOCAL
         config = gated_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)

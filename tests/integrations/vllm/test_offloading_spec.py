@@ -350,3 +350,10 @@ def test_memory_that_cannot_be_pinned_and_has_other_users_ends_the_start(
 def test_wrong_settings_are_named_at_the_start(given: dict[str, Any], named: str) -> None:
     with pytest.raises(ConfigError, match=named):
         HiCacheOffloadingSpec(offloading_config(PLAIN, given))
+
+
+def test_pipeline_stages_are_refused_at_the_start() -> None:
+    config = offloading_config(PLAIN, extra(PLAIN, 4))
+    staged = replace(config, parallel=replace(config.parallel, pp_size=2))
+    with pytest.raises(ConfigError, match="pipeline_parallel_size=2"):
+        HiCacheOffloadingSpec(staged)
