@@ -46,9 +46,7 @@ def is_computed_for_another(req: ScheduledRequest, running: Iterable[ScheduledRe
     for other in running:
         if other.is_decoding or other.lead_s < req.lead_s or other.request.namespace != req.request.namespace:
             continue
-        length = min(other.length, req.length)
-        differs = np.flatnonzero(other.sequence[:length] != req.sequence[:length])
-        shared = int(differs[0]) if len(differs) else length
-        if shared // page_size > other.kv_len // page_size:
+        end = (other.kv_len // page_size + 1) * page_size  # of the page that it computes next
+        if end <= min(other.length, req.length) and np.array_equal(other.sequence[:end], req.sequence[:end]):
             return True
     return False
