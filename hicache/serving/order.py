@@ -47,6 +47,6 @@ def is_computed_for_another(req: ScheduledRequest, running: Iterable[ScheduledRe
         if other.is_decoding or other.lead_s < req.lead_s or other.request.namespace != req.request.namespace:
             continue
         end = (other.kv_len // page_size + 1) * page_size  # of the page that it computes next
-        if end <= min(other.length, req.length) and np.array_equal(other.sequence[:end], req.sequence[:end]):
+        if end <= min(other.length, len(req.cacheable)) and np.array_equal(other.sequence[:end], req.sequence[:end]):
             return True
     return False
