@@ -79,8 +79,8 @@ _COMMANDS = {
     ),
     "store": _Command(
         "hicache.store_command",
-        "look after a store: stat, ls, verify, compact, evict, export, import",
-        "Describe a store of pages, verify and repair it, shrink it, move its pages elsewhere.",
+        "look after a store: stat, ls, verify, compact, evict, prune, serve",
+        "Describe a store of pages, verify and repair it, shrink it, or serve it to several engines.",
     ),
     "replay": _Command(
         "hicache.replay.command",

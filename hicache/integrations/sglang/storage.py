@@ -255,7 +255,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return hit_result(hits, sorted(legal))
 
     def _loads(self, keys: list[str], num_pages: int) -> bool:
-        """Whether what is stored of a prompt is loaded faster than computed."""
+        """Whether to load what is stored of a prompt."""
         return self.gate is not None and self.gate.weigh(keys, num_pages, self._pools[_KV].pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
