@@ -88,7 +88,7 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
                 continue
             report.cases.clear()
             add_cases(report, args, server, runs, about)
-            report.write(args.out)  # a run may be killed by whoever lends the machine
+            report.write(args.out)  # a run that is killed keeps what it has
     if not runs:
         raise BenchUnavailable(f"{args.server} serves none of {', '.join(modes)}")
 
