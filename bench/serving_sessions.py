@@ -11,7 +11,6 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,12 +20,11 @@ import numpy as np
 
 from hicache.bench.common import Report, percentile
 from hicache.bench.serving_case import ServedModel, serving
-from hicache.bench.sessions import Prompts, Scale, Turn, describe_turns, generated_turns, read_turns
+from hicache.bench.sessions import Prompts, Scale, Turn, TurnQueue, describe_turns, generated_turns, read_turns
 from hicache.serving import Request, Scheduler
 from hicache.serving.request import RequestOutput
 from hicache.serving.warm_up import warm_up
 
-_AHEAD = 64  # turns among which a client looks for one whose session waits for no answer
 _MAX_RUNNING = 32
 _MAX_PASS_S = 0.5  # as `hicache serve`
 _OVERTAKE_S = 15.0
@@ -143,24 +141,16 @@ class _SessionsBench:
 
 def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes, clients: int) -> SessionRun:
     """All turns in a closed loop of `clients`, each with one request at a time."""
-    prompts, left, under_way = Prompts(sizes.scale.block_tokens, 0), list(range(len(turns))), Counter[str]()
+    prompts, left = Prompts(sizes.scale.block_tokens, 0), TurnQueue(turns)
     outputs: list[RequestOutput] = []
     start_s = time.perf_counter()
-    while left or scheduler.num_unfinished:
-        while left and scheduler.num_unfinished < clients:
-            turn = turns[number := left.pop(_next_turn(turns, left, under_way))]
-            under_way[turn.session] += 1
+    while len(outputs) < len(turns):
+        while scheduler.num_unfinished < clients and (taken := left.take()) is not None:
+            number, turn = taken
             scheduler.submit(Request(str(number), np.array(prompts.of(turn), dtype=np.int64), sizes.answer))
         for output in scheduler.step():
             if output.error is not None:
                 raise output.error
-            under_way[turns[int(output.request_id)].session] -= 1
+            left.answered(turns[int(output.request_id)])
             outputs.append(output)
     return SessionRun(time.perf_counter() - start_s, outputs)
-
-
-def _next_turn(turns: Sequence[Turn], left: Sequence[int], under_way: Counter[str]) -> int:
-    """Where in `left` the first turn is whose session waits for no answer; the first, where none of the next is such:
-    an agent asks several things at once."""
-    ahead = range(min(_AHEAD, len(left)))
-    return next((place for place in ahead if not under_way[turns[left[place]].session]), 0)

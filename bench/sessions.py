@@ -19,6 +19,7 @@ from hicache.replay.trace import read_trace
 _AT_ONCE = 16  # generated sessions that go on side by side
 _MEAN_TURNS = 20
 _HEADS = 2
+_AHEAD = 64  # turns among which a client looks for one whose session waits for nothing
 _TOKENS = range(10, 250)  # ids that any vocabulary has
 
 
@@ -105,3 +106,25 @@ def describe_turns(turns: Sequence[Turn], block_tokens: int) -> str:
         f"{len(turns)} requests of {sessions} sessions, {tokens[0]} to {tokens[-1]} tokens, {sum(tokens)} in all, "
         f"{different} of them different"
     )
+
+
+class TurnQueue:
+    """Turns that are not sent, in order, and the sessions whose last one is not answered."""
+
+    def __init__(self, turns: Sequence[Turn]) -> None:
+        self._left = list(enumerate(turns))
+        self._under_way: dict[str, int] = {}
+
+    def take(self) -> tuple[int, Turn] | None:
+        """The first turn whose session waits for no answer. Where none of the next ones is such, the first: an agent
+        asks several things at once."""
+        if not self._left:
+            return None
+        ahead = range(min(_AHEAD, len(self._left)))
+        place = next((n for n in ahead if not self._under_way.get(self._left[n][1].session)), 0)
+        number, turn = self._left.pop(place)
+        self._under_way[turn.session] = self._under_way.get(turn.session, 0) + 1
+        return number, turn
+
+    def answered(self, turn: Turn) -> None:
+        self._under_way[turn.session] -= 1

@@ -14,9 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hicache.bench.common import percentile
-from hicache.bench.sessions import Turn
-
-_AHEAD = 64  # turns among which a client looks for one whose session waits for nothing
+from hicache.bench.sessions import Turn, TurnQueue
 
 
 @dataclass(frozen=True)
@@ -115,7 +113,7 @@ async def send(ask: Ask, turns: Sequence[Turn], load: Load, limit_s: float) -> L
     with contextlib.suppress(TimeoutError):  # one of a request comes as an ExceptionGroup
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             if load.clients:
-                turns_left = _Turns(turns)
+                turns_left = TurnQueue(turns)
                 for _ in range(load.clients):
                     group.create_task(_client(ask, turns_left, answers))
             else:
@@ -123,29 +121,7 @@ async def send(ask: Ask, turns: Sequence[Turn], load: Load, limit_s: float) -> L
     return LoadRun(len(turns), time.perf_counter() - begin_s, answers)
 
 
-class _Turns:
-    """Turns that are not sent, in order, and the sessions whose last one is not answered."""
-
-    def __init__(self, turns: Sequence[Turn]) -> None:
-        self._left = list(enumerate(turns))
-        self._under_way: dict[str, int] = {}
-
-    def take(self) -> tuple[int, Turn] | None:
-        """The first turn whose session waits for no answer. Where none of the next ones is such, the first: an agent
-        asks several things at once."""
-        if not self._left:
-            return None
-        ahead = range(min(_AHEAD, len(self._left)))
-        place = next((n for n in ahead if not self._under_way.get(self._left[n][1].session)), 0)
-        number, turn = self._left.pop(place)
-        self._under_way[turn.session] = self._under_way.get(turn.session, 0) + 1
-        return number, turn
-
-    def answered(self, turn: Turn) -> None:
-        self._under_way[turn.session] -= 1
-
-
-async def _client(ask: Ask, turns: _Turns, answers: list[Asked]) -> None:
+async def _client(ask: Ask, turns: TurnQueue, answers: list[Asked]) -> None:
     while (taken := turns.take()) is not None:
         number, turn = taken
         answers.append(await ask(number))
