@@ -35,7 +35,7 @@ from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, Hos
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import HostPagePool, HostRun, PageIndex
+from hicache.host import ExclusiveIndex, HostPagePool, HostRun, PageIndex
 from hicache.host.memory import available_bytes
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
@@ -79,7 +79,7 @@ def build_engine(
     events = EventLog() if config.kv_events else None
     has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, host_setting, watch)
+    links = _links(config, list(present.values()), spaces, host_setting, watch, write_policy.is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -222,9 +222,10 @@ def _links(
     spaces: dict[Component, SlotSpace],
     setting: str,
     watch: HostWatch | None,
+    is_exclusive: bool,
 ) -> dict[Component, HostLink]:
     """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
-    of full pages that come and leave."""
+    of full pages that come and leave. `is_exclusive`: the host drops first what the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -251,18 +252,20 @@ def _links(
     links: dict[Component, HostLink] = {}
 
     def left(run: HostRun, keys: Sequence[bytes]) -> None:
-        """Windows of full pages that have left the host leave too: nearly all are of no use without them."""
+        """Windows of full pages that have left the host leave too: nearly all are of no use without them, but where the
+        device has those."""
         assert watch is not None
         watch.left(run, keys)
         windows = links.get(SWA)
-        if windows is not None and windows.index is not None:
+        if windows is not None and windows.index is not None and not run.is_duplicate:
             windows.index.discard(PageNames.of_component(SWA, keys))
 
     for name, space in spaces.items():
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
             told = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            index = PageIndex(host, config.eviction_policy, *told)
+            kind = ExclusiveIndex if is_exclusive and name == FULL else PageIndex
+            index = kind(host, config.host_order, *told)
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

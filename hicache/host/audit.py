@@ -37,7 +37,9 @@ def index_violations(
     if counts.in_flight != in_flight:
         found.append(f"{counts.in_flight} pages are in flight, {in_flight} of copies and reads")
     for run in {**locks, **dict.fromkeys(runs)}:
-        wanted = locks[run] + (not run.is_published) + sum(child.locks > 0 for child in run.after)
+        wanted = (
+            locks[run] + (not run.is_published) + sum(child.locks > 0 and child.needs is run for child in run.after)
+        )
         if run.locks != wanted:
             found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
     if in_order != {run for run in runs if not run.locks}:

@@ -23,7 +23,7 @@ from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
-from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, runs_for, spans
+from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, needed_by, runs_for, spans
 
 
 class PageIndex:
@@ -43,7 +43,7 @@ class PageIndex:
         self.pool, self._on_come, self._on_leave = pool, on_come, on_leave
         self._runs: dict[bytes, HostRun] = {}
         self._ids: dict[bytes, int] = {}  # of published pages
-        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
+        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after or run.is_duplicate)
         self._log = self._order.log if isinstance(self._order, FadingFrequency) else None
         # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
         self.num_in_flight = self.num_evictable = self.num_raw = 0
@@ -132,9 +132,8 @@ class PageIndex:
         fits, befores, taken = list[NewPages](), list[HostRun](), 0
         try:
             for pages in new:
-                if pages.before and (before := self._runs.get(pages.before)):
-                    self.lock([before])
-                    befores.append(before)
+                befores += (needed := self._needed_by(pages))
+                self.lock(needed)
                 num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
                     fits.append(pages._replace(keys=pages.keys[:num_pages]))
@@ -149,7 +148,7 @@ class PageIndex:
         """Pages to write to, for which others leave; None, and none leaves, where too many are locked. What others of
         `new` follow comes before them. Of keys that somebody has already, `publish` keeps what comes first."""
         num_pages = sum(len(pages.keys) for pages in new)
-        befores = [run for pages in new if pages.before and (run := self._runs.get(pages.before))]
+        befores = [run for pages in new for run in self._needed_by(pages)]
         self.lock(befores)  # what pages follow must not leave for them
         try:
             if num_pages > self.capacity:
@@ -207,11 +206,12 @@ class PageIndex:
             child.before = holder if above is None else None
             if holder is not None and child.before is holder:
                 holder.after.add(child)
-                self.lock([holder] if child.locks else [])
+                self.lock(needed_by([child]) if child.locks else [])
         run.after.clear()
         if (before := run.before) is not None:
+            needed = needed_by([run])
             self._leave(run, before)
-            self.unlock([before])
+            self.unlock(needed)
 
     # Use
 
@@ -243,7 +243,7 @@ class PageIndex:
                     break
                 self.num_evictable -= run.num_held
                 self._order.lock(run)
-                run = run.before
+                run = run.needs
 
     def unlock(self, runs: Iterable[HostRun]) -> None:
         """Undo one `lock`, which is no use."""
@@ -256,7 +256,7 @@ class PageIndex:
                     break
                 self.num_evictable += run.num_held
                 self._order.unlock(run)
-                run = run.before
+                run = run.needs
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need these."""
@@ -304,11 +304,15 @@ class PageIndex:
 
     # Inside
 
+    def _needed_by(self, pages: NewPages) -> list[HostRun]:
+        before = self._runs.get(pages.before) if pages.before else None
+        return [] if before is None or before.is_duplicate else [before]
+
     def _follow(self, run: HostRun, before: HostRun | None) -> None:
         if before is not None:
             run.before = before
             before.after.add(run)
-            self.lock([before])
+            self.lock(needed_by([run]))
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
@@ -363,8 +367,7 @@ class PageIndex:
         else:
             self.num_evictable += run.num_held
             self._order.insert(run)
-            if run.before is not None:
-                self.unlock([run.before])
+            self.unlock(needed_by([run]))
         self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)

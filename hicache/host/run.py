@@ -54,12 +54,13 @@ class HostRun(CountedRecord):
     `before`: the run that it follows in its prompts, `after`: those that follow it. `source`: the store that a read
     brought it from, until a request uses it. `about`, `place`: what `reserve` was told of it. `expected_uses`: what its
     uses are when it has come; 1: its coming alone. `rest`: by key the second pages of those that did not fit one when
-    packed, raw pages, which no store gets. `stored`: bits of the stores that are known to have all others.
+    packed, raw pages, which no store gets. `stored`: bits of the stores that are known to have all others. `on_device`:
+    how many of its first pages the device is known to have as well.
     """
 
     __slots__ = (
-        "about", "after", "before", "expected_uses", "ids", "is_published", "keys", "locks", "place", "rest", "source",
-        "stored",
+        "about", "after", "before", "expected_uses", "ids", "is_published", "keys", "locks", "on_device", "place",
+        "rest", "source", "stored",
     )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
@@ -68,6 +69,7 @@ class HostRun(CountedRecord):
         self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
+        self.on_device = 0
         self.is_published = False
         self.before: HostRun | None = None
         self.after: set[HostRun] = set()
@@ -82,6 +84,17 @@ class HostRun(CountedRecord):
         """Pages of the pool, second ones included."""
         return len(self.ids) + len(self.rest)
 
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether the device has all of it: then nothing that follows it needs it here."""
+        return self.on_device == len(self.keys)
+
+    @property
+    def needs(self) -> HostRun | None:
+        """What it follows and keeps here while it is locked itself."""
+        before = self.before
+        return None if before is None or before.is_duplicate else before
+
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
         first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place)
@@ -90,6 +103,8 @@ class HostRun(CountedRecord):
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)
         first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
+        first.on_device = min(num_pages, self.on_device)
+        self.on_device -= first.on_device
         del self.keys[:num_pages], self.ids[:num_pages]
         self.key, self.place = self.keys[0], self.place + num_pages
         return first
@@ -183,6 +198,11 @@ def rest_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
     """Their pages in the host pool, int64 `[pages]`, without second ones."""
     return torch.tensor([page for run in runs for page in run.ids], dtype=torch.int64)
+
+
+def needed_by(runs: Iterable[HostRun]) -> list[HostRun]:
+    """What each of them `needs`, if it needs any."""
+    return [needed for run in runs if (needed := run.needs) is not None]
 
 
 def path_of(run: HostRun) -> list[HostRun]:

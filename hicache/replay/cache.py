@@ -7,7 +7,7 @@ The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
@@ -15,10 +15,22 @@ from typing import NamedTuple
 
 import torch
 
+from hicache.config import host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
-from hicache.host import NewPages, PageIndex, RunPart, path_of, spans, used_alike, within
+from hicache.host import (
+    ExclusiveIndex,
+    NewPages,
+    PageIndex,
+    RunPart,
+    path_of,
+    spans,
+    step_end,
+    step_pages,
+    used_alike,
+    within,
+)
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
 from hicache.tree import PageHasher, RadixTree, TreeNode
@@ -26,13 +38,15 @@ from hicache.tree.key import Tokens
 
 _UNLIMITED = 1 << 62
 
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "exclusive")
+_AT_EVICTION = ("write_back", "exclusive")
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
     """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
-    order of device and host; the disk's is always lru. ConfigError for what no cache can have."""
+    order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
+    ConfigError for what no cache can have."""
 
     device_blocks: int | None
     host_blocks: int | None = 0
@@ -40,6 +54,7 @@ class ReplaySettings:
     policy: str = "lru"
     write_policy: str = "write_through"
     selective_hits: int = 2
+    host_policy: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0), ("selective_hits", 1)):
@@ -49,9 +64,14 @@ class ReplaySettings:
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
-        for name, words in (("policy", tuple(ORDERS)), ("write_policy", WRITE_POLICIES)):
+        orders = tuple(ORDERS)
+        for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
                 raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
+
+    @property
+    def host_order(self) -> str:
+        return self.host_policy or host_order(self.policy, self.write_policy)
 
     @property
     def total_blocks(self) -> int | None:
@@ -127,7 +147,9 @@ class CacheSimulation:
         self.settings = settings
         self.tree = RadixTree(1, PageHasher(b"replay", 1), policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
-        self.host = None if settings.host_blocks == 0 else PageIndex(BlockPool(settings.host_blocks), settings.policy)
+        kind = ExclusiveIndex if settings.write_policy == "exclusive" else PageIndex
+        self.host = None if settings.host_blocks == 0 else kind(BlockPool(settings.host_blocks), settings.host_order)
+        self._exclusive = self.host if isinstance(self.host, ExclusiveIndex) else None
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
 
     def serve(self, blocks: Tokens) -> BlockHits:
@@ -184,31 +206,69 @@ class CacheSimulation:
     def _admit(self, node: TreeNode, blocks: Tokens, keys: list[bytes], length: int) -> TreeNode:
         """Make slots available for what the prefix of `length` blocks lacks behind `node` and what follows it, and load
         it. Returns the prefix's end, which is locked."""
-        tree, start = self.tree, node.depth_tokens
-        tree.lock(node)
+        start = node.depth_tokens
+        self.tree.lock(node)
         parts: list[RunPart] = []
         if self.host is not None:
             parts = within(self.host.count_use(self.host.parts(keys[:length])), range(start, length))
             self.host.lock(part.run for part in parts)
-        self._make_available(len(blocks) - start)
         for at in node.path():
             at.hit_count += 1
-        end, done = node, start
-        for last, hit_count in used_alike(parts):
-            end = tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
-            done = last
-        tree.move_lock(node, end)
+        if self._exclusive is None:
+            self._make_available(len(blocks) - start)
+            end = self._load(node, blocks, parts)
+        else:
+            end = self._load_in_steps(self._exclusive, node, blocks, parts)
+            self._make_available(len(blocks) - end.depth_tokens)
         self._maybe_backup(end, keys)
-        if self.host is not None:
+        if self.host is not None and self._exclusive is None:
             self.host.unlock(part.run for part in parts)
         return end
+
+    def _load(self, node: TreeNode, blocks: Tokens, parts: Sequence[RunPart]) -> TreeNode:
+        """Bring `parts` to the device behind `node`. Returns the node at their end, to which its lock moves."""
+        end, done = node, node.depth_tokens
+        for last, hit_count in used_alike(parts):
+            end = self.tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
+            done = last
+        self.tree.move_lock(node, end)
+        return end
+
+    def _load_in_steps(
+        self, host: ExclusiveIndex, node: TreeNode, blocks: Tokens, parts: Sequence[RunPart]
+    ) -> TreeNode:
+        """As `_load`, making room on the device step by step, so that what goes down takes the places of what has come
+        up, which is all but the last step."""
+        done, under_way = node.depth_tokens, deque[list[RunPart]]()
+        end, num_step = parts[-1].end if parts else done, step_pages(host.pool.num_pages)
+        while done < end:
+            last = step_end(done, end, self._free(), 0, num_step)
+            step = within(parts, range(done, last))
+            if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
+                host.lock([split])  # once for each step
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
+            self._make_available(last - done)
+            node, done = self._load(node, blocks, step), last
+            under_way.append(step)
+        for step in under_way:
+            self._land(host, step)
+        return node
+
+    @staticmethod
+    def _land(host: ExclusiveIndex, parts: Sequence[RunPart]) -> None:
+        """What a step brought is on the device."""
+        host.came_to_device(parts)
+        host.unlock(part.run for part in parts)
 
     def _commit(self, node: TreeNode, computed: Tokens, keys: list[bytes]) -> TreeNode:
         """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to
         which the lock on `node` moves."""
         computed = computed[: self._free()]
-        inserted = self.tree.insert(node, computed, self._slots[: len(computed)])
+        start, inserted = node.depth_tokens, self.tree.insert(node, computed, self._slots[: len(computed)])
         self.tree.move_lock(node, inserted.node)
+        if self._exclusive is not None:
+            self._exclusive.came_to_device(self._exclusive.parts(keys[start : start + len(computed)]))
         self._maybe_backup(inserted.node, keys)
         return inserted.node
 
@@ -225,7 +285,7 @@ class CacheSimulation:
     def _maybe_backup(self, node: TreeNode, keys: list[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
         host = self.host
-        if host is None or self.settings.write_policy == "write_back":
+        if host is None or self.settings.write_policy in _AT_EVICTION:
             return
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
@@ -260,11 +320,13 @@ class CacheSimulation:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
-            if self.settings.write_policy == "write_back" and self.host is not None:
+            if self.settings.write_policy in _AT_EVICTION and self.host is not None:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
                 piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
                 unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
+            if self._exclusive is not None:
+                self._exclusive.left_device(tree.names.of(node))
         self._save(unsaved[::-1])
 
 
