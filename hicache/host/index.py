@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse, groupby
+from itertools import filterfalse, groupby, pairwise
 
 import torch
 
@@ -23,7 +23,7 @@ from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
-from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, runs_for, spans
+from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
 
 
 class PageIndex:
@@ -200,18 +200,18 @@ class PageIndex:
                 del self._runs[key]
         holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            above = holder
-            while above is not None and above is not child:
-                above = above.before
-            # Who brought the same may follow the child: then the child follows nothing.
-            child.before = holder if above is None else None
-            if holder is not None and child.before is holder:
-                holder.after.add(child)
-                self.lock([holder] if child.locks else [])
+            child.before = None
+            self._follow(child, holder)
         run.after.clear()
         if (before := run.before) is not None:
             self._leave(run, before)
             self.unlock([before])
+
+    def link(self, keys: Sequence[bytes]) -> None:
+        """These pages follow each other in a prompt: so do their published runs, where that was not known."""
+        for upper, lower in pairwise(self.parts(keys)):
+            if lower.run.before is None and lower.start == upper.end:
+                self._follow(lower.run, upper.run)
 
     # Use
 
@@ -305,10 +305,11 @@ class PageIndex:
     # Inside
 
     def _follow(self, run: HostRun, before: HostRun | None) -> None:
-        if before is not None:
+        """Nothing where `before`, which came again, follows `run` itself."""
+        if before is not None and run not in (path_of(before) if run.after else [before]):
             run.before = before
             before.after.add(run)
-            self.lock([before])
+            self.lock([before] if run.locks else [])
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
