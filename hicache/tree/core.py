@@ -153,9 +153,7 @@ class RadixTree(Accounts):
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
             limit = len(tokens) if window_from is None or pos >= window_from else window_from
-            if account.log is not None:
-                run = raw[8 * pos : 8 * limit]
-                limit = pos + account.like_tokens(account.log, namespace, node.depth_tokens, run, self.page_size)
+            limit = pos + account.like_tokens(namespace, node.depth_tokens, raw[8 * pos : 8 * limit], self.page_size)
             child = self._child(node, tokens, raw, pos, limit, namespace)
             if child.is_loading:
                 break

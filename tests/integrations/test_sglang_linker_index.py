@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache.errors import InvariantError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host import HostPagePool
 from hicache.integrations.sglang.linker_index import HostPage, PageIndex
 from hicache.layout import BufferSpec, PoolLayout
@@ -165,7 +165,7 @@ class Model:
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
-@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_it_holds_what_dictionaries_hold(policy: str, seed: int) -> None:
     """Over random steps: a page is found from its publication until it leaves; what leaves is not locked, and nothing
     that is held follows it; a reservation that fails changes nothing. At the end every page can be freed."""
