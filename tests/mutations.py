@@ -31,7 +31,7 @@ class Mutation(NamedTuple):
     tests: str
 
 
-TREE, EVICTION = "tests/tree", "tests/eviction"
+TREE, EVICTION, MATCHES = "tests/tree", "tests/eviction", "tests/prefix_cache/test_cache_machines.py"
 TRANSFER, STORE = "tests/transfer", "tests/storage"
 MUTATIONS = (
     # Tree
@@ -49,7 +49,7 @@ MUTATIONS = (
     Mutation("hicache/flow/packing.py", "self.num_lost += len(self.useless)", "pass",
              "tests/flow/test_damaged_packed_pages.py"),
     Mutation("hicache/flow/packing.py", "self.useless.append(key)", "pass", "tests/flow/test_damaged_packed_pages.py"),
-    Mutation("hicache/host/kinds.py", "key[: TRAILER_BYTES - 1]", "bytes(TRAILER_BYTES - 1)",
+    Mutation("hicache/host/kinds.py", "[key[:size] for key", "[bytes(size) for key",
              "tests/flow/test_damaged_packed_pages.py"),
     Mutation("hicache/flow/backup.py", "index.is_whole(names.of(above))", "index.is_coming(names.of(above)[-1])",
              "tests/flow/test_remote_engine.py"),
@@ -62,9 +62,11 @@ MUTATIONS = (
     Mutation("hicache/tree/accounts.py", "above.locks = 0 if component.at_node_end else below.locks",
              "above.locks = 0", TREE),
     Mutation("hicache/tree/core.py", "donated is not None and pos == len(tokens)", "donated is not None", TREE),
-    Mutation("hicache/tree/components/mamba.py", "return node.has(MAMBA) and length == node.num_tokens",
-             "return node.has(MAMBA)", TREE),
-    Mutation("hicache/tree/components/swa.py", "+ length if held else 0", "+ length if held else self._run_len", TREE),
+    Mutation("hicache/tree/core.py", " and (nodes[at].depth_tokens == end or not component.at_node_end)",
+             "", MATCHES),
+    Mutation("hicache/tree/components/swa.py", "max(0, end - self.window)", "max(0, end - self.window + 1)", MATCHES),
+    Mutation("hicache/tree/core.py", "node.num_tokens), min(node.depth_tokens, end)",
+             "node.num_tokens), min(node.depth_tokens, length)", "tests/flow/test_engine_in_flight.py"),
     # Eviction
     Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",
              "self.split_prefix(node, num", TREE),

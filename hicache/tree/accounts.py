@@ -179,7 +179,7 @@ class Accounts:
         needs, until `forget`. It is no lock."""
         num_tokens: dict[Component, int] = {}
         for account in self._accounts:
-            nodes = list(account.component.required_nodes(node))
+            nodes = account.component.required_nodes(node)
             num_tokens[account.name] = sum(required.num_tokens for required in nodes)
             for required in nodes:
                 account.expect(required, 1)
