@@ -35,8 +35,9 @@ TREE, EVICTION, MATCHES = "tests/tree", "tests/eviction", "tests/prefix_cache/te
 TRANSFER, STORE = "tests/transfer", "tests/storage"
 MUTATIONS = (
     # Tree
-    Mutation("hicache/tree/core.py", "if last_len < node.num_tokens:", "if last_len > node.num_tokens:", TREE),
-    Mutation("hicache/tree/core.py", "return length - length % self.page_size", "return length", TREE),
+    Mutation("hicache/tree/core.py", "if last_len < node.num_tokens:", "if last_len > node.num_tokens:", MATCHES),
+    Mutation("hicache/tree/core.py", "return length - length % self.page_size", "return length",
+             "tests/flow/test_engine_in_flight.py"),
     Mutation("hicache/tree/core.py", "            if child.is_loading:\n                break\n", "", TREE),
     Mutation("hicache/flow/backup.py", "            if confirmed:\n                arrived.append",
              "            if True:\n                arrived.append",
@@ -64,7 +65,8 @@ MUTATIONS = (
     Mutation("hicache/tree/core.py", "donated is not None and pos == len(tokens)", "donated is not None", TREE),
     Mutation("hicache/tree/core.py", " and (nodes[at].depth_tokens == end or not component.at_node_end)",
              "", MATCHES),
-    Mutation("hicache/tree/components/swa.py", "max(0, end - self.window)", "max(0, end - self.window + 1)", MATCHES),
+    Mutation("hicache/tree/components/swa.py", "max(0, end - self.window)",
+             "max(0, end - self.window + self._page_size)", MATCHES),
     Mutation("hicache/tree/core.py", "node.num_tokens), min(node.depth_tokens, end)",
              "node.num_tokens), min(node.depth_tokens, length)", "tests/flow/test_engine_in_flight.py"),
     # Eviction
