@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from hicache.eviction.frequency import FadingFrequency
+from hicache.eviction.orders import CountedRecord
+from hicache.eviction.policy import make_order
 from hicache.replay.cache import CacheSimulation, ReplaySettings
 from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
@@ -58,6 +60,21 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
             evictions += 1
     tree.check()
     assert evictions > 300
+
+
+def test_a_use_counts_when_it_is_reported() -> None:
+    """What is expected, or may be evicted again, is not used, though a request that has not ended is counted on it."""
+    order = make_order("auto", lambda record: True)
+    record, *others = [CountedRecord(n) for n in range(50)]
+    for each in (record, *others):
+        order.insert(each)
+    record.hit_count += 1
+    order.expect(record, 1)
+    order.expect(record, -1)
+    order.update(record)
+    assert order.policy.uses_of(record) == 1
+    order.hit(record)
+    assert order.policy.uses_of(record) == pytest.approx(2)
 
 
 def test_no_priority_lasts_for_ever() -> None:
