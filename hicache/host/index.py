@@ -19,7 +19,6 @@ from itertools import filterfalse, groupby, pairwise
 import torch
 
 from hicache.errors import InvariantError
-from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
@@ -44,7 +43,6 @@ class PageIndex:
         self._runs: dict[bytes, HostRun] = {}
         self._ids: dict[bytes, int] = {}  # of published pages
         self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
-        self._log = self._order.log if isinstance(self._order, FadingFrequency) else None
         # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
         self.num_in_flight = self.num_evictable = self.num_raw = 0
 
@@ -268,7 +266,7 @@ class PageIndex:
         """These pages, those on their way too, will be asked for `num_uses` times; counts under the policy auto alone.
         A run that has others as well is not one without a use."""
         expected, runs = {*keys}, dict.fromkeys(self._runs[key] for key in keys if key in self._runs)
-        for run in runs if self._log is not None else ():
+        for run in runs:
             if num_uses or expected.issuperset(run.keys):
                 run.expected_uses = max(run.expected_uses, num_uses) if num_uses else 0.0
                 self._tell_uses(run)
@@ -331,10 +329,9 @@ class PageIndex:
         self.num_raw -= len(rest)
         if start:
             del run.keys[start:], run.ids[start:]
-            if self._log is not None:  # what comes back was used as this
-                left = HostRun(gone, ids, None, 0)
-                left.follow(run)
-                self._log.forget(left)
+            left = HostRun(gone, ids, None, 0)  # what comes back was used as this
+            left.follow(run)
+            self._order.policy.forget(left)
         else:
             self._order.evict(run)
             run.is_published = False
@@ -372,9 +369,8 @@ class PageIndex:
 
     def _tell_uses(self, run: HostRun) -> None:
         """What was said of its uses counts once it is there."""
-        if self._log is not None and run.is_published and run.expected_uses != 1.0:
-            self._log.expect(run, run.expected_uses)
-            self._order.update(run)
+        if run.is_published and run.expected_uses != 1.0:
+            self._order.expect_uses(run, run.expected_uses)
             run.expected_uses = 1.0
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:

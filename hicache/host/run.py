@@ -34,7 +34,7 @@ class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `before` (None: behind none).
     `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
     its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
-    from, `uses`: see `UsageLog.uses_of`."""
+    from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
     before: bytes | None = None

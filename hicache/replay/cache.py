@@ -17,7 +17,7 @@ import torch
 
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host import NewPages, PageIndex, RunPart, path_of, spans, used_alike, within
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
@@ -49,7 +49,7 @@ class ReplaySettings:
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
-        for name, words in (("policy", tuple(ORDERS)), ("write_policy", WRITE_POLICIES)):
+        for name, words in (("policy", tuple(EVICTION_POLICIES)), ("write_policy", WRITE_POLICIES)):
             if vars(self)[name] not in words:
                 raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
 

@@ -13,7 +13,7 @@ from typing import Any
 from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.console import counted, path_of, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.flags import add_trace_flags
@@ -50,7 +50,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rules = parser.add_argument_group("rules")
     rules.add_argument(
         "--policies", type=_policies, default=_POLICIES, metavar="NAMES",
-        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(ORDERS))}",
+        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(EVICTION_POLICIES))}",
     )  # fmt: skip
     rules.add_argument(
         "--write-policy", choices=WRITE_POLICIES, default=WRITE_POLICIES[0], help="default write_through"
@@ -111,8 +111,8 @@ def _capacity(text: str) -> int | None:
 def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in ORDERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(ORDERS))}")
+        if name not in EVICTION_POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(EVICTION_POLICIES))}")
     return names
 
 

@@ -12,7 +12,7 @@ import torch
 
 from cases import long
 from hicache.errors import InvariantError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, path_of, rest_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.cache import BlockPool
@@ -161,7 +161,7 @@ class Model:
 @pytest.mark.parametrize(
     ("are_packed", "seeds"), [(False, (0, 1)), (True, (1,)), *long((False, range(4)), (True, range(4)))]
 )
-@pytest.mark.parametrize("policy", sorted(ORDERS))
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
 def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
     policy: str, are_packed: bool, seeds: Sequence[int]
 ) -> None:
@@ -199,7 +199,7 @@ def test_of_prompts_the_one_used_longest_ago_leaves_first() -> None:
     model.index.abandon(run)
 
 
-@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_a_part_of_a_run_that_leaves_is_no_use_of_the_rest(policy: str) -> None:
     """Requests that use two runs have not ended. The run that loses a page goes on losing them until it is gone."""
     index = PageIndex(BlockPool(32), policy)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
 from toy_model import GEOMETRY, config
 from waiting import eventually
@@ -39,7 +39,7 @@ WRITING = [case for case in product(WRITE_POLICIES, (False, True)) if case != ("
 # By default each order once, and each way of writing with some of them.
 CASES = [
     pytest.param(policy, *writing, marks=() if at == number % len(WRITING) else pytest.mark.long)
-    for number, policy in enumerate(sorted(ORDERS))
+    for number, policy in enumerate(sorted(EVICTION_POLICIES))
     for at, writing in enumerate(WRITING)
 ]
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, ReplaySettings
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import ReplayResult, optimal, replay
@@ -61,7 +61,9 @@ def test_a_partial_block_counts_for_its_tokens() -> None:
     assert result.hit_rate == 0.5 and result.tokens_saved == 7 and result.device_tokens.tolist() == [0, 7]
 
 
-@pytest.mark.parametrize(("policy", "write_policy"), list(zip(sorted(ORDERS), itertools.cycle(WRITE_POLICIES))))
+@pytest.mark.parametrize(
+    ("policy", "write_policy"), list(zip(sorted(EVICTION_POLICIES), itertools.cycle(WRITE_POLICIES)))
+)
 def test_tiers_add_up(policy: str, write_policy: str) -> None:
     """Whatever the order: no tier holds more than it may, tiers hit no more than the optimum of their sum, and
     unlimited ones all that came before."""
