@@ -5,6 +5,7 @@ from hicache.host.index import PageIndex
 from hicache.host.kinds import TRAILER_BYTES, PageKind, kinds_of, mark, rest_keys
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
+    RUN_PAGES,
     HostRun,
     NewPages,
     RunPart,
@@ -20,6 +21,7 @@ from hicache.host.run import (
 )
 
 __all__ = [
+    "RUN_PAGES",
     "TRAILER_BYTES",
     "CudaRegistry",
     "HostPagePool",

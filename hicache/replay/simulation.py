@@ -114,12 +114,12 @@ def replay(
 
     `on_progress` gets the number of requests done, every few requests and at the end; what it raises ends the replay.
     """
-    cache = CacheSimulation(settings)
+    cache = CacheSimulation(settings, trace.block_tokens)
     hits = np.zeros((len(BlockHits._fields), len(trace.requests)), np.int64)
-    for at, request in enumerate(trace.requests):
+    for at, blocks in enumerate(trace.prefixes):
         if on_progress is not None and at % _PROGRESS_STEP == 0:
             on_progress(at)
-        hits[:, at] = cache.serve(request.blocks)
+        hits[:, at] = cache.serve(blocks)
     cache.check()
     if on_progress is not None:
         on_progress(len(trace.requests))

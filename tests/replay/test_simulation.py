@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections import OrderedDict
 from functools import cache
 
 import numpy as np
@@ -11,10 +12,11 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.eviction.policy import ORDERS
-from hicache.replay.cache import WRITE_POLICIES, BlockHits, ReplaySettings
+from hicache.replay.cache import WRITE_POLICIES, BlockHits, BlockKeys, CacheSimulation, ReplaySettings
+from hicache.replay.disk import DiskOrder
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.simulation import ReplayResult, optimal, replay
-from hicache.replay.trace import Trace, TraceRequest
+from hicache.replay.trace import Trace, TraceRequest, prefix_ids
 from hicache.tree.key import Tokens
 from replay_case import trace_of
 
@@ -133,3 +135,59 @@ def test_the_optimum_is_the_best_of_all_choices() -> None:
         trace = random_trace(dice, 6, 4)
         capacity = dice.randrange(1, 5)
         assert optimal_hits(trace, capacity).sum() == max_hits(trace, capacity)
+
+
+def test_a_disk_is_an_order_of_uses() -> None:
+    """Against an ordered dict of keys, through evictions and through logs that are written anew."""
+    for seed, capacity in enumerate((1, 7, 40, None)):
+        dice, disk, known = random.Random(seed), DiskOrder(capacity), OrderedDict[int, bool]()
+        written = useful = 0
+        for _ in range(2_000):
+            ids = [*range(start := dice.randrange(60), start + dice.randrange(12))]
+            held = [number for number in ids if number in known]
+            if dice.random() < 0.4:
+                disk.put(np.array(ids, np.int64))
+                new = [number for number in ids if number not in known]
+                known.update(dict.fromkeys(reversed(new), True))
+                written += len(new)
+                for number in (*reversed(held), *reversed(new)):
+                    known.move_to_end(number)
+                while capacity is not None and len(known) > capacity:
+                    known.popitem(last=False)
+            else:
+                is_read = dice.random() < 0.5
+                (disk.read if is_read else disk.touch)(np.array(held if is_read else ids, np.int64))
+                for number in reversed(held):
+                    useful += is_read and known[number]
+                    known[number] = known[number] and not is_read
+                    known.move_to_end(number)
+            present = next((at for at, number in enumerate(ids) if number not in known), len(ids))
+            assert disk.num_present(np.array(ids, np.int64)) == present
+            assert (len(disk), disk.num_written, disk.num_useful) == (len(known), written, useful)
+
+
+def test_a_prefix_has_one_id() -> None:
+    """Equal for equal prefixes alone, all from 0 on."""
+    dice = random.Random(0)
+    prompts = [np.array([dice.randrange(3) << 40 for _ in range(dice.randrange(5))], np.int64) for _ in range(200)]
+    found = prefix_ids(prompts)
+    pairs = {
+        (tuple(prompt[: end + 1].tolist()), int(ids[end]))
+        for prompt, ids in zip(prompts, found, strict=True)
+        for end in range(len(prompt))
+    }
+    assert len({prefix for prefix, _ in pairs}) == len({number for _, number in pairs}) == len(pairs)
+    assert {number for _, number in pairs} == {*range(len(pairs))}
+    assert [len(ids) for ids in found] == [len(prompt) for prompt in prompts]
+
+
+@pytest.mark.parametrize(("block_tokens", "run_blocks"), [(16, 64), (64, 16), (512, 2), (4096, 1)])
+def test_runs_have_1024_tokens_whatever_the_block(block_tokens: int, run_blocks: int) -> None:
+    """Of what was backed up, and of what came back from the disk in jobs of half as much."""
+    simulation = CacheSimulation(ReplaySettings(256, 256, None), block_tokens)
+    assert simulation.host is not None
+    for first, of_disk in ((0, 1), (256, 1), (512, 1), (0, 2)):
+        prompt = np.arange(first, first + 256)
+        simulation.serve(prompt)
+        keys = BlockKeys().chain(b"", prompt)
+        assert {len(run.keys) for run in simulation.host.runs_of(keys)} == {max(1, run_blocks // of_disk)}
