@@ -20,9 +20,9 @@ from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
-from hicache.replay.flags import add_trace_flags
+from hicache.replay.flags import add_trace_flags, trace_of
 from hicache.replay.simulation import ReplaySettings, replay
-from hicache.replay.trace import Trace, read_trace
+from hicache.replay.trace import Trace
 
 _ENGINE = settings_of(EngineConfig)
 _SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))
@@ -127,7 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the plan; returns 0."""
-    trace = None if flags.trace is None else read_trace(flags.trace, flags.block_tokens, flags.time_unit)
+    trace = None if flags.trace is None else trace_of(flags)
     gpu = _gpu(flags)
     model = _model(flags)
     memory = plan_memory(model, gpu, _wanted(flags))

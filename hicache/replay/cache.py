@@ -72,6 +72,18 @@ class BlockHits(NamedTuple):
     disk: int = 0
 
 
+@dataclass(frozen=True)
+class Copies:
+    """Blocks that were copied: `loaded` host to device, `backed_up` device to host, `read` disk to host, `written` host
+    to disk, `never_read` of these not read until the end."""
+
+    loaded: int = 0
+    backed_up: int = 0
+    read: int = 0
+    written: int = 0
+    never_read: int = 0
+
+
 class BlockPool:
     """Counts host pages, `num_pages` of them, where there are no bytes: see `HostPagePool`."""
 
@@ -127,6 +139,19 @@ class CacheSimulation:
             self.host = PageIndex(BlockPool(settings.host_blocks), settings.policy, run_pages=run_blocks)
         self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
+        self._loaded = self._backed_up = self._read = 0
+
+    @property
+    def copies(self) -> Copies:
+        """Since the beginning, or the last `count_anew`."""
+        written, useful = (0, 0) if self.disk is None else (self.disk.num_written, self.disk.num_useful)
+        return Copies(self._loaded, self._backed_up, self._read, written, written - useful)
+
+    def count_anew(self) -> None:
+        """Copies so far count no more."""
+        self._loaded = self._backed_up = self._read = 0
+        if self.disk is not None:
+            self.disk.count_anew()
 
     def serve(self, blocks: Tokens) -> BlockHits:
         """One request, from its arrival to its end. `blocks`: ids of prefixes, see `prefix_ids`."""
@@ -141,6 +166,8 @@ class CacheSimulation:
             parts = self.host.parts(keys)
         length = self._usable(end_of(parts, match.full_len))
         device_len = min(match.full_len, length)
+        self._loaded += length - device_len
+        self._read += len(read)
         node = self._admit(tree.node_at(match, device_len), blocks, keys, length, parts)
         node = self._commit(node, blocks[length:], keys)
         tree.touch(node)
@@ -192,12 +219,9 @@ class CacheSimulation:
         """What the host lacks of `pieces`, as far as it fits."""
         assert self.host is not None
         absent = [new for piece in pieces for new in self.host.absent(piece)]
-        self._publish(self.host.reserve(self.host.fitting(absent)) or ())
-
-    def _publish(self, runs: Sequence[HostRun]) -> None:
-        assert self.host is not None
-        for run in reversed(runs):
+        for run in reversed(self.host.reserve(self.host.fitting(absent)) or ()):
             self.host.publish(run)
+            self._backed_up += len(run.keys)
 
     def _admit(
         self, node: TreeNode, blocks: Tokens, keys: Sequence[bytes], length: int, parts: Sequence[RunPart]

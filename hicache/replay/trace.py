@@ -52,11 +52,13 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of time. `block_tokens`: tokens of a whole block."""
+    """Requests in order of time. `block_tokens`: tokens of a whole block. `num_warm_up`: requests at the beginning that
+    fill the tiers and count in no figure."""
 
     name: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]
+    num_warm_up: int = 0
 
     @property
     def num_blocks(self) -> int:
