@@ -71,7 +71,7 @@ class ReplayResult:
     @property
     def uncached_tokens(self) -> Counts:
         """Tokens that were computed, at least the last one."""
-        return np.maximum(self.input_tokens - self.hit_tokens, 1)
+        return np.asarray(np.maximum(self.input_tokens - self.hit_tokens, 1), np.int64)
 
     @property
     def tokens_saved(self) -> int:
