@@ -103,6 +103,7 @@ def sweep(
     if min(num_processes, len(cases)) <= 1:
         size = len(trace.requests)
         return [run_case(trace, case, costs, partial(_after, report, at * size)) for at, case in enumerate(cases)]
+    _ = trace.prefixes  # made once: the processes inherit them
     context = multiprocessing.get_context("fork")  # spawned ones take seconds to import torch
     num_done: Synchronized[int] = context.Value("q", 0)
     executor = ProcessPoolExecutor(min(num_processes, len(cases)), context, _start, (trace, costs, num_done))

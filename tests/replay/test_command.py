@@ -55,16 +55,16 @@ def rows_of(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
 def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Rows are those of single replays, in one process and in several, beside those of one tier as large and of twice
     the host, and the tables show them. Sizes in bytes are those in tokens; the warm-up counts in no row."""
-    path = trace_file(tmp_path)
+    path = trace_file(tmp_path, 120)
     size = ["--host-bytes", "200KiB", "--bytes-per-token", "4", "--host-bytes-per-token", "2"]
     flags = ["--device-blocks", "60", "500", *size, "--policies", "lru,filo", "--warm-up", "0.25", "--curve"]
     rows = rows_of(tmp_path, str(path), *flags, "--processes", processes)
     assert [row["name"] for row in rows] == [*["lru", "filo", "optimal"] * 2, "unlimited"]
-    trace, shown = replace(read_trace(path), num_warm_up=50), capsys.readouterr().out
+    trace, shown = replace(read_trace(path), num_warm_up=30), capsys.readouterr().out
     costs = TierCosts(bytes_per_token=4, host_bytes_per_token=2)
     for row in rows[:-1]:
         settings = ReplaySettings(**row["settings"])
-        assert settings.host_blocks == 200 and row["requests"] == 150
+        assert settings.host_blocks == 200 and row["requests"] == 90
         best, result = optimal(trace, settings, costs), replay(trace, settings, costs=costs)
         if row["name"] == "optimal":
             assert row == best.to_json()
@@ -75,7 +75,7 @@ def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys:
             assert f"{rate:.4f}" in shown
         assert f"{result.hit_rate / best.hit_rate:.3f}" in shown
     assert rows[-1]["hit_rate"] == optimal(trace, ReplaySettings(None)).hit_rate
-    assert "the first 50 requests not counted" in shown and "copies, GiB" in shown
+    assert "the first 30 requests not counted" in shown and "copies, GiB" in shown
     curve = json.loads((tmp_path / "out.json").read_text())["miss_ratio_curve"]
     assert curve == [asdict(point) for point in miss_ratio_curve(trace)]
     assert f"{curve[0]['optimal']:.4f}" in shown
