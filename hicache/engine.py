@@ -32,7 +32,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
 from hicache.flow.movement import Movement, land, settle
-from hicache.flow.persist import persists_of, removals_of
+from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
@@ -79,13 +79,12 @@ class CacheEngine(EngineLife):
         prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
-        removals = removals_of(self._persists)
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, prompts, self._restore, eviction, self._backup)
         self._requests = requests = Requests(self._leases, self._admit.expected)
-        self._prefetcher = Prefetcher(context, prompts, self._cost, removals, requests) if context.stores else None
+        self._prefetcher = Prefetcher(context, prompts, self._cost, requests) if context.stores else None
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]

@@ -28,7 +28,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
 from hicache.flow.located import Located, StorePrefix
 from hicache.flow.movement import Movement
-from hicache.flow.prefix_read import PrefixReads, Removals
+from hicache.flow.prefix_read import PrefixReads
 from hicache.flow.prompt import Prompts
 from hicache.flow.reading import PrefixRead
 from hicache.flow.waiting import Claims, Prefetch, PrefetchCounters, Waiter, Weigher
@@ -50,12 +50,10 @@ _MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
 class Prefetcher(Movement):
     """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
 
-    def __init__(
-        self, context: EngineContext, prompts: Prompts, cost: CostModel, remove: Removals, requests: Requests
-    ) -> None:
+    def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel, requests: Requests) -> None:
         self._context, self._prompts, self._cost, self._requests = context, prompts, cost, requests
         self._clock = next(tier.clock for tier in context.stores.values())
-        self._reads = PrefixReads(context, cost, remove)
+        self._reads = PrefixReads(context, cost)
         self._waiters: dict[str, Waiter] = {}
         self._by_read: dict[PrefixRead, dict[str, Waiter]] = {}
         self._arrivals = itertools.count()

@@ -13,26 +13,22 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack
 from typing import TypeAlias
-
-import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.located import StorePrefix
-from hicache.flow.packing import FirstParts
 from hicache.flow.prompt import told_of
 from hicache.flow.reading import Batch, PlannedJob, PrefixRead
-from hicache.host import HostRun, held_by, pages_of, rest_keys
+from hicache.host import HostRun, pages_of
 from hicache.metrics import Histogram
 from hicache.storage.process.jobs import FIND, FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 Answer: TypeAlias = FindDone | ReadDone | Stalled
-Removals: TypeAlias = Mapping[Store, Callable[[Sequence[bytes]], None]]
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
@@ -41,11 +37,10 @@ _METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
 class PrefixReads:
-    """The reads in flight. Owned by the scheduler thread. `remove`: takes keys that a store is to remove, for each that
-    the engine writes to."""
+    """The reads in flight. Owned by the scheduler thread."""
 
-    def __init__(self, context: EngineContext, cost: CostModel, remove: Removals) -> None:
-        self._context, self._cost, self._remove = context, cost, remove
+    def __init__(self, context: EngineContext, cost: CostModel) -> None:
+        self._context, self._cost = context, cost
         self._tiers = tuple(context.stores.items())
         self._ids = itertools.count()
         self._reads: dict[int, PrefixRead] = {}
@@ -144,24 +139,14 @@ class PrefixReads:
             self._note_answer(read, done)
             return
         batch = read.batches[done.batch]
-        if batch.first is None:
-            self._count_other(read, batch.component, batch.store, len(batch.indices))
+        self._count_other(read, batch.component, batch.store, len(batch.indices))
         num_ok, num_bytes = sum(done.ok), sum(done.ok) * batch.component.host.page_bytes
         self._lost.value += done.asked - num_ok
         if num_ok:
             self._bytes[batch.store].observe(num_bytes)
             self._seconds[batch.store].observe(done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, batch.store)
-        is_rest = batch.first is not None
-        if not is_rest and batch.component.packing is not None and self._read_rest(read, done):
-            return
         batch.ok = done.ok
-        if batch.first is not None:
-            num_told = done.asked if done.answered else 0
-            batch.ok = batch.first.whole(done.ok, num_told) if is_rest else batch.first.whole(())
-            self._lost.value += batch.first.num_lost
-            if batch.first.useless and batch.store in self._remove:
-                self._remove[batch.store]([*batch.first.useless, *rest_keys(batch.first.useless)])
         self._publish(batch)
         self._advance(read)
 
@@ -283,18 +268,18 @@ class PrefixReads:
             component.host.begin_read(batch.pages)
             self._num_pages[component.name] += len(indices)
             read.batches.append(batch)
-            keys = read.prefix.prompt.keys_of(component.name, indices)
-            if self._submit_job(read, len(read.batches) - 1, keys, batch.pages):
+            if self._submit_job(read, batch):
                 return
             batch.ok = ()
         self._count_other(read, component, store, len(indices))
         self._drop_planned(read)
         read.is_short = True
 
-    def _submit_job(self, read: PrefixRead, number: int, keys: list[bytes], pages: torch.Tensor) -> bool:
-        batch = read.batches[number]
+    def _submit_job(self, read: PrefixRead, batch: Batch) -> bool:
+        """Queue the last of its batches."""
         queue_class = ReadClass.URGENT_READ if read.is_urgent else ReadClass.BACKGROUND_READ
-        views = batch.component.host.views(pages)
+        keys, views = [key for run in batch.runs for key in run.keys], batch.component.host.views(batch.pages)
+        number = len(read.batches) - 1
         job = ReadJob(read.number, number, tuple(keys), views, read.cancelled, read.until_s, queue_class)
         if not self._context.stores[batch.store].reads.submit(job):
             self._refused.value += 1
@@ -302,19 +287,6 @@ class PrefixReads:
             return False
         read.outstanding += 1
         return True
-
-    def _read_rest(self, read: PrefixRead, done: ReadDone) -> bool:
-        """A batch of packed pages has come: read the second parts of raw ones by a job of the same number. False: there
-        are none, or none can be had."""
-        batch, host = read.batches[done.batch], read.batches[done.batch].component.host
-        batch.first = FirstParts(host, batch.runs, done.ok)
-        rest = batch.first.reserve_rest(batch.component.index if read.is_live else None)
-        if not rest:
-            return False
-        pages = torch.tensor([*rest.values()], dtype=torch.int64)
-        host.begin_read(pages)
-        self._num_pages[batch.component.name] += len(pages)
-        return self._submit_job(read, done.batch, rest_keys(rest), pages)
 
     def _jobs(self, store: Store, num_pages: int, page_bytes: int) -> Iterator[slice]:
         """The pages of each job, of `num_pages`."""
@@ -347,9 +319,8 @@ class PrefixReads:
     def _publish(self, batch: Batch) -> None:
         """The pages of a batch that came are there from now on."""
         component, start, events = batch.component, 0, self._context.tree.events
-        held = held_by(batch.runs)
-        component.host.end_read(held)
-        self._num_pages[component.name] -= len(held)
+        component.host.end_read(batch.pages)
+        self._num_pages[component.name] -= len(batch.pages)
         ok = [*(batch.ok or ())] + [False] * (len(batch.pages) - len(batch.ok or ()))
         runs, batch.runs = batch.runs, []
         for run in runs:
@@ -365,8 +336,8 @@ class PrefixReads:
     def _free(self, batch: Batch | None) -> None:
         """Give back what was reserved for a batch that did not come."""
         if batch is not None and batch.runs:
-            batch.component.host.end_read(held_by(batch.runs))
+            batch.component.host.end_read(batch.pages)
+            self._num_pages[batch.component.name] -= len(batch.pages)
             for run in reversed(batch.runs):
-                self._num_pages[batch.component.name] -= run.num_held
                 batch.component.index.abandon(run)
             batch.runs = []

@@ -11,7 +11,6 @@ import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.located import Found, StorePrefix
-from hicache.flow.packing import FirstParts
 from hicache.host import HostRun
 from hicache.tiers import Component, Store
 
@@ -27,8 +26,7 @@ class PlannedJob(NamedTuple):
 @dataclass
 class Batch:
     """Pages of a component that one job reads from a store: `indices` in the prompt, and the host pages that were
-    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known. `first`: of packed pages that came,
-    where the second parts of raw ones come next."""
+    reserved for them, `pages` and their `runs`. `ok`: which came; None: not known."""
 
     store: Store
     component: CacheComponent
@@ -36,7 +34,6 @@ class Batch:
     runs: list[HostRun]
     pages: torch.Tensor
     ok: tuple[bool, ...] | None = None
-    first: FirstParts | None = None
 
 
 @dataclass(eq=False)

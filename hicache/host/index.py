@@ -14,7 +14,7 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse, groupby
+from itertools import filterfalse, groupby, pairwise
 
 import torch
 
@@ -23,7 +23,7 @@ from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
-from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, runs_for, spans
+from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
 
 
 class PageIndex:
@@ -129,20 +129,20 @@ class PageIndex:
 
     # Coming
 
-    def fitting(self, new: Sequence[NewPages], places: int = 1) -> list[NewPages]:
-        """Of `new`, from its first page on, what there is room for beside what it follows, at `places` a page."""
+    def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
+        """Of `new`, from its first page on, what there is room for beside what it follows."""
         fits, befores, taken = list[NewPages](), list[HostRun](), 0
         try:
             for pages in new:
                 if pages.before and (before := self._runs.get(pages.before)):
                     self.lock([before])
                     befores.append(before)
-                num_pages = min(len(pages.keys), max(0, self.capacity - taken) // places)
+                num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
                     fits.append(pages._replace(keys=pages.keys[:num_pages]))
                 if num_pages < len(pages.keys):
                     break
-                taken += places * num_pages
+                taken += num_pages
         finally:
             self.unlock(befores)
         return fits
@@ -202,18 +202,18 @@ class PageIndex:
                 del self._runs[key]
         holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            above = holder
-            while above is not None and above is not child:
-                above = above.before
-            # Who brought the same may follow the child: then the child follows nothing.
-            child.before = holder if above is None else None
-            if holder is not None and child.before is holder:
-                holder.after.add(child)
-                self.lock([holder] if child.locks else [])
+            child.before = None
+            self._follow(child, holder)
         run.after.clear()
         if (before := run.before) is not None:
             self._leave(run, before)
             self.unlock([before])
+
+    def link(self, keys: Sequence[bytes]) -> None:
+        """These pages follow each other in a prompt: so do their published runs, where that was not known."""
+        for upper, lower in pairwise(self.parts(keys)):
+            if lower.run.before is None and lower.start == upper.end:
+                self._follow(lower.run, upper.run)
 
     # Use
 
@@ -307,10 +307,11 @@ class PageIndex:
     # Inside
 
     def _follow(self, run: HostRun, before: HostRun | None) -> None:
-        if before is not None:
+        """Nothing where `before`, which came again, follows `run` itself."""
+        if before is not None and run not in (path_of(before) if run.after else [before]):
             run.before = before
             before.after.add(run)
-            self.lock([before])
+            self.lock([before] if run.locks else [])
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
@@ -327,7 +328,7 @@ class PageIndex:
         """The last pages of an unlocked run leave."""
         start, before = len(run.keys) - num_pages, run.before
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.rest.pop(key) for key in gone if key in run.rest]
+        rest = [run.rest[key] for key in gone if key in run.rest]
         self.num_evictable -= num_pages + len(rest)
         self.num_raw -= len(rest)
         if start:
@@ -347,6 +348,8 @@ class PageIndex:
         self.pool.free(torch.tensor(ids + rest, dtype=torch.int64))
         if self._on_leave is not None:
             self._on_leave(run, gone)
+        for key in gone:
+            run.rest.pop(key, None)
 
     def _publish(self, run: HostRun) -> None:
         """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""

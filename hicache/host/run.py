@@ -51,10 +51,10 @@ class HostRun(CountedRecord):
     the index changes it, but for `stored` and `source`, and `about` and `place` when it has come.
 
     `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
-    `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
-    are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
-    `place`: what `reserve` was told of it. `expected_uses`: what its uses are when it has come; 1: its coming alone.
-    `rest`: by key the second pages of those that did not fit one when packed.
+    `before`: the run that it follows in its prompts, `after`: those that follow it. `source`: the store that a read
+    brought it from, until a request uses it. `about`, `place`: what `reserve` was told of it. `expected_uses`: what its
+    uses are when it has come; 1: its coming alone. `rest`: by key the second pages of those that did not fit one when
+    packed, raw pages, which no store gets. `stored`: bits of the stores that are known to have all others.
     """
 
     __slots__ = (
