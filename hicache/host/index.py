@@ -41,8 +41,7 @@ class PageIndex:
         on_leave: Callable[[HostRun, Sequence[bytes]], None] | None = None,
         run_pages: int = RUN_PAGES,
     ) -> None:
-        self._run_pages = run_pages
-        self.pool, self._on_come, self._on_leave = pool, on_come, on_leave
+        self.pool, self._run_pages, self._on_come, self._on_leave = pool, run_pages, on_come, on_leave
         self._runs: dict[bytes, HostRun] = {}
         self._ids: dict[bytes, int] = {}  # of published pages
         self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
