@@ -22,14 +22,14 @@ from hicache.errors import InvariantError
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
-from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
+from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
 
 
 class PageIndex:
     """The pages of one host pool: free, in flight or published. Owned by the scheduler thread.
 
     `policy`: the eviction order. `on_come`: told of what was published, `on_leave`: of the last keys of a run that are
-    evicted.
+    evicted. `run_pages`: most pages of a run.
     """
 
     def __init__(
@@ -38,8 +38,9 @@ class PageIndex:
         policy: str,
         on_come: Callable[[HostRun], None] | None = None,
         on_leave: Callable[[HostRun, Sequence[bytes]], None] | None = None,
+        run_pages: int = RUN_PAGES,
     ) -> None:
-        self.pool, self._on_come, self._on_leave = pool, on_come, on_leave
+        self.pool, self._run_pages, self._on_come, self._on_leave = pool, run_pages, on_come, on_leave
         self._runs: dict[bytes, HostRun] = {}
         self._ids: dict[bytes, int] = {}  # of published pages
         self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
@@ -155,7 +156,7 @@ class PageIndex:
             free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
                 before = self._runs.get(pages.before) if pages.before else None
-                for run in runs_for(pages, free):
+                for run in runs_for(pages, free, self._run_pages):
                     self._follow(run, before)
                     self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, run.keys), run))
                     runs.append(run)

@@ -13,7 +13,7 @@ import torch
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
 
-_RUN_PAGES = 16
+RUN_PAGES = 16  # 1024 tokens in pages of 64
 
 
 class Pages(Protocol):
@@ -95,11 +95,11 @@ class HostRun(CountedRecord):
         return first
 
 
-def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
-    """Runs of at most `_RUN_PAGES` in which `pages` come, to the next of `ids` in the pool."""
+def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[HostRun]:
+    """Runs of at most `run_pages` in which `pages` come, to the next of `ids` in the pool."""
     start = 0
     while start < len(pages.keys):
-        end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
+        end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
         run = HostRun(list(pages.keys[start:end]), list(islice(ids, end - start)), pages.about, pages.place + start)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
