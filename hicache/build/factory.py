@@ -264,8 +264,7 @@ def _links(
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
             told = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            kind = ExclusiveIndex if is_exclusive and name == FULL else PageIndex
-            index = kind(host, config.host_order, *told)
+            index = (ExclusiveIndex if is_exclusive and name == FULL else PageIndex)(host, config.host_order, *told)
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

@@ -5,6 +5,7 @@ from hicache.host.exclusive import ExclusiveIndex, step_end, step_pages
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
+    RUN_PAGES,
     HostRun,
     NewPages,
     RunPart,
@@ -20,6 +21,7 @@ from hicache.host.run import (
 )
 
 __all__ = [
+    "RUN_PAGES",
     "CudaRegistry",
     "ExclusiveIndex",
     "HostPagePool",

@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from hicache.host.index import PageIndex
-from hicache.host.run import HostRun, Pages, RunPart, needed_by
+from hicache.host.run import RUN_PAGES, HostRun, Pages, RunPart
 
 _STEP_PAGES, _STEP_SHARE = 64, 32
 
@@ -41,8 +41,9 @@ class ExclusiveIndex(PageIndex):
         policy: str,
         on_come: Callable[[HostRun], None] | None = None,
         on_leave: Callable[[HostRun, Sequence[bytes]], None] | None = None,
+        run_pages: int = RUN_PAGES,
     ) -> None:
-        super().__init__(pool, policy, on_come, on_leave)
+        super().__init__(pool, policy, on_come, on_leave, run_pages)
         self._duplicates: OrderedDict[HostRun, None] = OrderedDict()  # the last is the next to leave
         self._dropped: set[bytes] = set()  # duplicates that left, while the device has them
         self.num_duplicates = self.num_returned = 0
@@ -76,14 +77,14 @@ class ExclusiveIndex(PageIndex):
 
     def _set_on_device(self, run: HostRun, num_pages: int) -> None:
         followers = [child for child in run.after if child.locks]
-        before = len(needed_by(followers))
+        before = sum(child.needs is run for child in followers)
         self.num_duplicates += num_pages - run.on_device
         run.on_device = num_pages
         if num_pages:
             self._duplicates.setdefault(run)
         else:
             self._duplicates.pop(run, None)
-        needed = len(needed_by(followers))
+        needed = sum(child.needs is run for child in followers)
         self.lock([run] * (needed - before))
         self.unlock([run] * (before - needed))
         if run.is_duplicate and not run.locks:

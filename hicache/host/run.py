@@ -13,7 +13,7 @@ import torch
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
 
-_RUN_PAGES = 16
+RUN_PAGES = 16  # 1024 tokens in pages of 64
 
 
 class Pages(Protocol):
@@ -34,7 +34,7 @@ class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `before` (None: behind none).
     `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
     its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
-    from, `uses`: see `UsageLog.uses_of`."""
+    from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
     before: bytes | None = None
@@ -110,11 +110,11 @@ class HostRun(CountedRecord):
         return first
 
 
-def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
-    """Runs of at most `_RUN_PAGES` in which `pages` come, to the next of `ids` in the pool."""
+def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[HostRun]:
+    """Runs of at most `run_pages` in which `pages` come, to the next of `ids` in the pool."""
     start = 0
     while start < len(pages.keys):
-        end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
+        end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
         run = HostRun(list(pages.keys[start:end]), list(islice(ids, end - start)), pages.about, pages.place + start)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
@@ -198,11 +198,6 @@ def rest_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
     """Their pages in the host pool, int64 `[pages]`, without second ones."""
     return torch.tensor([page for run in runs for page in run.ids], dtype=torch.int64)
-
-
-def needed_by(runs: Iterable[HostRun]) -> list[HostRun]:
-    """What each of them `needs`, if it needs any."""
-    return [needed for run in runs if (needed := run.needs) is not None]
 
 
 def path_of(run: HostRun) -> list[HostRun]:
