@@ -67,9 +67,9 @@ def _metrics() -> dict[str, MetricInfo]:
 
     found: dict[str, MetricInfo] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in (WIDER["window"], WIDER["hybrid"]):
+        for model, write_policy in ((WIDER["window"], "write_through"), (WIDER["hybrid"], "exclusive")):
             disk = DiskConfig(path=f"{folder}/{model.window}", budget_bytes=1 << 26)
-            settings = config(disk=disk, kv_packing="4", **PACKABLE)
+            settings = config(disk=disk, kv_packing="4", write_policy=write_policy, **PACKABLE)
             with build_engine(settings, model, remote=MemoryPageStore(1 << 20)) as engine:
                 found |= engine.describe()
     return dict(sorted(found.items()))
