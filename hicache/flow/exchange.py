@@ -1,6 +1,6 @@
 """Host and device exchange pages, step by step, where they are to hold different ones.
 
-A load that needs the places of others makes room for one step of it at a time. What leaves the device for a step goes
+A load that needs the places of others, for whom the host has no room, makes room for one step of it at a time. What leaves the device for a step goes
 to the host while the step before comes up, and takes the places of what came up in the steps before that. So no more
 than two steps are in both places, and what the host drops is on the device by then.
 """
@@ -17,7 +17,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.prompt import Prompt
 from hicache.flow.restore import Restore
-from hicache.host import HostRun, RunPart, step_end, step_pages, within
+from hicache.host import HostRun, RunPart, within
 from hicache.tiers import FULL, Component
 
 TakeSlots = Callable[[Lease, int, int], torch.Tensor]
@@ -49,10 +49,11 @@ class Exchange:
 
         Raises what `take` and `Restore.start` raise, TransferBusy where a step failed, and the shortage of slots.
         """
-        full, index, page = self._context.full, self._context.full.index, self._context.tree.page_size
-        done, end, num_step = parts[0].start, parts[-1].end, step_pages(full.host.num_pages)
+        full, index, page = self._context.full, self._context.exclusive, self._context.tree.page_size
+        assert index is not None
+        done, end = parts[0].start, parts[-1].end
         while done < end:
-            last = step_end(done, end, full.available() // page, -(-num_behind // page), num_step)
+            last = index.step_end(done, end, full.available() // page, -(-num_behind // page))
             step, rest = within(parts, range(done, last)), within(parts, range(last, end))
             self._make_available(lease, (last - done) * page)
             slots = take(lease, (last - done) * page, (last - done) * page)

@@ -1,7 +1,7 @@
 """Tier 2: pinned CPU memory in pages."""
 
 from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
-from hicache.host.exclusive import ExclusiveIndex, step_end, step_pages
+from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
@@ -39,8 +39,6 @@ __all__ = [
     "path_of",
     "rest_of",
     "spans",
-    "step_end",
-    "step_pages",
     "used_alike",
     "within",
 ]

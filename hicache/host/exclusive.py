@@ -19,18 +19,6 @@ from hicache.host.run import RUN_PAGES, HostRun, Pages, RunPart
 _STEP_PAGES, _STEP_SHARE = 64, 32
 
 
-def step_pages(num_pages: int) -> int:
-    """How many pages a host of `num_pages` and the device exchange in one step: while one is under way, the pages of
-    another are in both places."""
-    return max(1, min(_STEP_PAGES, num_pages // _STEP_SHARE))
-
-
-def step_end(start: int, end: int, num_free: int, num_behind: int, num_step: int) -> int:
-    """Where the next step of a load of pages [start, end) ends, behind which `num_behind` are computed, with `num_free`
-    free on the device: all fit, or those that do, or a step of `num_step`."""
-    return end if num_free >= end - start + num_behind else min(end, start + max(num_step, num_free))
-
-
 class ExclusiveIndex(PageIndex):
     """See the module. `num_duplicates`: published pages that the device has as well. `num_returned`: pages that were
     dropped as such and have left the device since, so that they have to be copied again."""
@@ -72,6 +60,14 @@ class ExclusiveIndex(PageIndex):
         for run in reversed(runs):
             if run in self._duplicates:
                 self._duplicates.move_to_end(run)
+
+    def step_end(self, start: int, end: int, num_free: int, num_behind: int) -> int:
+        """Where the next step of a load of pages [start, end) ends, behind which `num_behind` are computed, with
+        `num_free` free on the device: all, where that or the host has room for all; else what is free, or 64 pages or
+        a 32nd of the host, for while a step is under way its pages are in both places."""
+        if num_free + self.pool.available() + self.num_duplicates >= end - start + num_behind:
+            return end
+        return min(end, start + max(1, num_free, min(_STEP_PAGES, self.pool.num_pages // _STEP_SHARE)))
 
     # Inside
 

@@ -29,8 +29,6 @@ from hicache.host import (
     RunPart,
     end_of,
     spans,
-    step_end,
-    step_pages,
     used_alike,
     within,
 )
@@ -250,9 +248,9 @@ class CacheSimulation:
         """As `_load`, making room on the device step by step, so that what goes down takes the places of what has come
         up, which is all but the last step."""
         done, under_way = node.depth_tokens, deque[list[RunPart]]()
-        end, num_step = parts[-1].end if parts else done, step_pages(host.pool.num_pages)
+        end = parts[-1].end if parts else done
         while done < end:
-            last = step_end(done, end, self._free(), 0, num_step)
+            last = host.step_end(done, end, self._free(), 0)
             step = within(parts, range(done, last))
             if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
                 host.lock([split])  # once for each step
