@@ -1,8 +1,8 @@
 """Host and device exchange pages, step by step, where they are to hold different ones.
 
-A load that needs the places of others, for whom the host has no room, makes room for one step of it at a time. What leaves the device for a step goes
-to the host while the step before comes up, and takes the places of what came up in the steps before that. So no more
-than two steps are in both places, and what the host drops is on the device by then.
+A load that needs the places of others, for whom the host has no room, makes room for one step of it at a time. What
+leaves the device for a step goes to the host while the step before comes up, and takes the places of what came up in
+the steps before that. So no more than two steps are in both places, and what the host drops is on the device by then.
 """
 
 from __future__ import annotations
