@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -198,7 +197,7 @@ def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> Non
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": metadata.version("hicache")}
+        return {"version": frontend.metrics.about["version"]}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -216,8 +215,8 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
     @app.get("/metrics.json")
     async def metrics_json() -> Response:
         """`figures`: those of hicache.monitoring.figures. `time_s`: when, on a clock that only grows."""
-        found = figures(metrics.registry.collect())
-        return JSONResponse({"time_s": time.monotonic(), "figures": found}, headers={"Cache-Control": "no-store"})
+        told = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
+        return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
 
 async def _answer(
