@@ -109,6 +109,10 @@ def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> No
         assert first.choices[0].message == second.choices[0].message
         assert first.usage and second.usage and second.usage.prompt_tokens_details
         assert second.usage.prompt_tokens_details.cached_tokens == (first.usage.prompt_tokens - 1) // 16 * 16 > 0
+        schema = {"type": "object", "properties": {"capital": {"type": "string"}}, "required": ["capital"]}
+        wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+        held = create(model=NAME, messages=messages, temperature=0, max_tokens=60, response_format=wanted)
+        assert "Paris" in json.loads(held.choices[0].message.content or "")["capital"]
 
 
 @pytest.mark.parametrize("flags", [server_flags, demo_flags, chat_flags])

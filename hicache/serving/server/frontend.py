@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from hicache.engine import MemoryTier
 from hicache.metrics import MetricInfo
 from hicache.replay.recorder import TraceRecorder
+from hicache.serving.constrained import JsonConstraint
 from hicache.serving.models import Tokenizer
 from hicache.serving.request import Request
 from hicache.serving.sampling import PLAIN, SamplingParams
@@ -114,13 +115,23 @@ class Frontend:
         """Seconds that a request has left which arrived then, on the clock of `time.perf_counter`. Above 0."""
         return max(_LEAST_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
-    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str, arrival_s: float) -> Generation:
-        """Submit the prompts, all or none. Raises `ApiError`."""
+    def start(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        reply_id: str,
+        arrival_s: float,
+        constraint: JsonConstraint | None = None,
+    ) -> Generation:
+        """Submit the prompts, all or none. `constraint`: of each answer. Raises `ApiError`."""
         num_each = body.n or 1
         self.require_room(len(prompts) * num_each)
         self._require_possible(body, prompts)
         requests = [
-            self._request(body, prompt, f"{reply_id}-{i * num_each + j}", j, self.left_s(arrival_s))
+            dataclasses.replace(
+                self._request(body, prompt, f"{reply_id}-{i * num_each + j}", j, self.left_s(arrival_s)),
+                constraint=None if constraint is None else constraint.copy(),
+            )
             for i, prompt in enumerate(prompts)
             for j in range(num_each)
         ]
