@@ -31,10 +31,20 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
 
 
 def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:
-    """Within 20 lines, and README has at most three tables."""
+    """Within 40 lines, and README has at most three tables. Before it stand for whom it is, that it is alpha, and three
+    gains, whose figures are those of the table further down."""
     lines = README.read_text().splitlines()
-    assert "    make demo" in lines[:20]
-    assert any(line.startswith("    identical: yes") for line in lines[:20])
+    command = lines[:40].index("    make demo")
+    assert any(line.startswith("    identical: yes") for line in lines[:40])
+    before = "\n".join(lines[:command])
+    assert (
+        "It is for you if" in before
+        and "It is alpha" in before
+        and "downloads" in " ".join(lines[command : command + 5])
+    )
+    gains = re.findall(r"^- \*\*.*", before, re.MULTILINE)
+    table = " ".join(line for line in lines if line.startswith("| "))
+    assert len(gains) == 3 and {*_NUMBER.findall(" ".join(gains))} <= {*_NUMBER.findall(table)}
     assert sum(line.startswith("|---") for line in lines) <= 3
 
 

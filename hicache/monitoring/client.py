@@ -30,12 +30,14 @@ class MetricsClient:
         """Raises NoServer where nothing answers, NotOurServer where something else does."""
         text = self._text()
         try:
-            found = {str(name): float(value) for name, value in json.loads(text)["figures"].items()}
+            told = json.loads(text)
+            found = {str(name): float(value) for name, value in told["figures"].items()}
+            about = {str(name): str(value) for name, value in told.get("about", {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise NotOurServer(self.server, "its /metrics.json is something else") from None
         if _OURS not in found:
             raise NotOurServer(self.server, "its /metrics.json has other figures")
-        return Reading(time.monotonic(), found)
+        return Reading(time.monotonic(), found, about)
 
     def _text(self) -> str:
         try:

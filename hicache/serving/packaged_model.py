@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import functools
 import importlib.util
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from hicache.config import models_folder
 from hicache.console import path_flag
 from hicache.errors import ConfigError
+from hicache.serving.hub import downloaded, is_hub_name, require_available
 
 RANDOM = "random"  # what users write for the random model; a directory of that name is ./random
 NAME = "SmolLM2-135M-Instruct"
@@ -35,24 +35,22 @@ _SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as the mode
 
 class ModelChoice(NamedTuple):
     """`path`: the directory of the model, None for the random one. `is_packaged`: whether it is the packaged one, which
-    nobody named."""
+    nobody named. `hub_name`: of one that the hub has."""
 
     path: str | None
     is_packaged: bool = False
+    hub_name: str = ""
 
     @property
     def name(self) -> str:
-        return RANDOM if self.path is None else Path(self.path).resolve().name
+        return self.hub_name or (RANDOM if self.path is None else Path(self.path).resolve().name)
 
 
 def require_folder(path: str) -> None:
     """ConfigError unless `path` is a directory, before anything large is imported."""
-    if path and Path(path).is_dir():
-        return
-    remedy = "give a directory that holds a transformers model"
-    if re.fullmatch(r"[\w.-]+/[\w.-]+", path):
-        remedy = f"nothing is downloaded: run 'hf download {path} --local-dir FOLDER' and give FOLDER"
-    raise ConfigError(f"model {path or '(empty)'}: no such directory; {remedy}")
+    if not path or not Path(path).is_dir():
+        remedy = "give one that holds a transformers model, or a name of the hub like Qwen/Qwen3-8B"
+        raise ConfigError(f"model {path or '(empty)'}: no such directory; {remedy}")
 
 
 def model_flag(text: str) -> str:
@@ -60,7 +58,7 @@ def model_flag(text: str) -> str:
     if text not in (RANDOM, argparse.SUPPRESS):  # the latter: where argparse takes its default through this
         text = path_flag(text)
         try:
-            require_folder(text)
+            require_available(text) if is_hub_name(text) else require_folder(text)
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from None
     return text
@@ -69,8 +67,11 @@ def model_flag(text: str) -> str:
 def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice:
     """The model that the user named; where that is None, the packaged one if it is installed, else the random one.
 
-    `say` is told where the packaged model is from, and that it is unpacked. Raises ConfigError where that fails.
+    `say` is told where the packaged model is from, and that it is unpacked, or another one downloaded. Raises
+    ConfigError where that fails.
     """
+    if named is not None and is_hub_name(named):
+        return ModelChoice(downloaded(named, say), hub_name=named)
     if named is not None:
         return ModelChoice(None if named == RANDOM else named)
     file = packaged_file()

@@ -12,11 +12,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 
-from hicache.engine import CacheEngine
+from hicache.engine import CacheEngine, Hit
 from hicache.flow.cost import PrefillCost
 from hicache.serving.pass_budget import PassBudget, PrefillPace
 from hicache.serving.passes import Chunk
@@ -79,6 +79,13 @@ class PrefillMeter:
     def seconds(self, start: int, end: int) -> float:
         """Of computing positions [start, end) of a prompt, by the passes so far."""
         return self._cost.seconds(start, end)
+
+    def saved_s(self, hit: Hit) -> dict[str, float]:
+        """By tier, of computing what it had of a prompt: the device its beginning, then the host, then the stores."""
+        saved, start = dict[str, float](), 0
+        for tier, num_tokens in asdict(hit).items() if self._cost.is_measured else ():
+            saved[tier], start = self.seconds(start, start + num_tokens), start + num_tokens
+        return saved
 
     def report(self) -> None:
         """Tell the engine about the passes that have ended. To be called in every step, also in one without a pass: a

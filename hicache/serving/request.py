@@ -34,6 +34,23 @@ OnToken = Callable[[int], None]
 """Called on the scheduler's thread with each token of a request, in order, as it is chosen."""
 
 
+class Constraint(Protocol):
+    """What the tokens of one answer may be. Its state is that of the tokens taken so far."""
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """By token id whether it may come next; ids that it has not may not."""
+        ...
+
+    def take(self, token: int) -> None:
+        """The token was chosen."""
+        ...
+
+    @property
+    def outcome(self) -> FinishReason | None:
+        """Why no token may follow; None if one may."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
@@ -45,9 +62,10 @@ class Request:
     submission, and each level of `priority` is worth some seconds of waiting (`Scheduler`); what stays in the cache
     does not depend on it.
 
-    `num_logprobs`: of so many most likely tokens, beside the one chosen, log probabilities are kept at each step; with
-    `scores_prompt` for the prompt's tokens too, for which all of it is computed. Raises ConfigError for an empty
-    prompt, `max_new_tokens` below 1, a `priority` that is no whole number or too large, or a `deadline_s` not above 0.
+    `constraint`: of its own, which ends it too. `num_logprobs`: of so many most likely tokens, beside the one chosen,
+    log probabilities are kept at each step; with `scores_prompt` for the prompt's tokens too, for which all of it is
+    computed. Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is no whole number or
+    too large, or a `deadline_s` not above 0.
     """
 
     request_id: str
@@ -63,6 +81,7 @@ class Request:
     num_logprobs: int | None = None
     scores_prompt: bool = False
     is_counted: bool = True
+    constraint: Constraint | None = None
 
     def __post_init__(self) -> None:
         if self.tokens.ndim != 1 or not len(self.tokens):

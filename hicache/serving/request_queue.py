@@ -57,7 +57,7 @@ class ScheduledRequest:
         self.hit: Hit | None = None
         self.is_decoding = self.has_ended = False
         self.changes_logits = request.sampling_params.changes_logits
-        self.is_plain = not self.changes_logits and request.num_logprobs is None
+        self.is_plain = not self.changes_logits and request.num_logprobs is None and request.constraint is None
         self.ttft_s = self.stalled_since_s = 0.0
         self.computed_tokens = self.preemptions = self.retries = 0
 
@@ -107,6 +107,8 @@ class ScheduledRequest:
         """Why generation has ended; None if it goes on."""
         if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
             return "stop"
+        if (constraint := self.request.constraint) is not None and constraint.outcome is not None:
+            return constraint.outcome
         return "length" if self.length == len(self.sequence) else None
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:

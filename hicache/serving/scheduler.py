@@ -71,10 +71,10 @@ class Scheduler:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
-        self._prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
+        self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
-        rank_s = ServingOrder(max_overtake_s, self._prefill_meter.seconds).rank_s
+        rank_s = ServingOrder(max_overtake_s, self.prefill_meter.seconds).rank_s
         self._waiting_queue, self._running_batch = RequestQueue(rank_s), RequestQueue(rank_s)
         self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
         self._finished: list[RequestOutput] = []
@@ -110,7 +110,7 @@ class Scheduler:
 
     def step(self) -> list[RequestOutput]:
         """Run one step and return the requests that ended since the last. Sleeps briefly if there was nothing to do."""
-        self._prefill_meter.report()
+        self.prefill_meter.report()
         self._engine.poll()
         self._expire()
         self._look_up_again()
@@ -248,7 +248,7 @@ class Scheduler:
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
-        budget = self._prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
+        budget = self.prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
         for req in self._running_batch:
             if req.lease is not None and not req.is_decoding and (share := budget.share_of(req)):
                 limit = min(req.length, req.kv_len + share)
@@ -287,7 +287,7 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
-        with self._prefill_meter.measure(chunks):
+        with self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
         logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])

@@ -21,7 +21,7 @@ from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.frame import frame
 from hicache.monitoring.loopback import is_loopback
-from hicache.monitoring.readings import History, Reading
+from hicache.monitoring.readings import Change, History, Reading
 from programs import command
 from waiting import eventually
 
@@ -156,10 +156,29 @@ def test_what_two_readings_say() -> None:
     assert history.change is None and history.last.hit_rate("host") is None
 
 
+def test_quantiles_are_of_the_window() -> None:
+    """Those of a histogram are interpolated between its bounds, as Prometheus does, over what came meanwhile; none
+    without an observation, and the largest bound for what is above all."""
+    name = "first_token_s"
+
+    def observed(time_s: float, *counts: float) -> Reading:
+        bounds = ("0.1", "0.5", "2.0", "+Inf")
+        return Reading(time_s, {f"{name}.{bound}": count for bound, count in zip(bounds, counts, strict=True)})
+
+    first, later = observed(0, 100, 100, 100, 100), observed(1, 100, 120, 150, 200)
+    assert reading(0).quantile(name, 0.5) is None and Change(first, first).quantile(name, 0.5) is None
+    assert first.quantile(name, 0.5) == 0.05 and later.quantile(name, 0.55) == pytest.approx(0.3)
+    change = Change(first, later)
+    assert [change.quantile(name, share) for share in (0.1, 0.2, 0.35, 0.5, 0.99)] == pytest.approx(
+        [0.3, 0.5, 1.25, 2, 2]
+    )
+
+
 def test_a_frame_fits_a_terminal() -> None:
     """With every figure large and every fault there, a frame has at most 80 columns and 24 lines, and cuts nothing."""
     figures = dict.fromkeys(FIGURES, 999.9e9) | {"server.start_time_s": 1.0}
     figures |= {"requests.running": 999.0, "requests.waiting": 99999.0}
+    figures |= {name: 8_639_999.0 for name in FIGURES if name.startswith("saved_s.")}
     figures |= {name: 0.0 for name in FIGURES if name.startswith("faults.")} | {"faults.corrupt pages": 2.0}
     later = {name: value * 2 if "tokens" in name else value for name, value in figures.items()}
     history = History(Reading(0, figures), 10)
@@ -167,5 +186,5 @@ def test_a_frame_fits_a_terminal() -> None:
     out = io.StringIO()
     Console(file=out, width=80).print(frame("http://127.0.0.1:8000", history, "no server at http://127.0.0.1:8000"))
     lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert len(lines) <= 24 and "…" not in out.getvalue() and "corrupt pages 2" in lines[2]
+    assert len(lines) <= 24 and "…" not in out.getvalue() and "corrupt pages 2" in lines[3]
     assert len(set(FIGURES) - {"server.start_time_s"}) > 40

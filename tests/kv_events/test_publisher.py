@@ -117,11 +117,11 @@ def test_a_batch_on_the_wire_is_as_documented(tmp_path: Path) -> None:
     live, asking = context.socket(zmq.SUB), context.socket(zmq.REQ)
     try:
         address, replay = sink.addresses
+        for sequence in range(3):
+            sink.send(_batch(sequence, [AllRemoved()]))
         live.subscribe("kv")
         live.connect(address)
         asking.connect(replay)
-        for sequence in range(3):
-            sink.send(_batch(sequence, [AllRemoved()]))
         while not live.poll(10):
             sink.send(_known_batch())
         topic, number, payload = live.recv_multipart()

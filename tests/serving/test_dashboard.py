@@ -10,6 +10,7 @@ import pytest
 
 from browser_case import BROWSER, Page, browser_page
 from hicache.monitoring.client import MetricsClient
+from hicache.monitoring.readings import Reading
 from server_case import KEY, SECRET, TINY, Server, serving
 from waiting import eventually
 
@@ -65,6 +66,10 @@ def test_the_page_shows_what_the_server_exports(tmp_path: Path) -> None:
             "host",
             "disk",
         ]
+        for name in ("first_token_s", "between_tokens_s"):
+            shown = page.value(f"quantile(readings.at(-1), '{name}', 0.99, figure => get(readings.at(-1), figure))")
+            assert shown == pytest.approx(Reading(0, figures).quantile(name, 0.99))
+        assert "random, version " in page.value("document.querySelector('header').textContent")
         page.wait_for("[...document.querySelectorAll('svg')].every(x => x.querySelector('path'))")
         page.value("document.querySelector('svg').dispatchEvent(new PointerEvent('pointermove', {clientX: 500}))")
         assert page.value("document.querySelectorAll('svg .at').length") == page.value("charts.length"), (

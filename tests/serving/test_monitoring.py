@@ -11,10 +11,11 @@ from typing import Any, TypeVar
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from hicache import __version__
 from hicache.cli import main
 from hicache.console import scaled
 from hicache.monitoring.client import MetricsClient
-from hicache.monitoring.figures import FIGURES
+from hicache.monitoring.figures import FIGURES, TIERS
 from hicache.monitoring.readings import Reading
 from server_case import Server
 from waiting import eventually
@@ -55,6 +56,15 @@ def test_a_server_exports_every_figure(server: Server) -> None:
     assert set(MetricsClient(server.root).read().figures) == set(FIGURES)
 
 
+def test_the_server_says_what_it_is_and_what_it_saved(server: Server) -> None:
+    """`hicache_info` has version and model; of the tier that had tokens, computing them is counted in seconds, and of
+    no other."""
+    assert samples(server)["hicache_info"] == [{"version": __version__, "model": "random"}]
+    figures = MetricsClient(server.root).read().figures
+    for tier in TIERS:
+        assert (figures[f"saved_s.{tier}"] > 0) == (figures[f"hit_tokens.{tier}"] > 0), tier
+
+
 def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.CaptureFixture[str]) -> None:
     """`--once` ends with status 0 and prints the tiers with their hit rates, and the tokens that were reused."""
 
@@ -68,7 +78,7 @@ def test_top_prints_what_the_server_exports(server: Server, capsys: pytest.Captu
     for tier in reading.tiers:
         rate = reading.hit_rate(tier)
         assert rate is not None
-        assert any(re.match(rf"{tier} .* {rate:.1%}$", line.rstrip()) for line in lines), lines
+        assert any(re.match(rf"{tier} .* {rate:.1%}  +\d+ s$", line.rstrip()) for line in lines), lines
     reused = re.escape(scaled(reading.get("tokens.reused")))
     assert any(re.match(rf"reused +- +{reused}\b", line) for line in lines), lines
 

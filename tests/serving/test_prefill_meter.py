@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from disk_case import Clock
-from hicache import CacheEngine, CacheRequest, Lease, build_engine
+from hicache import CacheEngine, CacheRequest, Hit, Lease, build_engine
 from hicache.serving import Request, Scheduler
 from hicache.serving.pass_budget import PrefillPace
 from hicache.serving.passes import Chunk
@@ -35,6 +35,7 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
     clock = Clock()
     with build_engine(config(), GEOMETRY) as engine:
         meter = PrefillMeter(engine, clock)
+        assert meter.saved_s(Hit(device=8)) == {}, "nothing was measured yet"
         with engine.acquire(CacheRequest("a", TOKENS[:65])) as lease, engine.acquire(CacheRequest("b", [5])) as other:
             with meter.measure([Chunk(other, TOKENS, 0, 1)]):
                 clock.now_s += 100
@@ -44,6 +45,9 @@ def test_the_engine_learns_the_speed_of_passes_over_prompts() -> None:
             with meter.measure([chunk(lease, 0, 16), chunk(lease, 16, 32), Chunk(other, TOKENS, 0, 1)]):
                 clock.now_s += 2
             assert speed(engine) == pytest.approx(16)
+            assert meter.saved_s(Hit(device=8, disk=24)) == pytest.approx(
+                {"device": 0.5, "host": 0, "disk": 1.5, "remote": 0}
+            )
         for n in range(3):  # more than the device holds: the first is on the host then
             serve(engine, f"r{n}", TOKENS + n)
             engine.flush()

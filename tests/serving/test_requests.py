@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 import torch
 
@@ -15,7 +16,7 @@ from disk_case import Clock
 from hicache import ConfigError, InvalidTokens, TransferError
 from hicache.kernels.page_copy import PageMover
 from hicache.serving import Request, RequestOutput, SamplingParams, Scheduler
-from hicache.serving.request import TokenLogprobs
+from hicache.serving.request import FinishReason, TokenLogprobs
 from hybrid_case import tiny_qwen3_next
 from serving_case import (
     assert_released,
@@ -92,6 +93,45 @@ def test_a_higher_priority_takes_the_place_of_a_lower(limit: str) -> None:
     assert list(outputs) == ["high", "equal", "low"]
     assert [output.preemptions for output in outputs.values()] == [0, 0, 1]
     assert outputs["low"].tokens == plain_greedy(model, prompt(60, seed=1), 20)
+
+
+class Rising:
+    """A constraint: each token is the next number, up to an end."""
+
+    def __init__(self, end: int, outcome: FinishReason) -> None:
+        self.next, self._end, self._outcome = 0, end, outcome
+
+    @property
+    def outcome(self) -> FinishReason | None:
+        return self._outcome if self.next == self._end else None
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        return np.arange(self._end + 1) == self.next  # what it does not know may not come
+
+    def take(self, token: int) -> None:
+        assert token == self.next
+        self.next += 1
+
+
+@pytest.mark.parametrize("outcome", ["stop", "error"])
+def test_a_constraint_chooses_and_ends(outcome: FinishReason) -> None:
+    """A request gets no token that its constraint does not allow, greedy or drawn, also after it was preempted, and
+    ends as that says; what runs beside it is chosen as without."""
+    model = shared(tiny_llama)
+    with tiny_engine(model, device_tokens=176) as engine:
+        scheduler = Scheduler(engine, tiny_runner(model, engine))
+        drawn = SamplingParams(1.0, presence_penalty=1.0)
+        for name, params in (("greedy", SamplingParams()), ("drawn", drawn)):
+            scheduler.submit(Request(name, prompt(20, seed=1), 60, params, constraint=Rising(30, outcome)))
+        for _ in range(10):
+            assert not scheduler.step()
+        scheduler.submit(Request("high", prompt(100, seed=2), 20, priority=1))
+        outputs = _drain(scheduler)
+        assert_released(engine)
+    for name in ("greedy", "drawn"):
+        assert (outputs[name].tokens, outputs[name].finish_reason) == (tuple(range(30)), outcome)
+    assert outputs["greedy"].preemptions + outputs["drawn"].preemptions > 0
+    assert outputs["high"].tokens == plain_greedy(model, prompt(100, seed=2), 20)
 
 
 @pytest.mark.parametrize("host_tokens", [0, 272])

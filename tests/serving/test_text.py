@@ -101,7 +101,7 @@ def test_whole_prompts() -> None:
     """A prompt has the tokens that transformers gives for the text: no bos that the tokenizer does not add, one that
     it adds. A part of a prompt has none."""
     tokenizer = byte_level()
-    inner = tokenizer._tokenizer
+    inner = tokenizer.transformers_tokenizer
     inner.bos_token, plain = "</s>", tokenizer.encode("ab")
     assert tokenizer.encode_prompt("ab") == inner("ab")["input_ids"] == plain
     inner.backend_tokenizer.post_processor = processors.TemplateProcessing(
@@ -121,12 +121,12 @@ def test_chat_formats() -> None:
     assert ByteTokenizer().encode_chat(messages) == whole == [*bare, ByteTokenizer.start_id, *b"assistant\n"]
     tokenizer = byte_level()
     for template in (None, "{{ raise_exception('never') }}"):
-        tokenizer._tokenizer.chat_template = template
+        tokenizer.transformers_tokenizer.chat_template = template
         with pytest.raises(ConfigError):
             tokenizer.encode_chat(messages)
-    tokenizer._tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}>"
+    tokenizer.transformers_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}>"
     assert tokenizer.decode(tokenizer.encode_chat(messages)) == "user:hi<|x|>>"
-    tokenizer._tokenizer.chat_template += "{{ mood }}{% if add_generation_prompt %}a{% endif %}"
+    tokenizer.transformers_tokenizer.chat_template += "{{ mood }}{% if add_generation_prompt %}a{% endif %}"
     variables = {"mood": "calm", "unread": 1, "add_generation_prompt": False}
     assert tokenizer.decode(tokenizer.encode_chat(messages, variables)) == "user:hi<|x|>>calm"
     for reserved in ("chat_template", "tools", "tokenize", "messages"):

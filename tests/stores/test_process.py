@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import gc
 import json
 import math
 import os
@@ -39,7 +37,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
 from hicache.stores import open_tier
 from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
-from programs import Program
+from programs import Program, output
 from store_server import served
 from waiting import eventually
 
@@ -396,38 +394,40 @@ def test_a_store_that_its_engine_did_not_wait_for_is_closed(tmp_path: Path) -> N
         assert store.rebuilt_pages is None
 
 
-@pytest.fixture
-def orphans_come_here() -> Iterator[None]:
-    """As to process 1 of a container."""
-    set_child_subreaper = 36
-    ctypes.CDLL(None).prctl(set_child_subreaper, 1)
-    yield
-    ctypes.CDLL(None).prctl(set_child_subreaper, 0)
+_LEAVES_NOTHING = """
+import ctypes, gc, os, signal, sys
+from pathlib import Path
+
+sys.path.insert(0, sys.argv[2])
+from disk_case import pages
+from process_case import Case
+
+SET_CHILD_SUBREAPER = 36
+ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1)
+
+def held():
+    gc.collect()
+    return len(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()
+
+before, (keys, data) = held(), pages(1, 4)
+for n in range(3):
+    case = Case(sys.argv[1])
+    assert case.found(keys, data) == (n > 0,) * 4 or n == 0
+    assert case.stored(keys, data) == (True,) * 4
+    if n == 1:
+        os.kill(case.tier.pid, signal.SIGKILL)
+        assert case.found(keys, data) == (False,) * 4
+        case.until_open()
+    case.close()
+    del case
+assert held() == before, (held(), before)
+"""
 
 
-@pytest.mark.usefixtures("orphans_come_here")
 def test_nothing_is_left_behind(tmp_path: Path) -> None:
     """Descriptors and children are as before, after tiers that were closed and processes that were lost, also where
-    their processes become children of this one."""
-
-    def held() -> tuple[int, str]:
-        return len(os.listdir("/proc/self/fd")), Path(f"/proc/self/task/{os.getpid()}/children").read_text()
-
-    gc.collect()
-    before = held()
-    keys, data = pages(1, 4)
-    for n in range(3):
-        case = Case(at(tmp_path / "s"))
-        assert case.found(keys, data) == (n > 0,) * 4 or n == 0
-        assert case.stored(keys, data) == (True,) * 4
-        if n == 1:
-            os.kill(case.tier.pid, signal.SIGKILL)
-            assert case.found(keys, data) == (False,) * 4
-            case.until_open()
-        case.close()
-        del case
-    gc.collect()
-    assert held() == before
+    their processes become children of this one, as of process 1 of a container."""
+    output(_LEAVES_NOTHING, at(tmp_path / "s"), SUPPORT)
 
 
 def descendants(pid: int) -> list[int]:

@@ -6,7 +6,6 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +19,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from hicache.engine import MemoryTier
+from hicache.errors import ConfigError
 from hicache.monitoring.figures import figures
+from hicache.serving.constrained import JsonAnswers, JsonConstraint
 from hicache.serving.server.clients import unless_gone, watched
 from hicache.serving.server.frontend import Frontend, ServedModel
 from hicache.serving.server.generation import Generation
@@ -89,8 +90,10 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     """The application; `frontend` may not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
-    desk, texts = _Desk(frontend, Uploads(settings.max_body_bytes), workers), TokenTexts(frontend.model.tokenizer)
-    _add_generation(app, frontend, desk, texts)
+    model = frontend.model
+    answers = JsonAnswers(model.tokenizer, model.vocab_size, model.eos_ids)
+    desk, texts = _Desk(frontend, Uploads(settings.max_body_bytes), workers), TokenTexts(model.tokenizer)
+    _add_generation(app, frontend, desk, texts, answers)
     _add_tokens(app, frontend, desk, texts)
     _add_reset(app, frontend, desk)
     _add_status(app, frontend, workers)
@@ -124,14 +127,17 @@ class _Desk:
         return prepared
 
 
-def _add_generation(app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts) -> None:
+def _add_generation(
+    app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts, json_answers: JsonAnswers
+) -> None:
     async def answer(kind: str, prefix: str, request: Request) -> Response:
         frontend.require_room(1)
         prepared = await desk.prepared(kind, request)
         body = prepared.body
         assert isinstance(body, GenerationBody)
         reply = Reply(body, f"{prefix}-{uuid.uuid4().hex}", body.model or frontend.model.names[0], texts)
-        return await _answer(frontend, body, prepared.prompts, reply, request)
+        constraint = await _constraint(json_answers, body)
+        return await _answer(frontend, body, prepared.prompts, reply, request, constraint)
 
     @app.post("/v1/completions", responses=_STREAMED)
     async def create_completion(request: Request) -> Response:
@@ -198,7 +204,7 @@ def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> Non
 
     @app.get("/version")
     async def version() -> dict[str, str]:
-        return {"version": metadata.version("hicache")}
+        return {"version": frontend.metrics.about["version"]}
 
     @app.get("/metrics", response_class=Response)
     async def metrics() -> Response:
@@ -216,15 +222,31 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
     @app.get("/metrics.json")
     async def metrics_json() -> Response:
         """`figures`: those of hicache.monitoring.figures. `time_s`: when, on a clock that only grows."""
-        found = figures(metrics.registry.collect())
-        return JSONResponse({"time_s": time.monotonic(), "figures": found}, headers={"Cache-Control": "no-store"})
+        told = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
+        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+
+
+async def _constraint(answers: JsonAnswers, body: GenerationBody) -> JsonConstraint | None:
+    """On a thread: that of a large schema takes a while. Raises `ApiError`."""
+    schema = None if body.response_format is None else body.response_format.answer_schema
+    if schema is None:
+        return None
+    try:
+        return await run_in_threadpool(answers.constraint, schema)
+    except ConfigError as error:
+        raise invalid(str(error), "response_format") from None
 
 
 async def _answer(
-    frontend: Frontend, body: GenerationBody, prompts: Sequence[Prompt], reply: Reply, request: Request
+    frontend: Frontend,
+    body: GenerationBody,
+    prompts: Sequence[Prompt],
+    reply: Reply,
+    request: Request,
+    constraint: JsonConstraint | None,
 ) -> Response:
     record = record_of(request.scope)
-    generation = frontend.start(body, prompts, reply.reply_id, record.arrival_s)
+    generation = frontend.start(body, prompts, reply.reply_id, record.arrival_s, constraint)
     record.fields.update(reply_id=reply.reply_id, stream=bool(body.stream))
     if body.stream:
         return EventStream(generation, reply, record.fields)

@@ -8,7 +8,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from hicache.engine import CacheEngine, Hit, MemoryTier
@@ -35,7 +35,10 @@ class TokenChosen:
 
 @dataclass(frozen=True)
 class RequestEnded:
+    """`saved_s`: as `PrefillMeter.saved_s`, of what it hit."""
+
     output: RequestOutput
+    saved_s: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def request_id(self) -> str:
@@ -164,7 +167,8 @@ class EngineThread:
 
     def _step(self) -> None:
         ended = self._scheduler.step()
-        self._events += [RequestEnded(output) for output in ended]
+        meter = self._scheduler.prefill_meter
+        self._events += [RequestEnded(output, meter.saved_s(output.hit)) for output in ended]
         self._publish()
         if self._events:
             events, self._events = self._events, []

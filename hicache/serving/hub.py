@@ -1,0 +1,86 @@
+"""Models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache that all its tools share.
+
+A model that is in the cache is used as it is, without asking the hub: another revision would be another model, whose
+pages no store has. Only weights that hold no code are taken. huggingface_hub is imported where it is needed, in a
+quarter of a second, so that a wrong name is told before what serves it is imported.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from hicache.console import scaled
+from hicache.errors import ConfigError
+
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_WEIGHTS = "*.safetensors"
+_FILES: dict[str, Any] = {"allow_patterns": [_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]}
+
+
+def is_hub_name(text: str) -> bool:
+    """Whether it may be one; a directory of that name comes first."""
+    return _NAME.fullmatch(text) is not None and not Path(text).is_dir()
+
+
+def require_available(name: str) -> None:
+    """ConfigError unless the model is in the cache, or the hub has it. Asks the hub at most once."""
+    if _cached(name) is None:
+        _listed(name)
+
+
+def downloaded(name: str, say: Callable[[str], object]) -> str:
+    """The folder of the model, which `say` is told of where it comes from the hub. Raises ConfigError."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    folder = _cached(name)
+    if folder is not None:
+        return folder
+    say(f"downloading {name} from the hub: {scaled(_listed(name), 'B')}")
+    if not sys.stderr.isatty():
+        disable_progress_bars()
+    try:
+        return str(snapshot_download(name, **_FILES))
+    except OSError as error:
+        raise ConfigError(f"model {name}: the download failed: {_reason(error)}; what has come is kept") from error
+
+
+def _cached(name: str) -> str | None:
+    """None where files are missing."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        return str(snapshot_download(name, **_FILES, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return None
+
+
+def _listed(name: str) -> int:
+    """How many bytes the hub has of it."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import DryRunError, RepositoryNotFoundError
+
+    try:
+        files: list[Any] = snapshot_download(name, **_FILES, dry_run=True)
+    except DryRunError as error:
+        if isinstance(error.__cause__, RepositoryNotFoundError):
+            raise ConfigError(
+                f"model {name}: no such directory, and the hub shows no such model; correct the name, or give a token "
+                "that may read it in HF_TOKEN"
+            ) from error
+        raise ConfigError(
+            f"model {name}: no such directory, and the hub cannot be asked: {_reason(error.__cause__ or error)}; run "
+            f"'hf download {name} --local-dir FOLDER' where it can, and give FOLDER"
+        ) from error
+    if not any(Path(file.filename).match(_WEIGHTS) for file in files):
+        raise ConfigError(f"model {name}: the hub has no weights of it in safetensors; give another")
+    return sum(file.file_size or 0 for file in files)
+
+
+def _reason(error: BaseException) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")[:200]

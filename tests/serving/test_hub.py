@@ -1,0 +1,106 @@
+"""Models by their names in a hub, which is a server of this machine here."""
+
+from __future__ import annotations
+
+import contextlib
+import http.server
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("huggingface_hub", reason="no huggingface_hub here, of the extra 'serve'")
+
+REVISION = "0123456789abcdef0123456789abcdef01234567"
+TAKEN = {"config.json": b"{}", "model.safetensors": b"weights" * 300, "tokenizer.json": b'{"a": 1}'}
+LEFT = {"pytorch_model.bin": b"a pickle", "modeling.py": b"print('code')"}
+HUB = {"tiny/model": {**TAKEN, **LEFT}, "tiny/pickled": {"config.json": b"{}", **LEFT}}
+CHOOSE = """
+import argparse, sys
+from hicache.serving.packaged_model import choose_model, model_flag
+for name in sys.argv[1:]:
+    try:
+        choice = choose_model(model_flag(name), print)
+        print(choice.path, choice.name)
+    except argparse.ArgumentTypeError as error:
+        print("refused:", error)
+assert "torch" not in sys.modules
+"""
+
+
+class Hub(http.server.BaseHTTPRequestHandler):
+    """Answers as the hub does for models whose files are in no large storage."""
+
+    def do_GET(self) -> None:
+        name, _, what = self.path.removeprefix("/api/models").strip("/").partition("/revision/")
+        name, _, _ = name.partition("/tree/")
+        if self.path.startswith("/api/"):
+            files = HUB.get(name)
+            if files is None:
+                self._answer(404, b"{}", **{"X-Error-Code": "RepoNotFound"})
+            elif what:
+                self._answer(200, json.dumps({"id": name, "sha": REVISION, "siblings": []}).encode())
+            else:
+                tree = [{"type": "file", "path": file, "size": len(text), "oid": file} for file, text in files.items()]
+                self._answer(200, json.dumps(tree).encode())
+            return
+        name, _, file = self.path.strip("/").partition(f"/resolve/{REVISION}/")
+        self._answer(200, HUB[name][file], **{"X-Repo-Commit": REVISION, "ETag": f'"{file}"'})
+
+    do_HEAD = do_GET
+
+    def _answer(self, status: int, text: bytes, **headers: str) -> None:
+        self.send_response(status)
+        for name, value in {**headers, "Content-Length": str(len(text)), "Content-Type": "application/json"}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(text)
+
+    def log_message(self, format: str, *args: object) -> None:
+        """Nothing."""
+
+
+@contextlib.contextmanager
+def hub() -> Iterator[str]:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def chosen(endpoint: str, home: Path, *names: str) -> list[str]:
+    """What an interpreter of its own says of each, which reads the hub's address once: torch is not imported for it."""
+    kept: Mapping[str, str] = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment = {**kept, "HF_ENDPOINT": endpoint, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1"}
+    command = [sys.executable, "-c", CHOOSE, *names]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
+    """Its configuration, tokenizer and safetensors come into the cache, no pickle and no code, and it keeps its name.
+    Once there it is used without asking again, so also where no hub is. What the hub does not have is one line."""
+    with hub() as endpoint:
+        said, told, again, missing, pickled = chosen(
+            endpoint, tmp_path, "tiny/model", "tiny/model", "tiny/missing", "tiny/pickled"
+        )
+    assert said == "downloading tiny/model from the hub: 2.1 kB" and again == told
+    path, name = told.split()
+    assert name == "tiny/model"
+    assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == TAKEN
+    assert missing.startswith("refused: model tiny/missing: no such directory, and the hub shows no such model")
+    assert "no weights of it in safetensors" in pickled
+    again, missing = chosen(endpoint, tmp_path, "tiny/model", "tiny/missing")
+    assert again == told, "the hub is gone, the cache is there"
+    assert "the hub cannot be asked: " in missing and "hf download tiny/missing --local-dir" in missing
