@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation("hicache/flow/restore.py", "came_to_device(load.parts.get(FULL, ()))", "came_to_device(())",
              "tests/flow/test_exchange.py"),
     Mutation("hicache/flow/backup.py", "            self._context.tell_host()\n", "", "tests/flow/test_exchange.py"),
-    Mutation("hicache/flow/prompt.py", "if run.on_device < len(keys):", "if run:",
+    Mutation("hicache/flow/prompt.py", "if run.on_device < len(run.keys):", "if run:",
              "tests/flow/test_exchange.py"),
     Mutation("hicache/host/index.py", "came = [key not in self._ids and (", "came = [(",
              "tests/host"),

@@ -144,7 +144,7 @@ class HostWatch:
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
         """Of a run that the device has as well nothing is lost."""
-        if run.on_device < len(keys):
+        if run.on_device < len(run.keys):
             if self._has_stores and not run.stored and not self._is_told:
                 self._is_told = True
                 log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
