@@ -79,7 +79,9 @@ def build_engine(
     events = EventLog() if config.kv_events else None
     has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, host_setting, watch, write_policy.is_exclusive)
+    # What leaves the device with a window or a state is not saved: without its copy on the host it would be lost.
+    is_exclusive = write_policy.is_exclusive and len(present) == 1
+    links = _links(config, list(present.values()), spaces, host_setting, watch, is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -252,19 +254,18 @@ def _links(
     links: dict[Component, HostLink] = {}
 
     def left(run: HostRun, keys: Sequence[bytes]) -> None:
-        """Windows of full pages that have left the host leave too: nearly all are of no use without them, but where the
-        device has those."""
+        """Windows of full pages that have left the host leave too: nearly all are of no use without them."""
         assert watch is not None
         watch.left(run, keys)
         windows = links.get(SWA)
-        if windows is not None and windows.index is not None and not run.is_duplicate:
+        if windows is not None and windows.index is not None:
             windows.index.discard(PageNames.of_component(SWA, keys))
 
     for name, space in spaces.items():
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
             told = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            index = (ExclusiveIndex if is_exclusive and name == FULL else PageIndex)(host, config.host_order, *told)
+            index = (ExclusiveIndex if is_exclusive else PageIndex)(host, config.host_order, *told)
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

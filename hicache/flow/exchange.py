@@ -30,9 +30,8 @@ class Exchange:
         self._context, self._restore, self._eviction = context, restore, eviction
 
     def applies_to(self, components: Collection[Component]) -> bool:
-        """Whether a load of these is made in steps: a state or a window belongs to the end of what is loaded."""
-        context = self._context
-        return context.exclusive is not None and [*components] == [FULL] and len(context.components) == 1
+        """Whether a load of these is made in steps."""
+        return self._context.exclusive is not None and FULL in components
 
     def load(
         self,
