@@ -84,8 +84,8 @@ def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_each_kind_of_model_takes_turns(model: ModelGeometry) -> None:
-    """Prompts that fit the two tiers together come back right, windows and states with them: what leaves the device with
-    one of these is not saved, so that the host keeps its copy of it."""
+    """Prompts that fit the two tiers together come back right, windows and states with them: what leaves the device
+    with one of these is not saved, so that the host keeps its copy of it."""
     with build_engine(config(**{**SIZES, "host_bytes": 20 * 8 * 256}), model) as engine:
         assert (engine.inspect.context.exclusive is None) == (model is not FULL)
         for n in range(6):
