@@ -30,9 +30,11 @@ from hicache.flow.commit import Commit
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
+from hicache.flow.handle import Prefetch
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
+from hicache.flow.lookup import look_up
 from hicache.flow.movement import Movement, land, settle
-from hicache.flow.persist import persists_of, removals_of
+from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
@@ -49,7 +51,6 @@ from hicache.flow.validation import (
     valid_request_id,
     valid_tokens,
 )
-from hicache.flow.waiting import Prefetch
 from hicache.kv_events import EventPublisher
 from hicache.life import EngineLife, exclusive
 from hicache.metrics import MetricInfo, MetricValue, flattened
@@ -79,13 +80,12 @@ class CacheEngine(EngineLife):
         prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
-        removals = removals_of(self._persists)
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, prompts, self._restore, eviction, self._backup)
         self._requests = requests = Requests(self._leases, self._admit.expected)
-        self._prefetcher = Prefetcher(context, prompts, self._cost, removals, requests) if context.stores else None
+        self._prefetcher = Prefetcher(context, prompts, self._cost, requests) if context.stores else None
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -136,7 +136,7 @@ class CacheEngine(EngineLife):
         device, usable, located = self._admit.locate(packed[:-1], namespace)
         added, known = dict.fromkeys(Store, 0), True
         if self._prefetcher is not None and located is not None:
-            added, known = self._prefetcher.lookup(located, wait_s)
+            added, known = look_up(located, wait_s)
         return LookupResult(device, usable - device, added[DISK], known, added[REMOTE])
 
     @exclusive

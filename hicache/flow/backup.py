@@ -12,7 +12,7 @@ otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -115,8 +115,8 @@ class Backup(CopyMovement[_Copy]):
             finally:  # where the copy of one component raises, that of another is under way, and its source about to go
                 self.wait_and_complete()
 
-    def pages_in_flight(self, component: Component) -> int:
-        return sum(run.num_held for copy in self._in_flight for run in copy.runs.get(component, ()))
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        return (run for copy in self._in_flight for run in copy.runs.get(component, ()))
 
     def locks(self) -> list[TreeNode]:
         return [node for copy in self._in_flight for node in copy.locked]

@@ -127,12 +127,9 @@ class Movement(ABC):
         """Each lock that it holds on the tree: the node whose prefix has to stay."""
 
     def host_locks(self, component: Component) -> Iterable[HostRun]:
-        """Each lock that it holds on published pages of the host."""
+        """Each lock that it holds on runs of a component's host pages: those that it writes to, and those that it
+        needs to stay."""
         return ()
-
-    def pages_in_flight(self, component: Component) -> int:
-        """Host pages of a component that it has reserved."""
-        return 0
 
 
 class CopyMovement(Movement, Generic[T]):

@@ -11,7 +11,6 @@ left, and is locked while one of them is: of a prompt the end leaves first, what
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import filterfalse, groupby
@@ -64,10 +63,14 @@ class PageIndex:
         """The run that holds the bytes of `key`."""
         return self._runs[key] if key in self._ids else None
 
+    def find(self, key: bytes) -> HostRun | None:
+        """The run that has the bytes of `key`, or is to have them."""
+        return self._runs.get(key)
+
     def is_coming(self, key: bytes) -> bool:
         """Whether the bytes of `key` are there or on their way from the device. A read may bring nothing."""
         run = self._runs.get(key)
-        return run is not None and (run.is_published or run.source is None)
+        return run is not None and run.is_coming
 
     def is_whole(self, keys: Sequence[bytes]) -> bool:
         """Whether all of `keys`, which follow each other in a prompt, are `is_coming`, whoever brings or brought them.
@@ -75,7 +78,7 @@ class PageIndex:
         end = len(keys)
         while end > 0:
             run = self._runs.get(keys[end - 1])
-            if run is None or not (run.is_published or run.source is None):
+            if run is None or not run.is_coming:
                 return False
             end -= run.keys.index(keys[end - 1]) + 1
         return True
@@ -89,10 +92,7 @@ class PageIndex:
                 at += 1
                 continue
             skipped = 0 if run.keys[0] == keys[at] else run.keys.index(keys[at])
-            last = min(end, at + len(run.keys) - skipped)
-            if run.keys[skipped + last - at - 1] != keys[last - 1]:  # the prompts part within the run
-                shift = skipped - at
-                last = bisect_left(range(at, last), True, key=lambda i: run.keys[i + shift] != keys[i]) + at
+            last = run.common_end(keys, at, end)
             found.append(RunPart(run, skipped, at, last))
             at = last
         return found
@@ -105,7 +105,7 @@ class PageIndex:
         """Which of `keys` from `start` on are not `is_coming`."""
         find = self._runs.get
         runs = [find(key) for key in keys[start:]]
-        return [at for at, run in enumerate(runs, start) if run is None or not (run.is_published or run.source is None)]
+        return [at for at, run in enumerate(runs, start) if run is None or not run.is_coming]
 
     def runs_of(self, keys: Sequence[bytes]) -> list[HostRun]:
         """The runs of those of `keys`, which follow each other in a prompt, that are published, each once."""
@@ -291,13 +291,13 @@ class PageIndex:
         while (run := self._order.victim()) is not None:
             self._shrink(run, len(run.keys))
 
-    def check(self, in_flight: int, locks: Counter[HostRun]) -> None:
+    def check(self, locks: Counter[HostRun]) -> None:
         """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
-        is locked is somebody's: `in_flight` pages, and `locks` by run."""
+        is locked is somebody's: `locks` by run, one of each holder."""
         runs = {run for run in self._runs.values() if run.is_published}
         counted = len(self._ids), self.num_raw, self.num_in_flight, self.num_evictable
         counts = Counts(*counted, self.pool.available(), self.pool.num_pages)
-        found = index_violations(runs, {*self._order}, counts, in_flight, locks)
+        found = index_violations(runs, {*self._order}, counts, locks)
         if found:
             raise InvariantError("host index", found)
         self.pool.check()

@@ -54,17 +54,20 @@ class HostRun(CountedRecord):
     `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
     are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
     `place`: what `reserve` was told of it. `expected_uses`: what its uses are when it has come; 1: its coming alone.
-    `rest`: by key the second pages of those that did not fit one when packed.
+    `rest`: by key the second pages of those that did not fit one when packed. `first`: the index of its first page in
+    its prompts. Of a run that a read brings: `job`, what brings it, `wanted`, who waits for it.
     """
 
     __slots__ = (
-        "about", "after", "before", "expected_uses", "ids", "is_published", "keys", "locks", "place", "rest", "source",
-        "stored",
+        "about", "after", "before", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "place",
+        "rest", "source", "stored", "wanted",
     )  # fmt: skip
 
-    def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
+    def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int, first: int = 0) -> None:
         super().__init__(keys[0])
-        self.keys, self.ids, self.about, self.place = keys, ids, about, place
+        self.keys, self.ids, self.about, self.place, self.first = keys, ids, about, place, first
+        self.job: Any = None
+        self.wanted: Any = None  # a dict, for its order
         self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
@@ -78,21 +81,35 @@ class HostRun(CountedRecord):
         return len(self.keys)
 
     @property
+    def is_coming(self) -> bool:
+        """Whether it is there or on its way from the device. A read may bring nothing."""
+        return self.is_published or self.job is None
+
+    @property
     def num_held(self) -> int:
         """Pages of the pool, second ones included."""
         return len(self.ids) + len(self.rest)
 
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
-        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place)
+        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place, self.first)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
         first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)
         first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
         del self.keys[:num_pages], self.ids[:num_pages]
-        self.key, self.place = self.keys[0], self.place + num_pages
+        self.key, self.place, self.first = self.keys[0], self.place + num_pages, self.first + num_pages
         return first
+
+    def common_end(self, keys: Sequence[bytes], start: int, end: int) -> int:
+        """Up to where it has pages [start, end) of a prompt with `keys`, of which it has the first."""
+        skipped = self.keys.index(keys[start])
+        last = min(end, start + len(self.keys) - skipped)
+        if self.keys[skipped + last - start - 1] == keys[last - 1]:
+            return last
+        shift = skipped - start  # the prompts part within the run
+        return start + bisect_left(range(start, last), True, key=lambda i: self.keys[i + shift] != keys[i])
 
 
 def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
@@ -100,7 +117,8 @@ def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
     start = 0
     while start < len(pages.keys):
         end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
-        run = HostRun(list(pages.keys[start:end]), list(islice(ids, end - start)), pages.about, pages.place + start)
+        keys, place, first = list(pages.keys[start:end]), pages.place + start, pages.first + start
+        run = HostRun(keys, list(islice(ids, end - start)), pages.about, place, first)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
         start = end

@@ -154,7 +154,7 @@ class CacheSimulation:
         capacity, held = self.settings.device_blocks, self.tree.account(FULL).total
         assert capacity is None or held <= capacity, f"the device holds {held}"
         if self.host is not None:
-            self.host.check(0, Counter())
+            self.host.check(Counter())
 
     # The steps of a request
 

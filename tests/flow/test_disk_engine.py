@@ -18,7 +18,6 @@ from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_ke
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, Prefetch, build_engine
 from hicache.engine import LookupResult
 from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
-from hicache.tiers import FULL
 from toy_model import GEOMETRY, config, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
@@ -154,7 +153,7 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
         for n in range(6):
             ask(engine, f"b{n}", tokens_of(n))
         gate.open()
-        eventually(lambda: engine.poll() or engine.inspect.prefetcher.pages_in_flight(FULL) == 0)
+        eventually(lambda: engine.poll() or engine.inspect.context.full.index.num_in_flight == 0)
         engine.check()
         numbers = itertools.count()
 

@@ -13,7 +13,7 @@ from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import OutOfSlots, PrefetchPending, TransferError
-from hicache.flow.waiting import Claims, Prefetch
+from hicache.flow.handle import HostShare, Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,
@@ -191,9 +191,13 @@ def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> Non
     with engine_of(store) as engine:
         store.hold()
         engine.prefetch("a", tokens, mode="best_effort")
+        eventually(lambda: engine.poll() or store.held == 1)
         waiting = engine.prefetch("b", tokens, mode="wait_complete")
+        store.allow(4)  # the first job of "a", behind which the store is asked for "b"
+        until_found(engine, store, waiting)
         assert engine.stats()["prefetch.shared_requests"] == 0
         engine.prefetch("c", tokens, mode="best_effort")
+        engine.poll()
         assert engine.stats()["prefetch.shared_requests"] == 1
         store.allow()
         until_ready(engine, waiting)
@@ -308,7 +312,7 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
 def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
     """Handles go in any thread, and where the garbage collector runs: their pages are nobody's from then on, and no
     other claim is miscounted for it."""
-    claims, gone, kept = Claims(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
+    share, gone, kept = HostShare(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
 
     class Interrupting(int):
         """Where it is added to anything, a handle goes."""
@@ -319,16 +323,16 @@ def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
             return int(self) + other
 
     for handle in gone:
-        claims.add(handle, 10)
-    claims.add(other := Prefetch("r0", "auto"), 1)
+        share.add(handle, 10)
+    share.add(other := Prefetch("r0", "auto"), 1)  # the same request: its pages are this one's from here on
     del handle
-    claims.add(kept, Interrupting(5))
+    share.add(kept, Interrupting(5))
     while gone:
         thread = threading.Thread(target=gone.pop)
         thread.start()
         thread.join()
-    assert claims.total == 6 and claims.of(kept) == 5 and claims.of(other) == 1
-    assert (claims.pop("kept"), claims.pop("r0"), claims.pop("r1"), claims.total) == (5, 1, 0, 0)
+    assert share.total == 16 and share.of("kept") == 5 and share.of(other.request_id) == 11
+    assert (share.end("kept"), share.end("r0"), share.end("r1"), share.total) == (5, 11, 0, 0)
 
 
 def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:

@@ -15,7 +15,6 @@ from hicache.eviction.policy import ORDERS
 from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, rest_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.cache import BlockPool
-from hicache.tiers import DISK
 
 NUM_PAGES, RUN_PAGES = 40, 16
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (8,), "token", (0,)),), 1)
@@ -81,7 +80,7 @@ class Model:
             return
         assert wanted <= capacity and chain <= {*self.runs.values()}
         for run in runs:
-            run.source = DISK if is_read else None
+            run.job = "a read" if is_read else None
             assert run.about[run.place :][: len(run.keys)] == run.keys and len(run.keys) <= RUN_PAGES
             assert is_read or all(self.index.is_coming(key) for key in run.keys)
         self.in_flight += runs
@@ -134,7 +133,7 @@ class Model:
 
     def check(self) -> None:
         locks = Counter(run for runs in self.locked for run in runs)
-        self.index.check(sum(run.num_held for run in self.in_flight), locks)
+        self.index.check(locks + Counter(self.in_flight))
         assert len(self.index) == len(self.ids) and self.index.num_raw == len(self.rest)
         for keys in PROMPTS:
             parts = self.index.parts(keys)
@@ -197,10 +196,9 @@ def test_a_part_of_a_run_that_leaves_is_no_use_of_the_rest(policy: str) -> None:
     for run in runs:
         index.publish(run)
     index.count_use([RunPart(run, 0, 0, 16) for run in runs])
-    for at in range(16):
-        assert index.reserve([NewPages([bytes([9, at])])])
-    assert sorted(len(run.ids) * run.is_published for run in runs) == [0, 16]
-    index.check(16, Counter())
+    in_flight = [run for at in range(16) for run in index.reserve([NewPages([bytes([9, at])])]) or ()]
+    assert len(in_flight) == 16 and sorted(len(run.ids) * run.is_published for run in runs) == [0, 16]
+    index.check(Counter(in_flight))
 
 
 def test_pieces_that_come_together_follow_each_other() -> None:
@@ -224,7 +222,7 @@ def test_pages_are_whole_where_none_is_lacking() -> None:
     runs = model.index.reserve([NewPages(keys[:35])]) or ()
     assert [model.index.is_whole(keys[:end]) for end in (1, 20, 35, 36)] == [True, True, True, False]
     for run in runs:
-        run.source = DISK
+        run.job = "a read"
     assert not model.index.is_whole(keys[:20])
     for run in runs:
         model.index.publish(run, [key != keys[20] for key in run.keys])
@@ -246,7 +244,7 @@ def test_runs_of_the_same_pages_follow_each_other_once(is_second_first: bool) ->
     for run in (second, first) if is_second_first else (first, second):
         model.index.publish(run)
     assert model.index.held_end(keys, 0) == 8
-    model.index.check(0, Counter())
+    model.index.check(Counter())
     model.index.clear()
     assert model.index.pool.available() == NUM_PAGES
 
@@ -257,13 +255,13 @@ def test_the_audit_finds_planted_faults() -> None:
     runs = model.index.reserve([NewPages(PROMPTS[0], None)])
     assert runs is not None
     with pytest.raises(InvariantError, match="26 pages are in flight, 0 of copies"):
-        model.index.check(0, Counter())
+        model.index.check(Counter())
     for run in runs:
         model.index.publish(run)
-    model.index.check(0, Counter())
+    model.index.check(Counter())
     with pytest.raises(InvariantError, match="has 0 locks, 1 are somebody's"):
-        model.index.check(0, Counter([runs[1]]))
+        model.index.check(Counter([runs[1]]))
     model.index.num_evictable += 1
     with pytest.raises(InvariantError, match="27 pages were counted as evictable"):
-        model.index.check(0, Counter())
+        model.index.check(Counter())
     assert sorted(pages_of(runs).tolist()) == sorted(model.ids.values())
