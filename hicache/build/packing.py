@@ -19,7 +19,6 @@ import torch
 from hicache.config import EngineConfig, kernel_choice
 from hicache.device.base import SlotSpace
 from hicache.errors import ConfigError
-from hicache.host import TRAILER_BYTES
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat, PagePacker
 from hicache.tiers import FULL, SWA, Component
 
@@ -60,13 +59,13 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
 
 def place_bytes(packer: PagePacker) -> int:
     """Bytes of a host page."""
-    return _aligned(packer.page_bytes + TRAILER_BYTES)
+    return _aligned(packer.page_bytes)
 
 
 def _aligned(num_bytes: int) -> int:
     """Rounded up to a power of two, of at most a memory page, that costs less than 1/256: where pages begin at any
     multiple of 16, the copy engine loses 1.5 % of the link."""
-    alignment = min(1 << max(TRAILER_BYTES, num_bytes // 256).bit_length() - 1, mmap.PAGESIZE)
+    alignment = min(1 << max(16, num_bytes // 256).bit_length() - 1, mmap.PAGESIZE)
     return -(-num_bytes // alignment) * alignment
 
 
@@ -79,4 +78,4 @@ def page_bytes(config: EngineConfig, row_dims: Sequence[int], num_layers: int) -
     if wanted is None or dtype != torch.bfloat16 or not is_even or not is_power:
         return raw_bytes
     layer_bytes = sum(wanted.buffer_bytes(buffer, tokens, dims) for buffer, dims in enumerate(row_dims))
-    return min(raw_bytes, _aligned(num_layers * layer_bytes + TRAILER_BYTES))
+    return min(raw_bytes, _aligned(num_layers * layer_bytes))

@@ -25,7 +25,7 @@ from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, NewPages, held_by, mark, pages_of, spans
+from hicache.host import HostRun, NewPages, held_by, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -180,8 +180,7 @@ class Backup(CopyMovement[_Copy]):
         """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
         component, new, values = unsaved if unsaved.component.name == FULL else self._with_full_pages(unsaved)
         index, size = component.index, component.page_size
-        is_raw = component.packing is not None and not component.packing.is_on
-        fits = index.fitting(new, 1 + is_raw)
+        fits = index.fitting(new)
         left = [key for pages in new for key in pages.keys][sum(len(pages.keys) for pages in fits) :]
         runs = index.reserve(fits) if fits else None
         if runs is None:
@@ -189,17 +188,11 @@ class Backup(CopyMovement[_Copy]):
         with ExitStack() as undo:
             for run in runs:
                 undo.callback(index.abandon, run)
-            rest = None
-            if is_raw:
-                for run in runs:
-                    has_room = index.reserve_rest(run, run.keys)
-                    assert has_room, "two places a page fit"
-                rest = torch.tensor([page for run in runs for page in run.rest.values()], dtype=torch.int64)
             parts = [
                 value[pages.place * size : (pages.place + len(pages.keys)) * size]
                 for pages, value in zip(fits, values, strict=False)
             ]
-            self._copy(copy, component, runs, component.device_ids(joined(parts)), pages_of(runs), rest)
+            self._copy(copy, component, runs, component.device_ids(joined(parts)), pages_of(runs))
             undo.pop_all()
         return left
 
@@ -222,7 +215,7 @@ class Backup(CopyMovement[_Copy]):
         runs: list[HostRun],
         slots: torch.Tensor,
         pages: torch.Tensor,
-        rest: torch.Tensor | None,
+        rest: torch.Tensor | None = None,
     ) -> None:
         """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
         host, held = component.host, held_by(runs)
@@ -252,8 +245,6 @@ class Backup(CopyMovement[_Copy]):
         if copied:
             self._copy(again, component, copied, *raw.of(copied, slots))
         here = [run for run in runs if run not in raw.keys or run in ok]
-        if packing is not None:
-            mark(component.host, here)
         # The last first: the beginning of a prompt is the more recent.
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
         published = [run for parts in reversed(came) for run in parts]

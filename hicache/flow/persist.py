@@ -4,21 +4,23 @@ What reached the host goes to the writer thread in batches, locked on the host u
 most a share of a component's host pool is locked so; what comes beyond that waits without a lock, and is lost to the
 store only if the host evicts it before its turn. What the store refuses stays on the host, and is sent again when a
 request that used it ends. Pages that a stalled writer has stay locked until it returns; nothing else waits for that.
+A raw page stays on the host, and what follows it in a prompt is sent: a read finds that while memory has the raw one.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
-from hicache.flow.packing import whole_pages
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, held_by, path_of, rest_keys
-from hicache.storage.process.jobs import RemoveJob, Stalled, WriteDone, WriteJob
+from hicache.host import HostRun, path_of
+from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.node import TreeNode
 
@@ -29,11 +31,13 @@ _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
 class _Write:
-    """A run of a component on its way to the store, in one job. `pages`: as they are sent. `stalled`: a stalled writer
-    has them."""
+    """A run of a component on its way to the store, in one job. `keys`, `pages`: those that are sent, which are not
+    raw. `stalled`: a stalled writer has them."""
 
     def __init__(self, run: HostRun, component: CacheComponent) -> None:
-        self.run, self.component, self.pages, self.stalled = run, component, held_by([run]), False
+        self.run, self.component, self.stalled = run, component, False
+        sent = [(key, page) for key, page in zip(run.keys, run.ids, strict=True) if key not in run.rest]
+        self.keys, self.pages = tuple(key for key, _ in sent), torch.tensor([page for _, page in sent])
 
 
 class Persist(Movement):
@@ -46,8 +50,7 @@ class Persist(Movement):
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
         self._times_lost = 0  # its process, as events know
-        self._removals: dict[int, RemoveJob] = {}
-        self._backlog: deque[int] = deque()  # tickets of both that were not sent yet
+        self._backlog: deque[int] = deque()  # tickets of those that were not sent yet
         self._may_send = _MAX_SENT_JOBS
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
@@ -77,23 +80,13 @@ class Persist(Movement):
                 self._send(run, component)
         self._push()
 
-    def remove(self, keys: Sequence[bytes]) -> None:
-        """Remove values that no engine can use, so that the store takes their pages anew; behind what was sent."""
-        ticket = next(self._tickets)
-        self._removals[ticket] = RemoveJob(ticket, tuple(keys))
-        self._backlog.append(ticket)
-
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
         what it refused before is sent again.
 
         A prefix counts as used after what continues it, pages after windows and states: these are evicted first.
         """
-        used = [key for of_component in keys.values() for key in of_component]
-        for component in self._context.components:
-            if component.index.num_raw:
-                used += rest_keys(key for run in component.index.runs_of(keys[component.name]) for key in run.rest)
-        self._tier.used(used)
+        self._tier.used([key for of_component in keys.values() for key in of_component])
         # While others wait for their turn, so may these: a run is to wait once, however often it is used.
         if not self._waiting and not self._tier.writes.refuses():
             for component in reversed(self._context.components):
@@ -114,13 +107,9 @@ class Persist(Movement):
         self.is_torn = bool(outcomes)
         landed = list[HostRun]()
         for done in outcomes:
-            if done.ticket in self._removals:
-                if isinstance(done, WriteDone):
-                    del self._removals[done.ticket]
-                continue
             write = self._writes[done.ticket]
             if not write.stalled:
-                self._locked_pages[write.component.name] -= len(write.pages)
+                self._locked_pages[write.component.name] -= write.run.num_held
             if isinstance(done, Stalled):
                 write.stalled = True
             else:
@@ -159,9 +148,7 @@ class Persist(Movement):
         followed = {run.before for run in landed}
         for run in landed:
             if run.before is not None and run not in followed:
-                path = path_of(run)
-                used = [key for above in path for key in above.keys]
-                self._tier.used(used + rest_keys(key for above in path for key in above.rest))
+                self._tier.used([key for above in path_of(run) for key in above.keys])
 
     def _is_unstored(self, run: HostRun) -> bool:
         return run.is_published and not run.stored & self.into and run not in self._sent
@@ -183,15 +170,15 @@ class Persist(Movement):
         if written:
             self._bytes.observe(written * component.host.page_bytes)
             self._seconds.observe(done.seconds)
-        ok = whole_pages(run, done.ok)
-        self._failures.value += len(ok) - sum(ok)
+        self._failures.value += len(done.ok) - written
         events = self._context.tree.events
         if events is not None and self.into is DISK:
             events.removed(done.removed, "DISK")
             if component.name == FULL:
-                events.stored(told_of(run), "DISK", ok)
+                came = dict(zip(write.keys, done.ok, strict=True))
+                events.stored(told_of(run), "DISK", [came.get(key, False) for key in run.keys])
         component.host.end_read(write.pages)
-        run.stored = run.stored | self.into if all(ok) else run.stored & ~self.into
+        run.stored = run.stored | self.into if all(done.ok) else run.stored & ~self.into
         self._sent.remove(run)
         component.index.unlock([run])
 
@@ -201,15 +188,18 @@ class Persist(Movement):
         locked, most = self._locked_pages[component.name], self._share * component.host.num_pages
         if budget_bytes := self._tier.stats().budget_bytes:
             most = min(most, _STORE_SHARE * budget_bytes / component.host.page_bytes)
-        return not locked or locked + len(run.keys) <= most
+        return not locked or locked + run.num_held <= most
 
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):
             return
         write, ticket = _Write(run, component), next(self._tickets)
+        if not write.keys:
+            run.stored |= self.into  # all of it that goes there
+            return
         component.index.lock([run])
         self._writes[ticket] = write
-        self._locked_pages[component.name] += len(write.pages)
+        self._locked_pages[component.name] += run.num_held
         self._sent.add(run)
         self._backlog.append(ticket)
 
@@ -220,20 +210,13 @@ class Persist(Movement):
             self._may_send -= 1
 
     def _submit(self, ticket: int) -> bool:
-        if ticket in self._removals:
-            return self._tier.writes.submit(self._removals[ticket])
         write = self._writes[ticket]
-        host, keys = write.component.host, (*write.run.keys, *rest_keys(write.run.rest))
+        host = write.component.host
         host.begin_read(write.pages)
-        if self._tier.writes.submit(WriteJob(ticket, keys, host.views(write.pages))):
+        if self._tier.writes.submit(WriteJob(ticket, write.keys, host.views(write.pages))):
             return True
         host.end_read(write.pages)
         return False
-
-
-def removals_of(persists: Iterable[Persist]) -> dict[Store, Callable[[Sequence[bytes]], None]]:
-    """How each store that this engine writes to is told to remove values."""
-    return {persist.into: persist.remove for persist in persists}
 
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:

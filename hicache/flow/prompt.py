@@ -125,6 +125,7 @@ class HostWatch:
 
     def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
         self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
+        self._is_told = False
         self._demoted, self._lost = (
             metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
             for outcome, help in (
@@ -142,8 +143,11 @@ class HostWatch:
         run.about, run.place = told, 0
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
-        if self._has_stores and not run.stored and not self._lost.value:
+        if self._has_stores and not run.stored and not self._is_told:
+            self._is_told = True
             log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
-        (self._demoted if run.stored else self._lost).value += len(keys) * self._page_tokens
+        num_lost = sum(key in run.rest for key in keys) if run.stored else len(keys)
+        self._demoted.value += (len(keys) - num_lost) * self._page_tokens
+        self._lost.value += num_lost * self._page_tokens
         if self._events is not None:
             self._events.removed(keys, "CPU")

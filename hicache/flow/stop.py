@@ -16,7 +16,7 @@ from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.persist import Persist
-from hicache.host import NewPages, rest_keys
+from hicache.host import NewPages
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
@@ -57,9 +57,8 @@ def store_promised(
             break
         for piece in batch:
             component, keys = piece.unsaved.component, piece.pages.keys
-            (full_keys if component.name == FULL else others).extend(keys)
-            if component.index.num_raw:
-                others += rest_keys(key for run in component.index.runs_of(keys) for key in run.rest)
+            raw = {key for run in component.index.runs_of(keys) for key in run.rest}
+            (full_keys if component.name == FULL else others).extend(key for key in keys if key not in raw)
         num_left -= len(batch)
         kept = [_keeps(tier, full_keys, others) for tier in tiers]
         if not any(kept):

@@ -2,7 +2,6 @@
 
 from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
 from hicache.host.index import PageIndex
-from hicache.host.kinds import TRAILER_BYTES, PageKind, kinds_of, mark, rest_keys
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
     HostRun,
@@ -20,13 +19,11 @@ from hicache.host.run import (
 )
 
 __all__ = [
-    "TRAILER_BYTES",
     "CudaRegistry",
     "HostPagePool",
     "HostRun",
     "NewPages",
     "PageIndex",
-    "PageKind",
     "PinnedArena",
     "PinnedRows",
     "RunPart",
@@ -34,11 +31,8 @@ __all__ = [
     "end_of",
     "held_by",
     "ids_of",
-    "kinds_of",
-    "mark",
     "pages_of",
     "path_of",
-    "rest_keys",
     "rest_of",
     "spans",
     "used_alike",

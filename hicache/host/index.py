@@ -127,20 +127,20 @@ class PageIndex:
 
     # Coming
 
-    def fitting(self, new: Sequence[NewPages], places: int = 1) -> list[NewPages]:
-        """Of `new`, from its first page on, what there is room for beside what it follows, at `places` a page."""
+    def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
+        """Of `new`, from its first page on, what there is room for beside what it follows."""
         fits, befores, taken = list[NewPages](), list[HostRun](), 0
         try:
             for pages in new:
                 if pages.before and (before := self._runs.get(pages.before)):
                     self.lock([before])
                     befores.append(before)
-                num_pages = min(len(pages.keys), max(0, self.capacity - taken) // places)
+                num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
                     fits.append(pages._replace(keys=pages.keys[:num_pages]))
                 if num_pages < len(pages.keys):
                     break
-                taken += places * num_pages
+                taken += num_pages
         finally:
             self.unlock(befores)
         return fits
@@ -325,7 +325,7 @@ class PageIndex:
         """The last pages of an unlocked run leave."""
         start, before = len(run.keys) - num_pages, run.before
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.rest.pop(key) for key in gone if key in run.rest]
+        rest = [run.rest[key] for key in gone if key in run.rest]
         self.num_evictable -= num_pages + len(rest)
         self.num_raw -= len(rest)
         if start:
@@ -345,6 +345,8 @@ class PageIndex:
         self.pool.free(torch.tensor(ids + rest, dtype=torch.int64))
         if self._on_leave is not None:
             self._on_leave(run, gone)
+        for key in gone:
+            run.rest.pop(key, None)
 
     def _publish(self, run: HostRun) -> None:
         """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""

@@ -48,14 +48,18 @@ class NewPages(NamedTuple):
 
 class HostRun(CountedRecord):
     """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only
-    the index changes it, but for `stored` and `source`, and `about` and `place` when it has come.
+    the index changes it, but for `stored` and `source`, `job` and `wanted`, and `about` and `place` when it has come.
 
-    `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
-    `before`: the run that it follows in its prompts, `after`: those that follow it. `stored`: bits of the stores that
-    are known to have all of it. `source`: the store that a read brought it from, until a request uses it. `about`,
-    `place`: what `reserve` was told of it. `expected_uses`: what its uses are when it has come; 1: its coming alone.
-    `rest`: by key the second pages of those that did not fit one when packed. `first`: the index of its first page in
-    its prompts. Of a run that a read brings: `job`, what brings it, `wanted`, who waits for it.
+    `locks`          its holders, and the runs behind it that have locks
+    `before`         the run that it follows in its prompts
+    `after`          those that follow it
+    `first`          the index of its first page in its prompts
+    `rest`           second pages by key, of raw ones: those that did not fit one when packed; no store gets them
+    `stored`         bits of the stores that are known to have all others
+    `source`         the store that a read brought it from, until a request uses it
+    `job`, `wanted`  while a read brings it: what does, and who waits for it
+    `about`          what `reserve` was told of it, of which its first page is the `place`-th
+    `expected_uses`  what its uses are when it has come; 1: its coming alone
     """
 
     __slots__ = (

@@ -153,7 +153,7 @@ def outcome(done: Outcome, *, is_write: bool) -> bytes:
     if isinstance(done, FindDone):
         kind, flag, number, ok = Kind.FOUND, done.answered, done.num_pages, done.others
     elif isinstance(done, ReadDone):
-        kind, flag, number, seconds, ok = Kind.READ_DONE, done.answered, done.asked, done.seconds, done.ok
+        kind, number, seconds, ok = Kind.READ_DONE, done.asked, done.seconds, done.ok
     elif isinstance(done, WriteDone):
         kind, seconds, ok, removed = Kind.WRITTEN, done.seconds, done.ok, done.removed
     else:
@@ -251,7 +251,7 @@ class Body:
         if kind is Kind.FOUND:
             return FindDone(ticket, number, bool(flag), ok, batch), False
         if kind is Kind.READ_DONE:
-            return ReadDone(ticket, batch, ok, number, seconds, bool(flag)), False
+            return ReadDone(ticket, batch, ok, number, seconds), False
         if kind is Kind.WRITTEN:
             return WriteDone(ticket, ok, batch, seconds, removed), True
         if kind is Kind.STALLED:

@@ -96,14 +96,13 @@ class ReadJob:
 @dataclass(frozen=True)
 class ReadDone:
     """`ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, the store was asked for;
-    `seconds`: how long that took, on the store's clock. `answered`: false when it could not tell of all of these."""
+    `seconds`: how long that took, on the store's clock."""
 
     ticket: int
     batch: int
     ok: tuple[bool, ...]
     asked: int = 0
     seconds: float = field(default=0.0, compare=False)
-    answered: bool = field(default=True, compare=False)
 
 
 @dataclass(frozen=True)

@@ -238,16 +238,15 @@ class StoreService:
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
         """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
         ok: list[bool] = []
-        begin_s, part_pages, answered = self.clock(), 1, True
+        begin_s, part_pages = self.clock(), 1
         if job.pages:
             part_pages = max(1, self._settings.part_bytes // job.pages[0].nbytes)
         while len(ok) < len(job.keys) and all(ok) and not (ok and self._is_void(job)):
             part = slice(len(ok), len(ok) + part_pages)
-            got, can_tell = self._ask_to_read(partial(self._get, job, part), token, job.deadline_s)
+            got, _ = self._ask_to_read(partial(self._get, job, part), token, job.deadline_s)
             ok += got or [False] * len(job.keys[part])
-            answered = answered and can_tell and self.clock() < job.deadline_s
-        missing, seconds = [False] * (len(job.keys) - len(ok)), self.clock() - begin_s
-        return ReadDone(job.ticket, job.batch, tuple(ok + missing), len(ok), seconds, answered)
+        missing = [False] * (len(job.keys) - len(ok))
+        return ReadDone(job.ticket, job.batch, tuple(ok + missing), asked=len(ok), seconds=self.clock() - begin_s)
 
     def _get(self, job: ReadJob, part: slice) -> list[bool]:
         until_s = time.monotonic() + job.deadline_s - self.clock()
@@ -379,7 +378,7 @@ def _emptied(store: PageStore) -> bool:
 def unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
     if isinstance(job, FindJob):
         return FindDone(job.ticket, 0, answered=False, batch=job.batch)
-    return ReadDone(job.ticket, job.batch, (False,) * len(job.keys), answered=False)
+    return ReadDone(job.ticket, job.batch, (False,) * len(job.keys))
 
 
 def unserved_write(job: WriteJob | RemoveJob) -> WriteDone:

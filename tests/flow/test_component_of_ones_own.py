@@ -14,9 +14,7 @@ import torch
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
 from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
 from hicache.errors import ConfigError, InvalidArgument, TransferError
-from hicache.host import rest_keys
 from hicache.tree import TreeNode
-from hicache.tree.names import PageNames
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden
@@ -196,9 +194,7 @@ def test_a_failed_load_of_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_components_are_found_by_class_and_told_apart_by_name() -> None:
-    """Two of one name are refused; an engine gives a component by its class, and says when it has none. Whatever its
-    name, its pages have other keys than the second parts of raw full pages."""
-    assert PageNames.of_component("rest", [b"k" * 32]) != rest_keys([b"k" * 32])
+    """Two of one name are refused; an engine gives a component by its class, and says when it has none."""
     with pytest.raises(ConfigError, match="last_hidden"):
         build_engine(config(), FULL, components=[OneRow, TwoRows])
     with build_engine(config(), FULL, components=[OneRow]) as engine:

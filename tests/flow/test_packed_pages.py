@@ -18,13 +18,14 @@ import torch
 
 import hicache.flow.packing
 from cases import each_value, pairwise
+from disk_case import TroubledStore, page_keys
 from hicache import CacheEngine, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.build.packing import packer_of
 from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
-from hicache.host import PageKind, ids_of, kinds_of, rest_of
+from hicache.host import ids_of
 from hicache.kernels.pack import FOUR_BITS
 from hicache.storage import open_existing, store_folders
 from memory_store import MemoryPageStore
@@ -45,10 +46,10 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
 
 @pairwise(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
-    """From the host, from the disk, and from the disk after a restart; pages that do not fit are counted, and two
-    places hold each of them."""
+    """From the host, and what fits from the disk, and from the disk after a restart. Pages that do not fit are counted;
+    two places hold each of them, and no store."""
     settings, model = config(kv_packing=bits, disk=disk_at(tmp_path), device=device), MODELS[name]
-    misfits = {"fit": 0, "some": 3, "none": 6}[kind]
+    misfits, stored = {"fit": 0, "some": 3, "none": 6}[kind], 6 * PAGE * (kind == "fit")  # the first page is raw
     with build_engine(settings, model) as engine:
         assert serve(engine, "a", TOKENS, kind).cached_len == 0
         stats = engine.stats()
@@ -56,16 +57,22 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
         full = engine.inspect.context.full
         assert stats["host.used_tokens"] == 6 * PAGE
         assert stats["host.used_ratio"] == 1 - full.host.available() / full.host.num_pages
-        assert full.index.num_raw == misfits and full.host.available() == full.host.num_pages - 6 - misfits
+        assert stats["packing.raw_pages"] == misfits and stats["disk.stored_pages"] >= 6 - misfits
+        assert full.host.available() == full.host.num_pages - 6 - misfits
         forget(engine, "device")
         assert serve(engine, "b", TOKENS, kind).hit.host == 6 * PAGE
         forget(engine, "device", "host")
         assert full.host.available() == full.host.num_pages
-        assert serve(engine, "c", TOKENS, kind).hit.disk == 6 * PAGE
-        assert full.index.num_raw == misfits
+        stats = engine.stats()
+        assert (stats["evict.host_demoted_tokens"], stats["evict.host_lost_tokens"]) == (
+            (6 - misfits) * PAGE,
+            misfits * PAGE,
+        )
+        assert serve(engine, "c", TOKENS, kind).hit.disk == stored
+        assert engine.stats()["packing.raw_pages"] == misfits
     with build_engine(settings, model) as engine:
-        assert serve(engine, "d", TOKENS, kind).hit.disk == 6 * PAGE
-        assert engine.stats()["packing.packed_pages"] == 0
+        assert serve(engine, "d", TOKENS, kind).hit.disk == stored
+        assert engine.stats()["packing.packed_pages"] == (0 if stored else 6)
         forget(engine, "device")
         assert serve(engine, "e", TOKENS, kind).hit.host == 6 * PAGE
     store = open_existing(tmp_path / "store")
@@ -75,16 +82,48 @@ def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str,
 
 @each_value(bits=["4", "3"], name=list(MODELS), kind=KINDS)
 def test_every_bit_comes_to_another_engine(device: str, name: str, bits: str, kind: Kind) -> None:
-    """From a remote store, and then from the host."""
+    """From a remote store where all of it fits, and then from the host."""
     shared, settings, model = MemoryPageStore(4 << 20), config(kv_packing=bits, device=device), MODELS[name]
     with build_engine(settings, model, remote=shared) as engine:
         serve(engine, "a", TOKENS, kind)
     with build_engine(settings, model, remote=shared) as engine:
-        assert serve(engine, "b", TOKENS, kind).hit.remote == 6 * PAGE
-        assert engine.inspect.context.full.index.num_raw == {"fit": 0, "some": 3, "none": 6}[kind]
+        assert serve(engine, "b", TOKENS, kind).hit.remote == 6 * PAGE * (kind == "fit")
         forget(engine, "device")
         assert serve(engine, "c", TOKENS, kind).hit.host == 6 * PAGE
-        assert engine.stats()["packing.packed_pages"] == 0
+        assert engine.stats()["packing.packed_pages"] == 6 * (kind != "fit")
+
+
+def test_what_follows_a_raw_page_is_stored(device: str) -> None:
+    """And found as long as memory has the raw one. When that is gone a prompt is found up to it. What is there is not
+    sent again, however often it is used."""
+    store, tokens = TroubledStore(MemoryPageStore(4 << 20)), TOKENS.copy()
+    tokens[[0, 4 * PAGE]] = 20  # only page 2 does not fit
+    with build_engine(config(device=device), MODELS["mha"], store=store) as engine:  # type: ignore[arg-type]
+        serve(engine, "a", tokens, "some")
+        index = engine.inspect.context.full.index
+        index.discard(page_keys(engine, tokens[:-1])[3:])
+        forget(engine, "device")
+        hit = serve(engine, "b", tokens, "some").hit
+        assert (hit.host, hit.disk, engine.stats()["packing.raw_pages"]) == (3 * PAGE, 3 * PAGE, 1)
+        forget(engine, "device", "host")
+        assert serve(engine, "c", tokens, "some").hit.disk == 2 * PAGE
+        num_puts = store.verbs("put")
+        for n in range(3):
+            assert serve(engine, f"d{n}", tokens, "some").cached_len == 6 * PAGE
+            assert serve(engine, f"e{n}", TOKENS[: PAGE + 1], "some").cached_len == (n > 0) * PAGE  # is all raw
+        assert store.verbs("put") == num_puts and all(run.stored for run in index.runs_of([*index]))
+
+
+def test_a_stop_stores_what_is_behind_raw_pages(device: str) -> None:
+    """In more than one batch, of which each has raw pages: the store has all others when the engine has closed."""
+    store, prompts = MemoryPageStore(4 << 20), [prompt(seed) for seed in (1, 2)]
+    host_bytes = 9 * host_page_bytes(config(), MODELS["mha"])["full"]
+    settings = config(device=device, write_policy="write_back", host_bytes=host_bytes)
+    with build_engine(settings, MODELS["mha"], store=store) as engine:
+        for seed, tokens in enumerate(prompts):
+            serve(engine, str(seed), tokens, "some")
+        keys = [key for tokens in prompts for key in page_keys(engine, tokens[:-1])]
+    assert store.contains(keys) == [False, True] * 6
 
 
 @each_value(dtype=["bfloat16", "float8_e4m3fn"], page_size=[1, 4, PAGE])
@@ -134,33 +173,6 @@ def test_what_stays_raw_on_cuda_is_told(
     assert all("component full stay raw" in line and reason in line for line in told)
 
 
-def test_a_page_says_what_it_is(device: str) -> None:
-    """Packed pages, and both places of raw ones, in their last 16 bytes: the kind, and the beginning of the key."""
-    with build_engine(config(device=device), MODELS["mha"]) as engine:
-        serve(engine, "a", TOKENS, "some")
-        full = engine.inspect.context.full
-        keys = [*full.index]
-        parts = full.index.parts(keys)
-        pages, rest = ids_of(parts), rest_of(parts)
-        assert rest is not None
-        kinds = [PageKind.RAW, PageKind.PACKED] * 3
-        assert kinds_of(full.host, pages.tolist(), keys) == kinds
-        assert kinds_of(full.host, rest[::2].tolist(), keys[::2]) == [PageKind.REST] * 3
-        assert kinds_of(full.host, pages.tolist(), keys[::-1]) == [None] * 6
-        for kind, page, key in zip(kinds, pages.tolist(), keys, strict=True):
-            assert full.host.bytes_of[page, -16:].numpy().tobytes() == bytes([kind]) + key[:15]
-        page = TOKENS[: 2 * PAGE]
-        raw = b"".join(
-            buffer.flatten(1).view(torch.uint8)[engine_slots(engine, page)[:PAGE]].cpu().numpy().tobytes()
-            for layer in full_layers(engine)
-            for buffer in layer
-        )
-        places = [full.host.bytes_of[int(place), :-16].numpy().tobytes() for place in (pages[0], rest[0])]
-        num_packed = 6 * FOUR_BITS.buffer_bytes(0, PAGE, 64)  # of three layers
-        both = places[0][:num_packed] + places[1]
-        assert both[: len(raw)] == raw, "the bytes of a raw page, through both places"
-
-
 def test_the_documented_decoder_reads_a_page() -> None:
     """The code of docs/disk_format.md, with the sizes that its text gives."""
     text = (Path(__file__).parents[2] / "docs/disk_format.md").read_text()
@@ -186,7 +198,7 @@ def test_the_documented_decoder_reads_a_page() -> None:
                             assert value == rows[token, first + channel]
                             rows[token, first + channel] ^= 1  # each comes once
                         page = page[size:]
-            assert page[-16:] == bytes(1) + key[:15] and len(page) < 16 + 128
+            assert len(page) < 128
 
 
 def full_layers(engine: CacheEngine) -> list[tuple[torch.Tensor, ...]]:
@@ -218,7 +230,7 @@ def test_packed_pages_begin_where_the_copy_engine_is_fast() -> None:
         settings, buffers = config(host_page_size=64), 2 * model.layer_num
         channels = model.head_num * model.head_dim
         (page_bytes,) = host_page_bytes(settings, model).values()
-        packed_bytes = buffers * FOUR_BITS.buffer_bytes(0, 64, channels) + 16
+        packed_bytes = buffers * FOUR_BITS.buffer_bytes(0, 64, channels)
         assert page_bytes % alignment == 0 and packed_bytes <= page_bytes < packed_bytes * (1 + 1 / 256)
 
 
@@ -238,7 +250,7 @@ def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureF
     with build_engine(config(disk=disk), MODELS["mha"]) as engine:
         serve(engine, "a", TOKENS, "some")
         stats = engine.stats()
-        assert stats["disk.stored_pages"] == 9
+        assert stats["disk.stored_pages"] == 3
         assert stats["disk.live_bytes"] >= stats["disk.raw_bytes"]
     assert main(["store", "verify", disk.path]) == 0
     assert "damaged" not in capsys.readouterr().err
@@ -257,37 +269,17 @@ def test_where_there_is_no_second_place(device: str) -> None:
         assert serve(engine, "b", TOKENS, "some").cached_len == 0
 
 
-@pytest.mark.parametrize(("num_places", "cached_pages"), [(6, 0), (7, 2), (8, 4), (9, 6)])
-def test_a_read_that_finds_no_second_place(tmp_path: Path, num_places: int, cached_pages: int) -> None:
-    """Uses the pages before the first one that lacks it, and loses nothing: with more memory all are found."""
-    model, settings = MODELS["mha"], config(disk=disk_at(tmp_path))
-    host_bytes = (num_places + 1) * host_page_bytes(settings, model)["full"]
-    with build_engine(settings, model) as engine:
-        serve(engine, "a", TOKENS, "some")
-    with build_engine(dataclasses.replace(settings, host_bytes=host_bytes), model) as engine:
-        assert engine.inspect.context.full.host.num_pages == num_places
-        assert serve(engine, "b", TOKENS, "some").cached_len == cached_pages * PAGE
-        assert engine.stats()["prefetch.lost_pages"] == 0
-    with build_engine(settings, model) as engine:
-        assert serve(engine, "c", TOKENS, "some").hit.disk == 6 * PAGE
-
-
-def test_packing_ends_where_too_much_does_not_fit(
-    tmp_path: Path, device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_too_many_that_do_not_fit_are_told(
+    device: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Once, with the remedy; what comes next goes to two places at once, and comes back."""
+    """Once, with the remedy; what comes next is packed all the same."""
     monkeypatch.setattr(hicache.flow.packing, "_MIN_JUDGED_PAGES", 10)
-    with build_engine(config(disk=disk_at(tmp_path), device=device), MODELS["windows"]) as engine:
-        with caplog.at_level(logging.WARNING):
-            for seed in range(6):
-                serve(engine, f"r{seed}", prompt(seed, 3), "some")
-                assert engine.stats()["packing.on_flag"] == (seed < 3)
-        told = [record.getMessage() for record in caplog.records if "component full" in record.getMessage()]
-        assert len(told) == 1 and "kv_packing=off" in told[0]
-        forget(engine, "device", "host")
+    with build_engine(config(device=device), MODELS["windows"]) as engine, caplog.at_level(logging.WARNING):
         for seed in range(6):
-            assert serve(engine, f"s{seed}", prompt(seed, 3), "some").hit.disk == 3 * PAGE
-        assert engine.stats()["packing.packed_pages"] == 12
+            serve(engine, f"r{seed}", prompt(seed, 3), "some")
+            told = [record.getMessage() for record in caplog.records if "component full" in record.getMessage()]
+            assert len(told) == (seed >= 3) and all("kv_packing=off" in line for line in told)
+        assert engine.stats()["packing.packed_pages"] == 18
 
 
 @pytest.mark.parametrize(

@@ -53,12 +53,12 @@ def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor,
 
 
 def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim]. In bfloat16 each tenth position
+    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim]. In bfloat16 one position in twenty
     has numbers of any size: a page with two of them does not fit when it is packed."""
     shape = (2, geometry.head_num, geometry.head_dim)
     values = values_of(hashes, layer, shape)
     if dtype == torch.bfloat16:
-        wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(10) == 0)
+        wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(20) == 0)
         odd = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
         exponents = torch.from_numpy(((hashes[:, None] * odd) >> np.uint64(40)) % 90)
         shrunk = torch.ldexp(values, -exponents.view(values.shape).to(torch.int32))

@@ -259,11 +259,12 @@ class PageLives:
             run = index.get(key)
             assert run is not None
             for store in self._context.stores:
-                if run.stored & store:
+                if run.stored & store and key not in run.rest:
                     yield (name, (store, key)), Held("STORED", key)
         for store, persist in zip(self._context.stores, self._inspect.persists, strict=True):
             for run in persist.host_locks(name):
-                yield from (((name, (store, key)), Held("STORING", key)) for key in run.keys)
+                sent = (key for key in run.keys if key not in run.rest)
+                yield from (((name, (store, key)), Held("STORING", key)) for key in sent)
 
 
 def way(tier: str, call: str, old: Held, new: Held) -> list[Row] | None:

@@ -127,7 +127,9 @@ class CacheComponent(ABC):
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
         self.index = cast(PageIndex, link.index)
-        self.packing = None if link.packing is None else Packing(tree_component.name, parts.metrics)
+        self.packing = (
+            None if link.packing is None else Packing(tree_component.name, parts.metrics, lambda: self.index.num_raw)
+        )
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
 

@@ -25,7 +25,6 @@ import torch
 
 from hicache.config import kernel_choice
 from hicache.errors import ConfigError, TransferError
-from hicache.host import TRAILER_BYTES, PageKind
 from hicache.integrations.vllm.block_shapes import BlockShape, digest_of
 from hicache.integrations.vllm.offloading_copies import (
     ChunkBlocks,
@@ -34,7 +33,7 @@ from hicache.integrations.vllm.offloading_copies import (
     PlainOp,
     chunk_backend,
 )
-from hicache.integrations.vllm.row_packing import RowPacking
+from hicache.integrations.vllm.row_packing import TRAILER_BYTES, RowKind, RowPacking
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import TransferBackend, TransferOp
@@ -180,7 +179,7 @@ class PackedChunkLink:
     def _stored(self, rows: Ids, blocks: Ids, misfits: Sequence[int]) -> None:
         """The chunks have come; `misfits`: positions of those that do not fit."""
         self._misfits.count(len(rows), len(misfits))
-        self._trailers[rows] = self._trailer(PageKind.PACKED)
+        self._trailers[rows] = self._trailer(RowKind.PACKED)
         if misfits:
             # Not behind the current stream: the blocks were written before the store was submitted.
             raw = self._keep_raw(rows[misfits], blocks[misfits], behind_current=False)
@@ -198,7 +197,7 @@ class PackedChunkLink:
                 raw, tag = self._scratch.cpu(), os.urandom(8)
                 self._host[row, : self._row_bytes] = raw[: self._row_bytes]
                 self.rests[row] = tag, raw[self._row_bytes :].clone()
-                self._trailers[row] = self._trailer(PageKind.RAW, tag)
+                self._trailers[row] = self._trailer(RowKind.RAW, tag)
         return op
 
     def _load(self, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
@@ -256,7 +255,7 @@ class PackedChunkLink:
         return torch.from_numpy(ids).to(self._device, non_blocking=True)
 
     def _are_packed(self, rows: Ids) -> npt.NDArray[np.bool_]:
-        are_packed: npt.NDArray[np.bool_] = (self._trailers[rows] == self._trailer(PageKind.PACKED)).all(1)
+        are_packed: npt.NDArray[np.bool_] = (self._trailers[rows] == self._trailer(RowKind.PACKED)).all(1)
         return are_packed
 
     def _forget(self, rows: Ids) -> None:
@@ -268,11 +267,11 @@ class PackedChunkLink:
     def _rest(self, row: int) -> torch.Tensor:
         """Of a raw chunk. TransferError where the row is not what this worker stored: its bytes must not be served."""
         tag, rest = self.rests.get(row, (b"", torch.empty(0)))
-        if not tag or (self._trailers[row] != self._trailer(PageKind.RAW, tag)).any():
+        if not tag or (self._trailers[row] != self._trailer(RowKind.RAW, tag)).any():
             raise TransferError(f"row {row} of the CPU tier holds no chunk that this worker can read")
         return rest
 
-    def _trailer(self, kind: PageKind, tag: bytes = bytes(8)) -> npt.NDArray[np.uint8]:
+    def _trailer(self, kind: RowKind, tag: bytes = bytes(8)) -> npt.NDArray[np.uint8]:
         return np.frombuffer(bytes([kind]) + self._shape_digest + tag, np.uint8)
 
 

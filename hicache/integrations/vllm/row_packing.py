@@ -7,7 +7,7 @@ tiles they are the workers find out (`block_shapes`). Of one row, side by side:
     part of worker 0 | part of worker 1 | ... | padding to a multiple of 4096 bytes
 
     [0, part_bytes - 16)   a packed chunk, or the first part of a raw one, whose rest its worker keeps
-    1 byte                 `PageKind`: PACKED or RAW
+    1 byte                 `RowKind`
     7 bytes                digest of the shape of the tiles
     8 bytes                of a raw chunk: random, the same as that of the rest; else 0
 
@@ -16,6 +16,7 @@ Imports nothing of vLLM, so that it is tested where no server is installed.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -23,12 +24,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 import numpy.typing as npt
 
-from hicache.host import TRAILER_BYTES, PageKind
 from hicache.kernels.pack import FOUR_BITS, PackFormat, PagePacker
 
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
+TRAILER_BYTES = 16  # of a part
 TILE_CHANNELS = 64
 _FORMATS = {
     "3": PackFormat(3, (0.05,)),
@@ -37,6 +38,13 @@ _FORMATS = {
 _ATTENTION = ("attn", "mla_attn")  # how vLLM ends the names of layers that have keys and values, or latents
 _ELEMENT_BYTES = 2
 _ROW_STEP = 4096  # of vLLM's rows
+
+
+class RowKind(enum.IntEnum):
+    """PACKED: a chunk as it was packed. RAW: the first part of one that did not fit."""
+
+    PACKED = 0
+    RAW = 1
 
 
 @dataclass(frozen=True)
@@ -56,7 +64,7 @@ class RowPacking:
         """Of rows, uint8 `[rows, bytes]`, those that are packed in all parts. Others are raw, and have not all bytes of
         their chunk."""
         ends = np.arange(1, self.num_parts + 1) * self.part_bytes - TRAILER_BYTES
-        packed: list[bool] = (rows[np.asarray(ids, np.int64)[:, None], ends] == PageKind.PACKED).all(1).tolist()
+        packed: list[bool] = (rows[np.asarray(ids, np.int64)[:, None], ends] == RowKind.PACKED).all(1).tolist()
         return packed
 
 
