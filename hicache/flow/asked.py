@@ -23,13 +23,14 @@ class Asked:
     `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `find`: the job
     that asks a store. `to_read`: what nobody brings yet, full pages first. `runs`: in flight, whoever asked first.
     `to_come`: full pages [start, end) that have not come, of those that are to. `locked`: runs of the host that it
-    continues.
+    continues; `tail`: the last of full pages that came, so that those stay where all in flight has come.
 
     [num_usable, landed_end)   of its prompt, have come without a gap
     [landed_end, end)          are to come
 
-    `is_short`: stores have more, for which there was no room. `has_failed`: something did not come; `was_asked_again`:
-    for that. `has_landed`: something came since the stores were asked. `is_postponed`: it waits for room.
+    `num_planned`: full pages that it is to read itself. `is_short`: stores have more, for which there was no room.
+    `has_failed`: something did not come; `was_asked_again`: for that. `has_landed`: something came since the stores
+    were asked. `is_postponed`: it waits for room.
 
     `progress_s`: when something last landed. `decided_s`: when it chose to wait; `estimate_s`: for how long, where that
     is known; `num_delayed`: the others that computing would have delayed then.
@@ -48,8 +49,10 @@ class Asked:
     to_come: deque[tuple[int, int]] = field(default_factory=deque)
     runs: dict[HostRun, None] = field(default_factory=dict)
     locked: list[tuple[CacheComponent, list[HostRun]]] = field(default_factory=list)
+    tail: HostRun | None = None
     num_usable: int = 0
     landed_end: int = 0
+    num_planned: int = 0
     is_short: bool = False
     has_failed: bool = False
     was_asked_again: bool = False
@@ -96,6 +99,14 @@ class Asked:
         """These stay as long as something comes that continues them."""
         component.index.lock(runs)
         self.locked.append((component, runs))
+
+    def follow(self, component: CacheComponent, run: HostRun) -> None:
+        """What comes next follows `run`, which has come: that stays, and what it follows."""
+        if component.name == FULL and (self.tail is None or run.first > self.tail.first):
+            component.index.lock([run])
+            if self.tail is not None:
+                component.index.unlock([self.tail])
+            self.tail = run
 
     def may_share(self, run: HostRun | None) -> bool:
         """Whether it may wait for a run that a read brings."""
@@ -163,7 +174,9 @@ class Asked:
         now."""
         for component, runs in self.locked:
             component.index.unlock(runs)
-        self.locked, self.has, self.find = [], None, None
+        if self.tail is not None and self.has is not None:
+            self.has.located.context.full.index.unlock([self.tail])
+        self.locked, self.tail, self.has, self.find = [], None, None, None
         self.to_read.clear()
         self.to_come.clear()
         return self.leave([*self.runs])

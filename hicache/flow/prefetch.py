@@ -19,7 +19,6 @@ flight, waits in line, and begins anew. What a stalled thread has comes when it 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
@@ -40,15 +39,12 @@ from hicache.host import HostRun
 from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
 from hicache.tiers import DISK, FULL, Component
 from hicache.tree.key import Tokens
-from hicache.tree.node import TreeNode
-
-log = logging.getLogger(__name__)
 
 _RETRY_S = 0.05  # between two looks whether there is room for who was postponed
 # Of one step, so that it ends soon: requests in work, tokens of prompts whose keys are computed, requests weighed; jobs
 # and pages that are queued.
 _MAX_BEGUN, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
-_MAX_JOBS, _MAX_PAGES = 16, 128
+_MAX_JOBS, _MAX_PAGES = 6, 128
 _ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
 
 
@@ -62,8 +58,8 @@ class Prefetcher(Movement):
         self._begun, self._line, self._to_weigh = dict[Asked, None](), dict[Asked, None](), dict[Asked, None]()
         self._share = HostShare()  # pages that landed for requests that were not admitted
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self._retry_at_s, self._has_been_full = -math.inf, False
-        self._num_claimed = 0  # what a snapshot in another thread may read
+        self._retry_at_s = -math.inf
+        self._num_claimed = self._num_planned = 0  # what a snapshot in another thread may read; pages to be read
         self._counters = counters = PrefetchCounters(context)
         self._readers = Readers(context, cost, counters)
         self._weigher = Weigher(context, cost, counters, requests, self._readers.reads)
@@ -147,12 +143,10 @@ class Prefetcher(Movement):
         may_go_on = any(asked.to_read for asked in self._begun) or any(not asked.is_postponed for asked in self._line)
         return may_go_on or self._readers.is_busy()
 
-    def locks(self) -> Sequence[TreeNode]:
-        return ()
-
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         locked = (locked for asked in self._begun for locked in asked.locked)
         yield from (run for held, runs in locked if held.name == component for run in runs)
+        yield from (asked.tail for asked in self._begun if component == FULL and asked.tail is not None)
         yield from self._readers.runs(component)
 
     # Where its pages are
@@ -245,6 +239,7 @@ class Prefetcher(Movement):
         if any(asked.num_to_read(component) > component.index.capacity for component in self._context.components):
             asked.to_read.clear()
             asked.is_short = True
+        self._note_planned(asked)
         if asked.is_idle:
             self._finish(asked)
 
@@ -264,6 +259,7 @@ class Prefetcher(Movement):
                 has_room = job is not None
                 num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
             self._counters.shared.value += asked.has_shared and not had_shared
+            self._note_planned(asked)
             if has_room or asked.runs:
                 self._advance(asked)
             else:
@@ -293,8 +289,11 @@ class Prefetcher(Movement):
             gap = None if all(came) else next(lost, None)
             for asked in waiting:
                 del asked.runs[run]
+                if published:
+                    asked.follow(job.component, published[-1])
                 if gap is not None:
                     self._readers.cancel(asked.cut(gap))
+                    self._note_planned(asked)
         for asked in wanted:
             self._advance(asked)
 
@@ -338,16 +337,7 @@ class Prefetcher(Movement):
         where there are such, and where its mode bounds it."""
         self._release(asked)
         handle = asked.handle
-        if not self._has_been_full and self._room(asked) <= 0:
-            self._has_been_full = True
-            log.warning(
-                "prefetches wait for host pages: %d are claimed by requests that were not admitted, "
-                "prefetch_host_share=%g allows %d; raise it, or host_bytes",
-                self._claimed(),
-                self._context.config.prefetch_host_share,
-                self._max_pages,
-            )
-        self._counters.postponed.value += 1
+        self._counters.count_postponed(0 if self._room(asked) > 0 else self._claimed(), self._max_pages)
         asked.is_postponed = True
         self._line[asked] = None
         others = len(self._begun) or self._share.total > self._share.of(handle.request_id)
@@ -373,6 +363,7 @@ class Prefetcher(Movement):
     def _release(self, asked: Asked) -> None:
         self._begun.pop(asked, None)
         self._readers.cancel(asked.release())
+        self._note_planned(asked)
 
     # Who waits, and how much of the host they have
 
@@ -385,13 +376,16 @@ class Prefetcher(Movement):
 
     def _claimed(self) -> int:
         """Pages that landed for requests that were not admitted, that are read for them, or are to be."""
-        full = self._context.full
-        to_read = sum(asked.num_to_read(full) for asked in self._begun)
-        return self._share.total + self._readers.num_pages(full) + to_read
+        return self._share.total + self._readers.num_pages[FULL] + self._num_planned
+
+    def _note_planned(self, asked: Asked) -> None:
+        """What is to be read for it has changed."""
+        before, asked.num_planned = asked.num_planned, asked.num_to_read(self._context.full)
+        self._num_planned += asked.num_planned - before
 
     def _room(self, asked: Asked) -> int:
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
         claimed, full = self._claimed(), self._context.full
-        own = self._share.of(asked.handle.request_id) + asked.num_to_read(full)
+        own = self._share.of(asked.handle.request_id) + asked.num_planned
         own += sum(len(run.keys) for run in asked.runs if run.job.component is full)
         return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import logging
+
 from hicache.flow.context import EngineContext
 from hicache.metrics import Counter, Histogram
 from hicache.tiers import DISK, REMOTE, Store
+
+log = logging.getLogger(__name__)
 
 _METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
@@ -14,6 +18,7 @@ class PrefetchCounters:
 
     def __init__(self, context: EngineContext) -> None:
         count, histogram = context.metrics.counter, context.metrics.histogram
+        self._share, self._has_been_full = context.config.prefetch_host_share, False
 
         def outcome(name: str, help: str) -> Counter:
             return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
@@ -42,6 +47,20 @@ class PrefetchCounters:
         for store in context.stores:
             labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
             self._moved[store] = context.metrics.movement(_METRICS[store], moved, took, **labels)
+
+    def count_postponed(self, num_claimed: int, max_pages: int) -> None:
+        """A request waits for what there is no room for, for `num_claimed` pages are claimed of `max_pages`; 0: for
+        another reason."""
+        self.postponed.value += 1
+        if num_claimed and not self._has_been_full:
+            self._has_been_full = True
+            log.warning(
+                "prefetches wait for host pages: %d are claimed by requests that were not admitted, "
+                "prefetch_host_share=%g allows %d; raise it, or host_bytes",
+                num_claimed,
+                self._share,
+                max_pages,
+            )
 
     def count_read(self, store: Store, num_bytes: int, seconds: float) -> None:
         """A job brought `num_bytes` verified bytes."""

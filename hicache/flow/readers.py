@@ -27,6 +27,7 @@ class Readers:
         self._context, self._cost, self._counters = context, cost, counters
         self._tiers, self._tickets = tuple(context.stores.items()), itertools.count()
         self.finds, self.reads = dict[int, Find](), dict[int, ReadOfRuns]()
+        self.num_pages = dict.fromkeys(context.by_name, 0)  # that are read, by component
 
     def poll(self) -> Iterator[FindDone | ReadDone | Stalled]:
         """What was answered, each to be applied before the next is taken."""
@@ -38,9 +39,6 @@ class Readers:
         return not all(job.is_stalled for job in self.finds.values()) or not all(
             job.is_stalled for job in self.reads.values()
         )
-
-    def num_pages(self, component: CacheComponent) -> int:
-        return sum(job.num_pages for job in self.reads.values() if job.component is component)
 
     def runs(self, component: Component) -> Iterable[HostRun]:
         return (run for job in self.reads.values() if job.component.name == component for run in job.runs)
@@ -86,6 +84,7 @@ class Readers:
             return None
         job, ticket = ReadOfRuns(component, store, runs, asked.handle.waits), next(self._tickets)
         self.reads[ticket] = job
+        self.num_pages[component.name] += job.num_pages
         for run in runs:
             run.source, run.job, run.wanted = store, job, {asked: None}
             asked.runs[run] = None
@@ -100,6 +99,7 @@ class Readers:
     def take(self, done: ReadDone) -> tuple[ReadOfRuns, list[bool]]:
         """A job that was answered, and which of its pages came."""
         job = self.reads.pop(done.ticket)
+        self.num_pages[job.component.name] -= job.num_pages
         num_ok, num_bytes = sum(done.ok), sum(done.ok) * job.component.host.page_bytes
         self._counters.lost.value += done.asked - num_ok
         if num_ok:

@@ -323,6 +323,7 @@ class PageIndex:
 
     def _shrink(self, run: HostRun, num_pages: int) -> None:
         """The last pages of an unlocked run leave."""
+        assert not run.locks, "somebody needs it"
         start, before = len(run.keys) - num_pages, run.before
         gone, ids = run.keys[start:], run.ids[start:]
         rest = [run.rest[key] for key in gone if key in run.rest]
@@ -350,6 +351,7 @@ class PageIndex:
 
     def _publish(self, run: HostRun) -> None:
         """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""
+        assert run.locks > 0, "its writer has let go of it"
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
         run.is_published, run.last_access_time = True, next(clock)

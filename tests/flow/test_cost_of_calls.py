@@ -25,7 +25,7 @@ from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
 
 PAGE = 8
-MAX_JOBS = 32  # that a poll gives to a store
+MAX_JOBS = 8  # that a poll gives to a store
 IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
 
 
