@@ -174,8 +174,10 @@ class Asked:
         now."""
         for component, runs in self.locked:
             component.index.unlock(runs)
-        if self.tail is not None and self.has is not None:
-            self.has.located.context.full.index.unlock([self.tail])
+        if self.has is not None:
+            located = self.has.located
+            located.context.full.index.unlock([self.tail] if self.tail is not None else [])
+            self.is_found, self.end = False, located.num_pages
         self.locked, self.tail, self.has, self.find = [], None, None, None
         self.to_read.clear()
         self.to_come.clear()

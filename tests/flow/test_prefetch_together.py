@@ -132,6 +132,24 @@ def test_who_finds_no_room_waits_no_longer_than_pays(store: PacedStore) -> None:
         store.allow()
 
 
+def test_who_is_found_and_has_no_room_waits_no_longer_than_pays(store: PacedStore, clock: Clock) -> None:
+    """Of two that ask at once the share has room for one. Neither waits for longer than computing takes, where the disk
+    stands still."""
+    prompts = [tokens_of(1), tokens_of(2)]
+    fill(store, *prompts)
+    with engine_of(store, prefetch_host_share=0.121) as engine:
+        engine.observe_prefill(192, 18.0)
+        store.hold()
+        handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
+        until_found(engine, store, *handles)
+        assert engine.stats()["prefetch.postponed_requests"] == 1
+        for passed_s, ready in ((17, False), (2, True)):
+            clock.now_s += passed_s
+            for _ in range(2):  # the first that stops delays the other one in that poll
+                engine.poll()
+            assert [handle.ready for handle in handles] == [ready] * 2, passed_s
+
+
 @pytest.mark.parametrize(("mode", "cancelled"), [("auto", None), ("auto", 0), ("wait_complete", 1)])
 def test_requests_for_the_same_pages_share_one_read(
     mode: PrefetchMode, cancelled: int | None, store: PacedStore
