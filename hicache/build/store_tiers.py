@@ -25,7 +25,7 @@ from hicache.tiers import DISK, REMOTE, Component, Store
 # beside one another disturb each other. What is there at the deadline of a call counts.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
 # A job costs the scheduler's thread the same however small its pages are.
-_MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 8 << 20
+_MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 32 << 20
 # One call fills the link to these stores; where a request takes long, as to S3, several calls hide it.
 _ONE_READER = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.IGNORECASE)
 _REMOTE_READERS = 4

@@ -92,8 +92,11 @@ class Asked:
 
     def num_to_read(self, component: CacheComponent) -> int:
         """Pages of a component that it is to read itself."""
-        pieces = (piece for piece in self.to_read if piece.component is component and piece.store is not None)
-        return sum(piece.end - piece.start for piece in pieces)
+        num_pages = 0
+        for piece in self.to_read:
+            if piece.component is component and piece.store is not None:
+                num_pages += piece.end - piece.start
+        return num_pages
 
     def lock(self, component: CacheComponent, runs: list[HostRun]) -> None:
         """These stay as long as something comes that continues them."""
@@ -210,7 +213,7 @@ class ReadOfRuns:
     num_pages: int = 0
 
     def __post_init__(self) -> None:
-        self.num_pages = sum(len(run.keys) for run in self.runs)
+        self.num_pages = sum([len(run.keys) for run in self.runs])
 
     @property
     def num_bytes(self) -> int:

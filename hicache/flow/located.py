@@ -152,12 +152,17 @@ class StoreAnswers:
         """Whether memory can serve all of the prompt, or what it lacks comes from the device."""
         return not (self.to_ask or self.known) and self.num_usable == self.located.num_pages
 
+    @property
+    def is_open(self) -> bool:
+        """Whether there is anything to ask a store for."""
+        return bool(self.to_ask) or len(self._others) < len(self._component_keys)
+
     def keys_to_ask(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
         """For the next store: keys of full pages, in order, and of windows and states."""
         keys = self.located.prompt.keys
         return (
-            tuple(key for start, end in self.to_ask for key in keys[start:end]),
-            tuple(key for key in self._component_keys if key not in self._others),
+            tuple([key for start, end in self.to_ask for key in keys[start:end]]),
+            tuple([key for key in self._component_keys if key not in self._others]),
         )
 
     def add(self, store: Store, num_pages: int, others: Sequence[bytes], ok: Sequence[bool]) -> None:

@@ -153,7 +153,7 @@ class Prefetcher(Movement):
 
     def _has_turn(self, asked: Asked) -> bool:
         """Whether another one may begin beside those that have. Who does not wait holds up nobody who does."""
-        return sum(other.handle.waits == asked.handle.waits for other in self._begun) < _MAX_BEGUN
+        return sum([other.handle.waits == asked.handle.waits for other in self._begun]) < _MAX_BEGUN
 
     def _begin_next(self) -> bool:
         """Begin with those in line, until enough was begun; of those that were postponed with the first, now and then,
@@ -191,7 +191,7 @@ class Prefetcher(Movement):
             if component.name == FULL:
                 pages = range(located.device_end, located.host_end)
             asked.lock(component, [part.run for part in located.parts(component, pages)])
-        if any(has.keys_to_ask()):
+        if has.is_open:
             asked.is_short = self._room(asked) <= 0 or not self._readers.find(asked, 0)
         if asked.is_short and has.has_none:
             self._postpone(asked)
@@ -250,7 +250,7 @@ class Prefetcher(Movement):
         Who finds no room holds up those behind, or is postponed where nothing of its own is in flight."""
         num_jobs = num_pages = 0
         has_room = True
-        for asked in sorted((asked for asked in self._begun if asked.to_read), key=_TURN):
+        for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
             had_shared = asked.has_shared
             while asked.share_next() and has_room and num_jobs < _MAX_JOBS and num_pages < _MAX_PAGES:
                 if self._readers.have_enough(asked):
@@ -299,7 +299,7 @@ class Prefetcher(Movement):
 
     def _count_landed(self, published: Sequence[HostRun], job: ReadOfRuns, waiting: Iterable[Asked]) -> None:
         """They count for the request that waits for them and came first."""
-        num_pages, events = sum(len(part.keys) for part in published), self._context.tree.events
+        num_pages, events = sum([len(part.keys) for part in published]), self._context.tree.events
         self._counters.landed.value += num_pages * self._context.tree.page_size
         first = min(waiting, key=_ARRIVAL, default=None)
         if first is not None:
@@ -387,5 +387,5 @@ class Prefetcher(Movement):
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
         claimed, full = self._claimed(), self._context.full
         own = self._share.of(asked.handle.request_id) + asked.num_planned
-        own += sum(len(run.keys) for run in asked.runs if run.job.component is full)
+        own += sum([len(run.keys) for run in asked.runs if run.job.component is full])
         return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 
 from hicache.flow.asked import Asked, Find, ReadOfRuns
 from hicache.flow.components import CacheComponent
@@ -29,10 +29,9 @@ class Readers:
         self.finds, self.reads = dict[int, Find](), dict[int, ReadOfRuns]()
         self.num_pages = dict.fromkeys(context.by_name, 0)  # that are read, by component
 
-    def poll(self) -> Iterator[FindDone | ReadDone | Stalled]:
-        """What was answered, each to be applied before the next is taken."""
-        for _, tier in self._tiers:
-            yield from tier.reads.poll()
+    def poll(self) -> list[FindDone | ReadDone | Stalled]:
+        """What was answered."""
+        return [done for _, tier in self._tiers for done in tier.reads.poll()]
 
     def is_busy(self) -> bool:
         """Whether anything is under way that no stalled thread has."""
@@ -47,9 +46,9 @@ class Readers:
         """Ask a store, by its number, for what those before it lack; False where there is none, or nothing to ask for,
         or its queue is full."""
         assert asked.has is not None
-        keys, others = asked.has.keys_to_ask()
-        if number == len(self._tiers) or not (keys or others):
+        if number == len(self._tiers) or not asked.has.is_open:
             return False
+        keys, others = asked.has.keys_to_ask()
         store, tier = self._tiers[number]
         queue_class = ReadClass.URGENT_FIND if asked.handle.waits else ReadClass.BACKGROUND_FIND
         ticket = next(self._tickets)
@@ -89,7 +88,7 @@ class Readers:
             run.source, run.job, run.wanted = store, job, {asked: None}
             asked.runs[run] = None
         asked.to_read[0] = piece._replace(start=start + job.num_pages)
-        keys, views = tuple(key for run in runs for key in run.keys), component.host.views(pages_of(runs))
+        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs))
         queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
         read = ReadJob(ticket, 0, keys, views, job.cancelled, asked.until_s, queue_class)
         is_queued = self._context.stores[store].reads.submit(read)

@@ -355,7 +355,7 @@ class PageIndex:
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
         run.is_published, run.last_access_time = True, next(clock)
-        said = (self._runs[key].expected_uses for key in run.keys if key in self._runs)
+        said = [self._runs[key].expected_uses for key in run.keys if key in self._runs] if self._log is not None else ()
         run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))

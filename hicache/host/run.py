@@ -146,7 +146,9 @@ _START, _END = attrgetter("start"), attrgetter("end")
 
 def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as half-open intervals."""
-    if indices and indices[-1] - indices[0] + 1 == len(indices):
+    if not indices:
+        return []
+    if indices[-1] - indices[0] + 1 == len(indices):
         return [(indices[0], indices[-1] + 1)]
     ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
     return [(indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]
