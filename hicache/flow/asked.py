@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from hicache.flow.components import CacheComponent
 from hicache.flow.handle import Prefetch
 from hicache.flow.located import StoreAnswers, ToRead
-from hicache.host import HostRun
+from hicache.host import HostRun, spans
 from hicache.tiers import FULL, Store
 from hicache.tree.key import Tokens
 
@@ -84,11 +84,16 @@ class Asked:
         self.is_found = self.is_short = self.has_failed = self.has_landed = False
 
     def plan(self, end: int) -> None:
-        """It is known where its other pages are: what a prefix of `end` pages needs is to be read."""
+        """It is known where its other pages are: what a prefix of `end` pages needs is to be read. What should have
+        come before, behind a gap, may be here already."""
         assert self.has is not None
         self.is_found, self.end = True, end
         self.to_read.extend(self.has.to_read(end))
-        self.to_come.extend((piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL)
+        coming = [(piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL]
+        if self.to_come:
+            before = [(start, min(stop, end)) for start, stop in self.to_come]
+            coming = spans(sorted({index for interval in (*before, *coming) for index in range(*interval)}))
+        self.to_come = deque(coming)
 
     def num_to_read(self, component: CacheComponent) -> int:
         """Pages of a component that it is to read itself."""
@@ -183,7 +188,6 @@ class Asked:
             self.is_found, self.end = False, located.num_pages
         self.locked, self.tail, self.has, self.find = [], None, None, None
         self.to_read.clear()
-        self.to_come.clear()
         return self.leave([*self.runs])
 
 

@@ -238,6 +238,7 @@ class Prefetcher(Movement):
         asked.plan(end)
         if any(asked.num_to_read(component) > component.index.capacity for component in self._context.components):
             asked.to_read.clear()
+            asked.to_come.clear()
             asked.is_short = True
         self._note_planned(asked)
         if asked.is_idle:

@@ -160,6 +160,7 @@ def test_requests_for_the_same_pages_share_one_read(
     fork = np.concatenate([same[:96], tokens_of(2, 97)])
     prompts = [same, same, fork, half]
     fill(store, same, fork)
+    asked = store.verbs("contains")
     with engine_of(store) as engine:
         store.hold()
         handles = [engine.prefetch(str(n), tokens, mode=mode) for n, tokens in enumerate(prompts)]
@@ -171,7 +172,7 @@ def test_requests_for_the_same_pages_share_one_read(
         assert [handle.ready for handle in handles] == [n == cancelled for n in range(4)]
         store.allow()
         until_ready(engine, *handles)
-        assert set(store.landed.values()) == {1}
+        assert set(store.landed.values()) == {1} and store.verbs("contains") == asked + len(prompts)
         assert set(store.landed) == set(page_keys(engine, same[:192]) + page_keys(engine, fork[:192]))
         for n, tokens in enumerate(prompts):
             if n != cancelled:
@@ -293,6 +294,24 @@ def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
             settled(engine)
             assert sum(store.landed.values()) <= (2 if len(gone) == 2 else 8 + 2)
             assert handles["short"].landed_tokens == (48 if len(gone) == 1 else 0)
+
+
+def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
+    """A store that has lost a page says so when it is asked again: the prefix ends there, and later jobs with it."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        until_found(engine, store, handle)
+        store.inner.delete(page_keys(engine, tokens)[2:3])
+        store.allow(4)  # the first job
+        eventually(lambda: engine.poll() or handle.landed_tokens == 2 * PAGE)
+        store.allow(1)  # what a thread has begun goes on
+        until_ready(engine, handle)
+        assert handle.landed_tokens == 2 * PAGE and sum(store.landed.values()) <= 7 + 2
+        store.allow()
+        assert admitted(engine, "a", tokens) == 2 * PAGE
 
 
 @pytest.mark.parametrize("leaves", ["acquire", "cancel", "forget"])

@@ -70,10 +70,25 @@ def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
     with engine_over(shared, device=device) as engine:
         shared.lost = page_keys(engine, prompt(0))[2]
         assert ask(engine, "a", prompt(0)) == Hit(remote=16)
-        assert engine.stats()["prefetch.lost_pages"] == 2, "it was asked for once more"
+        assert engine.stats()["prefetch.lost_pages"] == 1
         assert engine.reset(("device",))
         assert ask(engine, "b", prompt(0)) == Hit(host=24, remote=CACHED_LEN - 24), "on the host, by a read or a copy"
         assert engine.stats()["remote_prefetch.bytes"] == 10 * 8 * 192
+        settled(engine)
+
+
+def test_what_the_disk_lost_comes_from_the_remote_tier(device: str) -> None:
+    """A page that does not verify is deleted there. It is asked for once more, and the other store has it: the prompt
+    comes whole, and what follows the page is not read twice."""
+    shared, disk = MemoryPageStore(BUDGET), LossyStore(BUDGET)
+    fill(shared, disk, prompt(0))
+    with engine_over(shared, disk, device=device) as engine:
+        disk.lost = page_keys(engine, prompt(0))[2]
+        handle = engine.prefetch("a", prompt(0))
+        until_ready(engine, handle)
+        assert (handle.found_tokens, handle.landed_tokens) == (CACHED_LEN, CACHED_LEN)
+        assert serve(engine, "a", prompt(0)).hit == Hit(disk=CACHED_LEN - 8, remote=8)
+        assert engine.stats()["remote_prefetch.bytes"] == 8 * 192
         settled(engine)
 
 
