@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     for page_size in (64, 1):
         _match_and_insert(report, page_size, args.samples)
-    for policy in ORDERS:
+    for policy in EVICTION_POLICIES:
         _evictions(report, policy, max(5, args.samples // 5))
 
 

@@ -31,12 +31,13 @@ class Mutation(NamedTuple):
     tests: str
 
 
-TREE, EVICTION = "tests/tree", "tests/eviction"
+TREE, EVICTION, MATCHES = "tests/tree", "tests/eviction", "tests/prefix_cache/test_cache_machines.py"
 TRANSFER, STORE = "tests/transfer", "tests/storage"
 MUTATIONS = (
     # Tree
-    Mutation("hicache/tree/core.py", "if last_len < node.num_tokens:", "if last_len > node.num_tokens:", TREE),
-    Mutation("hicache/tree/core.py", "return length - length % self.page_size", "return length", TREE),
+    Mutation("hicache/tree/core.py", "if last_len < node.num_tokens:", "if last_len > node.num_tokens:", MATCHES),
+    Mutation("hicache/tree/core.py", "return length - length % self.page_size", "return length",
+             "tests/flow/test_engine_in_flight.py"),
     Mutation("hicache/tree/core.py", "            if child.is_loading:\n                break\n", "", TREE),
     Mutation("hicache/flow/backup.py", "            if confirmed:\n                arrived.append",
              "            if True:\n                arrived.append",
@@ -58,9 +59,12 @@ MUTATIONS = (
     Mutation("hicache/tree/accounts.py", "above.locks = 0 if component.at_node_end else below.locks",
              "above.locks = 0", TREE),
     Mutation("hicache/tree/core.py", "donated is not None and pos == len(tokens)", "donated is not None", TREE),
-    Mutation("hicache/tree/components/mamba.py", "return node.has(MAMBA) and length == node.num_tokens",
-             "return node.has(MAMBA)", TREE),
-    Mutation("hicache/tree/components/swa.py", "+ length if held else 0", "+ length if held else self._run_len", TREE),
+    Mutation("hicache/tree/core.py", " and (nodes[at].depth_tokens == end or not component.at_node_end)",
+             "", MATCHES),
+    Mutation("hicache/tree/components/swa.py", "max(0, end - self.window)",
+             "max(0, end - self.window + self._page_size)", MATCHES),
+    Mutation("hicache/tree/core.py", "node.num_tokens), min(node.depth_tokens, end)",
+             "node.num_tokens), min(node.depth_tokens, length)", "tests/flow/test_engine_in_flight.py"),
     # Eviction
     Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",
              "self.split_prefix(node, num", TREE),

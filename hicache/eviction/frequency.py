@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hicache.eviction.orders import PriorityHeap, R, Record, Usage
+from hicache.eviction.orders import EvictionPolicy, Record, Usage
 
 _HALF_LIVES = 3.0
 _UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
@@ -74,8 +74,8 @@ class _ShadowLru:
             self._names[upper], self._names[lower] = upper_tokens, num_tokens - upper_tokens
 
 
-class UsageLog:
-    """Uses of what one order holds and has held. `tokens`: in the order now."""
+class FadingFrequency(EvictionPolicy):
+    """See the module: uses of what one order holds and has held. `tokens`: in the order now."""
 
     def __init__(self) -> None:
         self.tokens = 0
@@ -93,16 +93,11 @@ class UsageLog:
         return math.log2(record.uses) + record.used_at / self.half_life + min(record.owner.priority, _MAX_LEVELS)
 
     def enter(self, record: Record) -> None:
-        """It is held from now on; its uses before it was evicted are remembered, if there were any."""
-        usage = record.owner
-        remembered = self._evicted.pop(usage.name, None)
-        self._see(usage)
-        if remembered is None:
-            record.uses, record.used_at = 1.0, self._seen_tokens
-        else:
-            record.uses, record.used_at = remembered.uses, remembered.at
-            self._count(record, usage.num_tokens)
-        record.hits = usage.hit_count
+        self.tokens += record.owner.num_tokens
+        self._count_in(record)
+
+    def lock(self, record: Record) -> None:
+        self.tokens -= record.owner.num_tokens
 
     def use(self, record: Record) -> None:
         """Count a use if requests used it since the last one."""
@@ -119,13 +114,9 @@ class UsageLog:
             return 0.0 if record.uses else 1.0
         return max(1.0, record.uses * math.pow(2.0, (record.used_at - self._seen_tokens) / self.half_life))
 
-    def expect(self, record: Record, num_uses: float) -> None:
-        """It will be used `num_uses` times; 0: its uses so far say nothing, nor does one that a lock has kept from
-        being counted."""
-        if record.uses:
-            self.use(record)
-        else:
-            self.enter(record)
+    def expect_uses(self, record: Record, num_uses: float) -> None:
+        """With 0, one that a lock has kept from being counted says nothing either."""
+        self._count_in(record)
         record.uses = max(record.uses, float(num_uses)) if num_uses else _NO_USES
         record.used_at = self._seen_tokens if num_uses else record.used_at
 
@@ -157,6 +148,21 @@ class UsageLog:
                 break
             first, end = first or piece, end + piece.num_tokens
         return min(end, num_tokens) or num_tokens
+
+    def _count_in(self, record: Record) -> None:
+        """It is held. Its uses before it was evicted are remembered, if there were any."""
+        if record.uses:
+            self.use(record)
+            return
+        usage = record.owner
+        remembered = self._evicted.pop(usage.name, None)
+        self._see(usage)
+        if remembered is None:
+            record.uses, record.used_at = 1.0, self._seen_tokens
+        else:
+            record.uses, record.used_at = remembered.uses, remembered.at
+            self._count(record, usage.num_tokens)
+        record.hits = usage.hit_count
 
     def _rank(self, uses: _Uses) -> float:
         return math.log2(uses.uses) + uses.at / self.half_life
@@ -207,50 +213,3 @@ class UsageLog:
 
 def _bucket(age: int) -> int:
     return min(int(math.log2(max(age, 1)) * _BUCKETS_PER_OCTAVE), _NUM_BUCKETS - 1)
-
-
-class FadingFrequency(PriorityHeap[R]):
-    """See the module. `log` has what it ranks by."""
-
-    def __init__(self, is_evictable: Callable[[R], bool]) -> None:
-        self.log = UsageLog()
-        super().__init__(self.log.rank, is_evictable)
-        self._generation = self.log.generation
-
-    def insert(self, record: R) -> None:
-        self._count_in(record)
-        super().insert(record)
-
-    def hit(self, record: R) -> None:
-        if record in self:
-            self.log.use(record)
-        super().hit(record)
-
-    def lock(self, record: R) -> None:
-        self.log.tokens -= record.owner.num_tokens
-        super().lock(record)
-
-    def unlock(self, record: R) -> None:
-        self._count_in(record)
-        super().unlock(record)
-
-    def split(self, upper: R, lower: R) -> None:
-        self.log.split(upper, lower)
-        super().split(upper, lower)
-
-    def evict(self, record: R) -> None:
-        super().evict(record)
-        self.log.forget(record)
-
-    def victim(self) -> R | None:
-        if self._generation != self.log.generation:
-            self._generation = self.log.generation
-            self.rank_again()
-        return super().victim()
-
-    def _count_in(self, record: R) -> None:
-        self.log.tokens += record.owner.num_tokens
-        if record.uses:
-            self.log.use(record)
-        else:  # it was not held before, or not since it was locked
-            self.log.enter(record)

@@ -1,11 +1,12 @@
-"""What an eviction order is, and the one that policies are made of: a heap by rank.
+"""The eviction order, a heap by rank, and what a policy is: how records rank.
 
-An order is a persistent structure: the next victim is found without a look at the others. It holds records, one for
+The order is a persistent structure: the next victim is found without a look at the others. It holds records, one for
 each thing that may be evicted, and knows nothing of what they stand for: of nodes the radix tree keeps an order for
-each component on each tier, of pages their index keeps one. What queued requests expect goes last in all of them.
+each component, of runs of pages their index keeps one, of chunks vLLM's CPU tier. What queued requests expect goes last
+in all of them.
 
-A policy of one's own is an `EvictionOrder`, or a strategy in a `PriorityHeap`, in a file that imports this one, and an
-entry in the table of `hicache.eviction.policy`.
+A policy of one's own is an `EvictionStrategy`, or an `EvictionPolicy` where it remembers more than how a thing was
+used, in a file that imports this one, and an entry in the table of `hicache.eviction.policy`.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ class Record:
     """A thing's place in its order. `owner`: whose use counts, while the thing is held. `expected`: how many queued
     requests will need it.
 
-    Of a heap: `at`, the index of its entry. Of the policy auto: `uses`, `used_at`, `hits`.
+    Of the order: `at`, the index of its entry. Of the policy auto: `uses`, `used_at`, `hits`.
     """
 
     __slots__ = ("at", "expected", "hits", "used_at", "uses")
@@ -82,105 +83,130 @@ class CountedRecord(Record):
 R = TypeVar("R", bound=Record)
 
 
-class EvictionOrder(Protocol[R]):
-    """The records of what is held and not locked, and which of them is evicted next. A record has one order for life.
+class EvictionPolicy(ABC):
+    """How the records of one order rank. The order tells it of every event before it asks for the rank; a record's
+    owner is up to date then. `generation`: another number once all ranks have changed.
 
-    Called from one thread. A record's owner is up to date when its event is reported; of a path the deepest is reported
-    first.
+    What is not abstract suits a policy that ranks by `Usage` alone.
     """
 
-    def insert(self, record: R) -> None:
-        """What is held, and not locked, from now on enters the order."""
+    generation = 0
 
-    def hit(self, record: R) -> None:
-        """It was used; where it is locked, that counts once it is unlocked."""
+    @abstractmethod
+    def rank(self, record: Record) -> Priority:
+        """The one with the lowest goes first. All of one policy are of one length."""
 
-    def expect(self, record: R, change: int) -> None:
-        """`change` more queued requests will need it, or fewer. That is no use."""
+    def enter(self, record: Record) -> None:  # noqa: B027
+        """It is held and not locked from now on: it came, or lost its last lock."""
 
-    def lock(self, record: R) -> None:
-        """It got its first lock and leaves the order."""
+    def use(self, record: Record) -> None:  # noqa: B027
+        """It was used while it was in the order."""
 
-    def unlock(self, record: R) -> None:
-        """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
+    def lock(self, record: Record) -> None:  # noqa: B027
+        """It got its first lock."""
 
-    def update(self, record: R) -> None:
-        """It is in the order, and may be a victim from now on, or its rank changed without a use."""
+    def split(self, upper: Record, lower: Record) -> None:  # noqa: B027
+        """`upper` is new and took a part of `lower`."""
 
-    def split(self, upper: R, lower: R) -> None:
-        """`upper` is new and took a part of `lower`, which is in the order; it enters with `lower`'s rank."""
+    def forget(self, record: Record) -> None:  # noqa: B027
+        """It, or a part that was split off it, is held no more."""
 
-    def evict(self, record: R) -> None:
-        """It is held no more and leaves the order."""
+    def expect_uses(self, record: Record, num_uses: float) -> None:  # noqa: B027
+        """It will be used `num_uses` times; 0: its uses so far say nothing."""
 
-    def victim(self) -> R | None:
-        """The next to be evicted, which stays in the order until `evict`; None where none may be."""
+    def uses_of(self, record: Record) -> float:
+        """How often it was used, as far as that counts; 0 where no use is to come."""
+        return 1.0
 
-    def __contains__(self, record: R) -> bool: ...
-
-    def __iter__(self) -> Iterator[R]: ...
-
-    def __len__(self) -> int: ...
+    def like_tokens(self, num_tokens: int, name_at: Callable[[int], int]) -> int:
+        """How many of `num_tokens` tokens are to be one record. `name_at(n)`: the name of what follows the first n."""
+        return num_tokens
 
 
-class EvictionStrategy(ABC):
-    """Ranks nodes, pages or chunks by a number or a tuple of numbers."""
+class EvictionStrategy(EvictionPolicy):
+    """Ranks nodes, runs or chunks by how they were used."""
 
     @abstractmethod
     def get_priority(self, node: Usage) -> Priority:
         """The one with the lowest goes first. All of one strategy are of one length."""
 
+    def rank(self, record: Record) -> Priority:
+        return self.get_priority(record.owner)
 
-class PriorityHeap(Generic[R]):
-    """What nobody expects goes first; of these the record whose rank was lowest at its last event; of equals, the one
-    with the earlier event.
 
-    `is_evictable(record)`: whether it may be a victim now. One that may not has no entry in the heap, or loses it at
-    the top, until `update`. Nothing stale is left behind for one later call to clear away: every event costs at most
-    O(log n). Iteration: in no order.
+class EvictionOrder(Generic[R]):
+    """The records of what is held and not locked, and which of them is evicted next: what nobody expects goes first; of
+    these the record whose rank was lowest at its last event; of equals, the one with the earlier event.
+
+    Called from one thread. A record has one order for life; its owner is up to date when an event is reported, and of a
+    path the deepest is reported first. `is_evictable(record)`: whether it may be a victim now. One that may not has no
+    entry in the heap, or loses it at the top, until `update`. Nothing stale is left behind for one later call to clear
+    away: every event costs at most O(log n), but for a victim after all ranks have changed. Iteration: in no order.
     """
 
-    def __init__(self, rank: Callable[[R], Priority], is_evictable: Callable[[R], bool]) -> None:
-        self._rank, self._is_evictable = rank, is_evictable
+    def __init__(self, policy: EvictionPolicy, is_evictable: Callable[[R], bool]) -> None:
+        self.policy, self._is_evictable = policy, is_evictable
         # (is expected, *rank, sequence number, record), flat: a comparison that has to follow pointers costs much of a
         # large heap.
         self._heap: list[tuple[Any, ...]] = []
         self._sequence = itertools.count()
         self._aside: dict[R, None] = {}
+        self._generation = policy.generation
 
     def insert(self, record: R) -> None:
+        """What is held, and not locked, from now on enters the order."""
+        self.policy.enter(record)
         self._enter(record)
 
     def hit(self, record: R) -> None:
-        if record.at != _NO_ENTRY:
-            entry = self._entry(record)
-            self._rise(self._sink(record.at), entry)
+        """It was used; where it is locked, that counts once it is unlocked."""
+        if record in self:
+            self.policy.use(record)
+            self._move(record)
 
     def expect(self, record: R, change: int) -> None:
+        """`change` more queued requests will need it, or fewer. That is no use."""
         record.expected += change
         self.update(record)
 
+    def expect_uses(self, record: R, num_uses: float) -> None:
+        """It will be used `num_uses` times, see `EvictionPolicy.expect_uses`. That is no use."""
+        self.policy.expect_uses(record, num_uses)
+        self.update(record)
+
     def lock(self, record: R) -> None:
+        """It got its first lock and leaves the order."""
+        self.policy.lock(record)
         self._leave(record)
 
     def unlock(self, record: R) -> None:
-        self._enter(record)
+        """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
+        self.insert(record)
 
     def update(self, record: R) -> None:
+        """It may be a victim from now on, or its rank changed without a use; where it is locked, nothing happens."""
         if record in self._aside:
             del self._aside[record]
             self._enter(record)
         else:
-            self.hit(record)
+            self._move(record)
 
     def split(self, upper: R, lower: R) -> None:
-        """Their owners were used alike, so they rank alike."""
+        """`upper` is new and took a part of `lower`, which is in the order; it enters with `lower`'s rank: their owners
+        were used alike."""
+        self.policy.split(upper, lower)
         self._enter(upper)
 
     def evict(self, record: R) -> None:
+        """It is held no more and leaves the order."""
         self._leave(record)
+        self.policy.forget(record)
 
     def victim(self) -> R | None:
+        """The next to be evicted, which stays in the order until `evict`; None where none may be."""
+        if self._generation != self.policy.generation:
+            self._generation = self.policy.generation
+            self._rank_again()
         while self._heap:
             record: R = self._heap[0][-1]
             if self._is_evictable(record):
@@ -188,12 +214,6 @@ class PriorityHeap(Generic[R]):
             self._leave(record)
             self._aside[record] = None
         return None
-
-    def rank_again(self) -> None:
-        """All ranks have changed."""
-        self._heap = sorted((*self._entry(entry[-1])[:-2], *entry[-2:]) for entry in self._heap)
-        for at, entry in enumerate(self._heap):
-            entry[-1].at = at
 
     def __contains__(self, record: R) -> bool:
         return record.at != _NO_ENTRY or record in self._aside
@@ -205,9 +225,14 @@ class PriorityHeap(Generic[R]):
     def __len__(self) -> int:
         return len(self._heap) + len(self._aside)
 
+    def _rank_again(self) -> None:
+        self._heap = sorted((*self._entry(entry[-1])[:-2], *entry[-2:]) for entry in self._heap)
+        for at, entry in enumerate(self._heap):
+            entry[-1].at = at
+
     def _entry(self, record: R) -> tuple[Any, ...]:
         """With the record's rank of now."""
-        rank = self._rank(record)
+        rank = self.policy.rank(record)
         if isinstance(rank, tuple):
             return (record.expected > 0, *rank, next(self._sequence), record)
         return (record.expected > 0, rank, next(self._sequence), record)
@@ -220,6 +245,12 @@ class PriorityHeap(Generic[R]):
             self._rise(len(self._heap) - 1, entry)
         else:
             self._aside[record] = None
+
+    def _move(self, record: R) -> None:
+        """To where its rank of now puts it."""
+        if record.at != _NO_ENTRY:
+            entry = self._entry(record)
+            self._rise(self._sink(record.at), entry)
 
     def _leave(self, record: R) -> None:
         at = record.at

@@ -1,19 +1,15 @@
-"""Eviction policies by name: how each ranks what is held, and the order that it is kept in.
+"""Eviction policies by name: how each ranks what is held.
 
-A policy of one's own is a file that imports `hicache.eviction.orders` and an entry in `ORDERS`.
+A policy of one's own is a file that imports `hicache.eviction.orders` and an entry in `EVICTION_POLICIES`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
 
 from hicache.errors import ConfigError
 from hicache.eviction.frequency import FadingFrequency
-from hicache.eviction.orders import EvictionOrder, EvictionStrategy, PriorityHeap, R, Usage
-
-OrderFactory = Callable[[Callable[[Any], bool]], EvictionOrder[Any]]
-"""Makes an empty order; its argument says of a record whether it may be a victim now."""
+from hicache.eviction.orders import EvictionOrder, EvictionPolicy, EvictionStrategy, R, Usage
 
 
 class LRUStrategy(EvictionStrategy):
@@ -78,22 +74,8 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
     "slru": SLRUStrategy,
 }
 
-
-def ranked(strategy: Callable[[], EvictionStrategy]) -> OrderFactory:
-    """Orders that are heaps, each ranked by a strategy of its own."""
-
-    def make(is_evictable: Callable[[Any], bool]) -> EvictionOrder[Any]:
-        get_priority = strategy().get_priority
-        return PriorityHeap(lambda record: get_priority(record.owner), is_evictable)
-
-    return make
-
-
-# What `eviction_policy` may name.
-ORDERS: dict[str, OrderFactory] = {
-    "auto": FadingFrequency,
-    **{name: ranked(strategy) for name, strategy in _STRATEGIES.items()},
-}
+# What `eviction_policy` may name; each order has a policy of its own.
+EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"auto": FadingFrequency, **_STRATEGIES}
 
 
 def make_order(name: str, is_evictable: Callable[[R], bool]) -> EvictionOrder[R]:
@@ -101,10 +83,10 @@ def make_order(name: str, is_evictable: Callable[[R], bool]) -> EvictionOrder[R]
 
     ConfigError for an unknown name.
     """
-    factory = ORDERS.get(name.lower())
-    if factory is None:
-        raise _unknown(name, ORDERS)
-    return factory(is_evictable)
+    policy = EVICTION_POLICIES.get(name.lower())
+    if policy is None:
+        raise _unknown(name, EVICTION_POLICIES)
+    return EvictionOrder(policy(), is_evictable)
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:

@@ -170,7 +170,7 @@ class Admit:
         """Tokens of a prompt that the device would serve, and memory; and where its pages are, with a host tier."""
         context, tree = self._context, self._context.tree
         match, located = tree.match(tokens, namespace), None
-        usable = tree.usable_len(match, match.full_len)
+        usable = tree.usable_len(match)
         if context.has_host:
             located = Located(context, self._prompts.of(tokens, namespace, match), match)
             usable = located.last_end(located.host_end, 0, located.in_memory) * tree.page_size
@@ -186,7 +186,7 @@ class Admit:
         context, tree = self._context, self._context.tree
         whole = tokens[: self._max_cached(len(tokens))]
         match, runs = tree.match(whole, namespace), dict[Component, list[HostRun]]()
-        usable = on_device = tree.usable_len(match, match.full_len)
+        usable = on_device = tree.usable_len(match)
         if context.has_host:  # before a node of the match is split
             located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
             end = located.last_end(located.host_end, 0, located.in_memory)
@@ -244,7 +244,7 @@ class Admit:
             limit = min(num_tokens, request.max_cached_tokens + 1)
         whole = request.tokens[: self._max_cached(limit)]
         match = tree.match(whole, request.namespace)
-        length, located, to_load = tree.usable_len(match, match.full_len), None, dict[Component, Sequence[int]]()
+        length, located, to_load = tree.usable_len(match), None, dict[Component, Sequence[int]]()
         estimate = None
         if context.has_host:
             prompt = self._prompts.of(whole, request.namespace, match, request.request_id)

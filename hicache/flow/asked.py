@@ -225,8 +225,8 @@ class ReadOfRuns:
 
     @property
     def wanted(self) -> dict[Asked, None]:
-        """Who waits for any of it."""
-        return {asked: None for run in self.runs for asked in run.wanted}
+        """Who waits for any of it that has not come."""
+        return {asked: None for run in self.runs for asked in run.wanted or ()}
 
     def is_for(self, asked: Asked) -> bool:
         """Whether a request may wait for it: nobody waits for what comes after all others, or may never come."""

@@ -1,7 +1,7 @@
 """Which tier has which page of a prompt: on the device the tree says it, on the host a map by page key, and what the
 stores can add to both.
 
-One loop says how far a prefix can be used: `Located.last_end`.
+One loop says how far a prefix can be used, as in the tree: `Located.last_end`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from hicache.flow.prompt import Prompt
 from hicache.host import RunPart, end_of, spans, within
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.base import Match
+from hicache.tree.components import last_end
 from hicache.tree.node import TreeNode
 
 
@@ -73,19 +74,12 @@ class Located:
 
     def last_end(self, limit: int, floor: int, has: PageTest) -> int:
         """The pages of the longest prefix of at most `limit` that all components can use; `floor` where none longer
-        is. Linear in what it skips: whatever lacks a page of [first_required(end), end) lacks it up to that page."""
-        end = limit
-        while end > floor and (missing := self._missing(end, has)) is not None:
-            end = missing
-        return max(end, floor)
+        is."""
 
-    def _missing(self, end: int, has: PageTest) -> int | None:
-        """A page that a prefix of `end` pages needs and that cannot be had."""
-        for component in self.context.components[1:]:
-            for index in range(end - 1, component.first_required(end) - 1, -1):
-                if not has(component, index):
-                    return index
-        return None
+        def gap(component: CacheComponent, start: int, end: int) -> int | None:
+            return next((index for index in range(end - 1, start - 1, -1) if not has(component, index)), None)
+
+        return last_end(self.context.components[1:], limit, floor, gap)
 
     def _device_pages(self, component: CacheComponent) -> list[bool]:
         """Which pages the device has of a component. Of the last node, pages behind the match are those of another
@@ -107,7 +101,7 @@ def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[by
     found = {FULL: [key for above in reversed(node.path()) for key in names.of(above)]}
     for component in context.components[1:]:
         keys: list[bytes] = []
-        for required in reversed(list(component.tree_component.required_nodes(node))):
+        for required in reversed(component.tree_component.required_nodes(node)):
             of_node = names.of(required)
             keys += names.of_component(
                 component.name, of_node[-1:] if component.tree_component.at_node_end else of_node

@@ -281,7 +281,6 @@ class Prefetcher(Movement):
             keys, first, waiting = [*run.keys], run.first, run.wanted
             came, at = ok[at : at + len(keys)], at + len(keys)
             published = index.publish(run, came)
-            run.job = run.wanted = None
             for part in published:
                 part.stored |= job.store
             if job.component.name == FULL and published:

@@ -4,6 +4,7 @@ from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_p
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
+    RUN_PAGES,
     HostRun,
     NewPages,
     RunPart,
@@ -19,6 +20,7 @@ from hicache.host.run import (
 )
 
 __all__ = [
+    "RUN_PAGES",
     "CudaRegistry",
     "HostPagePool",
     "HostRun",

@@ -13,23 +13,22 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse, groupby
+from itertools import filterfalse, groupby, pairwise
 
 import torch
 
 from hicache.errors import InvariantError
-from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import EvictionOrder, clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
-from hicache.host.run import HostRun, NewPages, Pages, RunPart, end_of, held_by, runs_for, spans
+from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
 
 
 class PageIndex:
     """The pages of one host pool: free, in flight or published. Owned by the scheduler thread.
 
     `policy`: the eviction order. `on_come`: told of what was published, `on_leave`: of the last keys of a run that are
-    evicted.
+    evicted. `run_pages`: most pages of a run.
     """
 
     def __init__(
@@ -38,12 +37,12 @@ class PageIndex:
         policy: str,
         on_come: Callable[[HostRun], None] | None = None,
         on_leave: Callable[[HostRun, Sequence[bytes]], None] | None = None,
+        run_pages: int = RUN_PAGES,
     ) -> None:
-        self.pool, self._on_come, self._on_leave = pool, on_come, on_leave
+        self.pool, self._run_pages, self._on_come, self._on_leave = pool, run_pages, on_come, on_leave
         self._runs: dict[bytes, HostRun] = {}
         self._ids: dict[bytes, int] = {}  # of published pages
         self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
-        self._log = self._order.log if isinstance(self._order, FadingFrequency) else None
         # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
         self.num_in_flight = self.num_evictable = self.num_raw = 0
 
@@ -157,7 +156,7 @@ class PageIndex:
             free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
                 before = self._runs.get(pages.before) if pages.before else None
-                for run in runs_for(pages, free):
+                for run in runs_for(pages, free, self._run_pages):
                     self._follow(run, before)
                     self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, run.keys), run))
                     runs.append(run)
@@ -200,18 +199,18 @@ class PageIndex:
                 del self._runs[key]
         holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            above = holder
-            while above is not None and above is not child:
-                above = above.before
-            # Who brought the same may follow the child: then the child follows nothing.
-            child.before = holder if above is None else None
-            if holder is not None and child.before is holder:
-                holder.after.add(child)
-                self.lock([holder] if child.locks else [])
+            child.before = None
+            self._follow(child, holder)
         run.after.clear()
         if (before := run.before) is not None:
             self._leave(run, before)
             self.unlock([before])
+
+    def link(self, keys: Sequence[bytes]) -> None:
+        """These pages follow each other in a prompt: so do their published runs, where that was not known."""
+        for upper, lower in pairwise(self.parts(keys)):
+            if lower.run.before is None and lower.start == upper.end:
+                self._follow(lower.run, upper.run)
 
     # Use
 
@@ -268,7 +267,7 @@ class PageIndex:
         """These pages, those on their way too, will be asked for `num_uses` times; counts under the policy auto alone.
         A run that has others as well is not one without a use."""
         expected, runs = {*keys}, dict.fromkeys(self._runs[key] for key in keys if key in self._runs)
-        for run in runs if self._log is not None else ():
+        for run in runs:
             if num_uses or expected.issuperset(run.keys):
                 run.expected_uses = max(run.expected_uses, num_uses) if num_uses else 0.0
                 self._tell_uses(run)
@@ -305,10 +304,11 @@ class PageIndex:
     # Inside
 
     def _follow(self, run: HostRun, before: HostRun | None) -> None:
-        if before is not None:
+        """Nothing where `before`, which came again, follows `run` itself."""
+        if before is not None and run not in (path_of(before) if run.after else [before]):
             run.before = before
             before.after.add(run)
-            self.lock([before])
+            self.lock([before] if run.locks else [])
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
@@ -331,10 +331,9 @@ class PageIndex:
         self.num_raw -= len(rest)
         if start:
             del run.keys[start:], run.ids[start:]
-            if self._log is not None:  # what comes back was used as this
-                left = HostRun(gone, ids, None, 0)
-                left.follow(run)
-                self._log.forget(left)
+            left = HostRun(gone, ids, None, 0)  # what comes back was used as this
+            left.follow(run)
+            self._order.policy.forget(left)
         else:
             self._order.evict(run)
             run.is_published = False
@@ -354,8 +353,8 @@ class PageIndex:
         assert run.locks > 0, "its writer has let go of it"
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
-        run.is_published, run.last_access_time = True, next(clock)
-        said = [self._runs[key].expected_uses for key in run.keys if key in self._runs] if self._log is not None else ()
+        run.is_published, run.last_access_time, run.job, run.wanted = True, next(clock), None, None
+        said = [self._runs[key].expected_uses for key in run.keys if key in self._runs]
         run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
@@ -373,9 +372,8 @@ class PageIndex:
 
     def _tell_uses(self, run: HostRun) -> None:
         """What was said of its uses counts once it is there."""
-        if self._log is not None and run.is_published and run.expected_uses != 1.0:
-            self._log.expect(run, run.expected_uses)
-            self._order.update(run)
+        if run.is_published and run.expected_uses != 1.0:
+            self._order.expect_uses(run, run.expected_uses)
             run.expected_uses = 1.0
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:

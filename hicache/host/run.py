@@ -13,7 +13,7 @@ import torch
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
 
-_RUN_PAGES = 16
+RUN_PAGES = 16  # 1024 tokens in pages of 64
 
 
 class Pages(Protocol):
@@ -34,7 +34,7 @@ class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `before` (None: behind none).
     `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
     its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
-    from, `uses`: see `UsageLog.uses_of`."""
+    from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
     before: bytes | None = None
@@ -116,11 +116,11 @@ class HostRun(CountedRecord):
         return start + bisect_left(range(start, last), True, key=lambda i: self.keys[i + shift] != keys[i])
 
 
-def runs_for(pages: NewPages, ids: Iterator[int]) -> Iterator[HostRun]:
-    """Runs of at most `_RUN_PAGES` in which `pages` come, to the next of `ids` in the pool."""
+def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[HostRun]:
+    """Runs of at most `run_pages` in which `pages` come, to the next of `ids` in the pool."""
     start = 0
     while start < len(pages.keys):
-        end = min(len(pages.keys), start + _RUN_PAGES - (pages.first + start) % _RUN_PAGES)
+        end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
         keys, place, first = list(pages.keys[start:end]), pages.place + start, pages.first + start
         run = HostRun(keys, list(islice(ids, end - start)), pages.about, place, first)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses

@@ -7,7 +7,7 @@ import dataclasses
 import importlib
 import json
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
-from hicache.replay.flags import add_trace_flags
-from hicache.replay.simulation import ReplaySettings, replay
-from hicache.replay.trace import Trace, read_trace
+from hicache.replay.flags import add_trace_flags, trace_of
+from hicache.replay.simulation import ReplayResult, ReplaySettings, one_tier, replay
+from hicache.replay.trace import Trace
 
 _ENGINE = settings_of(EngineConfig)
 _SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))
@@ -127,7 +127,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 def run(flags: argparse.Namespace) -> int:
     """Print the plan; returns 0."""
-    trace = None if flags.trace is None else read_trace(flags.trace, flags.block_tokens, flags.time_unit)
+    trace = None if flags.trace is None else trace_of(flags)
     gpu = _gpu(flags)
     model = _model(flags)
     memory = plan_memory(model, gpu, _wanted(flags))
@@ -223,17 +223,24 @@ def _wanted(flags: argparse.Namespace) -> Wanted:
 
 
 def _hit_rows(trace: Trace, tiers: tuple[Tier, ...], policy: str) -> Iterator[HitRow]:
-    """With the device alone, with each further tier, with a host tier of twice the size, and without a limit."""
+    """With the device alone, with each further tier, with a host tier of twice the size, with device and host as one
+    tier, which is the most that a host adds, and without a limit."""
     for number in range(1, len(tiers) + 1):
         yield _hit_row(trace, [(tier.name, tier.num_tokens) for tier in tiers[:number]], policy)
     if len(tiers) > 1:
-        device, host = tiers[:2]
-        yield _hit_row(trace, [(device.name, device.num_tokens), ("twice the host", 2 * host.num_tokens)], policy)
+        device, host = ((tier.name, tier.num_tokens) for tier in tiers[:2])
+        yield _hit_row(trace, [device, ("twice the host", 2 * host[1])], policy)
+        yield _hit_row(trace, [device, ("host as one tier", host[1])], policy, one_tier)
     unlimited = replay(trace, ReplaySettings(device_blocks=None, host_blocks=0, disk_blocks=0, policy=policy))
     yield HitRow("without a limit", (None,), unlimited.hit_rate)
 
 
-def _hit_row(trace: Trace, sizes: list[tuple[str, int]], policy: str) -> HitRow:
+def _hit_row(
+    trace: Trace,
+    sizes: list[tuple[str, int]],
+    policy: str,
+    replayed: Callable[[Trace, ReplaySettings], ReplayResult] = replay,
+) -> HitRow:
     blocks = [num_tokens // trace.block_tokens for _, num_tokens in sizes]
     device, host, disk = [*blocks, 0, 0][:3]
     names = " + ".join(name for name, _ in sizes)
@@ -242,4 +249,4 @@ def _hit_row(trace: Trace, sizes: list[tuple[str, int]], policy: str) -> HitRow:
         return HitRow(names, tokens, 0.0)
     # A tier of less than a block holds none, and without a host tier there is no disk tier.
     settings = ReplaySettings(device_blocks=device, host_blocks=host, disk_blocks=disk if host else 0, policy=policy)
-    return HitRow(names, tokens, replay(trace, settings).hit_rate)
+    return HitRow(names, tokens, replayed(trace, settings).hit_rate)

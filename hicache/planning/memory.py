@@ -3,12 +3,13 @@
     memory of the GPU = weights + pools + workspace
 
 The pools are those that `hicache.build.sizing` describes and the factory builds. With several GPUs every one has its
-share of the weights and heads; latent rows cannot be shared out and are on each of them.
+share of the weights and heads; latent rows cannot be shared out and are on each of them, and on the disk once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -31,7 +32,7 @@ from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
 from hicache.planning.presets import PlannedModel
 from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
-from hicache.tiers import FULL, MAMBA, SWA
+from hicache.tiers import FULL, MAMBA, SWA, Component
 
 _PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
 _MOST_GPUS = 1024
@@ -134,10 +135,12 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
     if config.host_bytes:
         start = dataclasses.replace(start, host_bytes=config.host_bytes)
     tiers = [Tier("device", pool_bytes * wanted.num_gpus, num_tokens, config.mamba_size)]
+    copies = dict.fromkeys(page_bytes, wanted.num_gpus)
     if isinstance(config.host_bytes, int) and config.host_bytes:
-        tiers.append(_tier("host", config, geometry, config.host_bytes, wanted.num_gpus))
+        tiers.append(_tier("host", config, page_bytes, copies, config.host_bytes * wanted.num_gpus))
     if wanted.disk_bytes:
-        tiers.append(_tier("disk", config, geometry, wanted.disk_bytes // wanted.num_gpus, wanted.num_gpus))
+        once = {FULL: 1} if geometry.latent is not None else {}  # one rank stores what all hold alike
+        tiers.append(_tier("disk", config, page_bytes, copies | once, wanted.disk_bytes))
     return MemoryPlan(
         weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, moved, tuple(tiers), config, start
     )
@@ -147,7 +150,7 @@ def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
     """The settings but for the number of tokens, which is a placeholder."""
     disk = None
     if wanted.disk_bytes:
-        disk = DiskConfig(path=wanted.disk_path, budget_bytes=wanted.disk_bytes // wanted.num_gpus)
+        disk = DiskConfig(path=wanted.disk_path, budget_bytes=wanted.disk_bytes)  # of all stores of the path
     return EngineConfig(
         device_tokens=MAX_TOKENS,
         host_bytes="auto" if wanted.host_bytes is None else wanted.host_bytes // wanted.num_gpus,
@@ -161,19 +164,23 @@ def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
     )
 
 
-def _tier(name: str, config: EngineConfig, geometry: ModelGeometry, num_bytes: int, num_gpus: int) -> Tier:
-    """What a tier of `num_bytes` for each GPU holds: pages, and states in the proportions of the host tier."""
-    page, states, page_bytes = config.host_page_size, None, host_page_bytes(config, geometry)
+def _tier(
+    name: str, config: EngineConfig, of_gpu: Mapping[Component, int], copies: Mapping[Component, int], num_bytes: int
+) -> Tier:
+    """What a tier of `num_bytes` holds: pages, and states in the proportions of the host tier. `of_gpu`: bytes of a
+    page of each component on one GPU; `copies`: how many GPUs have one of their own in this tier."""
+    page, states = config.host_page_size, None
+    page_bytes = {component: size * copies[component] for component, size in of_gpu.items()}
     if (state_bytes := page_bytes.get(MAMBA)) is not None:
         states = host_states(dataclasses.replace(config, host_states=0), num_bytes, page_bytes[FULL], state_bytes)
     shares = host_shares(dataclasses.replace(config, host_bytes=num_bytes), page_bytes, states)
     num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # where a page is a sink for padding
     if num_pages < 1:
         raise ConfigError(
-            f"--{'host-memory' if name == 'host' else name} {num_bytes * num_gpus}: too little for a page of "
-            f"{sum(page_bytes.values())} bytes on each of {num_gpus} GPUs; give more, or 0 for no such tier"
+            f"--{'host-memory' if name == 'host' else name} {num_bytes}: too little for a page of "
+            f"{sum(page_bytes.values())} bytes over all GPUs; give more, or 0 for no such tier"
         )
-    return Tier(name, num_bytes * num_gpus, num_pages * page, states or 0)
+    return Tier(name, num_bytes, num_pages * page, states or 0)
 
 
 def _needed(config: EngineConfig) -> int:

@@ -279,7 +279,7 @@ class BasePrefixCache(ABC):
         """All that is held of a key, and the node where the usable part of it ends."""
         tokens, namespace = self._packed(key)
         match = self._tree.match(tokens[:0] if self.disable else tokens, namespace)
-        node = self._tree.node_at(match, self._tree.usable_len(match, match.full_len))
+        node = self._tree.node_at(match, self._tree.usable_len(match))
         if not node.is_root:
             for at in node.path():
                 at.hit_count += 1

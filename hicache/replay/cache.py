@@ -1,30 +1,34 @@
 """One cache without bytes: the real prefix tree, the real index of host pages and their eviction orders.
 
-A block of a trace is a page of one token, its id. Requests come one after the other, and every copy is done at once.
-The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
+A block of a trace is a page of one token: the id of the prefix that it ends. Requests come one after the other, and
+every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
-from hicache.eviction.policy import ORDERS
-from hicache.host import NewPages, PageIndex, RunPart, path_of, spans, used_alike, within
+from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.host import RUN_PAGES, HostRun, NewPages, PageIndex, RunPart, end_of, spans, used_alike, within
+from hicache.replay.disk import DiskOrder
 from hicache.stores.tier import JOB_PAGES
-from hicache.tiers import DISK, FULL
+from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree, TreeNode
 from hicache.tree.key import Tokens
 
 _UNLIMITED = 1 << 62
+_PAGE_TOKENS = 64  # of a host page, unless configured otherwise
+_KEY = ">V8"
 
 WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
 
@@ -49,7 +53,7 @@ class ReplaySettings:
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
-        for name, words in (("policy", tuple(ORDERS)), ("write_policy", WRITE_POLICIES)):
+        for name, words in (("policy", tuple(EVICTION_POLICIES)), ("write_policy", WRITE_POLICIES)):
             if vars(self)[name] not in words:
                 raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
 
@@ -68,34 +72,16 @@ class BlockHits(NamedTuple):
     disk: int = 0
 
 
-class DiskOrder:
-    """What a disk holds: page keys, least recently used first, as a page store evicts them. `capacity`: pages; None:
-    unlimited.
+@dataclass(frozen=True)
+class Copies:
+    """Blocks that were copied: `loaded` host to device, `backed_up` device to host, `read` disk to host, `written` host
+    to disk, `never_read` of these not read until the end."""
 
-    Keys of one call follow each other in a prompt: the first becomes the most recently used, so suffixes go first.
-    """
-
-    def __init__(self, capacity: int | None) -> None:
-        self._capacity = capacity
-        self._keys: OrderedDict[bytes, None] = OrderedDict()
-
-    def num_present(self, keys: Iterable[bytes]) -> int:
-        """How many of `keys` are held before the first that is not. No use."""
-        return sum(1 for _ in takewhile(self._keys.__contains__, keys))
-
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """A request used these; those that are not held are ignored."""
-        for key in reversed(keys):
-            if key in self._keys:
-                self._keys.move_to_end(key)
-
-    def put(self, keys: Sequence[bytes]) -> None:
-        """Hold these, evicting others, and at last their own suffix. What is held already counts as used."""
-        self.touch(keys)
-        for key in [key for key in reversed(keys) if key not in self._keys]:
-            self._keys[key] = None
-            if self._capacity is not None and len(self._keys) > self._capacity:
-                self._keys.popitem(last=False)
+    loaded: int = 0
+    backed_up: int = 0
+    read: int = 0
+    written: int = 0
+    never_read: int = 0
 
 
 class BlockPool:
@@ -120,31 +106,73 @@ class BlockPool:
         """The index counts what is used."""
 
 
-class CacheSimulation:
-    """The tiers of one engine."""
+class BlockKeys(PageHasher):
+    """The key of a block is its id, which stands for all blocks before it too."""
 
-    def __init__(self, settings: ReplaySettings) -> None:
+    def __init__(self) -> None:
+        super().__init__(b"", 1)
+
+    def seed(self, namespace: str) -> bytes:
+        return b""
+
+    def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
+        keys: list[bytes] = tokens.astype(">i8").view(_KEY).tolist()
+        return keys
+
+
+def _ids(keys: Iterable[bytes]) -> Tokens:
+    return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)
+
+
+class CacheSimulation:
+    """The tiers of one engine. `block_tokens`: of a block, of which a run on the host and a read from disk have as many
+    as make the tokens of the engine's."""
+
+    def __init__(self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS) -> None:
         self.settings = settings
-        self.tree = RadixTree(1, PageHasher(b"replay", 1), policy=settings.policy)
+        self._names = BlockKeys()
+        self.tree = RadixTree(1, self._names, policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
-        self.host = None if settings.host_blocks == 0 else PageIndex(BlockPool(settings.host_blocks), settings.policy)
+        self.host = None
+        if settings.host_blocks != 0:
+            run_blocks = max(1, RUN_PAGES * _PAGE_TOKENS // block_tokens)
+            self.host = PageIndex(BlockPool(settings.host_blocks), settings.policy, run_pages=run_blocks)
+        self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
+        self._loaded = self._backed_up = self._read = 0
+
+    @property
+    def copies(self) -> Copies:
+        """Since the beginning, or the last `count_anew`."""
+        written, useful = (0, 0) if self.disk is None else (self.disk.num_written, self.disk.num_useful)
+        return Copies(self._loaded, self._backed_up, self._read, written, written - useful)
+
+    def count_anew(self) -> None:
+        """Copies so far count no more."""
+        self._loaded = self._backed_up = self._read = 0
+        if self.disk is not None:
+            self.disk.count_anew()
 
     def serve(self, blocks: Tokens) -> BlockHits:
-        """One request, from its arrival to its end."""
+        """One request, from its arrival to its end. `blocks`: ids of prefixes, see `prefix_ids`."""
         if len(blocks) > len(self._slots):
             self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
         tree = self.tree
         match = tree.match(blocks)
-        keys = tree.names.of_prompt(match, blocks) if self.host is not None else []
-        read = self._prefetch(keys, match.full_len)
-        length = self._usable(match.full_len if self.host is None else self.host.held_end(keys, match.full_len))
+        keys = self._names.chain(b"", blocks) if self.host is not None else []
+        parts = self.host.parts(keys) if self.host is not None else []
+        read = self._prefetch(blocks, keys, match.full_len, parts)
+        if self.host is not None and len(read):
+            parts = self.host.parts(keys)
+        length = self._usable(end_of(parts, match.full_len))
         device_len = min(match.full_len, length)
-        node = self._admit(tree.node_at(match, device_len), blocks, keys, length)
+        self._loaded += length - device_len
+        self._read += len(read)
+        node = self._admit(tree.node_at(match, device_len), blocks, keys, length, parts)
         node = self._commit(node, blocks[length:], keys)
         tree.touch(node)
         tree.unlock(node)
-        self._touch_below(keys[: node.depth_tokens])
+        self._touch_below(blocks, keys, node.depth_tokens)
         num_disk = bisect_left(read, length)
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
@@ -158,19 +186,33 @@ class CacheSimulation:
 
     # The steps of a request
 
-    def _prefetch(self, keys: list[bytes], device_len: int) -> list[int]:
-        """Disk to host: what the disk adds to memory. Returns which blocks came."""
-        if self.host is None or self.disk is None:
-            return []
-        missing = self.host.lacking(keys, device_len)
-        num_found = self.disk.num_present(keys[at] for at in missing)
-        before = self.host.runs_of(keys[device_len : self.host.held_end(keys, device_len)])
-        self.host.lock(before)
-        read = missing[: min(num_found, self.host.capacity)]
-        for start in range(0, len(read), JOB_PAGES):
-            self._enter(_pieces(keys, read[start : start + JOB_PAGES]))
-        self.host.unlock(before)
-        self.disk.touch([keys[at] for at in read])
+    def _prefetch(
+        self, blocks: Tokens, keys: Sequence[bytes], device_len: int, parts: Sequence[RunPart]
+    ) -> Sequence[int]:
+        """Disk to host: what the disk adds to memory, of which the host has `parts`. Returns which blocks came. One
+        lock keeps what the read continues and what it has brought."""
+        host, disk = self.host, self.disk
+        if host is None or disk is None:
+            return ()
+        is_missing = np.ones(len(keys), np.bool_)
+        is_missing[:device_len] = False
+        for part in parts:
+            is_missing[part.start : part.end] = False
+        missing = np.flatnonzero(is_missing)
+        missing = missing[: disk.num_present(blocks[missing])]
+        if not len(missing):
+            return ()
+        held = end_of(parts, device_len)
+        followed = [part.run for part in parts if device_len < part.end <= held]
+        before = (host.get(keys[start - 1]) for start, _ in spans(missing.tolist()) if start)
+        followed += [run for run in before if run is not None]
+        host.lock(followed)
+        read: list[int] = missing[: host.capacity].tolist()
+        jobs = [_pieces(keys, read[at : at + self._job_blocks]) for at in range(0, len(read), self._job_blocks)]
+        for run in host.reserve([piece for job in jobs for piece in job]) or ():
+            host.publish(run)
+        host.unlock(followed)
+        disk.read(blocks[read])
         return read
 
     def _enter(self, pieces: Sequence[NewPages]) -> None:
@@ -179,31 +221,34 @@ class CacheSimulation:
         absent = [new for piece in pieces for new in self.host.absent(piece)]
         for run in reversed(self.host.reserve(self.host.fitting(absent)) or ()):
             self.host.publish(run)
-            run.stored = 0 if self.disk is None else DISK
+            self._backed_up += len(run.keys)
 
-    def _admit(self, node: TreeNode, blocks: Tokens, keys: list[bytes], length: int) -> TreeNode:
-        """Make slots available for what the prefix of `length` blocks lacks behind `node` and what follows it, and load
-        it. Returns the prefix's end, which is locked."""
+    def _admit(
+        self, node: TreeNode, blocks: Tokens, keys: Sequence[bytes], length: int, parts: Sequence[RunPart]
+    ) -> TreeNode:
+        """Make slots available for what the prefix of `length` blocks, of which the host has `parts`, lacks behind
+        `node` and what follows it, and load it. Returns the prefix's end, which is locked."""
         tree, start = self.tree, node.depth_tokens
         tree.lock(node)
-        parts: list[RunPart] = []
+        loaded: list[RunPart] = []
         if self.host is not None:
-            parts = within(self.host.count_use(self.host.parts(keys[:length])), range(start, length))
-            self.host.lock(part.run for part in parts)
+            used = self.host.count_use(within(parts, range(length)))
+            loaded = within(used, range(start, length))
+            self.host.lock(part.run for part in loaded)
         self._make_available(len(blocks) - start)
         for at in node.path():
             at.hit_count += 1
         end, done = node, start
-        for last, hit_count in used_alike(parts):
+        for last, hit_count in used_alike(loaded):
             end = tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
             done = last
         tree.move_lock(node, end)
         self._maybe_backup(end, keys)
         if self.host is not None:
-            self.host.unlock(part.run for part in parts)
+            self.host.unlock(part.run for part in loaded)
         return end
 
-    def _commit(self, node: TreeNode, computed: Tokens, keys: list[bytes]) -> TreeNode:
+    def _commit(self, node: TreeNode, computed: Tokens, keys: Sequence[bytes]) -> TreeNode:
         """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to
         which the lock on `node` moves."""
         computed = computed[: self._free()]
@@ -212,17 +257,17 @@ class CacheSimulation:
         self._maybe_backup(inserted.node, keys)
         return inserted.node
 
-    def _touch_below(self, keys: list[bytes]) -> None:
+    def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], length: int) -> None:
         """What the tiers below have of the prefix counts as used, whichever tier served it."""
         if self.host is None:
             return
-        self.host.touch(self.host.runs_of(keys))
+        self.host.touch(self.host.runs_of(keys[:length]))
         if self.disk is not None:
-            self.disk.touch(keys)
+            self.disk.touch(blocks[:length])
 
     # Between the tiers
 
-    def _maybe_backup(self, node: TreeNode, keys: list[bytes]) -> None:
+    def _maybe_backup(self, node: TreeNode, keys: Sequence[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
         host = self.host
         if host is None or self.settings.write_policy == "write_back":
@@ -238,13 +283,13 @@ class CacheSimulation:
 
     def _save(self, pieces: Sequence[NewPages]) -> None:
         """Device to host, and from there to the disk, as far as the host has room."""
-        if pieces and self.host is not None:
-            self._enter(pieces)
-            if self.disk is not None:
-                self.disk.put([key for piece in pieces for key in piece.keys if key in self.host])
-                last = (self.host.get(piece.keys[-1]) for piece in pieces)
-                for path in (path_of(run) for run in last if run is not None):
-                    self.disk.touch([key for run in path for key in run.keys])
+        if not pieces or self.host is None:
+            return
+        self._enter(pieces)
+        if self.disk is not None:
+            self.disk.put(_ids(key for piece in pieces for key in piece.keys if key in self.host))
+            for path in _paths([run for piece in pieces if (run := self.host.get(piece.keys[-1])) is not None]):
+                self.disk.touch(_ids(key for run in path for key in run.keys))
 
     # Capacity
 
@@ -266,6 +311,21 @@ class CacheSimulation:
                 unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
         self._save(unsaved[::-1])
+
+
+def _paths(ends: Sequence[HostRun]) -> list[list[HostRun]]:
+    """Of each of `ends` the runs up to it, from the first on, but those that a later one follows as well: the use of
+    that path counts last."""
+    paths, seen = list[list[HostRun]](), set[HostRun]()
+    for end in reversed(ends):
+        path = list[HostRun]()
+        run: HostRun | None = end
+        while run is not None and run not in seen:
+            path.append(run)
+            seen.add(run)
+            run = run.before
+        paths.append(path[::-1])
+    return paths[::-1]
 
 
 def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:

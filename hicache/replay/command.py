@@ -1,26 +1,27 @@
-"""`hicache replay TRACE`: hit rates over sizes and policies, tokens saved and time to first token."""
+"""`hicache replay TRACE`: over sizes and policies hit rates, what is computed, copies, and a miss-ratio curve."""
 
 from __future__ import annotations
 
 import argparse
 import importlib
 import json
-from collections.abc import Sequence
-from dataclasses import fields
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, fields
 from itertools import product
 from typing import Any
 
 from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.console import counted, path_of, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
-from hicache.replay.flags import add_trace_flags
-from hicache.replay.rows import UNLIMITED, hit_rates_svg, result_rows
+from hicache.replay.curve import CurvePoint, miss_ratio_curve
+from hicache.replay.flags import add_trace_flags, trace_of
+from hicache.replay.rows import UNLIMITED, copy_rows, curve_rows, hit_rates_svg, hit_rows, work_rows
 from hicache.replay.simulation import ReplayResult
-from hicache.replay.sweep import Case, cases_of, sweep
-from hicache.replay.trace import Trace, read_trace
+from hicache.replay.sweep import Case, cases_of, sweep, with_beside
+from hicache.replay.trace import Trace
 from hicache.storage.memory import usable_cpus
 
 _TIERS = ("device", "host", "disk")
@@ -29,6 +30,7 @@ _POLICIES = "auto,lru,lfu"
 _SCHEMA = 1
 _COUNT = Whole("a count; leave a tier out instead of giving it nothing", 1)
 _RATE = as_flag(Number("a rate above 0", 1e-12))
+_BYTES = Size("bytes of a tier, like 32GiB", 1)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -47,10 +49,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
             either.add_argument(
                 f"--{tier}-{unit}", type=_capacity, nargs="+", metavar="N", help=f"{unit} of the {tier} tier"
             )
+        either.add_argument(
+            f"--{tier}-bytes", type=_byte_capacity, nargs="+", metavar="SIZE", help="the same in bytes of its tokens"
+        )
     rules = parser.add_argument_group("rules")
     rules.add_argument(
         "--policies", type=_policies, default=_POLICIES, metavar="NAMES",
-        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(ORDERS))}",
+        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(EVICTION_POLICIES))}",
     )  # fmt: skip
     rules.add_argument(
         "--write-policy", choices=WRITE_POLICIES, default=WRITE_POLICIES[0], help="default write_through"
@@ -63,18 +68,26 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
         help="replays beside each other (default: one a processor)",
     )  # fmt: skip
+    parser.add_argument(
+        "--curve", action="store_true", help="the miss ratio of one tier over its size too, of lru and the optimum"
+    )
     parser.add_argument("--json", type=path_of, metavar="FILE", help="write the rows as JSON")
     parser.add_argument("--plot", type=path_of, metavar="FILE", help="draw the hit rates over the sizes, as SVG")
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
-    costs = parser.add_argument_group("time to first token (needs the speed of prefill)")
+    costs = parser.add_argument_group(
+        "bytes, seconds of the GPU and time to first token (which need its prefill speed)"
+    )
     costs.add_argument(
         "--calibration", type=path_of, nargs="+", default=[], metavar="FILE",
         help="JSON with rates: engine.stats(), or the names of these flags with _; flags count more",
     )  # fmt: skip
     size = as_flag(Size("bytes of a token", 1))
     costs.add_argument("--bytes-per-token", type=size, metavar="SIZE", help="what a token stores")
+    costs.add_argument(
+        "--host-bytes-per-token", type=size, metavar="SIZE", help="below the device, where packed (default: the same)"
+    )
     costs.add_argument("--prefill-tokens-per-s", type=_RATE, metavar="RATE", help="speed at the start of a prompt")
     pair = as_flag(Number("seconds of a pair of tokens"))
     costs.add_argument("--prefill-pair-s", type=pair, metavar="SECONDS", help="of a token for each token before it")
@@ -91,16 +104,22 @@ def run(flags: argparse.Namespace) -> int:
     if flags.plot is not None:
         require_writable("--plot", flags.plot)
         importlib.import_module("matplotlib")  # rather than after a long replay
-    trace = read_trace(flags.trace, flags.block_tokens, flags.time_unit)
-    cases = cases_of(_settings(flags, trace.block_tokens), flags.policies)
+    trace = trace_of(flags)
+    rows = cases_of(_settings(flags, trace.block_tokens, costs), flags.policies)
+    cases = with_beside(rows)
     total = len(cases) * len(trace.requests)
     with progress("replay") as step:
-        results = sweep(trace, cases, costs, flags.processes, lambda num_done: step(num_done, total))
+        found = sweep(trace, cases, costs, flags.processes, lambda num_done: step(num_done, total))
+        curve = miss_ratio_curve(trace) if flags.curve else []
+    results = dict(zip(cases, found, strict=True))
     if flags.json is not None:
-        write_whole(flags.json, _json(trace, results))
+        write_whole(flags.json, _json(trace, rows, results, curve))
     if flags.plot is not None:
-        write_whole(flags.plot, hit_rates_svg(results))
-    _print(trace, cases, results)
+        write_whole(flags.plot, hit_rates_svg([results[case] for case in rows], curve))
+    _print(trace, rows, results)
+    if curve:
+        lines = curve_rows(curve, trace.block_tokens, costs)
+        print_table([*lines[0]], [[*line.values()] for line in lines], title="miss ratio of one tier")
     return 0
 
 
@@ -108,53 +127,79 @@ def _capacity(text: str) -> int | None:
     return None if text == UNLIMITED else int(as_flag(_COUNT)(text))
 
 
+def _byte_capacity(text: str) -> int | None:
+    return None if text == UNLIMITED else int(as_flag(_BYTES)(text))
+
+
 def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in ORDERS:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(ORDERS))}")
+        if name not in EVICTION_POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(EVICTION_POLICIES))}")
     return names
 
 
-def _settings(flags: argparse.Namespace, block_tokens: int) -> list[ReplaySettings]:
+def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
     """One for every combination of sizes."""
-    device, host, disk = (_sizes(flags, tier, block_tokens) for tier in _TIERS)
+    device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
     return [
         ReplaySettings(*blocks, write_policy=flags.write_policy, selective_hits=flags.selective_hits)
         for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
     ]
 
 
-def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int) -> tuple[int | None, ...]:
+def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int, costs: TierCosts | None) -> tuple[int | None, ...]:
     """Of a tier in whole blocks, each once; none for no such tier."""
-    given = vars(flags)
+    given, token_bytes = vars(flags), 0.0 if costs is None else costs.bytes_of(tier)
     sizes: list[int | None] = list(given[f"{tier}_blocks"] or ())
-    for tokens in given[f"{tier}_tokens"] or ():
-        if tokens is not None and tokens < block_tokens:
-            raise ConfigError(f"--{tier}-tokens {tokens} is less than a block; give at least {block_tokens}")
-        sizes.append(None if tokens is None else tokens // block_tokens)
+    for unit, in_block in (("tokens", block_tokens), ("bytes", block_tokens * token_bytes)):
+        for size in given[f"{tier}_{unit}"] or ():
+            if not in_block:
+                raise ConfigError(f"--{tier}-bytes needs the bytes that a token stores; give --bytes-per-token")
+            if size is not None and size < in_block:
+                raise ConfigError(f"--{tier}-{unit} {size} is less than a block; give at least {in_block:g}")
+            sizes.append(None if size is None else int(size // in_block))
     return tuple(dict.fromkeys(sizes))
 
 
-def _print(trace: Trace, cases: Sequence[Case], results: Sequence[ReplayResult]) -> None:
-    """A row a case; the optimum ends those of one size."""
-    rows = result_rows(results)
-    lines: list[list[str] | None] = []
-    for case, row in zip(cases, rows, strict=True):
-        lines += [[*row.values()], None] if case.row == "optimal" else [[*row.values()]]
+def _print(trace: Trace, rows: Sequence[Case], results: Mapping[Case, ReplayResult]) -> None:
+    """Hit rates, what is left to compute, and copies where there are any; the optimum ends the rows of one size."""
     requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
     span = f"{trace.requests[-1].time_s:,.0f} s"  # shows a wrong unit of time
     title = f"{trace.name}: {requests} requests in {span}, {blocks} blocks of {trace.block_tokens} tokens"
+    if trace.num_warm_up:
+        title += f", the first {counted(trace.num_warm_up)} requests not counted"
+    is_moving = any(case.settings.host_blocks != 0 for case in rows)
+    has_bytes = any(results[case].copied_bytes for case in rows)
+    _print_rows(title, rows, hit_rows(rows, results))
+    _print_rows("prompts: tokens that are computed, and seconds", rows, work_rows([results[case] for case in rows]))
+    if is_moving:
+        moved = [case for case in rows if case.row == "policy"]
+        copies = copy_rows([results[case] for case in moved])
+        _print_rows(f"copies, {'GiB' if has_bytes else 'blocks'}", moved, copies)
+
+
+def _print_rows(title: str, cases: Sequence[Case], rows: Sequence[Mapping[str, str]]) -> None:
+    lines: list[list[str] | None] = []
+    for case, row in zip(cases, rows, strict=True):
+        lines += [[*row.values()], None] if case.row == "optimal" else [[*row.values()]]
     print_table([*rows[0]], lines, title=title)
 
 
-def _json(trace: Trace, results: Sequence[ReplayResult]) -> str:
+def _json(trace: Trace, rows: Sequence[Case], results: Mapping[Case, ReplayResult], curve: Sequence[CurvePoint]) -> str:
     content: dict[str, Any] = {
         "schema": _SCHEMA,
         "trace": trace.name,
         "block_tokens": trace.block_tokens,
         "requests": len(trace.requests),
+        "warm_up_requests": trace.num_warm_up,
         "blocks": trace.num_blocks,
-        "rows": [result.to_json() for result in results],
+        "rows": [
+            results[case].to_json()
+            | {f"{name}_hit_rate": results[other].hit_rate for name, other in case.beside.items()}
+            for case in rows
+        ],
     }
+    if curve:
+        content["miss_ratio_curve"] = [asdict(point) for point in curve]
     return json.dumps(content, indent=1) + "\n"

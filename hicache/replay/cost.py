@@ -1,4 +1,4 @@
-"""What a hit is worth: time to first token from the rates of a machine and a model.
+"""What a token takes, and what a hit is worth: seconds of the GPU and time to first token.
 
     ttft_s = disk bytes / disk rate + disk and host bytes / link rate + prefill_s
 
@@ -27,10 +27,15 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TierCosts:
-    """Rates of one machine and model; infinite: for nothing. ConfigError for what is no rate."""
+    """Rates of one machine and model; infinite: for nothing. ConfigError for what is no rate.
 
-    prefill_tokens_per_s: float
+    `prefill_tokens_per_s`: None where it is not known, and so no time is. `host_bytes_per_token`: of a token below the
+    device, where pages may be packed; None: as on the device.
+    """
+
+    prefill_tokens_per_s: float | None = None
     bytes_per_token: float = 0.0
+    host_bytes_per_token: float | None = None
     load_bytes_per_s: float = math.inf
     disk_bytes_per_s: float = math.inf
     prefill_pair_s: float = 0.0
@@ -38,23 +43,36 @@ class TierCosts:
     def __post_init__(self) -> None:
         for item in fields(self):
             value, may_be_zero = vars(self)[item.name], item.default == 0.0
+            if value is None and item.default is None:
+                continue
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not (value >= 0 if may_be_zero else value > 0):
                 least = "of at least 0" if may_be_zero else "above 0"
                 raise ConfigError(f"{item.name}={short_repr(value)} is no number {least}")
 
+    def bytes_of(self, tier: str) -> float:
+        """Of a token on "device", "host" or "disk"; 0: not known."""
+        packed = None if tier == "device" else self.host_bytes_per_token
+        return self.bytes_per_token if packed is None else packed
+
+    def prefill_s(self, input_tokens: Counts, hit_tokens: Counts) -> npt.NDArray[np.float64]:
+        """Seconds of the GPU for each request, `[requests]`; NaN where its speed is not known. At least the last token
+        of a prompt is computed."""
+        start = np.minimum(hit_tokens, np.maximum(input_tokens - 1, 0))
+        pair_s = self.prefill_pair_s * (start + input_tokens) / 2
+        token_s = math.nan if self.prefill_tokens_per_s is None else 1 / self.prefill_tokens_per_s
+        return np.asarray((input_tokens - start) * (token_s + pair_s), np.float64)
+
     def ttft_s(
         self, input_tokens: Counts, device_tokens: Counts, host_tokens: Counts, disk_tokens: Counts
     ) -> npt.NDArray[np.float64]:
         """Seconds to the first token of each request, `[requests]`: nothing else runs, and copies end before computing
-        begins. At least the last token of a prompt is computed."""
+        begins."""
         moved = host_tokens + disk_tokens
-        start = np.minimum(device_tokens + moved, np.maximum(input_tokens - 1, 0))
-        pair_s = self.prefill_pair_s * (start + input_tokens) / 2
-        seconds = (input_tokens - start) * (1 / self.prefill_tokens_per_s + pair_s)
+        seconds = self.prefill_s(input_tokens, device_tokens + moved)
         for tokens, bytes_per_s in ((moved, self.load_bytes_per_s), (disk_tokens, self.disk_bytes_per_s)):
-            seconds = seconds + tokens * (self.bytes_per_token / bytes_per_s)
-        return np.asarray(seconds, np.float64)
+            seconds = seconds + tokens * (self.bytes_of("host") / bytes_per_s)
+        return seconds
 
 
 _NAMES = tuple(item.name for item in fields(TierCosts))
@@ -77,10 +95,11 @@ def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCo
     rates |= {name: value for name, value in given.items() if value is not None}
     if not rates:
         return None
-    if "prefill_tokens_per_s" not in rates:
+    is_timed = any(name.endswith("_s") for name in rates)
+    if is_timed and "prefill_tokens_per_s" not in rates:
         raise ConfigError("a time to first token needs the speed of prefill; give --prefill-tokens-per-s")
     is_moving = any(name.endswith("_bytes_per_s") for name in rates)
-    if is_moving and "bytes_per_token" not in rates:
+    if (is_moving or "host_bytes_per_token" in rates) and "bytes_per_token" not in rates:
         raise ConfigError("times of copies need the bytes that a token stores; give --bytes-per-token")
     return TierCosts(**rates)
 

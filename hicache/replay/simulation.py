@@ -2,31 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.replay.cache import BlockHits, CacheSimulation, ReplaySettings
+from hicache.replay.cache import BlockHits, CacheSimulation, Copies, ReplaySettings
 from hicache.replay.cost import TierCosts
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.trace import Trace
+from hicache.tree.key import Tokens
 
-__all__ = ["BlockHits", "CacheSimulation", "ReplayResult", "ReplaySettings", "optimal", "replay"]
+__all__ = ["BlockHits", "CacheSimulation", "Copies", "ReplayResult", "ReplaySettings", "one_tier", "optimal", "replay"]
 
 Counts = npt.NDArray[np.int64]
+Progress = Callable[[int], None]
 _PROGRESS_STEP = 64  # requests between two reports
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one replay hit. Arrays are `[requests]`.
+    """What one replay hit. Arrays are `[requests]`, of those that count.
 
     `name`: the row, a policy or `optimal`. `hit_blocks`: by tier, "device" first. A block counts for its tokens, the
-    last one of a prompt for those that it has.
+    last one of a prompt for those that it has. `copies`: None of an optimum, which moves nothing.
     """
 
     settings: ReplaySettings
@@ -38,6 +40,7 @@ class ReplayResult:
     hit_blocks: Mapping[str, Counts]
     name: str = ""
     costs: TierCosts | None = field(default=None, repr=False)
+    copies: Copies | None = None
 
     @property
     def hit_rate(self) -> float:
@@ -66,6 +69,11 @@ class ReplayResult:
         return np.asarray(np.sum(list(self._tokens.values()), axis=0), np.int64)
 
     @property
+    def uncached_tokens(self) -> Counts:
+        """Tokens that were computed, at least the last one."""
+        return np.asarray(np.maximum(self.input_tokens - self.hit_tokens, 1), np.int64)
+
+    @property
     def tokens_saved(self) -> int:
         """Tokens that were not computed."""
         return int(self.hit_tokens.sum())
@@ -76,6 +84,23 @@ class ReplayResult:
         if self.costs is None:
             return np.full(len(self.time_s), np.nan)
         return self.costs.ttft_s(self.input_tokens, self.device_tokens, self.host_tokens, self.disk_tokens)
+
+    @property
+    def gpu_s(self) -> float:
+        """Seconds of the GPU that all prompts take by the cost model; NaN without one."""
+        return (
+            float("nan")
+            if self.costs is None
+            else float(self.costs.prefill_s(self.input_tokens, self.hit_tokens).sum())
+        )
+
+    @property
+    def copied_bytes(self) -> dict[str, int]:
+        """`copies` in bytes; empty where those of a token are not known."""
+        token_bytes = 0 if self.costs is None else self.costs.bytes_of("host")
+        if self.copies is None or not token_bytes:
+            return {}
+        return {name: int(blocks * self.block_tokens * token_bytes) for name, blocks in asdict(self.copies).items()}
 
     def to_json(self) -> dict[str, Any]:
         """Settings and totals as plain values."""
@@ -90,10 +115,13 @@ class ReplayResult:
             "hit_rate": self.hit_rate,
             "tier_hit_rates": self.tier_hit_rates,
             "tokens_saved": self.tokens_saved,
+            "uncached_tokens": _percentiles(self.uncached_tokens),
         }
-        if self.costs is not None:
-            p50, p90, p99 = np.percentile(self.ttft_s, (50, 90, 99)).tolist()
-            totals["ttft_s"] = {"mean": float(self.ttft_s.mean()), "p50": p50, "p90": p90, "p99": p99}
+        if self.copies is not None:
+            totals |= {"copied_blocks": asdict(self.copies), "copied_bytes": self.copied_bytes}
+        if self.costs is not None and self.costs.prefill_tokens_per_s is not None:
+            totals["gpu_s"] = self.gpu_s
+            totals["ttft_s"] = {"mean": float(self.ttft_s.mean()), **_percentiles(self.ttft_s)}
         return totals
 
     @cached_property
@@ -104,42 +132,76 @@ class ReplayResult:
         return dict(zip(self.hit_blocks, tokens, strict=True))
 
 
+def _percentiles(values: npt.NDArray[Any]) -> dict[str, float]:
+    return dict(zip(("p50", "p90", "p99"), np.percentile(values, (50, 90, 99)).tolist(), strict=True))
+
+
 def replay(
-    trace: Trace,
-    settings: ReplaySettings,
-    on_progress: Callable[[int], None] | None = None,
-    costs: TierCosts | None = None,
+    trace: Trace, settings: ReplaySettings, on_progress: Progress | None = None, costs: TierCosts | None = None
 ) -> ReplayResult:
     """Send the requests of `trace` through a cache, one after the other.
 
     `on_progress` gets the number of requests done, every few requests and at the end; what it raises ends the replay.
     """
-    cache = CacheSimulation(settings)
-    hits = np.zeros((len(BlockHits._fields), len(trace.requests)), np.int64)
-    for at, request in enumerate(trace.requests):
-        if on_progress is not None and at % _PROGRESS_STEP == 0:
-            on_progress(at)
-        hits[:, at] = cache.serve(request.blocks)
-    cache.check()
-    if on_progress is not None:
-        on_progress(len(trace.requests))
-    return _result_of(trace, settings, dict(zip(BlockHits._fields, hits, strict=True)), settings.policy, costs)
+    return _replay(trace, trace.prefixes, settings, on_progress, costs)
+
+
+def one_tier(
+    trace: Trace, settings: ReplaySettings, on_progress: Progress | None = None, costs: TierCosts | None = None
+) -> ReplayResult:
+    """The same through a device tier of all blocks of `settings` together, which takes of a prompt no more than their
+    device tier: what tiers hit that never hold a block twice."""
+    whole = replace(settings, device_blocks=settings.total_blocks, host_blocks=0, disk_blocks=0)
+    return _replay(trace, _cut(trace, settings), whole, on_progress, costs)
 
 
 def optimal(
     trace: Trace, settings: ReplaySettings, costs: TierCosts | None = None, name: str = "optimal"
 ) -> ReplayResult:
-    """The most that a cache of all blocks of `settings` together could hit, whatever its order; all on the device."""
-    device = optimal_hits([request.blocks for request in trace.requests], settings.total_blocks)
+    """The most that a cache of all blocks of `settings` together could hit, whatever its order, all on the device: of a
+    prompt no more than fits the device tier, where it is held while it runs."""
+    device = optimal_hits(_cut(trace, settings), settings.total_blocks)
     none = np.zeros_like(device)
     return _result_of(trace, settings, {"device": device, "host": none, "disk": none}, name, costs)
 
 
-def _result_of(
-    trace: Trace, settings: ReplaySettings, hit_blocks: Mapping[str, Counts], name: str, costs: TierCosts | None = None
+def _cut(trace: Trace, settings: ReplaySettings) -> list[Tokens]:
+    """Of each prompt what the device tier holds."""
+    return [ids[: settings.device_blocks] for ids in trace.prefixes]
+
+
+def _replay(
+    trace: Trace,
+    prompts: Sequence[Tokens],
+    settings: ReplaySettings,
+    on_progress: Progress | None,
+    costs: TierCosts | None,
 ) -> ReplayResult:
-    """A result with what the trace says of its requests."""
-    requests = trace.requests
+    cache = CacheSimulation(settings, trace.block_tokens)
+    hits = np.zeros((len(BlockHits._fields), len(prompts)), np.int64)
+    for at, blocks in enumerate(prompts):
+        if on_progress is not None and at % _PROGRESS_STEP == 0:
+            on_progress(at)
+        if at == trace.num_warm_up:
+            cache.count_anew()
+        hits[:, at] = cache.serve(blocks)
+    cache.check()
+    if on_progress is not None:
+        on_progress(len(prompts))
+    by_tier = dict(zip(BlockHits._fields, hits, strict=True))
+    return _result_of(trace, settings, by_tier, settings.policy, costs, cache.copies)
+
+
+def _result_of(
+    trace: Trace,
+    settings: ReplaySettings,
+    hit_blocks: Mapping[str, Counts],
+    name: str,
+    costs: TierCosts | None = None,
+    copies: Copies | None = None,
+) -> ReplayResult:
+    """A result with what the trace says of its requests, of those that count."""
+    requests, first = trace.requests[trace.num_warm_up :], trace.num_warm_up
     return ReplayResult(
         settings,
         trace.name,
@@ -147,7 +209,8 @@ def _result_of(
         np.array([request.time_s for request in requests]),
         np.array([request.input_tokens for request in requests], np.int64),
         np.array([len(request.blocks) for request in requests], np.int64),
-        hit_blocks,
+        {tier: hits[first:] for tier, hits in hit_blocks.items()},
         name,
         costs,
+        copies,
     )

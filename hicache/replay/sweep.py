@@ -15,21 +15,31 @@ from typing import Literal
 import torch
 
 from hicache.replay.cost import TierCosts
-from hicache.replay.simulation import ReplayResult, ReplaySettings, optimal, replay
+from hicache.replay.simulation import ReplayResult, ReplaySettings, one_tier, optimal, replay
 from hicache.replay.trace import Trace
 
 _POLL_S = 0.1
 
-Row = Literal["policy", "optimal", "unlimited"]
+Row = Literal["policy", "one tier", "optimal", "unlimited"]
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of a sweep. `optimal`: the most that any order could hit in all blocks of `settings`; `unlimited`: a
-    device tier that holds everything."""
+    """One replay of a sweep. `one tier`: all blocks of `settings` on the device; `optimal`: the most that any order
+    could hit in them; `unlimited`: a device tier that holds everything."""
 
     row: Row
     settings: ReplaySettings
+
+    @property
+    def beside(self) -> dict[str, Case]:
+        """What a row of a policy with several tiers is compared with: one tier as large, and twice the host."""
+        settings, found = self.settings, dict[str, Case]()
+        if self.row == "policy" and settings.host_blocks != 0:
+            found["one_tier"] = Case("one tier", settings)
+            if settings.host_blocks is not None:
+                found["twice_the_host"] = Case("policy", replace(settings, host_blocks=2 * settings.host_blocks))
+        return found
 
 
 class _Stopped(Exception):
@@ -57,12 +67,20 @@ def cases_of(settings: Iterable[ReplaySettings], policies: Sequence[str]) -> lis
     return [*cases, Case("unlimited", ReplaySettings(None))]
 
 
+def with_beside(cases: Iterable[Case]) -> list[Case]:
+    """These, and all that stands beside them, each once."""
+    cases = list(cases)
+    return list(dict.fromkeys([*cases, *(other for case in cases for other in case.beside.values())]))
+
+
 def run_case(
     trace: Trace, case: Case, costs: TierCosts | None, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
     """The result of one row. `on_progress` as in `replay`; an optimum reports its end alone."""
     if case.row == "policy":
         return replay(trace, case.settings, on_progress, costs)
+    if case.row == "one tier":
+        return one_tier(trace, case.settings, on_progress, costs)
     result = optimal(trace, case.settings, costs, name=case.row)
     if on_progress is not None:
         on_progress(len(trace.requests))
@@ -85,6 +103,7 @@ def sweep(
     if min(num_processes, len(cases)) <= 1:
         size = len(trace.requests)
         return [run_case(trace, case, costs, partial(_after, report, at * size)) for at, case in enumerate(cases)]
+    _ = trace.prefixes  # made once: the processes inherit them
     context = multiprocessing.get_context("fork")  # spawned ones take seconds to import torch
     num_done: Synchronized[int] = context.Value("q", 0)
     executor = ProcessPoolExecutor(min(num_processes, len(cases)), context, _start, (trace, costs, num_done))

@@ -18,9 +18,9 @@ import gzip
 import json
 import math
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -52,16 +52,43 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of time. `block_tokens`: tokens of a whole block."""
+    """Requests in order of time. `block_tokens`: tokens of a whole block. `num_warm_up`: requests at the beginning that
+    fill the tiers and count in no figure."""
 
     name: str
     block_tokens: int
     requests: tuple[TraceRequest, ...]
+    num_warm_up: int = 0
 
     @property
     def num_blocks(self) -> int:
         """Blocks of all prompts, as often as they are asked for."""
         return sum(len(request.blocks) for request in self.requests)
+
+    @cached_property
+    def prefixes(self) -> list[npt.NDArray[np.int64]]:
+        """The blocks of each request by `prefix_ids`."""
+        return prefix_ids([request.blocks for request in self.requests])
+
+
+def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
+    """For each block of prompts an id from 0 on that stands for it and all before it: `[blocks]` for each of `prompts`.
+
+    Sorted, a prompt shares with the one before it all that it shares with any before.
+    """
+    found = [np.empty(0, np.int64)] * len(prompts)
+    before = ids = np.empty(0, np.int64)
+    num_ids = 0
+    for at in sorted(range(len(prompts)), key=lambda at: prompts[at].astype(">i8").tobytes()):
+        prompt = prompts[at]
+        length = min(len(prompt), len(before))
+        differ = np.flatnonzero(prompt[:length] != before[:length])
+        shared = int(differ[0]) if len(differ) else length
+        ids = np.concatenate((ids[:shared], np.arange(num_ids, num_ids + len(prompt) - shared)))
+        num_ids += len(prompt) - shared
+        found[at] = ids
+        before = prompt
+    return found
 
 
 def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str | None = None) -> Trace:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.eviction.frequency import FadingFrequency, UsageLog
 from hicache.eviction.orders import NOBODY, EvictionOrder
 from hicache.eviction.policy import make_order
 from hicache.tiers import FULL, Component
@@ -35,7 +34,6 @@ class Account:
         self.component, self.name = component, component.name
         is_evictable = component.is_evictable
         self.order: EvictionOrder[Holding] = make_order(policy, lambda holding: is_evictable(holding.owner))
-        self.log = self.order.log if isinstance(self.order, FadingFrequency) else None
         self.evictable = self.protected = 0
 
     @property
@@ -47,18 +45,18 @@ class Account:
         return 1 if self.component.at_node_end else node.num_tokens
 
     def uses_of(self, node: TreeNode) -> float:
-        """Of what `node` has, see `UsageLog.uses_of`; 1 under other policies."""
-        return 1.0 if self.log is None else self.log.uses_of(node.holdings[self.name])
+        """Of what `node` has, see `EvictionPolicy.uses_of`."""
+        return self.order.policy.uses_of(node.holdings[self.name])
 
-    @staticmethod
-    def like_tokens(log: UsageLog, namespace: str, start: int, raw: memoryview, page_size: int) -> int:
-        """How many tokens of `raw`, which follow `start` others, one node is to have, see `UsageLog.like_tokens`."""
+    def like_tokens(self, namespace: str, start: int, raw: memoryview, page_size: int) -> int:
+        """How many tokens of `raw`, which follow `start` others, one node is to have, see
+        `EvictionPolicy.like_tokens`."""
 
         def name_at(num_tokens: int) -> int:
             depth, first = start + num_tokens, raw[8 * num_tokens : 8 * (num_tokens + page_size)].tobytes()
             return name_of(namespace, depth, first if depth else (namespace, first))
 
-        return log.like_tokens(len(raw) // 8, name_at)
+        return self.order.policy.like_tokens(len(raw) // 8, name_at)
 
     def lock(self, node: TreeNode) -> None:
         holding = node.holdings[self.name]
@@ -181,7 +179,7 @@ class Accounts:
         needs, until `forget`. It is no lock."""
         num_tokens: dict[Component, int] = {}
         for account in self._accounts:
-            nodes = list(account.component.required_nodes(node))
+            nodes = account.component.required_nodes(node)
             num_tokens[account.name] = sum(required.num_tokens for required in nodes)
             for required in nodes:
                 account.expect(required, 1)
@@ -203,9 +201,8 @@ class Accounts:
         while node.parent is not None and (num_uses or node.depth_tokens > start):
             for account in self._accounts:
                 holding = node.holdings[account.name]
-                if account.log is not None and holding.value is not None:
-                    account.log.expect(holding, num_uses)
-                    account.order.update(holding)
+                if holding.value is not None:
+                    account.order.expect_uses(holding, num_uses)
             found.append(node)
             node = node.parent
             if not num_uses and len(node.children) > 1:

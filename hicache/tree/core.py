@@ -12,7 +12,9 @@ What holds after every call (`check()` proves it):
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
+from operator import attrgetter
 
 import numpy as np
 import torch
@@ -22,12 +24,13 @@ from hicache.tiers import FULL, SWA, Component, joined, own
 from hicache.tree.accounts import Accounts
 from hicache.tree.audit import account_violations, structure_violations
 from hicache.tree.base import Inserted, Match, Released
-from hicache.tree.components import FullComponent, TreeComponent
+from hicache.tree.components import FullComponent, TreeComponent, last_end
 from hicache.tree.events import EventLog
 from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
 from hicache.tree.names import PageNames
 from hicache.tree.node import ChildKey, TreeNode
 
+_DEPTH = attrgetter("depth_tokens")
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 
 
@@ -79,32 +82,37 @@ class RadixTree(Accounts):
                 break
         return Match(namespace, tuple(nodes), last_len, pos)
 
-    def usable_len(self, match: Match, limit: int) -> int:
-        """The longest part of the first `limit` tokens of a match that all components can use."""
-        if len(self.components) == 1:
-            return min(limit, match.full_len)
-        walks, best, pos = [component.new_walk() for component in self.components[1:]], 0, 0
-        for node in match.nodes:
-            length = min(node.num_tokens if node is not match.nodes[-1] else match.last_len, limit - pos)
-            if length <= 0:
-                break
-            pos += length
-            ends = [walk.ends_in(node, length) for walk in walks]  # each has to see every node
-            if all(ends):
-                best = pos
-        return best
+    def usable_len(self, match: Match) -> int:
+        """The longest part of a match that all components can use."""
 
-    def unlocked_len(self, match: Match, length: int) -> int:
-        """How many of the first `length` matched tokens count as evictable until someone locks them."""
-        tokens = pos = 0
+        nodes = match.nodes
+
+        def gap(component: TreeComponent, start: int, end: int) -> int | None:
+            """Where the last nodes without a value, of those that tokens [start, end) lie in, begin."""
+            name, at = component.name, bisect_left(nodes, end, key=_DEPTH)
+            has = nodes[at].has(name) and (nodes[at].depth_tokens == end or not component.at_node_end)
+            while has and at and nodes[at - 1].depth_tokens > start:
+                at -= 1
+                has = nodes[at].has(name)
+            if has:
+                return None
+            while at and not nodes[at - 1].has(name):
+                at -= 1
+            return nodes[at].depth_tokens - nodes[at].num_tokens
+
+        return last_end(self.components[1:], match.full_len, 0, gap)
+
+    def to_protect(self, component: Component, match: Match, end: int, length: int) -> int:
+        """What a lock takes from what is evictable of a component: one at the first `end` tokens of a match, for a
+        prefix of `length` tokens."""
+        account, size = self.account(component), 0
+        start = account.component.first_required(length) // self.page_size * self.page_size
         for node in match.nodes:
-            used = min(node.num_tokens, length - pos)
-            if used <= 0:
-                break
-            if not node.full.locks:
-                tokens += used
-            pos += used
-        return tokens
+            first, last = max(start, node.depth_tokens - node.num_tokens), min(node.depth_tokens, end)
+            if first < last and node.has(component) and not node.locks(component):
+                at_end = account.component.at_node_end
+                size += int(node.depth_tokens <= end) if at_end else last - first
+        return size
 
     def nodes(self) -> list[TreeNode]:
         """All nodes but the root, parents first."""
@@ -153,9 +161,7 @@ class RadixTree(Accounts):
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
             limit = len(tokens) if window_from is None or pos >= window_from else window_from
-            if account.log is not None:
-                run = raw[8 * pos : 8 * limit]
-                limit = pos + account.like_tokens(account.log, namespace, node.depth_tokens, run, self.page_size)
+            limit = pos + account.like_tokens(namespace, node.depth_tokens, raw[8 * pos : 8 * limit], self.page_size)
             child = self._child(node, tokens, raw, pos, limit, namespace)
             if child.is_loading:
                 break

@@ -10,8 +10,8 @@ import pytest
 
 from cli_case import output, refused, stats
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig
+from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageFormat, open_existing, store_folders
-from hicache.stores.staging import WaitingTier
 
 PAGE_BYTES = 4096
 VLLM = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}

@@ -32,7 +32,7 @@ from hicache.config.settings import (
 )
 from hicache.console import parse_bytes
 from hicache.errors import ConfigError, IdentityError
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.stores import identity_of, namespace_digest
@@ -327,7 +327,9 @@ def test_our_variable_goes_before_the_older_name(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.parametrize(
-    ("setting", "names"), [("write_policy", POLICIES), ("eviction_policy", ORDERS)], ids=["write", "eviction"]
+    ("setting", "names"),
+    [("write_policy", POLICIES), ("eviction_policy", EVICTION_POLICIES)],
+    ids=["write", "eviction"],
 )
 def test_policies_are_named_when_an_engine_is_built(setting: str, names: Mapping[str, object]) -> None:
     """The help of a policy lists every name; another is refused when the engine is built, with a host tier or without

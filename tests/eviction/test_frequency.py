@@ -9,6 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from hicache.eviction.frequency import FadingFrequency
+from hicache.eviction.orders import CountedRecord
+from hicache.eviction.policy import make_order
 from hicache.replay.cache import CacheSimulation, ReplaySettings
 from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
@@ -28,8 +31,8 @@ def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
 def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
     """Against a model that keeps every use of every prompt for ever. No prompt is a part of another."""
     dice, tree = random.Random(1), RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL).log
-    assert log is not None
+    log = tree.account(FULL).order.policy
+    assert isinstance(log, FadingFrequency)
     log.half_life, log._adapt = HALF_LIFE, lambda: None  # type: ignore[method-assign]
     prompts = [np.arange(100 * n, 100 * n + dice.randrange(4, 12)) for n in range(40)]
     uses: dict[int, list[int]] = {}
@@ -59,11 +62,26 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
     assert evictions > 300
 
 
+def test_a_use_counts_when_it_is_reported() -> None:
+    """What is expected, or may be evicted again, is not used, though a request that has not ended is counted on it."""
+    order = make_order("auto", lambda record: True)
+    record, *others = [CountedRecord(n) for n in range(50)]
+    for each in (record, *others):
+        order.insert(each)
+    record.hit_count += 1
+    order.expect(record, 1)
+    order.expect(record, -1)
+    order.update(record)
+    assert order.policy.uses_of(record) == 1
+    order.hit(record)
+    assert order.policy.uses_of(record) == pytest.approx(2)
+
+
 def test_no_priority_lasts_for_ever() -> None:
     """What nobody asks for again is evicted before what is in use, whatever its priority was."""
     tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL).log
-    assert log is not None
+    log = tree.account(FULL).order.policy
+    assert isinstance(log, FadingFrequency)
     log.half_life, log._adapt = 1.0, lambda: None  # type: ignore[method-assign]
     for tokens in (np.arange(8), np.arange(8, 16)):
         tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64))
@@ -153,8 +171,8 @@ def test_it_hits_more_than_lru_where_much_comes_once() -> None:
 def test_what_is_remembered_is_bounded() -> None:
     """A prompt that never comes back is forgotten, however many come."""
     tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL).log
-    assert log is not None
+    log = tree.account(FULL).order.policy
+    assert isinstance(log, FadingFrequency)
     log.half_life = 50.0
     for number in range(3000):
         tree.insert(tree.root, np.array([number]), torch.zeros(1, dtype=torch.int64))

@@ -11,7 +11,7 @@ import pytest
 from costs import lines_of
 from hicache.errors import ConfigError
 from hicache.eviction.orders import CountedRecord, EvictionOrder, clock
-from hicache.eviction.policy import ORDERS, SLRUStrategy, get_eviction_strategy, make_order, ranked
+from hicache.eviction.policy import EVICTION_POLICIES, SLRUStrategy, get_eviction_strategy, make_order
 
 Evictable = Callable[[CountedRecord], bool]
 Rank = tuple[float, ...]
@@ -33,8 +33,8 @@ class Model:
     """An order, and beside it what is in it with the rank of the last event. `inner`: what may not be evicted."""
 
     def __init__(self, name: str, dice: random.Random) -> None:
-        make = ranked(lambda: SLRUStrategy(protected_threshold=3)) if name == "slru of 3" else ORDERS[name]
-        self.order: EvictionOrder[CountedRecord] = make(lambda record: record not in self.inner)
+        policy = SLRUStrategy(protected_threshold=3) if name == "slru of 3" else EVICTION_POLICIES[name]()
+        self.order: EvictionOrder[CountedRecord] = EvictionOrder(policy, lambda record: record not in self.inner)
         self.name, self.dice = name, dice
         self.held: list[CountedRecord] = []
         self.ranks: dict[CountedRecord, Rank] = {}
@@ -134,7 +134,7 @@ def test_the_victim_is_the_lowest_of_what_may_be_evicted(name: str) -> None:
     assert evictions > 500
 
 
-@pytest.mark.parametrize("name", [name for name in ORDERS if name != "auto"])
+@pytest.mark.parametrize("name", [name for name in EVICTION_POLICIES if name != "auto"])
 def test_the_cost_of_an_event_grows_with_the_logarithm_of_the_records(name: str) -> None:
     """Uses, locks of any record and victims execute at most 24 lines for each doubling of the records, after any events
     before them: none pays for what was put off. (The policy auto makes all ranks anew where its half-life changes.)"""
@@ -184,9 +184,9 @@ def test_what_is_not_evictable_is_tested_once() -> None:
 
 def test_names_are_known_in_any_case() -> None:
     """A name finds the same policy however it is written; an unknown one is refused with all that there are."""
-    for name in ORDERS:
+    for name in EVICTION_POLICIES:
         written = (name, name.upper(), name.title())
-        assert len({type(make_order(each, lambda record: True)) for each in written}) == 1
+        assert len({type(make_order(each, lambda record: True).policy) for each in written}) == 1
     for ask in (get_eviction_strategy, lambda name: make_order(name, lambda record: True)):
         with pytest.raises(ConfigError, match="fifo, filo, lfu, lru, mru, priority, slru"):
             ask("arc")

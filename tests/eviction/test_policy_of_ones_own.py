@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import largest_first
-from hicache.eviction.policy import ORDERS, ranked
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from largest_first import LargestFirst
@@ -22,7 +22,7 @@ def test_a_policy_of_ones_own_is_one_file() -> None:
 
 def test_a_strategy_of_ones_own_ranks_what_a_tree_evicts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree evicts the prompt of most tokens first, of equals the least recently used; under lru the oldest."""
-    monkeypatch.setitem(ORDERS, "largest", ranked(LargestFirst))
+    monkeypatch.setitem(EVICTION_POLICIES, "largest", LargestFirst)
     for policy, expected in (("largest", [(4, 1), (3, 4), (2, 0), (2, 3), (1, 2)]), ("lru", [(2, 0), (4, 1), (1, 2)])):
         tree, evicted = RadixTree(1, PageHasher(b"identity", 1), policy=policy), list[tuple[int, int]]()
         for first, length in enumerate((2, 4, 1, 2, 3)):

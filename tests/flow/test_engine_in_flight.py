@@ -12,14 +12,16 @@ import pytest
 from hypothesis import settings
 
 from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, WITH_COMPONENTS, compute, config, prefill, verify
-from engine_fuzz import run
-from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
+from engine_fuzz import EngineFuzz, run
+from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.movement import JointOp
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA
 from hicache.transfer.cpu import CpuOp
+from hicache.tree.base import Match
+from hicache.tree.node import TreeNode
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -302,3 +304,39 @@ def test_windows_in_flight_are_nobody_elses(ok: bool) -> None:
     engine.release(loading)
     assert serve(engine, transfers, "c", tokens, WINDOWS) == 40
     close(engine)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_what_an_admission_keeps_is_what_its_lock_covers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each component, over random histories: what is evictable falls with the lock of a prefix by what was counted
+    before anything changed, windows and states that the device keeps of a prefix whose end is loaded included."""
+    fuzz = EngineFuzz(kind, seed=4)
+    tree = fuzz.engine.inspect.context.tree
+    to_protect, lock, acquire = tree.to_protect, tree.lock, fuzz.engine.acquire
+    counted = dict[str, int]()
+    sizes = dict[str, list[int]]()
+
+    def count(component: str, match: Match, end: int, length: int) -> int:
+        counted[component] = to_protect(component, match, end, length)
+        return counted[component]
+
+    def lock_once(node: TreeNode, ahead: int = 0) -> None:
+        before = {name: tree.evictable(name) for name in counted}
+        lock(node, ahead)
+        for name, size in counted.items():
+            assert before[name] - tree.evictable(name) == size
+            sizes.setdefault(name, []).append(size)
+        counted.clear()
+
+    def acquire_one(request: CacheRequest) -> Lease:
+        try:
+            return acquire(request)
+        finally:
+            counted.clear()
+
+    monkeypatch.setattr(tree, "to_protect", count)
+    monkeypatch.setattr(tree, "lock", lock_once)
+    monkeypatch.setattr(fuzz.engine, "acquire", acquire_one)
+    fuzz.run(250)
+    assert len(sizes) == len(fuzz.engine.inspect.context.components)
+    assert all(any(found) for found in sizes.values())

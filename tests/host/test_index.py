@@ -5,14 +5,15 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Sequence
+from itertools import pairwise
 
 import pytest
 import torch
 
 from cases import long
 from hicache.errors import InvariantError
-from hicache.eviction.policy import ORDERS
-from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, rest_of
+from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, path_of, rest_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.cache import BlockPool
 
@@ -62,7 +63,8 @@ class Model:
         keys = self.prompt()
         is_read = self.dice.random() < 0.5
         start = self.dice.randrange(len(keys)) if is_read else 0
-        new = NewPages(keys[start:], keys[start - 1] if start else None, start, about=keys, place=start)
+        is_known = start > 0 and self.dice.random() < 0.7
+        new = NewPages(keys[start:], keys[start - 1] if is_known else None, start, about=keys, place=start)
         pieces = self.index.absent(new)
         capacity = NUM_PAGES - sum(run.num_held for run in {*self.runs.values()} if run.locks)
         capacity -= sum(run.num_held for run in self.in_flight)
@@ -131,6 +133,14 @@ class Model:
             self.runs[key] = run
         self.index.touch(self.index.runs_of(keys))
 
+    def link(self) -> None:
+        """Of pages that were named together none leaves while one behind it is held, unless that has come before."""
+        keys = self.prompt()
+        self.index.link(keys)
+        for upper, lower in pairwise(self.index.parts(keys)):
+            if upper.end == lower.start:
+                assert lower.run.before is not None or lower.run in path_of(upper.run)
+
     def check(self) -> None:
         locks = Counter(run for runs in self.locked for run in runs)
         self.index.check(locks + Counter(self.in_flight))
@@ -150,7 +160,7 @@ class Model:
 @pytest.mark.parametrize(
     ("are_packed", "seeds"), [(False, (0, 1)), (True, (1,)), *long((False, range(4)), (True, range(4)))]
 )
-@pytest.mark.parametrize("policy", sorted(ORDERS))
+@pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
 def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
     policy: str, are_packed: bool, seeds: Sequence[int]
 ) -> None:
@@ -160,7 +170,7 @@ def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
     for seed in seeds:
         model = Model(policy, seed)
         ops = [model.reserve, model.reserve, model.land, model.land, model.lock, model.lock, model.unlock, model.use]
-        ops += [model.reserve_rest] if are_packed else []
+        ops += [model.link, model.reserve_rest] if are_packed else [model.link]
         for _ in range(600):
             model.dice.choice(ops)()
             model.check()
@@ -188,7 +198,7 @@ def test_of_prompts_the_one_used_longest_ago_leaves_first() -> None:
     model.index.abandon(run)
 
 
-@pytest.mark.parametrize("policy", ORDERS)
+@pytest.mark.parametrize("policy", EVICTION_POLICIES)
 def test_a_part_of_a_run_that_leaves_is_no_use_of_the_rest(policy: str) -> None:
     """Requests that use two runs have not ended. The run that loses a page goes on losing them until it is gone."""
     index = PageIndex(BlockPool(32), policy)
@@ -213,6 +223,24 @@ def test_pieces_that_come_together_follow_each_other() -> None:
     assert model.index.held_end(keys, 0) == 4 and more is not None
     for run in (new, *more):
         model.index.abandon(run)
+
+
+def test_runs_that_came_apart_follow_each_other_once_they_were_named_together() -> None:
+    """Then the ends leave first, the older of two before the other, though both are younger than what they follow."""
+    model, keys = Model("fifo", 0), [bytes([at]) for at in range(12)]
+    for piece in (keys[:5], keys[5:], [b"other"]):
+        (run,) = model.index.reserve([NewPages(piece)]) or ()
+        model.index.publish(run)
+    model.index.lock([run])
+    model.index.link([*keys[:5], b"absent", *keys[5:]])
+    assert [run.before for run in model.index.runs_of(keys)] == [None, None]
+    for prompt in (keys, [*keys[:5], b"other"], keys):
+        model.index.link(prompt)
+    model.index.check(Counter([run]))
+    model.index.unlock([run])
+    for num_pages, left in ((NUM_PAGES - 13 + 3, 10), (4, 6), (1, 5), (1, 4)):
+        assert model.index.reserve([NewPages([b"%d %d" % (left, at) for at in range(num_pages)])])
+        assert len(model.index) == left and model.index.held_end(keys, 0) == left - (b"other" in model.index)
 
 
 def test_pages_are_whole_where_none_is_lacking() -> None:

@@ -12,11 +12,11 @@ import pytest
 import hicache.integrations.server_store
 from hicache.errors import ConfigError
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig, server_store_config
+from hicache.integrations.staging import WaitingTier
 from hicache.integrations.versions import require_version
 from hicache.storage import PageBuffer, PageFormat, StoreError, describe
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
-from hicache.stores.staging import WaitingTier
 from store_server import served
 from waiting import eventually
 

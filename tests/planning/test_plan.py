@@ -130,6 +130,22 @@ def test_several_gpus_share_heads(row: str, num_gpus: int, tmp_path: Path) -> No
     assert plan.tiers[0].num_bytes == num_gpus * plan.pool_bytes
 
 
+@pytest.mark.parametrize(("row", "stored"), [("llama", 2), ("deepseek_v3", 1), ("kimi_linear", 1)])
+def test_the_disk_has_latent_rows_once(row: str, stored: int, tmp_path: Path) -> None:
+    """Two GPUs store the rows of a token `stored` times, and so have as many tokens fewer on the disk than one with the
+    same share; states are stored by each. The budget of each process is the path's."""
+    model = described(row, tmp_path, **({"num_attention_heads": 4, "num_key_value_heads": 4} if row == "llama" else {}))
+    wanted = dataclasses.replace(SMALL, num_gpus=2, host_bytes=4 * MIB, disk_bytes=64 * MIB)
+    plan = plan_memory(model, GPU, wanted)
+    shared = dataclasses.replace(model, geometry=share_of(model.geometry, 2))
+    alone = plan_memory(shared, GPU, dataclasses.replace(wanted, num_gpus=1, host_bytes=2 * MIB))
+    assert alone.tiers[2].num_tokens / plan.tiers[2].num_tokens == pytest.approx(stored, rel=0.01)
+    assert alone.tiers[2].num_states == pytest.approx(2 * plan.tiers[2].num_states, rel=0.1)
+    assert plan.tiers[1].num_tokens == alone.tiers[1].num_tokens
+    assert plan.tiers[2].num_bytes == 64 * MIB and plan.start.disk is not None
+    assert plan.start.disk.budget_bytes == 64 * MIB
+
+
 @pytest.mark.parametrize("row", ["gpt2", "mixtral", "deepseek_v3", "gemma3_text", "hrm_text"])
 def test_operations_are_those_that_pytorch_counts(row: str, tmp_path: Path) -> None:
     """A pass over 9 tokens has the formula's operations, where every query meets every key and the head every token."""

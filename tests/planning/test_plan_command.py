@@ -87,9 +87,10 @@ def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
     assert all(a < b for short, long in pairwise(times) for a, b in zip(short, long, strict=True))
     rates = [row["hit_rate"] for row in plan["hit_rates"]]
     assert [row["tiers"] for row in plan["hit_rates"]] == [
-        "device", "device + host", "device + host + disk", "device + twice the host", "without a limit",
+        "device", "device + host", "device + host + disk", "device + twice the host", "device + host as one tier",
+        "without a limit",
     ]  # fmt: skip
-    assert rates[-1] == 0.5 and rates[0] <= rates[1] <= rates[2] <= 0.5
+    assert rates[-1] == 0.5 and rates[0] <= rates[1] <= rates[2] <= 0.5 and rates[1] <= rates[4]
     assert plan["break_even_tokens"]["disk"] is None or plan["break_even_tokens"]["disk"] % 64 == 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -16,7 +17,8 @@ from disk_case import Clock
 from hicache.cli import main
 from hicache.errors import ConfigError
 from hicache.replay.cost import TierCosts, costs_of
-from hicache.replay.simulation import ReplaySettings, optimal, replay
+from hicache.replay.curve import miss_ratio_curve
+from hicache.replay.simulation import ReplaySettings, one_tier, optimal, replay
 from hicache.replay.sweep import cases_of, sweep
 from hicache.replay.trace import read_trace
 from prefetch_case import PacedStore, engine_of, fill, measure_disk, tokens_of
@@ -51,19 +53,32 @@ def rows_of(tmp_path: Path, *flags: str) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.long)])
 def test_every_size_and_policy_has_a_row(tmp_path: Path, processes: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Rows are those of single replays, in one process and in several, and the table shows them."""
-    path = trace_file(tmp_path)
-    flags = ["--device-blocks", "60", "500", "--host-tokens", "102400", "--policies", "lru,filo"]
+    """Rows are those of single replays, in one process and in several, beside those of one tier as large and of twice
+    the host, and the tables show them. Sizes in bytes are those in tokens; the warm-up counts in no row."""
+    path = trace_file(tmp_path, 120)
+    size = ["--host-bytes", "200KiB", "--bytes-per-token", "4", "--host-bytes-per-token", "2"]
+    flags = ["--device-blocks", "60", "500", *size, "--policies", "lru,filo", "--warm-up", "0.25", "--curve"]
     rows = rows_of(tmp_path, str(path), *flags, "--processes", processes)
     assert [row["name"] for row in rows] == [*["lru", "filo", "optimal"] * 2, "unlimited"]
-    trace, shown = read_trace(path), capsys.readouterr().out
+    trace, shown = replace(read_trace(path), num_warm_up=30), capsys.readouterr().out
+    costs = TierCosts(bytes_per_token=4, host_bytes_per_token=2)
     for row in rows[:-1]:
         settings = ReplaySettings(**row["settings"])
-        assert settings.host_blocks == 200
-        result = optimal(trace, settings) if row["name"] == "optimal" else replay(trace, settings)
-        assert row == result.to_json()
-        assert f"{row['hit_rate']:.4f}" in shown
+        assert settings.host_blocks == 200 and row["requests"] == 90
+        best, result = optimal(trace, settings, costs), replay(trace, settings, costs=costs)
+        if row["name"] == "optimal":
+            assert row == best.to_json()
+            continue
+        tiers, twice = one_tier(trace, settings).hit_rate, replay(trace, replace(settings, host_blocks=400)).hit_rate
+        assert row == result.to_json() | {"one_tier_hit_rate": tiers, "twice_the_host_hit_rate": twice}
+        for rate in (row["hit_rate"], tiers, twice):
+            assert f"{rate:.4f}" in shown
+        assert f"{result.hit_rate / best.hit_rate:.3f}" in shown
     assert rows[-1]["hit_rate"] == optimal(trace, ReplaySettings(None)).hit_rate
+    assert "the first 30 requests not counted" in shown and "copies, GiB" in shown
+    curve = json.loads((tmp_path / "out.json").read_text())["miss_ratio_curve"]
+    assert curve == [asdict(point) for point in miss_ratio_curve(trace)]
+    assert f"{curve[0]['optimal']:.4f}" in shown
 
 
 def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
@@ -73,6 +88,7 @@ def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
     flags = [str(path), "--device-blocks", "100", "--policies", "lru", "--processes", "1", "--calibration", str(rates)]
     slow, fast = rows_of(tmp_path, *flags)[0], rows_of(tmp_path, *flags, "--prefill-tokens-per-s", "2000")[0]
     assert slow["ttft_s"]["mean"] == pytest.approx(2 * fast["ttft_s"]["mean"])
+    assert slow["gpu_s"] == pytest.approx(2 * fast["gpu_s"]) == pytest.approx(slow["ttft_s"]["mean"] * 200)
 
 
 def test_the_hit_rates_are_drawn(tmp_path: Path) -> None:
@@ -85,6 +101,8 @@ def test_the_hit_rates_are_drawn(tmp_path: Path) -> None:
     text = picture.read_text()
     rows_of(tmp_path, str(trace), *flags)
     assert text == picture.read_text()
+    rows_of(tmp_path, str(trace), *flags, "--curve")
+    assert "miss ratio" in picture.read_text() and "miss ratio" not in text
     marks = list(ElementTree.fromstring(text).iter(f"{SVG}use"))
     assert all(mark.attrib[LINK].startswith("#") for mark in marks)
     points = {}
@@ -100,9 +118,10 @@ def test_the_hit_rates_are_drawn(tmp_path: Path) -> None:
 
 def test_times_are_sums_of_copies_and_computing() -> None:
     """By hand: 8 tokens from host and disk, 4 computed; at least the last token is."""
-    costs = TierCosts(10.0, 100.0, 1000.0, 500.0, prefill_pair_s=0.01)
+    costs = TierCosts(10.0, 100.0, None, 1000.0, 500.0, prefill_pair_s=0.01)
     tokens = [np.array(tokens) for tokens in ([12, 12], [0, 12], [4, 0], [4, 0])]
     first, second = costs.ttft_s(*tokens)
+    assert costs.prefill_s(tokens[0], np.array([8, 12])).tolist() == pytest.approx([4 * (0.1 + 0.01 * 10), second])
     assert first == pytest.approx(8 * 100 / 1000 + 4 * 100 / 500 + 4 * (0.1 + 0.01 * 10))
     assert second == pytest.approx(0.1 + 0.01 * 11.5)
     result = replay(trace_of([1, 2], [1, 2]), ReplaySettings(8), costs=costs)
@@ -126,9 +145,10 @@ def test_rates_are_found_in_files(tmp_path: Path) -> None:
         file.write_text(json.dumps(content))
     prefill, load, read = (stats[f"cost.{name}_per_second"] for name in ("prefill_tokens", "load_bytes", "read_bytes"))
     assert prefill == pytest.approx(500) and load > 0 and read > 0
-    assert costs_of(files[:1], {"bytes_per_token": 9}) == TierCosts(prefill, 9, load, read)
-    assert costs_of(files, {}) == TierCosts(prefill, 3, load, 2e9)
-    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, load, read)
+    assert costs_of(files[:1], {"bytes_per_token": 9}) == TierCosts(prefill, 9, None, load, read)
+    assert costs_of(files, {"host_bytes_per_token": 2}) == TierCosts(prefill, 3, 2, load, 2e9)
+    assert costs_of(files[::-1], {"prefill_tokens_per_s": 8.0}) == TierCosts(8.0, 3, None, load, read)
+    assert costs_of([], {"bytes_per_token": 9.0}) == TierCosts(bytes_per_token=9.0)
     assert costs_of([], {"bytes_per_token": None}) is None
     files[0].write_text(json.dumps(fresh))
     with pytest.raises(ConfigError, match="no rate"):

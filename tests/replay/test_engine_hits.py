@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
+from hicache.replay.trace import prefix_ids
+from hicache.tree.key import Tokens
 from toy_model import GEOMETRY, config
 from waiting import eventually
 
@@ -34,30 +36,43 @@ def serve(engine: CacheEngine, request_id: str, blocks: list[int]) -> BlockHits:
     return BlockHits(hit.device, hit.host, hit.disk)
 
 
+def branching_prompts(seed: str, num_requests: int, most_blocks: int) -> list[Tokens]:
+    """The beginnings of six texts, some of which go on in another way."""
+    dice = random.Random(seed)
+    texts = [[dice.randrange(3) for _ in range(most_blocks)] for _ in range(6)]
+    prompts = []
+    for _ in range(num_requests):
+        blocks = dice.choice(texts)[: dice.randrange(1, most_blocks + 1)]
+        if dice.random() < 0.3:
+            blocks[dice.randrange(len(blocks)) :] = [dice.randrange(3) for _ in range(dice.randrange(1, 6))]
+        prompts.append(np.array(blocks[:most_blocks]))
+    return prompts
+
+
 # Between two evictions of one request, what write_back sends to the disk is locked on the host.
 WRITING = [case for case in product(WRITE_POLICIES, (False, True)) if case != ("write_back", True)]
 # By default each order once, and each way of writing with some of them.
 CASES = [
     pytest.param(policy, *writing, marks=() if at == number % len(WRITING) else pytest.mark.long)
-    for number, policy in enumerate(sorted(ORDERS))
+    for number, policy in enumerate(sorted(EVICTION_POLICIES))
     for at, writing in enumerate(WRITING)
 ]
 
 
 @pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
 def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, tmp_path: Path) -> None:
-    """Pages of one token, requests one after the other, each copy ended before the next step."""
-    device, host = 12, 20
+    """Pages of one token, requests one after the other, each copy ended before the next step; a read from the disk is
+    several jobs."""
+    device, host = 30, 40
     disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=NO_LIMIT) if has_disk else None
     sizes = {"device_tokens": device + 1, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
     rules = {"eviction_policy": policy, "write_policy": write_policy, "prefetch_mode": "wait_complete"}
     simulation = CacheSimulation(ReplaySettings(device, host, None if has_disk else 0, policy, write_policy))
-    dice, hits = random.Random(policy), []
+    hits = []
     with build_engine(config(disk=disk, **sizes, **rules), GEOMETRY) as engine:
-        for now in range(150):
-            blocks = [dice.randrange(2) for _ in range(dice.randrange(1, 10))]
-            hits.append(simulation.serve(np.array(blocks)))
-            assert serve(engine, f"r{now}", blocks) == hits[-1], f"request {now}: {blocks}"
+        for now, blocks in enumerate(prefix_ids(branching_prompts(policy, 120, 24))):
+            hits.append(simulation.serve(blocks))
+            assert serve(engine, f"r{now}", blocks.tolist()) == hits[-1], f"request {now}: {blocks}"
     on_device, on_host, on_disk = (sum(tier) for tier in zip(*hits, strict=True))
     assert on_device > 0 and on_host + on_disk > 0
     assert on_disk > 0 or not has_disk or write_policy != "write_through"

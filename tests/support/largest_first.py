@@ -1,6 +1,6 @@
 """An eviction strategy of one's own, in one file: the largest node first.
 
-It is a policy where a name has an entry for it in `ORDERS` of `hicache.eviction.policy`: `ranked(LargestFirst)`.
+It is a policy where a name has an entry for it in `EVICTION_POLICIES` of `hicache.eviction.policy`.
 """
 
 from __future__ import annotations

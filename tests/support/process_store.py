@@ -11,13 +11,13 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 
+from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageBuffer, PageCipher, PageFormat, StoreError, StoreStats
 from hicache.storage.lookup import check_keys, check_pages
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import open_tier
-from hicache.stores.staging import WaitingTier
 from waiting import BOUND_S
 
 LIMITS = Limits(io_timeout_s=BOUND_S, open_s=BOUND_S, close_s=BOUND_S)

@@ -167,7 +167,7 @@ def test_a_state_is_dropped_alone_where_a_tier_below_has_it() -> None:
         released = {(gone.component, tuple(gone.value.tolist())) for gone in tree.drop(node, MAMBA)}
         match = tree.match(np.arange(4))
         if is_below:
-            assert released == {(MAMBA, (7,))} and match.full_len == 4 and tree.usable_len(match, 4) == 0
+            assert released == {(MAMBA, (7,))} and match.full_len == 4 and tree.usable_len(match) == 0
         else:
             assert released == {(MAMBA, (7,)), (FULL, (1, 2, 3, 4))}
             assert match.full_len == 0 and tree.num_nodes == 0

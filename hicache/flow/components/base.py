@@ -2,7 +2,7 @@
 
     admit     refuse_impossible, needed, refuse_now, take, start
     evict     available, device_victim, count_eviction, free
-    restore   first_required, pages_to_load, begin_load, fail_load
+    restore   pages_to_load, begin_load, fail_load
     commit    next_stop, commit_points, donate, release
     check     device_violations
 
@@ -167,10 +167,6 @@ class CacheComponent(ABC):
     def needed(self, admission: Admission) -> int:
         """What the request needs to be free on the device."""
 
-    def to_protect(self, admission: Admission) -> int:
-        """Of what is evictable now, what the request's prefix keeps."""
-        return 0
-
     def shortage(self, needed: int) -> ResourceExhausted:
         """The error of a request that `needed` more than can be made free."""
         return OutOfSlots(needed, self.available(), self.tree.evictable(self.name))
@@ -178,7 +174,8 @@ class CacheComponent(ABC):
     def refuse_now(self, admission: Admission) -> None:
         """Raise `shortage` where the request does not fit at this moment. Changes nothing."""
         needed = self.needed(admission)
-        evictable = self.tree.evictable(self.name) - self.to_protect(admission)
+        kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
+        evictable = self.tree.evictable(self.name) - kept
         if needed > self.available() + max(0, evictable):
             raise self.shortage(needed)
 
@@ -195,9 +192,10 @@ class CacheComponent(ABC):
     # Restore
 
     def first_required(self, end: int) -> int:
-        """Of a prefix of `end` pages pages [first_required, end) are needed: none, where the component is optional. It
-        does not fall as `end` grows."""
-        return end
+        """Of a prefix of `end` pages, pages [first_required(end), end) are needed, as its counterpart in the tree says
+        of tokens."""
+        page = self.tree.page_size
+        return self.tree_component.first_required(end * page) // page
 
     def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
         """Pages, ascending, that a prefix of `end` pages, which memory can serve, lacks on the device."""

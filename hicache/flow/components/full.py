@@ -81,14 +81,8 @@ class FullAttention(CacheComponent):
     def needed(self, admission: Admission) -> int:
         return admission.num_slots
 
-    def to_protect(self, admission: Admission) -> int:
-        return self.tree.unlocked_len(admission.match, admission.device_len)
-
     def size_of(self, num_slots: int) -> int:
         return num_slots
-
-    def first_required(self, end: int) -> int:
-        return 0
 
     def pages_to_load(self, end: int, pages: InMemory) -> Sequence[int]:
         return range(min(pages.device_end, end), end)

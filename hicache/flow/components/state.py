@@ -63,15 +63,6 @@ class RecurrentState(CacheComponent):
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
 
-    def to_protect(self, admission: Admission) -> int:
-        """The state at the end of the prefix, where the device has it and nobody has locked it."""
-        end = 0
-        for node in admission.match.nodes:
-            end += node.num_tokens
-            if end == admission.length:
-                return int(node.has(MAMBA) and not node.locks(MAMBA))
-        return 0
-
     def shortage(self, needed: int) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available())
 
@@ -81,9 +72,6 @@ class RecurrentState(CacheComponent):
             return
         with self._copying():
             self._pool.copy_from(lease.node.value_of(MAMBA), _running(lease))
-
-    def first_required(self, end: int) -> int:
-        return max(0, end - 1)
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Straight to the request's own state: nobody else can use it while it advances."""

@@ -85,9 +85,9 @@ class SlidingWindow(CacheComponent):
 
     def trim(self, node: TreeNode, ahead: int = 0) -> None:
         required = self.tree_component.required_nodes(node, ahead)
-        surplus = sum(node.num_tokens for node in required) + ahead - self.tree_component.window
-        if required and surplus >= self.page_size:
-            self.tree.split_prefix(required[-1], surplus // self.page_size * self.page_size)
+        start = self.tree_component.first_required(node.depth_tokens + ahead) // self.page_size * self.page_size
+        if required and (surplus := start - required[-1].depth_tokens + required[-1].num_tokens) > 0:
+            self.tree.split_prefix(required[-1], surplus)
 
     def refuse_impossible(self, request: CacheRequest) -> None:
         reserve = request.reserve_tokens
@@ -101,26 +101,12 @@ class SlidingWindow(CacheComponent):
         """A window slot for each token to be computed, and for each of the last window that the device lacks."""
         return admission.num_own + len(admission.to_load.get(SWA, ())) * self.page_size
 
-    def to_protect(self, admission: Admission) -> int:
-        """Of the last window before the end of the prefix, evictable tokens to be locked."""
-        length, to_protect, pos = admission.length, 0, 0
-        start = max(0, length - self.tree_component.window) // self.page_size * self.page_size
-        for node in admission.match.nodes:
-            overlap = min(pos + node.num_tokens, length) - max(pos, start)
-            if overlap > 0 and node.has(SWA) and not node.locks(SWA):
-                to_protect += overlap
-            pos += node.num_tokens
-        return to_protect
-
     def take(self, slots: torch.Tensor) -> None:
         mapped = self._allocator.alloc_window(slots)
         assert mapped, "made available before"
 
     def size_of(self, num_slots: int) -> int:
         return num_slots
-
-    def first_required(self, end: int) -> int:
-        return max(0, end * self.page_size - self.tree_component.window) // self.page_size
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         self.trim(load.node)

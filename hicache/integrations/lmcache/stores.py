@@ -17,9 +17,9 @@ import numpy as np
 from hicache.errors import HiCacheError
 from hicache.integrations.lmcache.layouts import ObjectKind, ObjectLayout
 from hicache.integrations.server_store import ServerStore, ServerStoreConfig, require_usable
+from hicache.integrations.staging import LOOK_S, StagedJob, StagedTier
 from hicache.storage import PageBuffer, StoreError, store_folders
 from hicache.storage.store_files import read_record
-from hicache.stores.staging import LOOK_S, StagedJob, StagedTier
 
 if TYPE_CHECKING:
     from lmcache.v1.distributed.api import MemoryLayoutDesc

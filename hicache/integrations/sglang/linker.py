@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, TypeVar, cast
 
@@ -92,9 +94,8 @@ class HiCacheLinker(UnifiedCacheLinker):
         for tier in self.tiers.values():
             store.tier.share(tier.host.arena.descriptor, tier.host.bytes_of.view(-1).numpy())
         self.store = store
-        indexes = {name: tier.index for name, tier in self.tiers.items()}
         writes = not is_shared or self._ranks.tp[0] == 0
-        self._disk = LinkerDisk(store, indexes, config.lookup_wait_s, writes=writes)
+        self._disk = LinkerDisk(store, config.lookup_wait_s, writes=writes)
         self._loads = Loads([*self.tiers.values()], self._disk, config.load_wait_s)
         self._offloads = Offloads(self._disk, self._behind_forward)
         self.forward_stream = forward_stream
@@ -116,31 +117,29 @@ class HiCacheLinker(UnifiedCacheLinker):
         wanted = {PoolName(transfer.name).value: transfer for transfer in transfers}
         if not wanted.keys() <= self.tiers.keys() or "kv" not in wanted or not wanted["kv"].keys:
             return []
-        keys = list(wanted["kv"].keys)
-        trailing = [name for name, each in wanted.items() if each.hit_policy == PoolHitPolicy.TRAILING_PAGES]
-        windows = {name: len(wanted[name].keys) for name in trailing}
-        held = self._held(keys, windows)
-        chain = held["kv"].index(False) if False in held["kv"] else len(keys)
+        windows = {  # in pages
+            name: len(each.keys) for name, each in wanted.items() if each.hit_policy == PoolHitPolicy.TRAILING_PAGES
+        }
+        held = self._held({name: self.tiers[name].keys(wanted["kv"].keys) for name in ("kv", *windows)})
+        chain = [*itertools.takewhile(bool, held["kv"])]
         ends = [
             end
-            for end in range(1, chain + 1)
+            for end in range(1, len(chain) + 1)
             if all(all(held[name][max(0, end - pages) : end]) for name, pages in windows.items())
         ]
         self.stats["lookups"] += 1
         self.stats["hits"] += bool(ends)
         return ends
 
-    def _held(self, keys: list[str], windows: Mapping[str, int]) -> dict[str, list[bool]]:
+    def _held(self, keys: Mapping[str, list[bytes]]) -> dict[str, list[bool]]:
         """Of each component, whether host or disk hold each page."""
-        for tier in self.tiers.values():
-            tier.index.link(keys)
-        absent = {name: self.tiers[name].index.missing(keys) for name in ("kv", *windows)}
-        gone: dict[str, set[str]] = {name: set() for name in absent}
-        if any(absent.values()):
-            num_pages, found = self._disk.find("kv", absent["kv"], {name: absent[name] for name in windows})
-            gone = {name: {key for key in absent[name] if f"{name}/{key}" not in found} for name in windows}
-            gone["kv"] = {*absent["kv"][num_pages:]}
-        return {name: [key not in gone[name] for key in keys] for name in absent}
+        indexes = {name: self.tiers[name].index for name in keys}
+        for name, index in indexes.items():
+            index.link(keys[name])
+        absent = {name: [key for key in keys[name] if key not in index] for name, index in indexes.items()}
+        others = [key for name in absent if name != "kv" for key in absent[name]]
+        found = self._disk.find(absent["kv"], others)
+        return {name: [key in index or key in found for key in keys[name]] for name, index in indexes.items()}
 
     def load(self, rid: str, transfers: list[PoolTransfer]) -> bool:
         """Bring all pages to the host, waiting for those on the disk, and keep them there. False, on all ranks: some
@@ -221,11 +220,11 @@ class HiCacheLinker(UnifiedCacheLinker):
 
     @_never_raises(lambda: None)
     def reset(self) -> None:
-        """End all copies, write what is on the host to the disk, and forget the host pages. The disk keeps its own."""
+        """End all copies, write what is on the host to the disk, and forget the host pages, but for those that a disk
+        which stalls is still to take. The disk keeps its own."""
         self._loads.end_all()
         self._offloads.end_all()
         self._disk.settle(LIMITS.close_s)
-        self._disk.forget()
         for tier in self.tiers.values():
             tier.index.clear()
 
@@ -254,5 +253,5 @@ class HiCacheLinker(UnifiedCacheLinker):
     def check(self) -> None:
         """Raise `InvariantError` unless every host page is free or has one owner."""
         for tier in self.tiers.values():
-            in_flight = self._offloads.num_in_flight(tier.index) + self._disk.num_in_flight(tier.index)
-            tier.index.check(in_flight, self._loads.num_locks(tier.index) + self._disk.num_locks(tier.index))
+            holders = self._loads.locked(tier), self._offloads.locked(tier), self._disk.locked(tier)
+            tier.index.check(Counter(itertools.chain.from_iterable(holders)))

@@ -19,9 +19,9 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import TransferError
+from hicache.host import HostRun, NewPages, RunPart, ids_of, pages_of
 from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import HostTier, Part
-from hicache.integrations.sglang.linker_index import HostPage, PageIndex, page_ids
 from hicache.transfer import LayerTransferCounter, TransferOp
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,12 @@ class Pinned:
     """Locked pages of one component, to be copied to `slots`."""
 
     tier: HostTier
-    pages: list[HostPage]
+    held: list[RunPart]
     slots: torch.Tensor
+
+    @property
+    def runs(self) -> list[HostRun]:
+        return [part.run for part in self.held]
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class _LoadCopy:
     """The copy of one component's pages, which are locked until it ends."""
 
     tier: HostTier
-    pages: list[HostPage]
+    pinned: Sequence[Pinned]
     load_id: int
     op: TransferOp
 
@@ -104,7 +108,7 @@ class BatchCounter:
 
 def unpin(pinned: Sequence[Pinned]) -> None:
     for each in pinned:
-        each.tier.index.unlock(each.pages)
+        each.tier.index.unlock(each.runs)
 
 
 class Loads:
@@ -120,24 +124,22 @@ class Loads:
 
     def pin(self, parts: Sequence[Part]) -> list[Pinned] | None:
         """All pages of a request on the host, locked; None where some cannot be had."""
-        present = [Pinned(part.tier, part.held, part.slots) for part in parts]
-        for each in present:
-            each.tier.index.lock(each.pages)  # what the others need room for may not push these out
+        present = [(part.tier.index, part.tier.index.runs_of(part.keys)) for part in parts]
+        for index, runs in present:
+            index.lock(runs)  # what the others need room for may not push these out
         try:
-            absent = {part.tier.name: part.tier.index.missing(part.keys) for part in parts}
-            if any(absent.values()) and not self._disk.fetch(absent, self._wait_s):
-                return None
-            pinned = [Pinned(part.tier, part.held, part.slots) for part in parts]
-            if any(len(each.pages) < len(part.keys) for each, part in zip(pinned, parts, strict=True)):
-                return None
-            for each in pinned:
-                each.tier.index.lock(each.pages)
+            came = self._disk.fetch(parts, self._wait_s)
         finally:
-            unpin(present)
+            for index, runs in present:
+                index.unlock(runs)
+        if not came or any(part.tier.index.held_end(part.keys, 0) < len(part.keys) for part in parts):
+            return None
+        pinned = []
         for part in parts:
-            part.tier.index.link(part.keys)
-            part.tier.index.use(part.held)
-            self._disk.used(part.tier.name, part.keys)
+            part.use()
+            self._disk.used(part.keys)
+            pinned.append(Pinned(part.tier, part.tier.index.parts(part.keys), part.slots))
+            part.tier.index.lock(pinned[-1].runs)
         return pinned
 
     def queue(self, rid: str, pinned: list[Pinned]) -> None:
@@ -170,15 +172,15 @@ class Loads:
             return False
         for copy in batch.copies:
             copy.op.wait()
-            copy.tier.index.unlock(copy.pages)
+            unpin(copy.pinned)
         self.counter.end(index)
         return not batch.failed and all(copy.op.error is None for copy in batch.copies)
 
-    def num_locks(self, index: PageIndex) -> int:
-        """Locks that loads have on the pages of an index."""
-        queued = [(each.tier, each.pages) for pinned in self._queued.values() for each in pinned]
-        running = [(copy.tier, copy.pages) for batch in self._batches.values() for copy in batch.copies]
-        return sum(len(pages) for tier, pages in (*queued, *running) if tier.index is index)
+    def locked(self, tier: HostTier) -> list[HostRun]:
+        """Runs that loads need, each as often as it is locked."""
+        pinned = [each for queued in self._queued.values() for each in queued]
+        pinned += [each for batch in self._batches.values() for copy in batch.copies for each in copy.pinned]
+        return [run for each in pinned if each.tier is tier for run in each.runs]
 
     def end_all(self) -> None:
         """Cancel what is queued, wait for the rest."""
@@ -192,10 +194,10 @@ class Loads:
         if not tier.counter.can_begin():
             for copy in [copy for batch in self._batches.values() for copy in batch.copies]:
                 copy.op.wait()
-        pages, load_id = [page for each in group for page in each.pages], tier.counter.begin()
+        pages, load_id = ids_of(part for each in group for part in each.held), tier.counter.begin()
         try:
-            slots = torch.cat([each.slots for each in group])
-            return _LoadCopy(tier, pages, load_id, tier.transfer.load(page_ids(pages), slots, load_id))
+            op = tier.transfer.load(pages, torch.cat([each.slots for each in group]), load_id)
+            return _LoadCopy(tier, group, load_id, op)
         except Exception as error:
             log.exception("a load could not be submitted; SGLang aborts its requests")
             tier.counter.fail(load_id, error)
@@ -205,12 +207,11 @@ class Loads:
 
 @dataclass(frozen=True)
 class _OffloadCopy:
-    """Pages of one component, in flight. `chain`: the keys of the whole transfer."""
+    """What is new of one component, in flight. `keys`: of the whole transfer."""
 
-    index: PageIndex
-    component: str
-    chain: list[str]
-    pages: list[HostPage]
+    tier: HostTier
+    keys: list[bytes]
+    runs: list[HostRun]
     op: TransferOp
 
 
@@ -227,21 +228,24 @@ class Offloads:
 
     def begin(self, parts: Sequence[Part]) -> list[_OffloadCopy] | None:
         """None where the host has no room, or a copy is refused. Pages that it has already are not copied again."""
-        reserved: list[tuple[Part, list[str], list[HostPage]]] = []
+        reserved: list[tuple[Part, torch.Tensor, list[HostRun]]] = []
         copies: list[_OffloadCopy] = []
         try:
             for part in parts:
-                part.tier.index.use(part.held)
-                new = part.missing()
-                pages = part.tier.index.reserve(new.keys)
-                if pages is None:
+                part.use()
+                index, slots = part.tier.index, part.slots
+                rows = index.lacking(part.keys, 0)
+                if len(rows) < len(part.keys):  # else without a copy, which waits for the device
+                    slots = slots.view(len(part.keys), -1)[rows].flatten()
+                runs = index.reserve(index.absent(NewPages(part.keys)))
+                if runs is None:
                     return self._undo(reserved, copies)
-                reserved.append((new, part.keys, pages))
+                reserved.append((part, slots, runs))
             with self._behind_forward():
-                for new, chain, pages in reserved:
-                    if pages:
-                        op = new.tier.transfer.store(new.slots, page_ids(pages))
-                        copies.append(_OffloadCopy(new.tier.index, new.tier.name, chain, pages, op))
+                for part, slots, runs in reserved:
+                    if runs:
+                        op = part.tier.transfer.store(slots, pages_of(runs))
+                        copies.append(_OffloadCopy(part.tier, part.keys, runs, op))
         except BaseException:
             self._undo(reserved, copies)
             raise
@@ -255,10 +259,10 @@ class Offloads:
     def is_idle(self) -> bool:
         return not self._running
 
-    def num_in_flight(self, index: PageIndex) -> int:
-        """Pages of an index that copies fill."""
+    def locked(self, tier: HostTier) -> list[HostRun]:
+        """Runs that copies fill."""
         copies = [copy for copies in self._running for copy in copies or ()]
-        return sum(len(copy.pages) for copy in copies if copy.index is index)
+        return [run for copy in copies if copy.tier is tier for run in copy.runs]
 
     def poll(self) -> None:
         """Take what ended."""
@@ -277,18 +281,20 @@ class Offloads:
         """The pages hold their keys' bytes from now on, unless a copy failed."""
         ok = all(copy.op.error is None for copy in copies)
         for copy in copies:
-            if ok:
-                new = copy.index.publish(copy.pages)
-                copy.index.link(copy.chain)
-                copy.index.lift(new)
-                self._disk.write(copy.component, new)
-            else:
-                copy.index.abandon(copy.pages)
+            index = copy.tier.index
+            if not ok:
+                for run in copy.runs:
+                    index.abandon(run)
+                continue
+            new = [run for reserved in copy.runs for run in index.publish(reserved)]
+            index.link(copy.keys)
+            self._disk.write(copy.tier, new)
         return ok
 
     @staticmethod
-    def _undo(reserved: Sequence[tuple[Part, list[str], list[HostPage]]], copies: Sequence[_OffloadCopy]) -> None:
+    def _undo(reserved: Sequence[tuple[Part, torch.Tensor, list[HostRun]]], copies: Sequence[_OffloadCopy]) -> None:
         for copy in copies:
             copy.op.wait()
-        for part, _, pages in reserved:
-            part.tier.index.abandon(pages)
+        for part, _, runs in reserved:
+            for run in runs:
+                part.tier.index.abandon(run)

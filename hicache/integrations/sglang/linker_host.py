@@ -12,8 +12,7 @@ import torch
 
 from hicache.config import AdvancedConfig, kernel_choice
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
-from hicache.integrations.sglang.linker_index import HostPage, PageIndex
+from hicache.host import HostPagePool, PageIndex, RunPart, path_of
 from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
 from hicache.integrations.sglang.linker_settings import LinkerConfig
 from hicache.kernels.page_copy import PageMover
@@ -21,7 +20,7 @@ from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, Tr
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class HostTier:
     """`pool`: what the component's slots address on the device."""
 
@@ -34,6 +33,10 @@ class HostTier:
     @property
     def name(self) -> str:
         return self.pool.name
+
+    def keys(self, keys: Sequence[str]) -> list[bytes]:
+        """As keys of this component's pages, which no other has."""
+        return [f"{self.name}/{key}".encode() for key in keys]
 
     def close(self) -> None:
         """End the copies and unpin. Only when no thread uses the pages."""
@@ -83,24 +86,19 @@ def _host_tier(config: LinkerConfig, pool: LinkedPool, host_bytes: int) -> HostT
 
 @dataclass(frozen=True)
 class Part:
-    """What one component has of a transfer: `slots`, int64 `[len(keys) * page_tokens]`, on its device."""
+    """What one component has of a transfer: pages that follow each other in a prompt, and `slots`, int64
+    `[len(keys) * page_tokens]`, on its device."""
 
     tier: HostTier
-    keys: list[str]
+    keys: list[bytes]
     slots: torch.Tensor
 
-    @property
-    def held(self) -> list[HostPage]:
-        """Those pages that are on the host."""
-        return [page for key in self.keys if (page := self.tier.index.get(key)) is not None]
-
-    def missing(self) -> Part:
-        """Those pages alone that are not on the host."""
-        rows = [row for row, key in enumerate(self.keys) if self.tier.index.get(key) is None]
-        if len(rows) == len(self.keys):
-            return self
-        slots = self.slots.view(len(self.keys), -1)[rows].flatten()
-        return Part(self.tier, [self.keys[row] for row in rows], slots)
+    def use(self) -> None:
+        """A request uses those that are on the host, and what is known to come before them."""
+        index = self.tier.index
+        if held := index.parts(self.keys):
+            above = [RunPart(run, 0, 0, len(run.keys)) for run in path_of(held[0].run)[:-1]]
+            index.touch([part.run for part in index.count_use([*above, *held])])
 
 
 def parts_of(transfers: Sequence[PoolTransfer], tiers: Mapping[str, HostTier]) -> list[Part] | None:
@@ -113,5 +111,5 @@ def parts_of(transfers: Sequence[PoolTransfer], tiers: Mapping[str, HostTier]) -
         slots = transfer.device_indices.reshape(-1).to(torch.int64)
         if len(slots) != len(transfer.keys) * tier.pool.page_tokens:
             return None
-        parts.append(Part(tier, list(transfer.keys), slots))
+        parts.append(Part(tier, tier.keys(transfer.keys), slots))
     return parts or None

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from hicache.config.settings import Choice, Number, Size, as_mapping, from_mapping
-from hicache.eviction.policy import ORDERS
+from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.integrations.server_store import ServerStoreConfig
 
 _WHERE = "linker_extra_config"
 # Its pages have keys and no tokens, by which auto would know what comes back.
-_POLICIES = tuple(name for name in ORDERS if name != "auto")
+_POLICIES = tuple(name for name in EVICTION_POLICIES if name != "auto")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,9 +38,9 @@ from hicache.integrations.sglang.releases import (
     hit_result,
     pools_of,
 )
+from hicache.integrations.staging import WaitingTier
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer
-from hicache.stores.staging import WaitingTier
 
 log = logging.getLogger(__name__)
 

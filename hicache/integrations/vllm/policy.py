@@ -16,7 +16,7 @@ from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
-from hicache.eviction.orders import CountedRecord, PriorityHeap
+from hicache.eviction.orders import CountedRecord, EvictionOrder
 from hicache.eviction.policy import get_eviction_strategy
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
 
@@ -69,9 +69,8 @@ class HiCachePolicy(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        rank = get_eviction_strategy(self.strategy).get_priority
         self._blocks: dict[OffloadKey, Block] = {}
-        self._order: PriorityHeap[Block] = PriorityHeap(rank, lambda block: True)
+        self._order: EvictionOrder[Block] = EvictionOrder(get_eviction_strategy(self.strategy), lambda block: True)
         self._awaited = AwaitedChunks()
         self._tick = 0
         # Of the store that is being prepared: vLLM 0.32 does not say in `insert` whose chunk it is.

@@ -45,6 +45,7 @@ from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 from hicache.integrations.vllm.release import vllm_release
 from hicache.integrations.vllm.row_packing import PackingSpec
+from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.integrations.vllm.tier_jobs import Load, Store
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
@@ -52,7 +53,6 @@ from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, StoreError
 from hicache.storage.process.health import LIMITS
 from hicache.storage.process.jobs import FindDone, PageRows, ReadDone, ReadJob, WriteDone, WriteJob
-from hicache.stores.shared_memory import descriptor_of, name_of
 from hicache.tiers import DISK
 
 log = logging.getLogger(__name__)

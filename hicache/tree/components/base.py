@@ -1,4 +1,7 @@
-"""The contract of a tree component: where a match may end, what a lock covers, what may be evicted.
+"""The contract of a tree component: what a prefix needs of it, what a lock covers, what may be evicted.
+
+One rule says what a prefix needs, `first_required`, and one loop how far a prefix can be used, `last_end`: the tree
+asks by tokens what is on the device, the movements by pages what is on any tier.
 
 A component gets nodes, never the tree. A component of one's own is a subclass in a file of its own, and its counterpart
 in `hicache.flow.components`.
@@ -6,24 +9,41 @@ in `hicache.flow.components`.
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 import torch
 
 from hicache.tiers import Component, own
-from hicache.tree.node import TreeNode
+from hicache.tree.node import TreeNode, last_nodes
 
 
-class MatchWalk(ABC):
-    """One walk down a path, from the root: where may a match end, as far as this component is concerned?"""
+class Required(Protocol):
+    """What prefixes need, in tokens or pages, see `TreeComponent.first_required`."""
 
-    @abstractmethod
-    def ends_in(self, node: TreeNode, length: int) -> bool:
-        """Whether a match may end after the first `length` tokens of `node`, the next on the path."""
+    def first_required(self, end: int) -> int: ...
 
 
-class TreeComponent(ABC):
+C = TypeVar("C", bound=Required)
+
+
+def last_end(components: Sequence[C], limit: int, floor: int, gap: Callable[[C, int, int], int | None]) -> int:
+    """The longest prefix of at most `limit` that all `components` can use; `floor` where none longer is.
+
+    `gap(component, start, end)`: where the last piece of [start, end) that cannot be had begins; None where all can be.
+    Linear in what it skips: whatever lacks a piece of [first_required(end), end) lacks it up to where that begins.
+    """
+    end = limit
+    while end > floor:
+        gaps = (gap(component, component.first_required(end), end) for component in components)
+        start = next((start for start in gaps if start is not None), None)
+        if start is None:
+            break
+        end = start
+    return max(end, floor)
+
+
+class TreeComponent:
     """One component of one tree. Scheduler thread only."""
 
     name: Component
@@ -34,13 +54,14 @@ class TreeComponent(ABC):
     # A match ends nowhere but at the end of a node that has a value. Else a match may go without one.
     ends_matches = False
 
-    @abstractmethod
-    def new_walk(self) -> MatchWalk:
-        """A new walk, at the root."""
+    def first_required(self, end: int) -> int:
+        """Of a prefix of `end` tokens, tokens [first_required(end), end) are needed: none, where the component is
+        optional. It does not fall as `end` grows."""
+        return end
 
-    @abstractmethod
-    def required_nodes(self, node: TreeNode) -> Iterable[TreeNode]:
-        """The nodes whose values a prefix that ends with `node` needs, deepest first. Callers may stop half-way."""
+    def required_nodes(self, node: TreeNode, ahead: int = 0) -> list[TreeNode]:
+        """The nodes up to `node`, deepest first, whose values a prefix needs that ends `ahead` tokens behind it."""
+        return last_nodes(node, node.depth_tokens - self.first_required(node.depth_tokens + ahead))
 
     def split(self, value: torch.Tensor, at_tokens: int) -> tuple[torch.Tensor | None, torch.Tensor]:
         """A value as those of the two halves when its node is split after `at_tokens`; fresh tensors."""
@@ -54,17 +75,17 @@ class TreeComponent(ABC):
 
     def is_dead(self, leaf: TreeNode) -> bool:
         """Whether no match can end in a leaf any more, since it lacks this component."""
-        return not leaf.has(self.name)
+        return not leaf.has(self.name) and self.first_required(leaf.depth_tokens) < leaf.depth_tokens
 
-    def nodes_to_lock(self, node: TreeNode, ahead: int) -> Iterable[TreeNode]:
+    def nodes_to_lock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
         """The nodes that a lock at `node` is counted on. `ahead`: tokens that are to come behind `node` before the end
-        of the prefix that it is for, whose value at `node` nobody needs then."""
-        return () if ahead and self.at_node_end else self.required_nodes(node)
+        of the prefix that it is for."""
+        return self.required_nodes(node, ahead)
 
-    def nodes_to_unlock(self, node: TreeNode, ahead: int) -> Iterable[TreeNode]:
+    def nodes_to_unlock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
         """The nodes that a lock at `node` was counted on, with the parts that were split off them since."""
         return self.nodes_to_lock(node, ahead)
 
     def nodes_to_move(self, old: TreeNode, new: TreeNode, ahead: int) -> tuple[list[TreeNode], list[TreeNode]]:
         """Nodes to lock and nodes to unlock where a lock at `old`, with `ahead`, becomes one at `new`."""
-        return list(self.nodes_to_lock(new, 0)), list(self.nodes_to_unlock(old, ahead))
+        return self.nodes_to_lock(new, 0), self.nodes_to_unlock(old, ahead)

@@ -7,29 +7,16 @@ evict   nodes without a child, so that what is held stays a prefix
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 from hicache.tiers import FULL
-from hicache.tree.components.base import MatchWalk, TreeComponent
+from hicache.tree.components.base import TreeComponent
 from hicache.tree.node import TreeNode
-
-
-class _Anywhere(MatchWalk):
-    def ends_in(self, node: TreeNode, length: int) -> bool:
-        return True
 
 
 class FullComponent(TreeComponent):
     name = FULL
 
-    def new_walk(self) -> MatchWalk:
-        return _Anywhere()
-
-    def required_nodes(self, node: TreeNode) -> Iterator[TreeNode]:
-        return node.climb()
-
-    def nodes_to_lock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
-        return node.path()
+    def first_required(self, end: int) -> int:
+        return 0
 
     def is_evictable(self, node: TreeNode) -> bool:
         return not node.children

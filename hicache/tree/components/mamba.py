@@ -8,13 +8,7 @@ evict   any state: an inner node becomes a tombstone, which later matches may pa
 from __future__ import annotations
 
 from hicache.tiers import MAMBA
-from hicache.tree.components.base import MatchWalk, TreeComponent
-from hicache.tree.node import TreeNode
-
-
-class _States(MatchWalk):
-    def ends_in(self, node: TreeNode, length: int) -> bool:
-        return node.has(MAMBA) and length == node.num_tokens
+from hicache.tree.components.base import TreeComponent
 
 
 class MambaComponent(TreeComponent):
@@ -23,8 +17,5 @@ class MambaComponent(TreeComponent):
     name = MAMBA
     at_node_end = ends_matches = True
 
-    def new_walk(self) -> MatchWalk:
-        return _States()
-
-    def required_nodes(self, node: TreeNode) -> list[TreeNode]:
-        return [] if node.is_root else [node]
+    def first_required(self, end: int) -> int:
+        return max(0, end - 1)

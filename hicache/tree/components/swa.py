@@ -8,19 +8,8 @@ evict   any node: an inner one becomes a tombstone, which later matches may pass
 from __future__ import annotations
 
 from hicache.tiers import SWA
-from hicache.tree.components.base import MatchWalk, TreeComponent
+from hicache.tree.components.base import TreeComponent
 from hicache.tree.node import TreeNode, last_nodes
-
-
-class _Window(MatchWalk):
-    def __init__(self, window: int) -> None:
-        self._window = window
-        self._run_len = window  # tokens with window state up to here; from the root on it is enough at once
-
-    def ends_in(self, node: TreeNode, length: int) -> bool:
-        held = node.has(SWA)
-        self._run_len = self._run_len + length if held else 0
-        return held and self._run_len >= self._window
 
 
 class SwaComponent(TreeComponent):
@@ -35,12 +24,8 @@ class SwaComponent(TreeComponent):
         # split since.
         self._locked_tokens: dict[tuple[TreeNode, int], list[int]] = {}
 
-    def new_walk(self) -> MatchWalk:
-        return _Window(self.window)
-
-    def required_nodes(self, node: TreeNode, ahead: int = 0) -> list[TreeNode]:
-        """`ahead`: see `nodes_to_lock`."""
-        return last_nodes(node, self.window - ahead)
+    def first_required(self, end: int) -> int:
+        return max(0, end - self.window)
 
     def nodes_to_lock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
         nodes = self.required_nodes(node, ahead)

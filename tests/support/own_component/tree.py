@@ -7,15 +7,8 @@ evict   any node
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
-from hicache.tree.components.base import MatchWalk, TreeComponent
+from hicache.tree.components.base import TreeComponent
 from hicache.tree.node import TreeNode
-
-
-class _Anywhere(MatchWalk):
-    def ends_in(self, node: TreeNode, length: int) -> bool:
-        return True
 
 
 class LastHiddenComponent(TreeComponent):
@@ -24,11 +17,5 @@ class LastHiddenComponent(TreeComponent):
     name = "last_hidden"
     at_node_end = True
 
-    def new_walk(self) -> MatchWalk:
-        return _Anywhere()
-
-    def required_nodes(self, node: TreeNode) -> Iterable[TreeNode]:
-        return () if node.is_root else (node,)
-
-    def is_dead(self, leaf: TreeNode) -> bool:
-        return False
+    def required_nodes(self, node: TreeNode, ahead: int = 0) -> list[TreeNode]:
+        return [] if ahead or node.is_root else [node]

@@ -9,7 +9,7 @@ import tempfile
 
 import numpy as np
 
-from hicache.stores.shared_memory import descriptor_of
+from hicache.integrations.vllm.shared_memory import descriptor_of
 
 NUM_BYTES = 4 * mmap.PAGESIZE
 

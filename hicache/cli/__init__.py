@@ -94,7 +94,7 @@ _COMMANDS = {
         "Measure this machine beside its own ceilings, and compare two results.",
     ),
     "config": _Command(
-        "hicache.config.command",
+        "hicache.cli.config",
         "the settings in force and where each came from",
         "Print every setting of an engine with its value, its unit and its source: a default, the file, a flag "
         "or the environment.",

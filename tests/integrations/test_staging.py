@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from disk_case import Clock, Gate, TroubledStore, started_tier
+from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageBuffer, PageFormat
 from hicache.storage.process.health import LIMITS, Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import open_tier
-from hicache.stores.staging import WaitingTier
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 12
