@@ -105,8 +105,9 @@ class Asked:
 
     def lock(self, component: CacheComponent, runs: list[HostRun]) -> None:
         """These stay as long as something comes that continues them."""
-        component.index.lock(runs)
-        self.locked.append((component, runs))
+        if runs:
+            component.index.lock(runs)
+            self.locked.append((component, runs))
 
     def follow(self, component: CacheComponent, run: HostRun) -> None:
         """What comes next follows `run`, which has come: that stays, and what it follows."""

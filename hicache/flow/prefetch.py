@@ -337,7 +337,8 @@ class Prefetcher(Movement):
         where there are such, and where its mode bounds it."""
         self._release(asked)
         handle = asked.handle
-        self._counters.count_postponed(0 if self._room(asked) > 0 else self._claimed(), self._max_pages)
+        if not asked.is_postponed:
+            self._counters.count_postponed(0 if self._room(asked) > 0 else self._claimed(), self._max_pages)
         asked.is_postponed = True
         self._line[asked] = None
         others = len(self._begun) or self._share.total > self._share.of(handle.request_id)
