@@ -72,7 +72,7 @@ MUTATIONS = (
     Mutation("hicache/eviction/orders.py", "return (record.expected > 0, rank,", "return (0, rank,", EVICTION),
     Mutation("hicache/flow/commit.py", "            steps.callback(tree.touch, lease.node)\n",
              "            pass\n", "tests/flow"),
-    Mutation("hicache/host/index.py", "                self.unlock([run.before])\n", "                pass\n",
+    Mutation("hicache/host/index.py", "                self.unlock([run.parent_run])\n", "                pass\n",
              "tests/host"),
     Mutation("hicache/host/index.py", "came = [key not in self._ids and (", "came = [(",
              "tests/host"),

@@ -150,9 +150,9 @@ class Persist(Movement):
 
     def _use_prefixes(self, landed: Sequence[HostRun]) -> None:
         """What these continue counts as used after them: of a prompt that is larger than the store the end leaves."""
-        followed = {run.before for run in landed}
+        followed = {run.parent_run for run in landed}
         for run in landed:
-            if run.before is not None and run not in followed:
+            if run.parent_run is not None and run not in followed:
                 self._tier.used([key for above in path_of(run) for key in above.keys])
 
     def _is_unstored(self, run: HostRun) -> bool:

@@ -114,9 +114,9 @@ class PageIndex:
         """Those of `pages` that are not `is_coming`, in pieces without a gap."""
         found, keys = list[NewPages](), pages.keys
         for start, end in spans(self.lacking(keys, 0)):
-            before = keys[start - 1] if start else pages.before
+            previous_key = keys[start - 1] if start else pages.previous_key
             first, place = pages.first + start, pages.place + start
-            found.append(pages._replace(keys=keys[start:end], before=before, first=first, place=place))
+            found.append(pages._replace(keys=keys[start:end], previous_key=previous_key, first=first, place=place))
         return found
 
     @property
@@ -128,12 +128,12 @@ class PageIndex:
 
     def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
         """Of `new`, from its first page on, what there is room for beside what it follows."""
-        fits, befores, taken = list[NewPages](), list[HostRun](), 0
+        fits, parents, taken = list[NewPages](), list[HostRun](), 0
         try:
             for pages in new:
-                if pages.before and (before := self._runs.get(pages.before)):
-                    self.lock([before])
-                    befores.append(before)
+                if pages.previous_key and (parent := self._runs.get(pages.previous_key)):
+                    self.lock([parent])
+                    parents.append(parent)
                 num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
                     fits.append(pages._replace(keys=pages.keys[:num_pages]))
@@ -141,28 +141,28 @@ class PageIndex:
                     break
                 taken += num_pages
         finally:
-            self.unlock(befores)
+            self.unlock(parents)
         return fits
 
     def reserve(self, new: Sequence[NewPages]) -> list[HostRun] | None:
         """Pages to write to, for which others leave; None, and none leaves, where too many are locked. What others of
         `new` follow comes before them. Of keys that somebody has already, `publish` keeps what comes first."""
         num_pages = sum(len(pages.keys) for pages in new)
-        befores = [run for pages in new if pages.before and (run := self._runs.get(pages.before))]
-        self.lock(befores)  # what pages follow must not leave for them
+        parents = [run for pages in new if pages.previous_key and (run := self._runs.get(pages.previous_key))]
+        self.lock(parents)  # what pages follow must not leave for them
         try:
             if num_pages > self.capacity:
                 return None
             free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
-                before = self._runs.get(pages.before) if pages.before else None
+                parent = self._runs.get(pages.previous_key) if pages.previous_key else None
                 for run in runs_for(pages, free, self._run_pages):
-                    self._follow(run, before)
+                    self._follow(run, parent)
                     self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, run.keys), run))
                     runs.append(run)
-                    before = run
+                    parent = run
         finally:
-            self.unlock(befores)
+            self.unlock(parents)
         return runs
 
     def reserve_rest(self, run: HostRun, keys: Sequence[bytes]) -> bool:
@@ -199,17 +199,17 @@ class PageIndex:
                 del self._runs[key]
         holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            child.before = None
+            child.parent_run = None
             self._follow(child, holder)
         run.after.clear()
-        if (before := run.before) is not None:
-            self._leave(run, before)
-            self.unlock([before])
+        if (parent := run.parent_run) is not None:
+            self._leave(run, parent)
+            self.unlock([parent])
 
     def link(self, keys: Sequence[bytes]) -> None:
         """These pages follow each other in a prompt: so do their published runs, where that was not known."""
         for upper, lower in pairwise(self.parts(keys)):
-            if lower.run.before is None and lower.start == upper.end:
+            if lower.run.parent_run is None and lower.start == upper.end:
                 self._follow(lower.run, upper.run)
 
     # Use
@@ -242,7 +242,7 @@ class PageIndex:
                     break
                 self.num_evictable -= run.num_held
                 self._order.lock(run)
-                run = run.before
+                run = run.parent_run
 
     def unlock(self, runs: Iterable[HostRun]) -> None:
         """Undo one `lock`, which is no use."""
@@ -255,7 +255,7 @@ class PageIndex:
                     break
                 self.num_evictable += run.num_held
                 self._order.unlock(run)
-                run = run.before
+                run = run.parent_run
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need these."""
@@ -303,12 +303,12 @@ class PageIndex:
 
     # Inside
 
-    def _follow(self, run: HostRun, before: HostRun | None) -> None:
+    def _follow(self, run: HostRun, parent: HostRun | None) -> None:
         """Nothing where `before`, which came again, follows `run` itself."""
-        if before is not None and run not in (path_of(before) if run.after else [before]):
-            run.before = before
-            before.after.add(run)
-            self.lock([before] if run.locks else [])
+        if parent is not None and run not in (path_of(parent) if run.after else [parent]):
+            run.parent_run = parent
+            parent.after.add(run)
+            self.lock([parent] if run.locks else [])
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
@@ -324,7 +324,7 @@ class PageIndex:
     def _shrink(self, run: HostRun, num_pages: int) -> None:
         """The last pages of an unlocked run leave."""
         assert not run.locks, "somebody needs it"
-        start, before = len(run.keys) - num_pages, run.before
+        start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
         rest = [run.rest[key] for key in gone if key in run.rest]
         self.num_evictable -= num_pages + len(rest)
@@ -337,8 +337,8 @@ class PageIndex:
         else:
             self._order.evict(run)
             run.is_published = False
-            if before is not None:
-                self._leave(run, before)
+            if parent is not None:
+                self._leave(run, parent)
         for key in gone:
             del self._ids[key]
             del self._runs[key]
@@ -364,8 +364,8 @@ class PageIndex:
         else:
             self.num_evictable += run.num_held
             self._order.insert(run)
-            if run.before is not None:
-                self.unlock([run.before])
+            if run.parent_run is not None:
+                self.unlock([run.parent_run])
         self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)
@@ -379,20 +379,20 @@ class PageIndex:
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has
         locked."""
-        first, before = run.take_first(num_pages), run.before
+        first, parent = run.take_first(num_pages), run.parent_run
         first.locks = 0 if run.is_published else 2  # its writer's, and that of the run behind it
-        if before is not None:
-            before.after.remove(run)
-            before.after.add(first)
-        first.before, run.before = before, first
+        if parent is not None:
+            parent.after.remove(run)
+            parent.after.add(first)
+        first.parent_run, run.parent_run = parent, first
         first.after.add(run)
         self._runs.update((key, first) for key in first.keys if self._runs.get(key) is run)
         if run.is_published:
             self._order.split(first, run)
         return first
 
-    def _leave(self, run: HostRun, before: HostRun) -> None:
-        run.before = None
-        before.after.remove(run)
-        if not before.after and before.is_published:
-            self._order.update(before)
+    def _leave(self, run: HostRun, parent: HostRun) -> None:
+        run.parent_run = None
+        parent.after.remove(run)
+        if not parent.after and parent.is_published:
+            self._order.update(parent)

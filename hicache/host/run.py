@@ -31,13 +31,13 @@ class Pages(Protocol):
 
 
 class NewPages(NamedTuple):
-    """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `before` (None: behind none).
+    """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `previous_key` or none.
     `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
     its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
     from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
-    before: bytes | None = None
+    previous_key: bytes | None = None
     first: int = 0
     about: Any = None
     place: int = 0
@@ -51,7 +51,7 @@ class HostRun(CountedRecord):
     the index changes it, but for `stored` and `source`, `job` and `wanted`, and `about` and `place` when it has come.
 
     `locks`          its holders, and the runs behind it that have locks
-    `before`         the run that it follows in its prompts
+    `parent_run`     the run that it follows in its prompts
     `after`          those that follow it
     `first`          the index of its first page in its prompts
     `rest`           second pages by key, of raw ones: those that did not fit one when packed; no store gets them
@@ -63,8 +63,8 @@ class HostRun(CountedRecord):
     """
 
     __slots__ = (
-        "about", "after", "before", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "place",
-        "rest", "source", "stored", "wanted",
+        "about", "after", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "parent_run",
+        "place", "rest", "source", "stored", "wanted",
     )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int, first: int = 0) -> None:
@@ -76,7 +76,7 @@ class HostRun(CountedRecord):
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
         self.is_published = False
-        self.before: HostRun | None = None
+        self.parent_run: HostRun | None = None
         self.after: set[HostRun] = set()
 
     @property
@@ -212,8 +212,8 @@ def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
 def path_of(run: HostRun) -> list[HostRun]:
     """What `run` follows on the host, from the first on, and itself."""
     path = [run]
-    while (before := path[-1].before) is not None:
-        path.append(before)
+    while (parent := path[-1].parent_run) is not None:
+        path.append(parent)
     return path[::-1]
 
 

@@ -51,7 +51,7 @@ class Model:
             del self.ids[key]
             self.rest.pop(key, None)
         assert run.locks == 0 and not run.after and list(keys) == sorted(keys)
-        assert not any(at.before is run for at in self.runs.values() if not run.keys)
+        assert not any(at.parent_run is run for at in self.runs.values() if not run.keys)
         self.evicted += len(keys)
 
     def prompt(self) -> list[bytes]:
@@ -71,10 +71,10 @@ class Model:
         wanted = sum(len(piece.keys) for piece in pieces)
         before, chain = len(self.ids), set[HostRun]()  # what they follow does not leave for them
         for piece in pieces:
-            at = self.runs.get(piece.before) if piece.before else None
+            at = self.runs.get(piece.previous_key) if piece.previous_key else None
             while at is not None and not at.locks:
                 chain.add(at)
-                at = at.before
+                at = at.parent_run
         runs = self.index.reserve(pieces)
         if runs is None:
             assert len(self.ids) == before and wanted > self.index.capacity - sum(at.num_held for at in chain)
@@ -139,7 +139,7 @@ class Model:
         self.index.link(keys)
         for upper, lower in pairwise(self.index.parts(keys)):
             if upper.end == lower.start:
-                assert lower.run.before is not None or lower.run in path_of(upper.run)
+                assert lower.run.parent_run is not None or lower.run in path_of(upper.run)
 
     def check(self) -> None:
         locks = Counter(run for runs in self.locked for run in runs)
@@ -215,7 +215,7 @@ def test_pieces_that_come_together_follow_each_other() -> None:
     """Of two pieces of one prompt the second leaves first, though it is the younger."""
     model, keys = Model("fifo", 0), [bytes([at]) for at in range(12)]
     runs = model.index.reserve([NewPages(keys[:5]), NewPages(keys[5:], keys[4], 5)])
-    assert runs is not None and [run.before for run in runs] == [None, runs[0]]
+    assert runs is not None and [run.parent_run for run in runs] == [None, runs[0]]
     for run in runs:
         model.index.publish(run)
     (new,) = model.index.reserve([NewPages([bytes([99, at]) for at in range(8)])] * 1) or ()
@@ -233,7 +233,7 @@ def test_runs_that_came_apart_follow_each_other_once_they_were_named_together() 
         model.index.publish(run)
     model.index.lock([run])
     model.index.link([*keys[:5], b"absent", *keys[5:]])
-    assert [run.before for run in model.index.runs_of(keys)] == [None, None]
+    assert [run.parent_run for run in model.index.runs_of(keys)] == [None, None]
     for prompt in (keys, [*keys[:5], b"other"], keys):
         model.index.link(prompt)
     model.index.check(Counter([run]))
@@ -268,7 +268,7 @@ def test_runs_of_the_same_pages_follow_each_other_once(is_second_first: bool) ->
     model, keys = Model("fifo", 0), [bytes([at]) for at in range(8)]
     (first,) = model.index.reserve([NewPages(keys[:5])]) or ()
     (second,) = model.index.reserve([NewPages(keys[2:], keys[1], 2)]) or ()
-    assert second.before is first
+    assert second.parent_run is first
     for run in (second, first) if is_second_first else (first, second):
         model.index.publish(run)
     assert model.index.held_end(keys, 0) == 8
