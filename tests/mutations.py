@@ -88,7 +88,7 @@ MUTATIONS = (
     Mutation("hicache/flow/cost.py", " - len(self.expected.keys() & self.waiting)", "",
              "tests/flow/test_prefetch_together.py"),
     Mutation("hicache/host/index.py", "if num_pages > self.capacity:",
-             "if not num_pages:", "tests/flow"),
+             "if not num_pages:", "tests/host"),
     Mutation("hicache/flow/backup.py", "                self._backup.save(unsaved)\n",
              "                pass\n", "tests/flow"),
     # Transfer
