@@ -30,7 +30,9 @@ from hicache.flow.commit import Commit
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
+from hicache.flow.handle import Prefetch
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
+from hicache.flow.lookup import look_up
 from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
@@ -49,7 +51,6 @@ from hicache.flow.validation import (
     valid_request_id,
     valid_tokens,
 )
-from hicache.flow.waiting import Prefetch
 from hicache.kv_events import EventPublisher
 from hicache.life import EngineLife, exclusive
 from hicache.metrics import MetricInfo, MetricValue, flattened
@@ -113,8 +114,7 @@ class CacheEngine(EngineLife):
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether slots are better taken chunk by chunk (`reserve_tokens`): window layers have few, and under
-        `exclusive` an admission would wait until what leaves for the whole prompt is on the host."""
+        """Whether slots are better taken chunk by chunk (`reserve_tokens`): windows have few, `exclusive` copies."""
         return SWA in self._context.by_name or self._context.exclusive is not None
 
     @property
@@ -136,7 +136,7 @@ class CacheEngine(EngineLife):
         device, usable, located = self._admit.locate(packed[:-1], namespace)
         added, known = dict.fromkeys(Store, 0), True
         if self._prefetcher is not None and located is not None:
-            added, known = self._prefetcher.lookup(located, wait_s)
+            added, known = look_up(located, wait_s)
         return LookupResult(device, usable - device, added[DISK], known, added[REMOTE])
 
     @exclusive

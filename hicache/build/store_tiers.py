@@ -18,11 +18,14 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
+from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
+# A job costs the scheduler's thread the same however small its pages are.
+_MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 32 << 20
 # One call fills the link to these stores; where a request takes long, as to S3, several calls hide it.
 _ONE_READER = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.IGNORECASE)
 _REMOTE_READERS = 4
@@ -96,7 +99,9 @@ def _disk(
         tells_removed,
         _disk_settings(config, hosts),
     )
-    return open_tier(request, in_process=disk.transport == "inline")
+    largest_bytes = max(host.page_bytes for host in hosts.values())
+    job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // largest_bytes))
+    return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)
 
 
 def _disk_settings(config: EngineConfig, hosts: _Hosts) -> ServiceSettings:

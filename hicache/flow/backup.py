@@ -12,7 +12,7 @@ otherwise.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice, takewhile
 from typing import NamedTuple
@@ -25,7 +25,7 @@ from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.flow.prompt import told_of
-from hicache.host import HostRun, NewPages, held_by, pages_of, spans
+from hicache.host import HostRun, NewPages, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -115,8 +115,8 @@ class Backup(CopyMovement[_Copy]):
             finally:  # where the copy of one component raises, that of another is under way, and its source about to go
                 self.wait_and_complete()
 
-    def pages_in_flight(self, component: Component) -> int:
-        return sum(run.num_held for copy in self._in_flight for run in copy.runs.get(component, ()))
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        return (run for copy in self._in_flight for run in copy.runs.get(component, ()))
 
     def locks(self) -> list[TreeNode]:
         return [node for copy in self._in_flight for node in copy.locked]
@@ -218,13 +218,7 @@ class Backup(CopyMovement[_Copy]):
         rest: torch.Tensor | None = None,
     ) -> None:
         """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
-        host, held = component.host, held_by(runs)
-        with ExitStack() as undo:
-            host.begin_read(held)
-            undo.callback(host.end_read, held)
-            op = component.transfer.store(slots, pages, rest)
-            undo.pop_all()
-        copy.op.parts.append(op)
+        copy.op.parts.append(component.transfer.store(slots, pages, rest))
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -290,7 +284,6 @@ class Backup(CopyMovement[_Copy]):
         again = _Copy(copy.locked)
         for (name, runs), op in zip(copy.runs.items(), copy.op.parts, strict=True):
             component = self._context.by_name[name]
-            component.host.end_read(held_by(runs))
             if confirmed:
                 arrived.append((component, self._publish(again, component, runs, copy.slots[name], op)))
             else:

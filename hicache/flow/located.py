@@ -6,18 +6,18 @@ One loop says how far a prefix can be used, as in the tree: `Located.last_end`.
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
 from operator import itemgetter
+from typing import NamedTuple
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.components.base import PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
-from hicache.host import RunPart, end_of, within
+from hicache.host import RunPart, end_of, spans, within
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
@@ -110,107 +110,121 @@ def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[by
     return found
 
 
-@dataclass(frozen=True)
-class Found:
-    """What the stores hold of a `StorePrefix`. `pages`: the store of each of its `missing` pages, from the first on
-    without a gap; `others`: that of each of its `component_keys`, None for those that no store holds."""
+class ToRead(NamedTuple):
+    """Pages [start, end) of a component of a prompt, which `store` has; None: a read in flight brings them."""
 
-    pages: tuple[Store, ...] = ()
-    others: tuple[Store | None, ...] = ()
-
-    def missing(self, prefix: StorePrefix) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """The page keys and component keys to ask the next store for."""
-        others = [key for key, store in zip(prefix.component_keys, self.others, strict=True) if store is None]
-        return prefix.page_keys[len(self.pages) :], tuple(others)
-
-    def with_answer(self, store: Store, num_pages: int, others: Sequence[bool]) -> Found:
-        """With what `store` answered when it was asked for what is missing."""
-        answers = iter(others)
-        merged = [(store if next(answers, False) else None) if known is None else known for known in self.others]
-        return Found((*self.pages, *[store] * num_pages), tuple(merged))
+    component: CacheComponent
+    store: Store | None
+    start: int
+    end: int
 
 
-class StorePrefix:
-    """The pages of a prompt that stores may add, as of when it was made. Changes nothing.
+class StoreAnswers:
+    """Which store has which page of a prompt that memory lacks, as far as they have answered.
 
-    [0, num_usable)            memory can serve them, for all components
-    [0, start)                 their full pages are in memory, or being copied to the host
-    [start, num_pages)         of these, stores may add the full pages `missing`
-    [num_usable, num_pages)    and pages of the other components: `component_keys`
+    [0, num_usable)          memory can serve them, for all components
+    [num_usable, num_pages)  of these pages stores are asked for windows and states too
+    `to_ask`                 full pages that memory lacks, no read brings, and no store has told of
+    `known`                  those that a store has, or that a read brings (None): (start, end, store)
+
+    `is_read`: whether a read brings a key of a component that its request may share.
     """
 
-    def __init__(self, located: Located) -> None:
-        self.located, self.prompt, self.num_pages = located, located.prompt, located.num_pages
+    def __init__(self, located: Located, is_read: Callable[[CacheComponent, bytes], bool] = lambda *_: False) -> None:
+        full, self.located, self._is_read = located.context.full, located, is_read
         self.num_usable = located.last_end(located.host_end, 0, located.in_memory)
-        self.missing = located.context.full.index.lacking(self.prompt.keys, located.device_end)
-        self.start = self.missing[0] if self.missing else self.num_pages
+        keys = located.prompt.keys
+        lacking = full.index.lacking(keys, located.device_end)
+        read = {index for index in lacking if is_read(full, keys[index])} if full.index.num_in_flight else set()
+        self.start = lacking[0] if lacking else located.num_pages
+        self.to_ask = deque(spans([index for index in lacking if index not in read] if read else lacking))
+        self.known: list[tuple[int, int, Store | None]] = [(start, end, None) for start, end in spans(sorted(read))]
+        self._others: dict[bytes, Store] = {}
 
     @property
     def is_complete(self) -> bool:
-        """Whether memory can serve all of it."""
-        return not self.missing and self.num_usable == self.num_pages
-
-    @cached_property
-    def page_keys(self) -> tuple[bytes, ...]:
-        """Of the missing pages."""
-        return tuple(self.prompt.keys_of(FULL, self.missing))
-
-    @cached_property
-    def component_keys(self) -> tuple[bytes, ...]:
-        """One component after the other."""
-        pages = range(self.num_usable, self.num_pages)
-        return tuple(key for component in self._others for key in self.prompt.keys_of(component.name, pages))
+        """Whether memory can serve all of the prompt, or what it lacks comes from the device."""
+        return not (self.to_ask or self.known) and self.num_usable == self.located.num_pages
 
     @property
-    def nothing(self) -> Found:
-        """Before a store was asked."""
-        return Found(others=(None,) * len(self.component_keys))
+    def is_open(self) -> bool:
+        """Whether there is anything to ask a store for."""
+        return bool(self.to_ask) or len(self._others) < len(self._component_keys)
 
-    def end_of(self, num_missing: int) -> int:
-        """Where the full pages end, with the first `num_missing` of those that are missing."""
-        return self.missing[num_missing] if num_missing < len(self.missing) else self.num_pages
+    def keys_to_ask(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
+        """For the next store: keys of full pages, in order, and of windows and states."""
+        keys = self.located.prompt.keys
+        return (
+            tuple([key for start, end in self.to_ask for key in keys[start:end]]),
+            tuple([key for key in self._component_keys if key not in self._others]),
+        )
 
-    def num_missing(self, start: int, end: int) -> int:
-        """How many of pages [start, end) were missing."""
-        return max(0, bisect_left(self.missing, end) - bisect_left(self.missing, start))
+    def add(self, store: Store, num_pages: int, others: Sequence[bytes], ok: Sequence[bool]) -> None:
+        """What `store` answered to `keys_to_ask`: it has the first `num_pages` full pages, and of `others` these."""
+        while num_pages and self.to_ask:
+            start, end = self.to_ask.popleft()
+            found_end = min(end, start + num_pages)
+            self.known.append((start, found_end, store))
+            num_pages -= found_end - start
+            if found_end < end:
+                self.to_ask.appendleft((found_end, end))
+        self._others.update((key, store) for key, has in zip(others, ok, strict=False) if has)
 
-    def stores_of(self, found: Found, start: int, end: int) -> Sequence[Store]:
-        """Of the missing pages among [start, end) those that were found: the store of each."""
-        return found.pages[bisect_left(self.missing, start) : bisect_left(self.missing, end)]
+    @property
+    def has_none(self) -> bool:
+        """Whether nothing is known to come."""
+        return not (self.known or self._others)
 
-    def usable_end(self, found: Found, num_pages: int) -> int:
-        """The pages of the longest prefix that all components can use, with the first `num_pages` full pages of those
-        found; at most `num_usable` where the stores add nothing."""
-        limit = self.end_of(num_pages)
+    @property
+    def full_end(self) -> int:
+        """Where the full pages end that memory has or may get."""
+        return self.to_ask[0][0] if self.to_ask else self.located.num_pages
 
-        def has(component: CacheComponent, index: int) -> bool:
-            return self.located.coming(component, index) or self._store_of(found, component, index) is not None
+    def end_with(self, room: int) -> int:
+        """Where they end if stores bring the first `room` alone."""
+        for start, end, store in sorted(self.known, key=itemgetter(0)):
+            if store is not None and end - start > room:
+                return min(start + room, self.full_end)
+            room -= end - start if store is not None else 0
+        return self.full_end
 
-        return self.located.last_end(limit, min(limit, self.num_usable), has)
+    def usable_end(self, limit: int) -> int:
+        """The pages of the longest prefix of at most `limit` that all components can use, with what is known to come;
+        at most `num_usable` where that adds nothing."""
+        return self.located.last_end(limit, min(limit, self.num_usable), self._has)
 
-    def to_read(self, end: int, found: Found) -> list[tuple[CacheComponent, Store, list[int]]]:
-        """The pages to be read for a prefix of `end` pages, as `usable_end` gave it: full ones first, and of a
-        component those of one store together."""
-        num_full = bisect_left(self.missing, end)
-        wanted: list[tuple[CacheComponent, list[int], list[Store | None]]]
-        wanted = [(self.located.context.full, self.missing[:num_full], [*found.pages[:num_full]])]
-        for component in self._others if end > self.num_usable else ():
+    def to_read(self, end: int) -> Iterator[ToRead]:
+        """What a prefix of `end` pages needs of what is known to come: full pages first, then windows and states."""
+        for start, known_end, store in sorted(self.known, key=itemgetter(0)):
+            if start < end:
+                yield ToRead(self.located.context.full, store, start, min(known_end, end))
+        for component in self.located.context.components[1:] if end > self.num_usable else ():
             first = min(component.first_required(end), end - 1)  # the last page of what is optional
-            pages = [index for index in range(first, end) if not self.located.coming(component, index)]
-            wanted.append((component, pages, [self._store_of(found, component, index) for index in pages]))
-        return [
-            (component, store, [index for index, _ in group])
-            for component, pages, stores in wanted
-            for store, group in groupby(zip(pages, stores, strict=True), key=itemgetter(1))
-            if store is not None
-        ]
+            wanted = [index for index in range(first, end) if not self.located.coming(component, index)]
+            stores = [self._store_of(component, index) for index in wanted]
+            for store, group in groupby(zip(wanted, stores, strict=True), key=itemgetter(1)):
+                indices = [index for index, _ in group if store is not None or self._has(component, index)]
+                yield from (ToRead(component, store, start, stop) for start, stop in spans(indices))
 
-    def _store_of(self, found: Found, component: CacheComponent, index: int) -> Store | None:
-        if index < self.num_usable or not found.others:
-            return None
-        position = self._others.index(component) * (self.num_pages - self.num_usable)
-        return found.others[position + index - self.num_usable]
+    def num_coming(self, end: int) -> int:
+        """Full pages below `end` that are known to come."""
+        return sum(self.by_store(0, end).values())
 
-    @property
-    def _others(self) -> tuple[CacheComponent, ...]:
-        return self.located.context.components[1:]
+    def by_store(self, start: int, end: int) -> Counter[Store | None]:
+        """Of full pages [start, end) those known to come, by store."""
+        found = Counter[Store | None]()
+        for known_start, known_end, store in self.known:
+            found[store] += max(0, min(end, known_end) - max(start, known_start))
+        return found
+
+    @cached_property
+    def _component_keys(self) -> list[bytes]:
+        pages, prompt = range(self.num_usable, self.located.num_pages), self.located.prompt
+        return [key for other in self.located.context.components[1:] for key in prompt.keys_of(other.name, pages)]
+
+    def _store_of(self, component: CacheComponent, index: int) -> Store | None:
+        return self._others.get(self.located.prompt.key(component.name, index))
+
+    def _has(self, component: CacheComponent, index: int) -> bool:
+        key = self.located.prompt.key(component.name, index)
+        return self.located.coming(component, index) or key in self._others or self._is_read(component, key)

@@ -60,9 +60,9 @@ class Load:
     nodes that it brings to the tree.
 
     `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
-    them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `reading`: the host
-    pages it reads; `load_ids`: its number in the layer counter, `orphan_states`: values, by
-    component, that left a lease or the tree before the load had written to them.
+    them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `load_ids`: its
+    number in the layer counter, `orphan_states`: values, by component, that left a lease or the tree before the load
+    had written to them.
     """
 
     def __init__(
@@ -71,7 +71,6 @@ class Load:
         self.node, self.prompt, self.parts, self.depends_on = node, prompt, parts, tuple(depends_on)
         self.runs: dict[Component, NodeRun] = {}
         self.load_ids: dict[Component, int] = {}
-        self.reading: dict[Component, torch.Tensor] = {}
         self.op = JointOp()
         self.readers = 0
         self.completed = self.abandoned = False
@@ -122,17 +121,14 @@ class Movement(ABC):
     def is_busy(self) -> bool:
         """Whether anything has not ended."""
 
-    @abstractmethod
     def locks(self) -> Iterable[TreeNode]:
         """Each lock that it holds on the tree: the node whose prefix has to stay."""
-
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
-        """Each lock that it holds on published pages of the host."""
         return ()
 
-    def pages_in_flight(self, component: Component) -> int:
-        """Host pages of a component that it has reserved."""
-        return 0
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        """Each lock that it holds on runs of a component's host pages: those that it writes to, and those that it
+        needs to stay."""
+        return ()
 
 
 class CopyMovement(Movement, Generic[T]):

@@ -22,22 +22,34 @@ from hicache.flow.prompt import told_of
 from hicache.host import HostRun, path_of
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
-from hicache.tree.node import TreeNode
 
 _DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
-_MAX_SENT_JOBS = 16  # of one step, so that it ends soon
+_MAX_SENT_JOBS = 6  # of one step, so that it ends soon
+_JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most, of several runs
 _STORE_SHARE = 0.25  # of its budget, on its way at a time
 _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
 class _Write:
-    """A run of a component on its way to the store, in one job. `keys`, `pages`: those that are sent, which are not
-    raw. `stalled`: a stalled writer has them."""
+    """Neighbouring runs of a component on their way to the store, in one job. `keys`: those of each that are sent,
+    which are not raw. `is_stalled`: a stalled writer has them."""
 
-    def __init__(self, run: HostRun, component: CacheComponent) -> None:
-        self.run, self.component, self.stalled = run, component, False
-        sent = [(key, page) for key, page in zip(run.keys, run.ids, strict=True) if key not in run.rest]
-        self.keys, self.pages = tuple(key for key, _ in sent), torch.tensor([page for _, page in sent])
+    def __init__(self, component: CacheComponent, runs: list[HostRun]) -> None:
+        self.component, self.runs, self.is_stalled = component, runs, False
+        self.keys = [_to_send(run) for run in runs]
+
+    def job(self, ticket: int) -> WriteJob:
+        pages = [page for run in self.runs for key, page in zip(run.keys, run.ids, strict=True) if key not in run.rest]
+        keys = tuple(key for keys in self.keys for key in keys)
+        return WriteJob(ticket, keys, self.component.host.views(torch.tensor(pages)))
+
+    @property
+    def num_held(self) -> int:
+        return sum(run.num_held for run in self.runs)
+
+
+def _to_send(run: HostRun) -> list[bytes]:
+    return [key for key in run.keys if key not in run.rest] if run.rest else run.keys[:]
 
 
 class Persist(Movement):
@@ -50,8 +62,7 @@ class Persist(Movement):
         self._writes: dict[int, _Write] = {}
         self._sent: set[HostRun] = set()
         self._times_lost = 0  # its process, as events know
-        self._backlog: deque[int] = deque()  # tickets of those that were not sent yet
-        self._may_send = _MAX_SENT_JOBS
+        self._backlog = deque[tuple[CacheComponent, HostRun]]()  # locked, and not sent yet
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._waiting: deque[tuple[CacheComponent, list[bytes]]] = deque()  # of each run its keys
@@ -65,11 +76,8 @@ class Persist(Movement):
         self._bytes, self._seconds = context.metrics.movement(name, moved, f"{took}, its share of a batch", **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
         gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", self._waiting.__len__)
-        gauge(
-            f"{name}.queued_jobs",
-            "jobs that wait for their turn, or for room in the writer's queue",
-            self._backlog.__len__,
-        )
+        help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
+        gauge(f"{name}.queued_jobs", help, self._backlog.__len__)
 
     def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
         """Send what is on the host and not yet in the store, or let it wait for its turn."""
@@ -78,7 +86,6 @@ class Persist(Movement):
                 self._waiting.append((component, [*run.keys]))
             else:
                 self._send(run, component)
-        self._push()
 
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
@@ -102,19 +109,19 @@ class Persist(Movement):
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what waits; whether there was an answer."""
-        outcomes, self._may_send = self._tier.writes.poll(), _MAX_SENT_JOBS
+        outcomes = self._tier.writes.poll()
         self._note_loss()
         self.is_torn = bool(outcomes)
         landed = list[HostRun]()
         for done in outcomes:
             write = self._writes[done.ticket]
-            if not write.stalled:
-                self._locked_pages[write.component.name] -= write.run.num_held
+            if not write.is_stalled:
+                self._locked_pages[write.component.name] -= write.num_held
             if isinstance(done, Stalled):
-                write.stalled = True
+                write.is_stalled = True
             else:
                 self._take(self._writes.pop(done.ticket), done)
-                landed += [write.run] if write.component.name == FULL else []
+                landed += write.runs if write.component.name == FULL else []
         self._use_prefixes(landed)
         self.is_torn = False
         if outcomes:  # which alone make room: what waits, waits for one
@@ -130,11 +137,9 @@ class Persist(Movement):
     def is_busy(self) -> bool:
         return bool(self._waiting) or any(self._locked_pages.values())
 
-    def locks(self) -> Sequence[TreeNode]:
-        return ()
-
     def host_locks(self, component: Component) -> Iterable[HostRun]:
-        return (write.run for write in self._writes.values() if write.component.name == component)
+        yield from (run for held, run in self._backlog if held.name == component)
+        yield from (run for write in self._writes.values() if write.component.name == component for run in write.runs)
 
     def _note_loss(self) -> None:
         """What the store lost before its process ended, that did not tell any more."""
@@ -145,9 +150,9 @@ class Persist(Movement):
 
     def _use_prefixes(self, landed: Sequence[HostRun]) -> None:
         """What these continue counts as used after them: of a prompt that is larger than the store the end leaves."""
-        followed = {run.before for run in landed}
+        followed = {run.parent_run for run in landed}
         for run in landed:
-            if run.before is not None and run not in followed:
+            if run.parent_run is not None and run not in followed:
                 self._tier.used([key for above in path_of(run) for key in above.keys])
 
     def _is_unstored(self, run: HostRun) -> bool:
@@ -166,7 +171,7 @@ class Persist(Movement):
             self._waiting.popleft()
 
     def _take(self, write: _Write, done: WriteDone) -> None:
-        component, run, written = write.component, write.run, sum(done.ok)
+        component, written = write.component, sum(done.ok)
         if written:
             self._bytes.observe(written * component.host.page_bytes)
             self._seconds.observe(done.seconds)
@@ -174,13 +179,14 @@ class Persist(Movement):
         events = self._context.tree.events
         if events is not None and self.into is DISK:
             events.removed(done.removed, "DISK")
-            if component.name == FULL:
-                came = dict(zip(write.keys, done.ok, strict=True))
+        ok = iter(done.ok)
+        for run, keys in zip(write.runs, write.keys, strict=True):
+            came = dict(zip(keys, ok, strict=False))
+            if events is not None and self.into is DISK and component.name == FULL:
                 events.stored(told_of(run), "DISK", [came.get(key, False) for key in run.keys])
-        component.host.end_read(write.pages)
-        run.stored = run.stored | self.into if all(done.ok) else run.stored & ~self.into
-        self._sent.remove(run)
-        component.index.unlock([run])
+            run.stored = run.stored | self.into if all(came.values()) else run.stored & ~self.into
+            self._sent.remove(run)
+        component.index.unlock(write.runs)
 
     def _fits(self, run: HostRun, component: CacheComponent) -> bool:
         """Whether the rest of the host pool stays free of such locks, and the store has room for what is on its way
@@ -193,30 +199,36 @@ class Persist(Movement):
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):
             return
-        write, ticket = _Write(run, component), next(self._tickets)
-        if not write.keys:
+        if len(run.rest) == len(run.keys):
             run.stored |= self.into  # all of it that goes there
             return
         component.index.lock([run])
-        self._writes[ticket] = write
         self._locked_pages[component.name] += run.num_held
         self._sent.add(run)
-        self._backlog.append(ticket)
+        self._backlog.append((component, run))
 
     def _push(self) -> None:
         """Send what has its turn, so much in a step that this ends soon."""
-        while self._backlog and self._may_send and self._submit(self._backlog[0]):
-            self._backlog.popleft()
-            self._may_send -= 1
+        for _ in range(_MAX_SENT_JOBS):
+            if not self._backlog:
+                return
+            write, ticket = self._next_write(), next(self._tickets)
+            if not self._tier.writes.submit(write.job(ticket)):
+                return
+            self._writes[ticket] = write
+            for _ in write.runs:
+                self._backlog.popleft()
 
-    def _submit(self, ticket: int) -> bool:
-        write = self._writes[ticket]
-        host = write.component.host
-        host.begin_read(write.pages)
-        if self._tier.writes.submit(WriteJob(ticket, write.keys, host.views(write.pages))):
-            return True
-        host.end_read(write.pages)
-        return False
+    def _next_write(self) -> _Write:
+        """The first runs of the backlog that make one job."""
+        component, first = self._backlog[0]
+        runs, most = list[HostRun](), max(len(first.keys), min(_JOB_PAGES, _JOB_BYTES // component.host.page_bytes))
+        for other, run in self._backlog:
+            most -= len(run.keys)
+            if other is not component or most < 0:
+                break
+            runs.append(run)
+        return _Write(component, runs)
 
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:

@@ -1,380 +1,395 @@
-"""Stores to host, the requests: who waits for which read, and for how long.
+"""Stores to host: pages that requests wait for, before they are admitted.
 
-A request's prefetch extends the prefix that memory can serve, by a read of its own or by one in flight that brings the
-same pages; it continues where that ends. A share of the host pool bounds what is read for requests that were not
-admitted. What does not fit, or not now, is tried again while the request waits to be admitted.
+A run in flight in the host's map knows who waits for it and which job brings it (`HostRun.wanted`, `HostRun.job`). So
+a request takes each page where it is: those that are here, those that come for another, and the rest by jobs of its
+own. Its way:
 
-    start -> queued -> read (its own, or shared) -> ended
-                          ^            |
-                          |            v
-                          +-------- postponed      no free host page, or a full queue of the readers
+    start -> _begin   where are its pages?       here: ended; else a store is asked for those that nobody brings
+    _note_answer      a store has told           the next is asked for the rest
+    _plan             all have told              the longest prefix that all components can use and there is room for
+    _submit           a few jobs a step          who waits before who does not, then who came first; nobody overtakes
+    _land             a job was answered         its runs are published, or given back
+    _finish           nothing more comes         what failed is asked for again, once; without room it is postponed
+    cancel            admitted, or gone          it leaves its runs; who leaves a job last cancels it
 
-Few prefixes are read at a time and the others are queued, so that a step costs the same however many requests wait.
+A share of the host pool bounds what is read for requests that were not admitted. Who finds no room, and has nothing in
+flight, waits in line, and begins anew. What a stalled thread has comes when it returns: nobody waits for that.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-import time
-from bisect import bisect_left, insort
 from collections.abc import Iterable, Sequence
 from operator import attrgetter
 
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
+from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
-from hicache.flow.located import Located, StorePrefix
+from hicache.flow.handle import HostShare, Prefetch
+from hicache.flow.located import Located, StoreAnswers
 from hicache.flow.movement import Movement
-from hicache.flow.prefix_read import PrefixReads
-from hicache.flow.prompt import Prompts
-from hicache.flow.reading import PrefixRead
-from hicache.flow.waiting import Claims, Prefetch, PrefetchCounters, Waiter, Weigher
+from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.prompt import Prompts, told_of
+from hicache.flow.readers import Readers
+from hicache.flow.weigher import Weigher
 from hicache.host import HostRun
-from hicache.storage.process.jobs import Stalled
-from hicache.tiers import FULL, Component, Store
+from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
+from hicache.tiers import DISK, FULL, Component
 from hicache.tree.key import Tokens
-from hicache.tree.node import TreeNode
 
-log = logging.getLogger(__name__)
-
-# Between two attempts to start what was postponed: doubled while they bring nothing.
-_RETRY_S, _MAX_RETRY_S = 0.05, 1.0
-_ARRIVAL = attrgetter("arrival")
-# Of one step, so that it ends soon: prefixes in flight, tokens of prompts whose keys are computed, requests weighed.
-_MAX_READS, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
+_RETRY_S = 0.05  # between two looks whether there is room for who was postponed
+# Of one step, so that it ends soon: requests in work, tokens of prompts whose keys are computed, requests weighed; jobs
+# and pages that are queued.
+_MAX_BEGUN, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
+_MAX_JOBS, _MAX_PAGES = 6, 128
+_ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
 
 
 class Prefetcher(Movement):
-    """Owned by the scheduler thread. `waiters`, by request, are in order of arrival."""
+    """Owned by the scheduler thread. Who asked and has not ended is `_begun`, or waits in `_line`."""
 
     def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel, requests: Requests) -> None:
-        self._context, self._prompts, self._cost, self._requests = context, prompts, cost, requests
+        self._context, self._prompts, self._requests = context, prompts, requests
         self._clock = next(tier.clock for tier in context.stores.values())
-        self._reads = PrefixReads(context, cost)
-        self._waiters: dict[str, Waiter] = {}
-        self._by_read: dict[PrefixRead, dict[str, Waiter]] = {}
-        self._arrivals = itertools.count()
-        # Lines of those that wait, and of nobody else (see `_forget`); the postponed ones by arrival.
-        self._urgent_queue, self._background_queue = dict[Waiter, None](), dict[Waiter, None]()
-        self._to_weigh, self._postponed = dict[Waiter, None](), list[Waiter]()
-        self._claims = Claims()  # pages that landed for requests that were not admitted
+        self._asked, self._arrivals = dict[str, Asked](), itertools.count()
+        self._begun, self._line, self._to_weigh = dict[Asked, None](), dict[Asked, None](), dict[Asked, None]()
+        self._share = HostShare()  # pages that landed for requests that were not admitted
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self._retry_at_s, self._retry_s = -math.inf, _RETRY_S
-        self._counters = PrefetchCounters(context)
-        self._weigher = Weigher(context, cost, self._reads, self._counters, requests)
-        self._has_been_full = False
-        self._num_claimed = 0  # what a snapshot in another thread may read
+        self._retry_at_s = -math.inf
+        self._num_claimed = self._num_planned = 0  # what a snapshot in another thread may read; pages to be read
+        self._counters = counters = PrefetchCounters(context)
+        self._readers = Readers(context, cost, counters)
+        self._weigher = Weigher(context, cost, counters, requests, self._readers.reads)
         gauge = context.metrics.gauge
         help = "host pages that were read, or are, for requests that were not admitted"
         gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
         gauge("prefetch.limit_pages", "what prefetch_host_share allows of them", lambda: self._max_pages)
-        gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._waiters))
+        gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._asked))
+        gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._begun))
 
     def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
-        if request_id in self._waiters:
-            return self._waiters[request_id].handle
+        if request_id in self._asked:
+            return self._asked[request_id].handle
         now_s = self._clock()
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, self._clock)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
-        waiter = Waiter(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
-        self._waiters[request_id] = waiter
+        asked = Asked(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
+        self._asked[request_id] = asked
         if mode == "auto":
-            self._to_weigh[waiter] = None
+            self._to_weigh[asked] = None
         if handle.waits:
             self._requests.waiting.add(request_id)
         try:
-            self._begin(waiter)
+            if self._has_turn(asked):
+                self._begin(asked)
+            else:
+                self._line[asked] = None
         except BaseException:
-            if self._is_waiting(waiter):
-                self._forget(waiter)
+            self._forget(asked)
             raise
         return handle
 
-    def lookup(self, located: Located, wait_s: float) -> tuple[dict[Store, int], bool]:
-        """Tokens that each store adds to what memory can serve, and whether all of them answered in time."""
-        prefix = StorePrefix(located)
-        found, until_s, all_known = prefix.nothing, time.monotonic() + wait_s, True
-        for store, tier in self._context.stores.items():
-            keys, others = found.missing(prefix)
-            done = tier.find(keys, max(0.0, until_s - time.monotonic()), others)
-            if done is None:
-                all_known = False
-            else:
-                found = found.with_answer(store, done.num_pages, done.others)
-        end = prefix.usable_end(found, len(found.pages))
-        stores = list(prefix.stores_of(found, prefix.num_usable, end))
-        # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
-        added = [store for component, store, _ in prefix.to_read(end, found) if component.name != FULL]
-        stores += [max(added)] * (max(0, end - prefix.num_usable) - len(stores)) if added else []
-        return {store: stores.count(store) * self._context.tree.page_size for store in Store}, all_known
-
     def require_ready(self, request_id: str) -> None:
         """The request asks to be admitted: raise if it must wait."""
-        waiter = self._waiters.get(request_id)
-        if waiter is not None and not waiter.handle.ready:
+        asked = self._asked.get(request_id)
+        if asked is not None and not asked.handle.ready:
             raise PrefetchPending(f"prefetch of {request_id} is in flight: poll() until it is ready, or cancel it")
 
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless others want the same."""
-        num_pages = self._claims.pop(request_id)
-        waiter = self._waiters.get(request_id)
-        if waiter is not None:
-            read = waiter.read
-            self._forget(waiter)
-            if read is not None:
-                self._claim(read, num_pages)
-                self._stop_unwanted(read)
+        num_pages = self._share.end(request_id)
+        if (asked := self._asked.get(request_id)) is not None:
+            self._forget(asked)
         if num_pages:
-            self._num_claimed, self._retry_s = self._claimed(), _RETRY_S
+            self._num_claimed, self._retry_at_s = self._claimed(), -math.inf
 
     def poll(self) -> bool:
         """Enter what the readers have answered, and give them more to do; whether there was any of it."""
-        found: list[PrefixRead] = []
-        answered: dict[PrefixRead, bool] = {}  # and whether a reader of it is stalled
-        for read, done in self._reads.poll():
-            self.is_torn = True
-            landed, was_known = read.landed_end, read.found is not None
-            self._reads.apply(read, done)
-            self._claim(read, read.prefix.num_missing(landed, read.landed_end))
-            if read.found is not None and not was_known:
-                found.append(read)
-            answered[read] = answered.get(read, False) or isinstance(done, Stalled)
-        if found:
-            self._fetch(found)
-        for read in self._reads.queue() if self._reads.to_queue else ():
-            self.is_torn = True
-            answered.setdefault(read, False)
-        if not answered:
+        found, has_changed = list[Asked](), False
+        for done in self._readers.poll():
+            self.is_torn = has_changed = True
+            if isinstance(done, ReadDone):
+                self._land(*self._readers.take(done))
+            elif done.ticket in self._readers.finds:
+                found += self._note_answer(done)
+            else:
+                self._note_stall(self._readers.reads[done.ticket])
+        if not (has_changed or self._begun or self._line):
             return False
-        for read, is_stalled in answered.items():
-            for waiter in self._waiters_of(read):
-                if is_stalled and not read.is_live:
-                    self._end(waiter)
-                else:
-                    self._advance(waiter)
-            self._stop_unwanted(read)
-            if read.is_done:
-                self._end_read(read)
-        self._start_queued()
+        self.is_torn = True
+        for asked in found:
+            self._plan(asked)
+        self._weigh(found)
+        has_changed |= self._begin_next()
+        has_changed |= self._submit()
         self._num_claimed, self.is_torn = self._claimed(), False
-        return True
+        return has_changed
 
     def step(self) -> None:
-        """Decide anew who waits, and start what was queued or postponed. Once a poll; free where nobody waits."""
-        if self._waiters:
-            self._retry()
-            self._start_queued()
+        """Decide anew who waits. Once a poll; free where nobody waits."""
+        if self._to_weigh:
             turn = list(itertools.islice(self._to_weigh, _MAX_WEIGHED))
-            for waiter in turn:  # to the end of the line
-                del self._to_weigh[waiter]
-            weighed = self._undecided(turn)
-            self._to_weigh.update(dict.fromkeys(weighed))
-            self._weigher.decide(weighed)
+            for asked in turn:  # to the end of the line
+                del self._to_weigh[asked]
+            self._to_weigh.update({asked: None for asked in turn if asked.handle.waits})
+            self._weigh(turn)
 
     def is_busy(self) -> bool:
-        return bool(len(self._reads) or self._urgent_queue or self._background_queue)
-
-    def pages_in_flight(self, component: Component) -> int:
-        return self._reads.pages_in_flight(component)
-
-    def locks(self) -> Sequence[TreeNode]:
-        return ()
+        may_go_on = any(asked.to_read for asked in self._begun) or any(not asked.is_postponed for asked in self._line)
+        return may_go_on or self._readers.is_busy()
 
     def host_locks(self, component: Component) -> Iterable[HostRun]:
-        return self._reads.host_locks(component)
+        locked = (locked for asked in self._begun for locked in asked.locked)
+        yield from (run for held, runs in locked if held.name == component for run in runs)
+        yield from (asked.tail for asked in self._begun if component == FULL and asked.tail is not None)
+        yield from self._readers.runs(component)
 
-    # From waiting to reading and back
+    # Where its pages are
 
-    def _begin(self, waiter: Waiter) -> None:
-        """Read what the waiter still lacks, with others where a read in flight brings it."""
-        self._assign(waiter, None)
-        if len(self._reads) >= _MAX_READS:
-            (self._urgent_queue if waiter.handle.waits else self._background_queue)[waiter] = None
-            return
-        prefix = self._prefix(waiter)
-        if prefix.is_complete or not self._max_pages:
-            self._end(waiter)
-            return
-        waiter.num_usable, waiter.seen_end, waiter.end = prefix.num_usable, prefix.start, prefix.num_pages
-        ends = [(self._shared_end(read, prefix, waiter), read) for read in self._reads.in_flight()]
-        shared_end, read = max(ends, key=lambda end: end[0], default=(0, None))
-        if read is not None and shared_end:
-            self._counters.shared.value += 1
-            waiter.end = shared_end
-            self._assign(waiter, read)
-            if read.found is not None:
-                self._note_found([waiter], read)
-            return
-        handle = waiter.handle
-        until_s = handle.deadline_s if handle.mode == "timeout" else math.inf
-        own = self._reads.start(prefix, is_urgent=handle.waits, until_s=until_s) if self._room(handle) > 0 else None
-        if own is None:
-            self._postpone(waiter)
-        else:
-            self._assign(waiter, own, owns=True)
+    def _has_turn(self, asked: Asked) -> bool:
+        """Whether another one may begin beside those that have, and those that a store was asked for and that are gone
+        since. Who does not wait holds up nobody who does."""
+        if len(self._readers.finds) >= _MAX_BEGUN:
+            return False
+        return sum([other.handle.waits == asked.handle.waits for other in self._begun]) < _MAX_BEGUN
 
-    def _prefix(self, waiter: Waiter) -> StorePrefix:
-        match = self._context.tree.match(waiter.tokens, waiter.namespace)
-        prompt = self._prompts.of(waiter.tokens, waiter.namespace, match, waiter.handle.request_id)
-        return StorePrefix(Located(self._context, prompt, match))
-
-    def _assign(self, waiter: Waiter, read: PrefixRead | None, *, owns: bool = False) -> None:
-        """What brings pages for the waiter from now on."""
-        if waiter.read is not None:
-            del self._by_read[waiter.read][waiter.handle.request_id]
-        if read is not None:
-            self._by_read.setdefault(read, {})[waiter.handle.request_id] = waiter
-        waiter.read, waiter.owns = read, owns
-
-    def _forget(self, waiter: Waiter) -> None:
-        """The request waits no longer."""
-        waiter.handle.ended = True
-        self._requests.waiting.discard(waiter.handle.request_id)
-        self._assign(waiter, None)
-        for line in (self._urgent_queue, self._background_queue, self._to_weigh):
-            line.pop(waiter, None)
-        at = bisect_left(self._postponed, waiter.arrival, key=_ARRIVAL)
-        if self._postponed[at : at + 1] == [waiter]:
-            del self._postponed[at]
-        del self._waiters[waiter.handle.request_id]
-
-    def _is_waiting(self, waiter: Waiter) -> bool:
-        return self._waiters.get(waiter.handle.request_id) is waiter
-
-    def _undecided(self, waiters: Iterable[Waiter]) -> list[Waiter]:
-        """Those that may stop before the end."""
-        return [w for w in waiters if w.handle.waits and w.handle.mode == "auto"]
-
-    def _start_queued(self) -> None:
-        """Begin with those that wait for their turn, requests that wait before others, until enough was begun."""
-        num_tokens = 0
-        while (queue := self._urgent_queue or self._background_queue) and len(self._reads) < _MAX_READS:
-            if num_tokens >= _MAX_STARTED_TOKENS and len(self._reads):
+    def _begin_next(self) -> bool:
+        """Begin with those in line, until enough was begun; of those that were postponed with the first, now and then,
+        once there is room. Whether any was begun."""
+        num_tokens, has_begun = 0, False
+        for asked in sorted(self._line, key=_TURN) if self._line else ():
+            if num_tokens >= _MAX_STARTED_TOKENS and self._begun:
                 break
-            waiter = next(iter(queue))
-            del queue[waiter]
-            num_tokens += len(waiter.tokens)
-            self._begin(waiter)
+            if not self._has_turn(asked):
+                continue
+            if asked.is_postponed:
+                if self._clock() < self._retry_at_s or self._room(asked) <= 0:
+                    continue
+                self._retry_at_s = self._clock() + _RETRY_S
+                self._counters.retries.value += 1
+            del self._line[asked]
+            num_tokens, has_begun = num_tokens + len(asked.tokens), True
+            self._begin(asked)
+        return has_begun
 
-    @staticmethod
-    def _shared_end(read: PrefixRead, prefix: StorePrefix, waiter: Waiter) -> int:
-        """The end of the pages that `prefix` lacks and `read` brings; 0 for none. Who waits joins no read that nobody
-        waits for: those come after all others."""
-        if not read.is_live or (waiter.handle.waits and not read.is_urgent):
-            return 0
-        common = read.prefix.prompt.common_pages(prefix.prompt)
-        if common == prefix.num_pages == read.prefix.num_pages:
-            return common
-        end = min(common, read.end)
-        return end if read.landed_end <= prefix.start < end else 0
+    def _begin(self, asked: Asked) -> None:
+        """Look where its pages are, and have a store asked for those that nobody brings."""
+        context = self._context
+        match = context.tree.match(asked.tokens, asked.namespace)
+        prompt = self._prompts.of(asked.tokens, asked.namespace, match, asked.handle.request_id)
+        located = Located(context, prompt, match)
+        has = StoreAnswers(located, lambda component, key: asked.may_share(component.index.find(key)))
+        if has.is_complete or not self._max_pages:
+            self._end(asked)
+            return
+        self._begun[asked] = None
+        asked.begin(has)
+        for component in context.components:
+            pages = range(component.first_required(has.num_usable), has.num_usable)
+            if component.name == FULL:
+                pages = range(located.device_end, located.host_end)
+            asked.lock(component, [part.run for part in located.parts(component, pages)])
+        if has.is_open:
+            asked.is_short = self._room(asked) <= 0 or not self._readers.find(asked, 0)
+        if asked.is_short and has.has_none:
+            self._postpone(asked)
+        elif asked.find is None:
+            self._plan(asked)
 
-    def _fetch(self, reads: Sequence[PrefixRead]) -> None:
-        """The stores have told what they hold of these: read it, for those who wait before others."""
-        by_read = [(read, self._waiters_of(read)) for read in reads]
-        for read, waiters in by_read:
-            self._note_found(waiters, read)
-        self._weigher.decide(self._undecided(waiter for _, waiters in by_read for waiter in waiters))
-        for read, waiters in by_read:
-            read.is_urgent = any(waiter.handle.waits for waiter in waiters)
-            self._reads.fetch(read, self._room(waiters[0].handle) if waiters else 0)
+    def _note_answer(self, done: FindDone | Stalled) -> list[Asked]:
+        """A store has told what it holds, or is stalled, and the next is asked. Returns who is to be planned for."""
+        find, events = self._readers.finds[done.ticket], self._context.tree.events
+        asked, find.is_stalled = find.asked, True
+        if isinstance(done, FindDone):
+            del self._readers.finds[done.ticket]
+        if asked.find is not find or asked.has is None:
+            return []  # it has ended, or another store was asked
+        asked.find = None
+        if isinstance(done, FindDone):
+            tells_removed = self._context.stores[find.store].tells_removed
+            if events is not None and find.store is DISK and done.answered and not tells_removed:
+                events.missed_on_disk(find.keys[done.num_pages :][:1])
+            asked.has.add(find.store, done.num_pages, find.others, done.others)
+        if self._readers.find(asked, find.number + 1):
+            return []
+        if isinstance(done, Stalled) and asked.has.has_none:
+            self._end(asked)
+            return []
+        return [asked]
 
-    def _note_found(self, waiters: Sequence[Waiter], read: PrefixRead) -> None:
-        for waiter in waiters:
-            num_found = read.prefix.num_missing(waiter.seen_end, min(waiter.end, read.found_end))
-            waiter.handle.found_tokens = waiter.handle.landed_tokens + num_found * self._context.tree.page_size
+    def _plan(self, asked: Asked) -> None:
+        """It is known where all pages are: those of the longest prefix are read that all components can use, and that
+        there is room for beside what they follow, which stays."""
+        has, full, handle = asked.has, self._context.full, asked.handle
+        assert has is not None
+        followed = [has.located.prompt.keys[start - 1] for start, _, _ in has.known if start]
+        asked.lock(full, [run for key in followed if (run := full.index.get(key)) is not None])
+        found_end = end = has.usable_end(has.full_end)
+        limit = has.end_with(min(self._room(asked), full.index.capacity))
+        if limit < found_end:
+            end, asked.is_short = has.usable_end(limit), True
+        for component in self._context.components[1:]:
+            pages = range(max(has.num_usable, component.first_required(end)), end)
+            asked.lock(component, [part.run for part in has.located.parts(component, pages)])
+        found_tokens = handle.landed_tokens + has.num_coming(found_end) * self._context.tree.page_size
+        handle.found_tokens = max(handle.found_tokens, found_tokens)
+        asked.plan(end)
+        if any(asked.num_to_read(component) > component.index.capacity for component in self._context.components):
+            asked.to_read.clear()
+            asked.to_come.clear()
+            asked.is_short = True
+        self._note_planned(asked)
+        if asked.is_idle:
+            self._finish(asked)
 
-    def _advance(self, waiter: Waiter) -> None:
-        """Tell the waiter what has landed. Who shares a part only continues behind it."""
-        read = waiter.read
-        assert read is not None
-        landed = min(read.landed_end, waiter.wanted_end)
-        if landed > waiter.seen_end:
-            num_landed = read.prefix.num_missing(waiter.seen_end, landed)
-            waiter.handle.landed_tokens += num_landed * self._context.tree.page_size
-            waiter.seen_end, waiter.progress_s = landed, self._clock()
-        if not waiter.owns and waiter.end < read.prefix.num_pages and read.landed_end >= waiter.end:
-            self._begin(waiter)
+    # From the stores
 
-    def _end_read(self, read: PrefixRead) -> None:
-        self._reads.end(read)
-        self._retry_s = _RETRY_S if read.has_landed else self._retry_s
-        waiters = self._waiters_of(read)
-        for waiter in waiters:
-            # A read that was cut short by the queue alone goes on, as long as each attempt brings something.
-            goes_on = read.is_short and read.has_landed and self._room(waiter.handle) > 0
-            if not waiter.owns or goes_on:
-                self._begin(waiter)
-            elif read.is_short:
-                self._postpone(waiter)
+    def _submit(self) -> bool:
+        """Reserve host pages and queue jobs that read them, a few, so that the step ends soon; whether any was queued.
+        Who finds no room holds up those behind, or is postponed where nothing of its own is in flight."""
+        num_jobs = num_pages = 0
+        has_room = True
+        for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
+            had_shared = asked.has_shared
+            while asked.share_next() and has_room and num_jobs < _MAX_JOBS and num_pages < _MAX_PAGES:
+                if self._readers.have_enough(asked):
+                    break
+                job = self._readers.read(asked)
+                has_room = job is not None
+                num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
+            self._counters.shared.value += asked.has_shared and not had_shared
+            self._note_planned(asked)
+            if has_room or asked.runs:
+                self._advance(asked)
             else:
-                self._end(waiter)
-        self._by_read.pop(read, None)
+                self._postpone(asked)
+                has_room = True
+        return num_jobs > 0
 
-    def _postpone(self, waiter: Waiter) -> None:
+    def _note_stall(self, job: ReadOfRuns) -> None:
+        """Nobody waits for what its thread may never bring."""
+        job.is_stalled = True
+        for asked in job.wanted:
+            self._end(asked)
+
+    def _land(self, job: ReadOfRuns, ok: Sequence[bool]) -> None:
+        """Publish what came of a job's runs. Behind what did not come, nothing is of use to who waits for it."""
+        index, at, wanted = job.component.index, 0, job.wanted
+        for run in job.runs:
+            keys, first, waiting = [*run.keys], run.first, run.wanted
+            came, at = ok[at : at + len(keys)], at + len(keys)
+            published = index.publish(run, came)
+            for part in published:
+                part.stored |= job.store
+            if job.component.name == FULL and published:
+                self._count_landed(published, job, waiting)
+            lost = (i for i, key in enumerate(keys, first) if not index.is_coming(key))
+            gap = None if all(came) else next(lost, None)
+            for asked in waiting:
+                del asked.runs[run]
+                if published:
+                    asked.follow(job.component, published[-1])
+                if gap is not None:
+                    self._readers.cancel(asked.cut(gap))
+                    self._note_planned(asked)
+        for asked in wanted:
+            self._advance(asked)
+
+    def _count_landed(self, published: Sequence[HostRun], job: ReadOfRuns, waiting: Iterable[Asked]) -> None:
+        """They count for the request that waits for them and came first."""
+        num_pages, events = sum([len(part.keys) for part in published]), self._context.tree.events
+        self._counters.landed.value += num_pages * self._context.tree.page_size
+        first = min(waiting, key=_ARRIVAL, default=None)
+        if first is not None:
+            self._share.add(first.handle, num_pages)
+        if events is not None:
+            for part in published:
+                events.landed(told_of(part), from_disk=job.store is DISK)
+
+    def _advance(self, asked: Asked) -> None:
+        """Tell the request what has landed without a gap, and whether anything more comes."""
+        if num_pages := asked.advance(self._context.full):
+            asked.handle.landed_tokens += num_pages * self._context.tree.page_size
+            asked.progress_s = self._clock()
+        if asked.is_idle:
+            self._finish(asked)
+
+    # The end
+
+    def _finish(self, asked: Asked) -> None:
+        """Nothing of it is in flight, or to be read. What failed is asked for again, once, from whatever store; what
+        there was no room for comes next, as long as each attempt brings something."""
+        has_failed = asked.has_failed or bool(asked.to_come)
+        is_again = has_failed and not asked.was_asked_again and self._clock() < asked.until_s
+        if is_again or (asked.is_short and asked.has_landed and self._room(asked) > 0):
+            asked.was_asked_again |= is_again
+            self._release(asked)
+            self._begin(asked)
+        elif asked.is_short:
+            self._postpone(asked)
+        else:
+            self._end(asked)
+
+    def _postpone(self, asked: Asked) -> None:
         """Wait for free pages. They come from others alone, when they are admitted or gone: a wait has an end only
         where there are such, and where its mode bounds it."""
-        handle = waiter.handle
-        if not self._has_been_full and self._room(handle) <= 0:
-            self._has_been_full = True
-            log.warning(
-                "prefetches wait for host pages: %d are claimed by requests that were not admitted, "
-                "prefetch_host_share=%g allows %d; raise it, or host_bytes",
-                self._claimed(),
-                self._context.config.prefetch_host_share,
-                self._max_pages,
-            )
-        self._counters.postponed.value += 1
-        self._assign(waiter, None)
-        insort(self._postponed, waiter, key=_ARRIVAL)
-        others = len(self._reads) or self._claims.total > self._claims.of(handle)
+        self._release(asked)
+        handle = asked.handle
+        if not asked.is_postponed:
+            self._counters.count_postponed(0 if self._room(asked) > 0 else self._claimed(), self._max_pages)
+        asked.is_postponed = True
+        self._line[asked] = None
+        others = len(self._begun) or self._share.total > self._share.of(handle.request_id)
         if handle.mode == "wait_complete" or not others:
-            self._weigher.stop(waiter)
+            self._weigher.stop(asked)
 
-    def _retry(self) -> None:
-        """The request that came first goes first, and the others after it."""
-        if not self._postponed or self._clock() < self._retry_at_s:
-            return
-        postponed = self._postponed[0]
-        if self._room(postponed.handle) <= 0:
-            return
-        self._retry_at_s = self._clock() + self._retry_s
-        self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
-        self._counters.retries.value += 1
-        self._begin(self._postponed.pop(0))
+    def _end(self, asked: Asked) -> None:
+        """Nothing more comes for it."""
+        if asked.handle.waits and asked.decided_s is not None and asked.estimate_s is not None:
+            self._counters.estimated_s.value += asked.estimate_s
+            self._counters.waited_s.observe(self._clock() - asked.decided_s)
+        self._forget(asked)
 
-    def _end(self, waiter: Waiter) -> None:
-        handle = waiter.handle
-        if handle.waits and waiter.decided_s is not None and waiter.estimate_s is not None:
-            self._counters.estimated_s.value += waiter.estimate_s
-            self._counters.waited_s.observe(self._clock() - waiter.decided_s)
-        self._forget(waiter)
+    def _forget(self, asked: Asked) -> None:
+        """The request waits no longer."""
+        asked.handle.ended = True
+        self._requests.waiting.discard(asked.handle.request_id)
+        self._release(asked)
+        self._line.pop(asked, None)
+        self._to_weigh.pop(asked, None)
+        del self._asked[asked.handle.request_id]
 
-    def _waiters_of(self, read: PrefixRead) -> list[Waiter]:
-        return list(self._by_read.get(read, {}).values())
+    def _release(self, asked: Asked) -> None:
+        self._begun.pop(asked, None)
+        self._readers.cancel(asked.release())
+        self._note_planned(asked)
 
-    def _stop_unwanted(self, read: PrefixRead) -> None:
-        """Read no further than somebody wants."""
-        ends = [waiter.wanted_end for waiter in self._waiters_of(read)]
-        if not ends or (read.found is not None and max(ends) < read.end and read.landed_end >= max(ends)):
-            self._reads.stop(read)
+    # Who waits, and how much of the host they have
 
-    # The share of the host pool
-
-    def _claim(self, read: PrefixRead, num_pages: int) -> None:
-        """Pages that landed count for the first request that waits for them."""
-        waiter = next(iter(self._waiters_of(read)), None)
-        if waiter is not None and num_pages:
-            self._claims.add(waiter.handle, num_pages)
+    def _weigh(self, asked: Iterable[Asked]) -> None:
+        """Some of these may stop before the end."""
+        waiting = {a: None for a in asked if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
+        if waiting:
+            in_line = [a for a in waiting if a not in self._begun]
+            self._weigher.decide(waiting, [*sorted(self._begun, key=_TURN), *in_line])
 
     def _claimed(self) -> int:
-        return self._claims.total + self._reads.pages_claimed(FULL)
+        """Pages that landed for requests that were not admitted, that are read for them, or are to be."""
+        return self._share.total + self._readers.num_pages[FULL] + self._num_planned
 
-    def _room(self, handle: Prefetch) -> int:
+    def _note_planned(self, asked: Asked) -> None:
+        """What is to be read for it has changed."""
+        before, asked.num_planned = asked.num_planned, asked.num_to_read(self._context.full)
+        self._num_planned += asked.num_planned - before
+
+    def _room(self, asked: Asked) -> int:
         """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
-        claimed, own = self._claimed(), self._claims.of(handle)
-        return max(0, (self._max_pages if claimed > own else self._context.full.host.num_pages) - claimed)
+        claimed, full = self._claimed(), self._context.full
+        own = self._share.of(asked.handle.request_id) + asked.num_planned
+        own += sum([len(run.keys) for run in asked.runs if run.job.component is full])
+        return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)

@@ -142,27 +142,22 @@ class Restore(CopyMovement[Load]):
 
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
-        host, counter, parts = component.host, component.counter, load.parts[component.name]
+        counter, parts = component.counter, load.parts[component.name]
         pages, rest = ids_of(parts), rest_of(parts)
-        held = pages if rest is None else torch.cat([pages, rest[rest > 0]])
-        host.begin_read(held)
-        undo.callback(host.end_read, held)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
         op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
         load.op.parts.append(op)
-        load.reading[component.name] = held
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name
         load.op.wait()
         depended_on = load.depends_on
         load.complete()
-        for name, pages in load.reading.items():
-            components[name].host.end_read(pages)
-            components[name].index.unlock([part.run for part in load.parts[name]])
+        for name, parts in load.parts.items():
+            components[name].index.unlock([part.run for part in parts])
         if load.error is None:
             if self._context.exclusive is not None:
                 self._context.exclusive.came_to_device(load.parts.get(FULL, ()))

@@ -95,9 +95,9 @@ def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Ite
         for new, value in zip(pages, values, strict=True):
             about = new.about if component.name == FULL else None
             for start in range(0, len(new.keys), most):
-                before = new.keys[start - 1] if start else new.before
+                previous_key = new.keys[start - 1] if start else new.previous_key
                 keys, first, place = new.keys[start : start + most], new.first + start, new.place + start
-                piece = new._replace(keys=keys, before=before, first=first, place=place, about=about)
+                piece = new._replace(keys=keys, previous_key=previous_key, first=first, place=place, about=about)
                 yield _Piece(node, Unsaved(component, [piece], [value]))
 
 

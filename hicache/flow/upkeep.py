@@ -61,9 +61,8 @@ def check_engine(
     checks: list[Callable[[], None]] = [context.tree.check, context.full.allocator.check, context.req_to_token.check]
     for component in context.components:
         if component.has_host:
-            num_waiting = sum(movement.pages_in_flight(component.name) for movement in movements)
             locks = Counter[HostRun](run for movement in movements for run in movement.host_locks(component.name))
-            checks.append(partial(component.index.check, num_waiting, locks))
+            checks.append(partial(component.index.check, locks))
     context.tell_host()
     if context.exclusive is not None:
         on_device = {key for node in context.tree.nodes() for key in context.tree.names.of(node)}

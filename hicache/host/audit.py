@@ -20,13 +20,12 @@ class Counts(NamedTuple):
     total: int
 
 
-def index_violations(
-    runs: Set[HostRun], in_order: Set[HostRun], counts: Counts, in_flight: int, locks: Counter[HostRun]
-) -> list[str]:
+def index_violations(runs: Set[HostRun], in_order: Set[HostRun], counts: Counts, locks: Counter[HostRun]) -> list[str]:
     """Where published `runs`, those `in_order` of eviction among them, share a page, have locks of nobody, or were
-    counted wrongly. `in_flight`, `locks`: pages that movements have reserved, and by run their locks."""
+    counted wrongly. `locks`: by run, those of movements, also on what they write to, which is in flight."""
     found, held = [], held_by(runs).tolist()
-    if len({*held}) < len(held) or len(held) - counts.raw != counts.published:
+    in_flight = held_by(run for run in locks if not run.is_published).tolist()
+    if len({*held, *in_flight}) < len(held) + len(in_flight) or len(held) - counts.raw != counts.published:
         found.append("two keys share a host page, or a run and the index disagree")
     if any(not run.rest.keys() <= {*run.keys} for run in runs):
         found.append("a second page is kept for a page that left")
@@ -34,12 +33,10 @@ def index_violations(
         found.append(
             f"{len(held)} pages are held, {counts.in_flight} in flight and {counts.free} free of {counts.total}"
         )
-    if counts.in_flight != in_flight:
-        found.append(f"{counts.in_flight} pages are in flight, {in_flight} of copies and reads")
+    if counts.in_flight != len(in_flight):
+        found.append(f"{counts.in_flight} pages are in flight, {len(in_flight)} of copies and reads")
     for run in {**locks, **dict.fromkeys(runs)}:
-        wanted = (
-            locks[run] + (not run.is_published) + sum(child.locks > 0 and child.needs is run for child in run.after)
-        )
+        wanted = locks[run] + sum(child.locks > 0 and child.needs is run for child in run.after)
         if run.locks != wanted:
             found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
     if in_order != {run for run in runs if not run.locks}:

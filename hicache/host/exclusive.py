@@ -107,7 +107,7 @@ class ExclusiveIndex(PageIndex):
 
     def _shrink(self, run: HostRun, num_pages: int) -> None:
         for child in run.after:  # nothing, or the run is a duplicate
-            child.before = None
+            child.parent_run = None
         run.after.clear()
         if num_pages < len(run.keys):
             self._set_on_device(run, min(run.on_device, len(run.keys) - num_pages))

@@ -11,7 +11,6 @@ left, and is locked while one of them is: of a prompt the end leaves first, what
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import filterfalse, groupby, pairwise
@@ -63,10 +62,14 @@ class PageIndex:
         """The run that holds the bytes of `key`."""
         return self._runs[key] if key in self._ids else None
 
+    def find(self, key: bytes) -> HostRun | None:
+        """The run that has the bytes of `key`, or is to have them."""
+        return self._runs.get(key)
+
     def is_coming(self, key: bytes) -> bool:
         """Whether the bytes of `key` are there or on their way from the device. A read may bring nothing."""
         run = self._runs.get(key)
-        return run is not None and (run.is_published or run.source is None)
+        return run is not None and run.is_coming
 
     def is_whole(self, keys: Sequence[bytes]) -> bool:
         """Whether all of `keys`, which follow each other in a prompt, are `is_coming`, whoever brings or brought them.
@@ -74,7 +77,7 @@ class PageIndex:
         end = len(keys)
         while end > 0:
             run = self._runs.get(keys[end - 1])
-            if run is None or not (run.is_published or run.source is None):
+            if run is None or not run.is_coming:
                 return False
             end -= run.keys.index(keys[end - 1]) + 1
         return True
@@ -88,10 +91,7 @@ class PageIndex:
                 at += 1
                 continue
             skipped = 0 if run.keys[0] == keys[at] else run.keys.index(keys[at])
-            last = min(end, at + len(run.keys) - skipped)
-            if run.keys[skipped + last - at - 1] != keys[last - 1]:  # the prompts part within the run
-                shift = skipped - at
-                last = bisect_left(range(at, last), True, key=lambda i: run.keys[i + shift] != keys[i]) + at
+            last = run.common_end(keys, at, end)
             found.append(RunPart(run, skipped, at, last))
             at = last
         return found
@@ -104,7 +104,7 @@ class PageIndex:
         """Which of `keys` from `start` on are not `is_coming`."""
         find = self._runs.get
         runs = [find(key) for key in keys[start:]]
-        return [at for at, run in enumerate(runs, start) if run is None or not (run.is_published or run.source is None)]
+        return [at for at, run in enumerate(runs, start) if run is None or not run.is_coming]
 
     def runs_of(self, keys: Sequence[bytes]) -> list[HostRun]:
         """The runs of those of `keys`, which follow each other in a prompt, that are published, each once."""
@@ -114,9 +114,9 @@ class PageIndex:
         """Those of `pages` that are not `is_coming`, in pieces without a gap."""
         found, keys = list[NewPages](), pages.keys
         for start, end in spans(self.lacking(keys, 0)):
-            before = keys[start - 1] if start else pages.before
+            previous_key = keys[start - 1] if start else pages.previous_key
             first, place = pages.first + start, pages.place + start
-            found.append(pages._replace(keys=keys[start:end], before=before, first=first, place=place))
+            found.append(pages._replace(keys=keys[start:end], previous_key=previous_key, first=first, place=place))
         return found
 
     @property
@@ -128,10 +128,10 @@ class PageIndex:
 
     def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
         """Of `new`, from its first page on, what there is room for beside what it follows."""
-        fits, befores, taken = list[NewPages](), list[HostRun](), 0
+        fits, parents, taken = list[NewPages](), list[HostRun](), 0
         try:
             for pages in new:
-                befores += (needed := self._needed_by(pages))
+                parents += (needed := self._needed_by(pages))
                 self.lock(needed)
                 num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
@@ -140,28 +140,28 @@ class PageIndex:
                     break
                 taken += num_pages
         finally:
-            self.unlock(befores)
+            self.unlock(parents)
         return fits
 
     def reserve(self, new: Sequence[NewPages]) -> list[HostRun] | None:
         """Pages to write to, for which others leave; None, and none leaves, where too many are locked. What others of
         `new` follow comes before them. Of keys that somebody has already, `publish` keeps what comes first."""
         num_pages = sum(len(pages.keys) for pages in new)
-        befores = [run for pages in new for run in self._needed_by(pages)]
-        self.lock(befores)  # what pages follow must not leave for them
+        parents = [run for pages in new for run in self._needed_by(pages)]
+        self.lock(parents)  # what pages follow must not leave for them
         try:
             if num_pages > self.capacity:
                 return None
             free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
             for pages in new:
-                before = self._runs.get(pages.before) if pages.before else None
+                parent = self._runs.get(pages.previous_key) if pages.previous_key else None
                 for run in runs_for(pages, free, self._run_pages):
-                    self._follow(run, before)
+                    self._follow(run, parent)
                     self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, run.keys), run))
                     runs.append(run)
-                    before = run
+                    parent = run
         finally:
-            self.unlock(befores)
+            self.unlock(parents)
         return runs
 
     def reserve_rest(self, run: HostRun, keys: Sequence[bytes]) -> bool:
@@ -198,18 +198,17 @@ class PageIndex:
                 del self._runs[key]
         holder = self._runs.get(run.keys[-1])  # who brings or brought the same
         for child in run.after:
-            child.before = None
+            child.parent_run = None
             self._follow(child, holder)
         run.after.clear()
-        if (before := run.before) is not None:
-            needed = [*filter(None, [run.needs])]
-            self._leave(run, before)
-            self.unlock(needed)
+        if (parent := run.parent_run) is not None:
+            self.unlock(filter(None, [run.needs]))
+            self._leave(run, parent)
 
     def link(self, keys: Sequence[bytes]) -> None:
         """These pages follow each other in a prompt: so do their published runs, where that was not known."""
         for upper, lower in pairwise(self.parts(keys)):
-            if lower.run.before is None and lower.start == upper.end:
+            if lower.run.parent_run is None and lower.start == upper.end:
                 self._follow(lower.run, upper.run)
 
     # Use
@@ -290,13 +289,13 @@ class PageIndex:
         while (run := self._order.victim()) is not None:
             self._shrink(run, len(run.keys))
 
-    def check(self, in_flight: int, locks: Counter[HostRun]) -> None:
+    def check(self, locks: Counter[HostRun]) -> None:
         """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
-        is locked is somebody's: `in_flight` pages, and `locks` by run."""
+        is locked is somebody's: `locks` by run, one of each holder."""
         runs = {run for run in self._runs.values() if run.is_published}
         counted = len(self._ids), self.num_raw, self.num_in_flight, self.num_evictable
         counts = Counts(*counted, self.pool.available(), self.pool.num_pages)
-        found = index_violations(runs, {*self._order}, counts, in_flight, locks)
+        found = index_violations(runs, {*self._order}, counts, locks)
         if found:
             raise InvariantError("host index", found)
         self.pool.check()
@@ -304,14 +303,14 @@ class PageIndex:
     # Inside
 
     def _needed_by(self, pages: NewPages) -> list[HostRun]:
-        before = self._runs.get(pages.before) if pages.before else None
-        return [] if before is None or before.is_duplicate else [before]
+        parent = self._runs.get(pages.previous_key) if pages.previous_key else None
+        return [] if parent is None or parent.is_duplicate else [parent]
 
-    def _follow(self, run: HostRun, before: HostRun | None) -> None:
-        """Nothing where `before`, which came again, follows `run` itself."""
-        if before is not None and run not in (path_of(before) if run.after else [before]):
-            run.before = before
-            before.after.add(run)
+    def _follow(self, run: HostRun, parent: HostRun | None) -> None:
+        """Nothing where `parent`, which came again, follows `run` itself."""
+        if parent is not None and run not in (path_of(parent) if run.after else [parent]):
+            run.parent_run = parent
+            parent.after.add(run)
             self.lock(filter(None, [run.needs]) if run.locks else [])
 
     def _take(self, num_pages: int) -> torch.Tensor:
@@ -327,7 +326,8 @@ class PageIndex:
 
     def _shrink(self, run: HostRun, num_pages: int) -> None:
         """The last pages of an unlocked run leave."""
-        start, before = len(run.keys) - num_pages, run.before
+        assert not run.locks, "somebody needs it"
+        start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
         rest = [run.rest[key] for key in gone if key in run.rest]
         self.num_evictable -= num_pages + len(rest)
@@ -340,8 +340,8 @@ class PageIndex:
         else:
             self._order.evict(run)
             run.is_published = False
-            if before is not None:
-                self._leave(run, before)
+            if parent is not None:
+                self._leave(run, parent)
         for key in gone:
             del self._ids[key]
             del self._runs[key]
@@ -353,10 +353,11 @@ class PageIndex:
 
     def _publish(self, run: HostRun) -> None:
         """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""
+        assert run.locks > 0, "its writer has let go of it"
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.rest)
-        run.is_published, run.last_access_time = True, next(clock)
-        said = (self._runs[key].expected_uses for key in run.keys if key in self._runs)
+        run.is_published, run.last_access_time, run.job, run.wanted = True, next(clock), None, None
+        said = [self._runs[key].expected_uses for key in run.keys if key in self._runs]
         run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
         self._runs.update(dict.fromkeys(run.keys, run))
         self._ids.update(zip(run.keys, run.ids, strict=True))
@@ -380,20 +381,20 @@ class PageIndex:
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has
         locked."""
-        first, before = run.take_first(num_pages), run.before
+        first, parent = run.take_first(num_pages), run.parent_run
         first.locks = 0 if run.is_published else 2  # its writer's, and that of the run behind it
-        if before is not None:
-            before.after.remove(run)
-            before.after.add(first)
-        first.before, run.before = before, first
+        if parent is not None:
+            parent.after.remove(run)
+            parent.after.add(first)
+        first.parent_run, run.parent_run = parent, first
         first.after.add(run)
         self._runs.update((key, first) for key in first.keys if self._runs.get(key) is run)
         if run.is_published:
             self._order.split(first, run)
         return first
 
-    def _leave(self, run: HostRun, before: HostRun) -> None:
-        run.before = None
-        before.after.remove(run)
-        if not before.after and before.is_published:
-            self._order.update(before)
+    def _leave(self, run: HostRun, parent: HostRun) -> None:
+        run.parent_run = None
+        parent.after.remove(run)
+        if not parent.after and parent.is_published:
+            self._order.update(parent)

@@ -1,4 +1,4 @@
-"""The free list of host pages, and how many copies read or write each page.
+"""The free list of host pages.
 
 A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never handed
 out. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. Only `check` costs
@@ -19,28 +19,28 @@ from hicache.layout import PoolLayout
 from hicache.storage.process.jobs import PageRows
 
 Pages = npt.NDArray[np.int64]
-Readers = npt.NDArray[np.int32]
+Marks = npt.NDArray[np.int32]
 Run = tuple[int, int]
 """(start, length): the pages [start, start + length)."""
 
 
 class FreeRuns:
-    """The free pages of `readers`, int32 with one entry a page, and their runs by length for best fit.
+    """The free pages of `marks`, int32 with one entry a page, and their runs by length for best fit.
 
-        readers[page] >= 0   allocated
-        readers[page] < 0    free; the first and the last page of a run of free pages hold minus its length
+        marks[page] == 0   allocated
+        marks[page] < 0    free; the first and the last page of a run of free pages hold minus its length
 
     The first and the last entry belong to no page that is ever free; all others are free at first. Used by the pool
     alone. The lengths that occur are few: n of them need n * (n + 1) / 2 free pages, so a million pages have at most
     1413.
     """
 
-    def __init__(self, readers: Readers) -> None:
-        self._readers = readers
+    def __init__(self, marks: Marks) -> None:
+        self._marks = marks
         self._starts: dict[int, dict[int, None]] = {}  # by length; a dict is a set whose last entry is cheap to find
         self._lengths: list[int] = []  # the keys of `_starts`, ascending
-        self.num_free = len(readers) - 2
-        readers[[0, -1]], readers[1:-1] = 0, -1
+        self.num_free = len(marks) - 2
+        marks[[0, -1]], marks[1:-1] = 0, -1
         self._add(1, self.num_free)
 
     def take(self, num_pages: int) -> Pages:
@@ -63,17 +63,17 @@ class FreeRuns:
             runs.append((start, used))
             missing -= used
         pages = _pages_of(sorted(runs))
-        self._readers[pages] = 0
+        self._marks[pages] = 0
         self.num_free -= num_pages
         return pages
 
     def give(self, pages: Pages) -> None:
         """Free allocated pages, ascending and distinct; their runs are joined with the free runs that they touch."""
-        self._readers[pages] = -1
+        self._marks[pages] = -1
         self.num_free += len(pages)
         first = np.flatnonzero(np.diff(pages, prepend=-1) != 1)
         for start, length in zip(pages[first].tolist(), np.diff(first, append=len(pages)).tolist(), strict=True):
-            before, behind = (max(0, -int(self._readers[page])) for page in (start - 1, start + length))
+            before, behind = (max(0, -int(self._marks[page])) for page in (start - 1, start + length))
             if before:
                 self._remove(start - before, before)
             if behind:
@@ -83,19 +83,19 @@ class FreeRuns:
     def check(self) -> list[str]:
         """Where the pages, the runs by length and the number of free pages disagree."""
         found = []
-        free = self._readers < 0
+        free = self._marks < 0
         edges = np.flatnonzero(np.diff(free.astype(np.int8), prepend=0, append=0))
         runs = list(zip(edges[::2].tolist(), (edges[1::2] - edges[::2]).tolist(), strict=True))
         if sorted((start, length) for length in self._lengths for start in self._starts[length]) != runs:
             found.append("the free runs by length are not those of the free pages")
-        if any({self._readers[start], self._readers[start + length - 1]} != {-length} for start, length in runs):
+        if any({self._marks[start], self._marks[start + length - 1]} != {-length} for start, length in runs):
             found.append("a run of free pages does not hold its length at both ends")
         if free[0] or free[-1] or int(free.sum()) != self.num_free:
             found.append(f"{int(free.sum())} pages are free, {self.num_free} were counted, sink free: {free[0]}")
         return found
 
     def _add(self, start: int, length: int) -> None:
-        self._readers[start] = self._readers[start + length - 1] = -length
+        self._marks[start] = self._marks[start + length - 1] = -length
         starts = self._starts.get(length)
         if starts is None:
             self._starts[length] = {start: None}
@@ -143,9 +143,9 @@ class HostPagePool:
             )
         rows = self.num_pages + 1
         self.arena = PinnedArena(rows, self.page_bytes, pin=pin, setting=setting, device=device, shared=shared)
-        # One entry a page and one behind the last: copies that read or write it outside this thread; below 0: free.
-        self._readers: Readers = np.empty(self.num_pages + 2, dtype=np.int32)
-        self._free = FreeRuns(self._readers)
+        # One entry a page and one behind the last: see `FreeRuns`.
+        self._marks: Marks = np.empty(self.num_pages + 2, dtype=np.int32)
+        self._free = FreeRuns(self._marks)
 
     @property
     def bytes_of(self) -> torch.Tensor:
@@ -162,30 +162,14 @@ class HostPagePool:
         return torch.from_numpy(self._free.take(num_pages))
 
     def free(self, pages: torch.Tensor) -> None:
-        """Give pages back. DoubleFree, and nothing is freed, when one is free, foreign, named twice or being read."""
+        """Give pages back. DoubleFree, and nothing is freed, when one is free, foreign or named twice."""
         if not len(pages):
             return
         ids: Pages = np.sort(pages.numpy())
         foreign = ids[0] < 1 or ids[-1] > self.num_pages
-        if foreign or (self._readers[ids] < 0).any() or not np.diff(ids).all():
+        if foreign or (self._marks[ids] < 0).any() or not np.diff(ids).all():
             raise DoubleFree(f"host pages {ids.tolist()[:8]}… hold a page that is free, foreign or named twice")
-        if self._readers[ids].any():
-            raise DoubleFree(f"host pages {ids.tolist()[:8]}… hold a page that is still being read")
         self._free.give(ids)
-
-    def begin_read(self, pages: torch.Tensor) -> None:
-        """A copy outside this thread reads or writes these allocated pages until `end_read`."""
-        ids = pages.numpy()
-        if (self._readers[ids] < 0).any():
-            raise InvariantError("host pool", [f"pages {ids.tolist()[:8]}… hold a free page, which nobody may read"])
-        np.add.at(self._readers, ids, 1)
-
-    def end_read(self, pages: torch.Tensor) -> None:
-        ids = pages.numpy()
-        np.subtract.at(self._readers, ids, 1)
-        if (self._readers[ids] < 0).any():
-            np.add.at(self._readers, ids, 1)
-            raise InvariantError("host pool", [f"pages {ids.tolist()[:8]}… hold a page without a reader"])
 
     def views(self, pages: torch.Tensor) -> PageRows:
         """The bytes of each page, uint8 [page_bytes], sharing memory."""

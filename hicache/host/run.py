@@ -31,13 +31,13 @@ class Pages(Protocol):
 
 
 class NewPages(NamedTuple):
-    """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `before` (None: behind none).
+    """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `previous_key` or none.
     `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
     its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
     from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
-    before: bytes | None = None
+    previous_key: bytes | None = None
     first: int = 0
     about: Any = None
     place: int = 0
@@ -48,36 +48,48 @@ class NewPages(NamedTuple):
 
 class HostRun(CountedRecord):
     """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only
-    the index changes it, but for `stored` and `source`, and `about` and `place` when it has come.
+    the index changes it, but for `stored` and `source`, `job` and `wanted`, and `about` and `place` when it has come.
 
-    `locks`: users who need it to stay, its writer while it is in flight, and the runs behind it that have locks.
-    `before`: the run that it follows in its prompts, `after`: those that follow it. `source`: the store that a read
-    brought it from, until a request uses it. `about`, `place`: what `reserve` was told of it. `expected_uses`: what its
-    uses are when it has come; 1: its coming alone. `rest`: by key the second pages of those that did not fit one when
-    packed, raw pages, which no store gets. `stored`: bits of the stores that are known to have all others. `on_device`:
-    how many of its first pages the device is known to have as well.
+    `locks`          its holders, and the runs behind it that have locks
+    `parent_run`     the run that it follows in its prompts
+    `after`          those that follow it
+    `first`          the index of its first page in its prompts
+    `rest`           second pages by key, of raw ones: those that did not fit one when packed; no store gets them
+    `stored`         bits of the stores that are known to have all others
+    `source`         the store that a read brought it from, until a request uses it
+    `job`, `wanted`  while a read brings it: what does, and who waits for it
+    `about`          what `reserve` was told of it, of which its first page is the `place`-th
+    `expected_uses`  what its uses are when it has come; 1: its coming alone
+    `on_device`      how many of its first pages the device is known to have as well
     """
 
     __slots__ = (
-        "about", "after", "before", "expected_uses", "ids", "is_published", "keys", "locks", "on_device", "place",
-        "rest", "source", "stored",
+        "about", "after", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "on_device",
+        "parent_run", "place", "rest", "source", "stored", "wanted",
     )  # fmt: skip
 
-    def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int) -> None:
+    def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int, first: int = 0) -> None:
         super().__init__(keys[0])
-        self.keys, self.ids, self.about, self.place = keys, ids, about, place
+        self.keys, self.ids, self.about, self.place, self.first = keys, ids, about, place, first
+        self.job: Any = None
+        self.wanted: Any = None  # a dict, for its order
         self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
         self.on_device = 0
         self.is_published = False
-        self.before: HostRun | None = None
+        self.parent_run: HostRun | None = None
         self.after: set[HostRun] = set()
 
     @property
     def num_tokens(self) -> int:  # type: ignore[override]
         """Its size for eviction orders, in pages."""
         return len(self.keys)
+
+    @property
+    def is_coming(self) -> bool:
+        """Whether it is there or on its way from the device. A read may bring nothing."""
+        return self.is_published or self.job is None
 
     @property
     def num_held(self) -> int:
@@ -92,12 +104,12 @@ class HostRun(CountedRecord):
     @property
     def needs(self) -> HostRun | None:
         """What it follows and keeps here while it is locked itself."""
-        before = self.before
-        return None if before is None or before.is_duplicate else before
+        parent = self.parent_run
+        return None if parent is None or parent.is_duplicate else parent
 
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
-        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place)
+        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place, self.first)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
         first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
@@ -106,8 +118,17 @@ class HostRun(CountedRecord):
         first.on_device = min(num_pages, self.on_device)
         self.on_device -= first.on_device
         del self.keys[:num_pages], self.ids[:num_pages]
-        self.key, self.place = self.keys[0], self.place + num_pages
+        self.key, self.place, self.first = self.keys[0], self.place + num_pages, self.first + num_pages
         return first
+
+    def common_end(self, keys: Sequence[bytes], start: int, end: int) -> int:
+        """Up to where it has pages [start, end) of a prompt with `keys`, of which it has the first."""
+        skipped = self.keys.index(keys[start])
+        last = min(end, start + len(self.keys) - skipped)
+        if self.keys[skipped + last - start - 1] == keys[last - 1]:
+            return last
+        shift = skipped - start  # the prompts part within the run
+        return start + bisect_left(range(start, last), True, key=lambda i: self.keys[i + shift] != keys[i])
 
 
 def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[HostRun]:
@@ -115,7 +136,8 @@ def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[Ho
     start = 0
     while start < len(pages.keys):
         end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
-        run = HostRun(list(pages.keys[start:end]), list(islice(ids, end - start)), pages.about, pages.place + start)
+        keys, place, first = list(pages.keys[start:end]), pages.place + start, pages.first + start
+        run = HostRun(keys, list(islice(ids, end - start)), pages.about, place, first)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
         start = end
@@ -139,7 +161,9 @@ _START, _END = attrgetter("start"), attrgetter("end")
 
 def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
     """Ascending numbers as half-open intervals."""
-    if indices and indices[-1] - indices[0] + 1 == len(indices):
+    if not indices:
+        return []
+    if indices[-1] - indices[0] + 1 == len(indices):
         return [(indices[0], indices[-1] + 1)]
     ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
     return [(indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]
@@ -203,8 +227,8 @@ def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
 def path_of(run: HostRun) -> list[HostRun]:
     """What `run` follows on the host, from the first on, and itself."""
     path = [run]
-    while (before := path[-1].before) is not None:
-        path.append(before)
+    while (parent := path[-1].parent_run) is not None:
+        path.append(parent)
     return path[::-1]
 
 

@@ -167,7 +167,7 @@ class CacheSimulation:
         capacity, held = self.settings.device_blocks, self.tree.account(FULL).total
         assert capacity is None or held <= capacity, f"the device holds {held}"
         if self.host is not None:
-            self.host.check(0, Counter())
+            self.host.check(Counter())
 
     # The steps of a request
 
@@ -193,8 +193,10 @@ class CacheSimulation:
         followed += [run for run in before if run is not None]
         host.lock(followed)
         read: list[int] = missing[: host.capacity].tolist()
-        jobs = [_pieces(keys, read[at : at + self._job_blocks]) for at in range(0, len(read), self._job_blocks)]
-        for run in host.reserve([piece for job in jobs for piece in job]) or ():
+        most, jobs = self._job_blocks, list[NewPages]()
+        for start, end in spans(read):
+            jobs += [_piece(keys, at, min(end, at + most)) for at in range(start, end, most)]
+        for run in host.reserve(jobs) or ():
             host.publish(run)
         host.unlock(followed)
         disk.read(blocks[read])
@@ -348,7 +350,7 @@ def _paths(ends: Sequence[HostRun]) -> list[list[HostRun]]:
         while run is not None and run not in seen:
             path.append(run)
             seen.add(run)
-            run = run.before
+            run = run.parent_run
         paths.append(path[::-1])
     return paths[::-1]
 
@@ -356,8 +358,3 @@ def _paths(ends: Sequence[HostRun]) -> list[list[HostRun]]:
 def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:
     """Blocks [start, end) of a prompt."""
     return NewPages(keys[start:end], keys[start - 1] if start else None, start)
-
-
-def _pieces(keys: Sequence[bytes], indices: Sequence[int]) -> list[NewPages]:
-    """These blocks, ascending, in pieces without a gap."""
-    return [_piece(keys, start, end) for start, end in spans(indices)]

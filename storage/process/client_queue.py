@@ -63,6 +63,11 @@ class ClientQueue(Generic[J, D]):
         self.under_way[job.ticket, job.batch] = job
         return True
 
+    @property
+    def is_full(self) -> bool:
+        """Whether too many are under way to submit another one."""
+        return len(self.under_way) >= self._capacity and not self.refuses()
+
     def refuses(self) -> bool:
         return self._client.refuses(self.name)
 

@@ -25,7 +25,7 @@ from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
 
 PAGE = 8
-MAX_JOBS = 32  # that a poll gives to a store
+MAX_JOBS = 8  # that a poll gives to a store
 IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
 
 
@@ -57,11 +57,11 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
 
 def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
     """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
-    and to admit the request."""
+    and to admit the request. The longest poll costs less than that: what it lands and queues is bounded."""
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
     with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
-    read, admit = {}, {}
+    read, longest, admit = {}, {}, {}
     for num_pages in (256, 1024):
         with engine_of(tmp_path, 1024) as engine:
             prompt = tokens[: num_pages * PAGE + 1]
@@ -72,8 +72,8 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             assert leases[0].hit.disk == num_pages * PAGE
             engine.release(leases[0])
             engine.check()
-        read[num_pages] = sum(steps)
-    assert read[1024] < 4.4 * read[256]
+        read[num_pages], longest[num_pages] = sum(steps), max(steps)
+    assert read[1024] < 4.4 * read[256] and longest[1024] < 3 * longest[256]
     assert admit[1024] < 5 * admit[256]
 
 
@@ -128,14 +128,14 @@ def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path:
 
 
 def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:
-    """A prompt fills the readers' queue 16 times: what has no room costs few calls a page each time."""
+    """A prompt fills the readers' queue six times: what has no room costs few calls a page each time."""
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
     with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
-    with engine_of(tmp_path, 1024, queue_jobs=8) as engine:
+    with engine_of(tmp_path, 1024, queue_jobs=1) as engine:
         handle = engine.prefetch("again", tokens)
         steps = calls_until(engine, handle)
-        assert handle.landed_tokens == 1024 * PAGE and engine.stats()["prefetch.refused_jobs"] > 8
+        assert handle.landed_tokens == 1024 * PAGE and engine.stats()["prefetch.refused_jobs"] > 0
     assert max(steps) < 8 * 1024
 
 

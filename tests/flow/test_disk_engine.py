@@ -18,7 +18,6 @@ from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_ke
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, Prefetch, build_engine
 from hicache.engine import LookupResult
 from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
-from hicache.tiers import FULL
 from toy_model import GEOMETRY, config, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
@@ -100,20 +99,21 @@ def test_serving_goes_on_without_the_disk(
 
 
 def test_a_prefetch_keeps_what_it_inserted_when_the_store_fails(stores: Stores, tmp_path: Path) -> None:
-    """The store fails behind the first batch: the prefetch ends at once, what was inserted is used, and the pages of
-    the rest are freed."""
-    tokens = tokens_of(1)
-    fill(tmp_path / "s", tokens)
-    with engine_at(tmp_path / "s") as engine:
+    """The store fails behind the first job: the prefetch ends at once, what came is used, and the pages of the rest are
+    freed."""
+    tokens, sizes = prompt(1, 321), {"host_bytes": 60 * 8 * 192, "device_tokens": 512, "max_context_len": 512}
+    with engine_at(tmp_path / "s", **sizes) as engine:
+        serve(engine, "f", tokens)
+    with engine_at(tmp_path / "s", **sizes) as engine:
         store = stores[-1]
         fails = failing(StoreError("gone"), "get_into")
-        store.trouble = lambda verb: fails(verb) if store.verbs("get_into") == 4 else None
+        store.trouble = lambda verb: fails(verb) if store.verbs("get_into") == 16 else None
         handle = engine.prefetch("a", tokens)
         until_ready(engine, handle)
-        assert (handle.found_tokens, handle.landed_tokens) == (88, 64)
+        assert (handle.found_tokens, handle.landed_tokens) == (320, 256)
         assert engine.stats()["disk.reads_state"] == 2 and engine.stats()["prefetch.lost_pages"] == 2
-        assert engine.stats()["host.free_pages"] == HOST_PAGES - 8
-        assert serve(engine, "a", tokens).hit.disk == 64
+        assert engine.stats()["host.free_pages"] == 59 - 32
+        assert serve(engine, "a", tokens).hit.disk == 256
         # While reads are stopped nothing is waited for and nothing is found.
         until_ready(engine, engine.prefetch("b", tokens_of(2)))
         assert engine.lookup(tokens_of(2), disk_wait_s=BOUND_S).disk == 0
@@ -148,13 +148,13 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
         assert handle.ready and handle.landed_tokens == 0
         engine.flush()
         engine.check()
-        held_pages = 8 if verb == "get_into" else 0
+        held_pages = 11 if verb == "get_into" else 0
         assert engine.stats()["host.free_pages"] == HOST_PAGES - held_pages
         assert engine.stats()["disk.reads_stalled_jobs"] == 1
         for n in range(6):
             ask(engine, f"b{n}", tokens_of(n))
         gate.open()
-        eventually(lambda: engine.poll() or engine.inspect.prefetcher.pages_in_flight(FULL) == 0)
+        eventually(lambda: engine.poll() or engine.inspect.context.full.index.num_in_flight == 0)
         engine.check()
         numbers = itertools.count()
 

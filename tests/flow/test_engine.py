@@ -212,7 +212,7 @@ def test_what_leaves_the_device_together_stays_together_on_the_host() -> None:
         context = engine.inspect.context
         keys = context.tree.names.of_prompt(context.tree.match(first[:0]), first[:56])
         runs = [context.full.index.get(key) for key in keys]
-        assert all(runs[at] is runs[at - 1] or runs[at].before is runs[at - 1] for at in range(1, 7))  # type: ignore
+        assert all(runs[at] is runs[at - 1] or runs[at].parent_run is runs[at - 1] for at in range(1, 7))  # type: ignore
         stats = engine.stats()
         assert stats["evict.device_lost_tokens"] == 0 < stats["evict.device_demoted_tokens"]
         settled(engine)

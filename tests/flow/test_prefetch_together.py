@@ -13,7 +13,7 @@ from disk_case import Clock, page_keys
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import OutOfSlots, PrefetchPending, TransferError
-from hicache.flow.waiting import Claims, Prefetch
+from hicache.flow.handle import HostShare, Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,
@@ -109,6 +109,7 @@ def test_a_wait_goes_on_where_the_disk_is_a_little_slower(store: PacedStore) -> 
         store.allow(8)
         eventually(lambda: engine.poll() or (handle.landed_tokens >= 64 and store.held == 1))
         assert not handle.ready
+        store.read_s = 0.0  # the clock does not run ahead of what the engine was told
         store.allow()
         until_ready(engine, handle)
         assert handle.landed_tokens == 192
@@ -132,6 +133,24 @@ def test_who_finds_no_room_waits_no_longer_than_pays(store: PacedStore) -> None:
         store.allow()
 
 
+def test_who_is_found_and_has_no_room_waits_no_longer_than_pays(store: PacedStore, clock: Clock) -> None:
+    """Of two that ask at once the share has room for one. Neither waits for longer than computing takes, where the disk
+    stands still."""
+    prompts = [tokens_of(1), tokens_of(2)]
+    fill(store, *prompts)
+    with engine_of(store, prefetch_host_share=0.121) as engine:
+        engine.observe_prefill(192, 18.0)
+        store.hold()
+        handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
+        until_found(engine, store, *handles)
+        assert engine.stats()["prefetch.postponed_requests"] == 1
+        for passed_s, ready in ((17, False), (2, True)):
+            clock.now_s += passed_s
+            for _ in range(2):  # the first that stops delays the other one in that poll
+                engine.poll()
+            assert [handle.ready for handle in handles] == [ready] * 2, passed_s
+
+
 @pytest.mark.parametrize(("mode", "cancelled"), [("auto", None), ("auto", 0), ("wait_complete", 1)])
 def test_requests_for_the_same_pages_share_one_read(
     mode: PrefetchMode, cancelled: int | None, store: PacedStore
@@ -142,6 +161,7 @@ def test_requests_for_the_same_pages_share_one_read(
     fork = np.concatenate([same[:96], tokens_of(2, 97)])
     prompts = [same, same, fork, half]
     fill(store, same, fork)
+    asked = store.verbs("contains")
     with engine_of(store) as engine:
         store.hold()
         handles = [engine.prefetch(str(n), tokens, mode=mode) for n, tokens in enumerate(prompts)]
@@ -153,7 +173,7 @@ def test_requests_for_the_same_pages_share_one_read(
         assert [handle.ready for handle in handles] == [n == cancelled for n in range(4)]
         store.allow()
         until_ready(engine, *handles)
-        assert set(store.landed.values()) == {1}
+        assert set(store.landed.values()) == {1} and store.verbs("contains") == asked + len(prompts)
         assert set(store.landed) == set(page_keys(engine, same[:192]) + page_keys(engine, fork[:192]))
         for n, tokens in enumerate(prompts):
             if n != cancelled:
@@ -191,9 +211,14 @@ def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> Non
     with engine_of(store) as engine:
         store.hold()
         engine.prefetch("a", tokens, mode="best_effort")
+        eventually(lambda: engine.poll() or store.held == 1)
         waiting = engine.prefetch("b", tokens, mode="wait_complete")
+        eventually(lambda: engine.stats()["disk.reads_queued_jobs"] == 3)
+        store.allow(4)  # the first job of "a", behind which the store is asked for "b"
+        until_found(engine, store, waiting)
         assert engine.stats()["prefetch.shared_requests"] == 0
         engine.prefetch("c", tokens, mode="best_effort")
+        engine.poll()
         assert engine.stats()["prefetch.shared_requests"] == 1
         store.allow()
         until_ready(engine, waiting)
@@ -272,6 +297,24 @@ def test_a_read_goes_no_further_than_somebody_wants(store: PacedStore) -> None:
             assert handles["short"].landed_tokens == (48 if len(gone) == 1 else 0)
 
 
+def test_what_follows_a_lost_page_is_not_read(store: PacedStore) -> None:
+    """A store that has lost a page says so when it is asked again: the prefix ends there, and later jobs with it."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        store.hold()
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        until_found(engine, store, handle)
+        store.inner.delete(page_keys(engine, tokens)[2:3])
+        store.allow(4)  # the first job
+        eventually(lambda: engine.poll() or handle.landed_tokens == 2 * PAGE)
+        store.allow(1)  # what a thread has begun goes on
+        until_ready(engine, handle)
+        assert handle.landed_tokens == 2 * PAGE and sum(store.landed.values()) <= 7 + 2
+        store.allow()
+        assert admitted(engine, "a", tokens) == 2 * PAGE
+
+
 @pytest.mark.parametrize("leaves", ["acquire", "cancel", "forget"])
 def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, clock: Clock) -> None:
     """What is read for requests that were not admitted stays within `prefetch_host_share`; the rest is read when these
@@ -308,7 +351,7 @@ def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, c
 def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
     """Handles go in any thread, and where the garbage collector runs: their pages are nobody's from then on, and no
     other claim is miscounted for it."""
-    claims, gone, kept = Claims(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
+    share, gone, kept = HostShare(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
 
     class Interrupting(int):
         """Where it is added to anything, a handle goes."""
@@ -319,16 +362,16 @@ def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
             return int(self) + other
 
     for handle in gone:
-        claims.add(handle, 10)
-    claims.add(other := Prefetch("r0", "auto"), 1)
+        share.add(handle, 10)
+    share.add(other := Prefetch("r0", "auto"), 1)  # the same request: its pages are this one's from here on
     del handle
-    claims.add(kept, Interrupting(5))
+    share.add(kept, Interrupting(5))
     while gone:
         thread = threading.Thread(target=gone.pop)
         thread.start()
         thread.join()
-    assert claims.total == 6 and claims.of(kept) == 5 and claims.of(other) == 1
-    assert (claims.pop("kept"), claims.pop("r0"), claims.pop("r1"), claims.total) == (5, 1, 0, 0)
+    assert share.total == 16 and share.of("kept") == 5 and share.of(other.request_id) == 11
+    assert (share.end("kept"), share.end("r0"), share.end("r1"), share.total) == (5, 11, 0, 0)
 
 
 def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:

@@ -77,6 +77,21 @@ def test_a_page_that_a_store_lost_is_computed_once(device: str) -> None:
         settled(engine)
 
 
+def test_what_the_disk_lost_comes_from_the_remote_tier(device: str) -> None:
+    """A page that does not verify is deleted there. It is asked for once more, and the other store has it: the prompt
+    comes whole, and what follows the page is not read twice."""
+    shared, disk = MemoryPageStore(BUDGET), LossyStore(BUDGET)
+    fill(shared, disk, prompt(0))
+    with engine_over(shared, disk, device=device) as engine:
+        disk.lost = page_keys(engine, prompt(0))[2]
+        handle = engine.prefetch("a", prompt(0))
+        until_ready(engine, handle)
+        assert (handle.found_tokens, handle.landed_tokens) == (CACHED_LEN, CACHED_LEN)
+        assert serve(engine, "a", prompt(0)).hit == Hit(disk=CACHED_LEN - 8, remote=8)
+        assert engine.stats()["remote_prefetch.bytes"] == 8 * 192
+        settled(engine)
+
+
 def test_the_disk_is_asked_first_and_takes_what_the_remote_tier_gave(device: str) -> None:
     """A prompt of which the disk has the beginning comes from both; afterwards the disk has all of it."""
     shared, disk = MemoryPageStore(BUDGET), MemoryPageStore(BUDGET)

@@ -27,7 +27,6 @@ from hicache.host import (
 )
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.blocks import BlockPool
-from hicache.tiers import DISK
 
 NUM_PAGES, RUN_PAGES = 40, 16
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (8,), "token", (0,)),), 1)
@@ -69,7 +68,7 @@ class Model:
             runs = [self.index.get(key) for key in self.index.duplicates()]
             assert all(at is not None and at.locks for at in runs), "left, and a duplicate stayed"
         assert run.locks == 0 and not run.after and list(keys) == sorted(keys)
-        assert not any(at.before is run for at in self.runs.values() if not run.keys)
+        assert not any(at.parent_run is run for at in self.runs.values() if not run.keys)
         self.evicted += len(keys)
 
     def to_device(self) -> None:
@@ -105,7 +104,7 @@ class Model:
         wanted = sum(len(piece.keys) for piece in pieces)
         before, chain = len(self.ids), set[HostRun]()  # what they follow does not leave for them
         for piece in pieces:
-            at = self.runs.get(piece.before) if piece.before else None
+            at = self.runs.get(piece.previous_key) if piece.previous_key else None
             while at is not None and not at.locks and not at.is_duplicate:
                 chain.add(at)
                 at = at.needs
@@ -116,7 +115,7 @@ class Model:
             return
         assert wanted <= capacity and chain <= {*self.runs.values()}
         for run in runs:
-            run.source = DISK if is_read else None
+            run.job = "a read" if is_read else None
             assert run.about[run.place :][: len(run.keys)] == run.keys and len(run.keys) <= RUN_PAGES
             assert is_read or all(self.index.is_coming(key) for key in run.keys)
         self.in_flight += runs
@@ -169,7 +168,7 @@ class Model:
         self.index.link(keys)
         for upper, lower in pairwise(self.index.parts(keys)):
             if upper.end == lower.start:
-                assert lower.run.before is not None or lower.run in path_of(upper.run)
+                assert lower.run.parent_run is not None or lower.run in path_of(upper.run)
 
     def check(self) -> None:
         for key in self.ids:  # runs may have been divided
@@ -181,7 +180,7 @@ class Model:
             assert {*duplicates} <= self.device.keys() & self.ids.keys()
             assert len({*duplicates}) == len(duplicates) == self.index.num_duplicates
         locks = Counter(run for runs in self.locked for run in runs)
-        self.index.check(sum(run.num_held for run in self.in_flight), locks)
+        self.index.check(locks + Counter(self.in_flight))
         assert len(self.index) == len(self.ids) and self.index.num_raw == len(self.rest)
         for keys in PROMPTS:
             parts = self.index.parts(keys)
@@ -248,17 +247,16 @@ def test_a_part_of_a_run_that_leaves_is_no_use_of_the_rest(policy: str) -> None:
     for run in runs:
         index.publish(run)
     index.count_use([RunPart(run, 0, 0, 16) for run in runs])
-    for at in range(16):
-        assert index.reserve([NewPages([bytes([9, at])])])
-    assert sorted(len(run.ids) * run.is_published for run in runs) == [0, 16]
-    index.check(16, Counter())
+    in_flight = [run for at in range(16) for run in index.reserve([NewPages([bytes([9, at])])]) or ()]
+    assert len(in_flight) == 16 and sorted(len(run.ids) * run.is_published for run in runs) == [0, 16]
+    index.check(Counter(in_flight))
 
 
 def test_pieces_that_come_together_follow_each_other() -> None:
     """Of two pieces of one prompt the second leaves first, though it is the younger."""
     model, keys = Model("fifo", 0), [bytes([at]) for at in range(12)]
     runs = model.index.reserve([NewPages(keys[:5]), NewPages(keys[5:], keys[4], 5)])
-    assert runs is not None and [run.before for run in runs] == [None, runs[0]]
+    assert runs is not None and [run.parent_run for run in runs] == [None, runs[0]]
     for run in runs:
         model.index.publish(run)
     (new,) = model.index.reserve([NewPages([bytes([99, at]) for at in range(8)])] * 1) or ()
@@ -276,10 +274,10 @@ def test_runs_that_came_apart_follow_each_other_once_they_were_named_together() 
         model.index.publish(run)
     model.index.lock([run])
     model.index.link([*keys[:5], b"absent", *keys[5:]])
-    assert [run.before for run in model.index.runs_of(keys)] == [None, None]
+    assert [run.parent_run for run in model.index.runs_of(keys)] == [None, None]
     for prompt in (keys, [*keys[:5], b"other"], keys):
         model.index.link(prompt)
-    model.index.check(0, Counter([run]))
+    model.index.check(Counter([run]))
     model.index.unlock([run])
     for num_pages, left in ((NUM_PAGES - 13 + 3, 10), (4, 6), (1, 5), (1, 4)):
         assert model.index.reserve([NewPages([b"%d %d" % (left, at) for at in range(num_pages)])])
@@ -293,7 +291,7 @@ def test_pages_are_whole_where_none_is_lacking() -> None:
     runs = model.index.reserve([NewPages(keys[:35])]) or ()
     assert [model.index.is_whole(keys[:end]) for end in (1, 20, 35, 36)] == [True, True, True, False]
     for run in runs:
-        run.source = DISK
+        run.job = "a read"
     assert not model.index.is_whole(keys[:20])
     for run in runs:
         model.index.publish(run, [key != keys[20] for key in run.keys])
@@ -311,11 +309,11 @@ def test_runs_of_the_same_pages_follow_each_other_once(is_second_first: bool) ->
     model, keys = Model("fifo", 0), [bytes([at]) for at in range(8)]
     (first,) = model.index.reserve([NewPages(keys[:5])]) or ()
     (second,) = model.index.reserve([NewPages(keys[2:], keys[1], 2)]) or ()
-    assert second.before is first
+    assert second.parent_run is first
     for run in (second, first) if is_second_first else (first, second):
         model.index.publish(run)
     assert model.index.held_end(keys, 0) == 8
-    model.index.check(0, Counter())
+    model.index.check(Counter())
     model.index.clear()
     assert model.index.pool.available() == NUM_PAGES
 
@@ -326,15 +324,15 @@ def test_the_audit_finds_planted_faults() -> None:
     runs = model.index.reserve([NewPages(PROMPTS[0], None)])
     assert runs is not None
     with pytest.raises(InvariantError, match="26 pages are in flight, 0 of copies"):
-        model.index.check(0, Counter())
+        model.index.check(Counter())
     for run in runs:
         model.index.publish(run)
-    model.index.check(0, Counter())
+    model.index.check(Counter())
     with pytest.raises(InvariantError, match="has 0 locks, 1 are somebody's"):
-        model.index.check(0, Counter([runs[1]]))
+        model.index.check(Counter([runs[1]]))
     model.index.num_evictable += 1
     with pytest.raises(InvariantError, match="27 pages were counted as evictable"):
-        model.index.check(0, Counter())
+        model.index.check(Counter())
     assert sorted(pages_of(runs).tolist()) == sorted(model.ids.values())
 
 

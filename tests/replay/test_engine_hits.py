@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from itertools import product
-from pathlib import Path
 
 import numpy as np
 import pytest
 
-from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
+from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.trace import prefix_ids
 from hicache.tree.key import Tokens
+from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config
 from waiting import eventually
 
@@ -64,17 +64,17 @@ CASES = [
 
 
 @pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
-def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, tmp_path: Path) -> None:
+def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool) -> None:
     """Pages of one token, requests one after the other, each copy ended before the next step; a read from the disk is
     several jobs."""
     device, host = 30, 40
-    disk = DiskConfig(path=str(tmp_path / "store"), budget_bytes=NO_LIMIT) if has_disk else None
+    store = MemoryPageStore(NO_LIMIT) if has_disk else None
     num_slots = device + (write_policy != "exclusive")  # for the token behind
     sizes = {"device_tokens": num_slots, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
     rules = {"eviction_policy": policy, "write_policy": write_policy, "prefetch_mode": "wait_complete"}
     simulation = CacheSimulation(ReplaySettings(device, host, None if has_disk else 0, policy, write_policy))
     hits = []
-    with build_engine(config(disk=disk, **sizes, **rules), GEOMETRY) as engine:
+    with build_engine(config(**sizes, **rules), GEOMETRY, store=store) as engine:
         for now, blocks in enumerate(prefix_ids(branching_prompts(policy, 120, 24))):
             hits.append(simulation.serve(blocks))
             assert serve(engine, f"r{now}", blocks.tolist()) == hits[-1], f"request {now}: {blocks}"

@@ -77,7 +77,7 @@ class TroubledStore:
 
 
 class LossyStore(MemoryPageStore):
-    """Announces `lost`, and finds that it does not verify once the buffer holds it."""
+    """Announces `lost`, finds that it does not verify once the buffer holds it, and deletes it then."""
 
     lost: bytes = b""
 
@@ -85,6 +85,8 @@ class LossyStore(MemoryPageStore):
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
         ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        if self.lost in keys:
+            self.delete([self.lost])
         return [came and key != self.lost for came, key in zip(ok, keys, strict=True)]
 
 

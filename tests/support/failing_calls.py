@@ -14,7 +14,7 @@ import hicache
 
 PACKAGE = Path(hicache.__file__).parent
 # What ends something gives back and takes nothing. It does not fail; if it did, there would be nobody to tell.
-ENDINGS = {"free", "unlock", "end_read", "stop_reading", "forget", "detach", "_end", "wait", "wait_and_complete"}
+ENDINGS = {"free", "unlock", "stop_reading", "forget", "detach", "_end", "wait", "wait_and_complete"}
 _GENERATOR = 0x20
 
 

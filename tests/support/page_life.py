@@ -244,7 +244,7 @@ class PageLives:
     def _on_host(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
         index, name = component.index, component.name
         for run in self._coming[name]:
-            state = "COMING" if run.source is None else "READING"
+            state = "COMING" if run.job is None else "READING"
             yield from (((name, at), Held(state, key)) for key, at in zip(run.keys, run.ids, strict=True))
         for key in index:
             run = index.get(key)

@@ -163,7 +163,6 @@ class Program:
         entry.blocks = [tier.take(len(entry.contents), self.rng) for tier in self.tiers]
         with self._submitting(entry):
             for t, (tier, blocks, at) in enumerate(zip(self.tiers, entry.blocks, entry.pages, strict=True)):
-                tier.host.begin_read(at.held)
                 entry.load_ids.append(tier.counter.begin())
                 op = tier.backend.load(at.pages, self._slots(tier, blocks), entry.load_ids[-1], at.rest)
                 entry.loads.append(self._submitted(op, t, "load"))
@@ -183,7 +182,6 @@ class Program:
                 places = torch.from_numpy(self.rng.permutation(places.numpy()))
             tier.host.bytes_of[places] = tier.pages[POISON]
             tier.on_host[places.numpy()] = UNKNOWN
-            tier.host.begin_read(places)
             at = tier.divide(places, entry.contents)
             op = tier.store(self._slots(tier, blocks), at)
             entry.stores.append(self._submitted(op, t, "store"))
@@ -252,7 +250,6 @@ class Program:
         ops, pages = entry.stores, entry.writing
         entry.stores, entry.writing = [], []
         for tier, op, at in zip(self.tiers, ops, pages, strict=True):
-            tier.host.end_read(at.held)
             if op.error is None:
                 tier.stored(op, at, entry.contents)
                 differs = tier.host_differs(at.held, torch.from_numpy(tier.on_host[at.held.numpy()])).any()
@@ -266,8 +263,7 @@ class Program:
     def _end_load(self, entry: Entry) -> None:
         ops, entry.loads = entry.loads, []
         assert entry.blocks is not None and entry.pages is not None
-        for tier, op, pages, blocks in zip(self.tiers, ops, entry.pages, entry.blocks, strict=True):
-            tier.host.end_read(pages.held)
+        for tier, op, blocks in zip(self.tiers, ops, entry.blocks, strict=True):
             tier.placed(blocks, UNKNOWN if op.error else entry.contents)
         if not self._all_well(ops):
             assert not entry.was_read, "a forward was not told that a load it consumed had failed"

@@ -253,5 +253,5 @@ class HiCacheLinker(UnifiedCacheLinker):
     def check(self) -> None:
         """Raise `InvariantError` unless every host page is free or has one owner."""
         for tier in self.tiers.values():
-            in_flight = self._offloads.num_in_flight(tier) + self._disk.num_in_flight(tier)
-            tier.index.check(in_flight, Counter((*self._loads.locked(tier), *self._disk.locked(tier))))
+            holders = self._loads.locked(tier), self._offloads.locked(tier), self._disk.locked(tier)
+            tier.index.check(Counter(itertools.chain.from_iterable(holders)))

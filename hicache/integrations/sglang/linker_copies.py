@@ -259,10 +259,10 @@ class Offloads:
     def is_idle(self) -> bool:
         return not self._running
 
-    def num_in_flight(self, tier: HostTier) -> int:
-        """Pages that copies fill."""
+    def locked(self, tier: HostTier) -> list[HostRun]:
+        """Runs that copies fill."""
         copies = [copy for copies in self._running for copy in copies or ()]
-        return sum(len(run.keys) for copy in copies if copy.tier is tier for run in copy.runs)
+        return [run for copy in copies if copy.tier is tier for run in copy.runs]
 
     def poll(self) -> None:
         """Take what ended."""

@@ -18,7 +18,6 @@ from hicache.host import HostRun, NewPages, pages_of
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.linker_host import HostTier, Part
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
-from hicache.tiers import DISK
 
 _LOOK_S = 0.25  # between two looks at what nobody answers
 _JOB_BYTES = 64 << 20  # of a write
@@ -80,13 +79,10 @@ class LinkerDisk:
     def is_idle(self) -> bool:
         return not (self._reads or self._writes or self._unwritten)
 
-    def num_in_flight(self, tier: HostTier) -> int:
-        """Pages that readers fill."""
-        return sum(len(run.keys) for owner, run, _ in self._reads.values() if owner is tier)
-
     def locked(self, tier: HostTier) -> list[HostRun]:
-        """Runs that the writer reads."""
-        return [run for owner, runs in self._writes.values() if owner is tier for run in runs]
+        """Runs that readers fill, and those that the writer reads."""
+        filled = [run for owner, run, _ in self._reads.values() if owner is tier]
+        return filled + [run for owner, runs in self._writes.values() if owner is tier for run in runs]
 
     def poll(self) -> None:
         """Take answers, submit what waits."""
@@ -118,7 +114,7 @@ class LinkerDisk:
         if runs is None:
             return False
         for at, run in enumerate(runs):
-            run.source, ticket = DISK, next(self._tickets)
+            run.job, ticket = fetch, next(self._tickets)
             stored, views = tuple(self._keys(run.keys)), part.tier.host.views(pages_of([run]))
             if not self.tier.reads.submit(ReadJob(ticket, 0, stored, views, fetch.cancelled, math.inf)):
                 for left in runs[at:]:

@@ -1,0 +1,235 @@
+"""Who waits for a prefetch, and the jobs that bring what is waited for: `HostRun.wanted` and `HostRun.job`."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hicache.flow.components import CacheComponent
+from hicache.flow.handle import Prefetch
+from hicache.flow.located import StoreAnswers, ToRead
+from hicache.host import HostRun, spans
+from hicache.tiers import FULL, Store
+from hicache.tree.key import Tokens
+
+
+@dataclass(eq=False, slots=True)
+class Asked:
+    """A request that was not admitted yet and waits for pages.
+
+    `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `find`: the job
+    that asks a store. `to_read`: what nobody brings yet, full pages first. `runs`: in flight, whoever asked first.
+    `to_come`: full pages [start, end) that have not come, of those that are to. `locked`: runs of the host that it
+    continues; `tail`: the last of full pages that came, so that those stay where all in flight has come.
+
+    [num_usable, landed_end)   of its prompt, have come without a gap
+    [landed_end, end)          are to come
+
+    `num_planned`: full pages that it is to read itself. `is_short`: stores have more, for which there was no room.
+    `has_failed`: something did not come; `was_asked_again`: for that. `has_landed`: something came since the stores
+    were asked. `is_postponed`: it waits for room.
+
+    `progress_s`: when something last landed. `decided_s`: when it chose to wait; `estimate_s`: for how long, where that
+    is known; `num_delayed`: the others that computing would have delayed then.
+    """
+
+    arrival: int
+    handle: Prefetch
+    tokens: Tokens
+    namespace: str
+    progress_s: float
+    end: int
+    has: StoreAnswers | None = None
+    find: Find | None = None
+    is_found: bool = False
+    to_read: deque[ToRead] = field(default_factory=deque)
+    to_come: deque[tuple[int, int]] = field(default_factory=deque)
+    runs: dict[HostRun, None] = field(default_factory=dict)
+    locked: list[tuple[CacheComponent, list[HostRun]]] = field(default_factory=list)
+    tail: HostRun | None = None
+    num_usable: int = 0
+    landed_end: int = 0
+    num_planned: int = 0
+    is_short: bool = False
+    has_failed: bool = False
+    was_asked_again: bool = False
+    has_landed: bool = False
+    has_shared: bool = False
+    is_postponed: bool = False
+    estimate_s: float | None = None
+    decided_s: float | None = None
+    num_delayed: int | None = None
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """Who waits comes before who does not, then who came first."""
+        return not self.handle.waits, self.arrival
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is in flight, or to be read."""
+        return not (self.find or self.to_read or self.runs)
+
+    @property
+    def until_s(self) -> float:
+        """When nothing more is read for it."""
+        return self.handle.deadline_s if self.handle.mode == "timeout" else math.inf
+
+    def begin(self, has: StoreAnswers) -> None:
+        """It is known which of its pages are here, or come for others."""
+        self.has, self.num_usable, self.landed_end, self.end = has, has.num_usable, has.start, has.located.num_pages
+        self.is_found = self.is_short = self.has_failed = self.has_landed = False
+
+    def plan(self, end: int) -> None:
+        """It is known where its other pages are: what a prefix of `end` pages needs is to be read. What should have
+        come before, behind a gap, may be here already."""
+        assert self.has is not None
+        self.is_found, self.end = True, end
+        self.to_read.extend(self.has.to_read(end))
+        coming = [(piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL]
+        if self.to_come:
+            before = [(start, min(stop, end)) for start, stop in self.to_come]
+            coming = spans(sorted({index for interval in (*before, *coming) for index in range(*interval)}))
+        self.to_come = deque(coming)
+
+    def num_to_read(self, component: CacheComponent) -> int:
+        """Pages of a component that it is to read itself."""
+        num_pages = 0
+        for piece in self.to_read:
+            if piece.component is component and piece.store is not None:
+                num_pages += piece.end - piece.start
+        return num_pages
+
+    def lock(self, component: CacheComponent, runs: list[HostRun]) -> None:
+        """These stay as long as something comes that continues them."""
+        if runs:
+            component.index.lock(runs)
+            self.locked.append((component, runs))
+
+    def follow(self, component: CacheComponent, run: HostRun) -> None:
+        """What comes next follows `run`, which has come: that stays, and what it follows."""
+        if component.name == FULL and (self.tail is None or run.first > self.tail.first):
+            component.index.lock([run])
+            if self.tail is not None:
+                component.index.unlock([self.tail])
+            self.tail = run
+
+    def may_share(self, run: HostRun | None) -> bool:
+        """Whether it may wait for a run that a read brings."""
+        return run is not None and run.job is not None and run.job.is_for(self)
+
+    def must_read(self, run: HostRun | None) -> bool:
+        """Whether a page, of `run` or of none, is neither here nor comes for others."""
+        return run is None or not (run.is_coming or self.may_share(run))
+
+    def share_next(self) -> bool:
+        """Leave out what is here by now and join what others bring; whether what is to be read next is nobody's."""
+        assert self.has is not None
+        prompt = self.has.located.prompt
+        while self.to_read:
+            component, store, start, end = piece = self.to_read[0]
+            while start < end and not self.must_read(run := component.index.find(prompt.key(component.name, start))):
+                assert run is not None
+                if not run.is_coming:
+                    run.wanted[self] = self.runs[run] = None
+                    self.has_shared = True
+                start = run.common_end(prompt.keys, start, end) if component.name == FULL else start + 1
+            self.to_read[0] = piece._replace(start=start)
+            if start == end:
+                self.to_read.popleft()
+            elif store is not None:
+                return True
+            else:  # who was to bring it did not
+                self.has_failed = True
+                self.to_read.clear()
+        return False
+
+    def advance(self, full: CacheComponent) -> int:
+        """How far its full pages have come without a gap: how many more than before."""
+        assert self.has is not None
+        find, keys, num_pages = full.index.find, self.has.located.prompt.keys, 0
+        while self.to_come:
+            start, end = self.to_come.popleft()
+            num_pages -= start
+            while start < end and (run := find(keys[start])) is not None and run.is_coming:
+                start = run.common_end(keys, start, end)
+            num_pages += start
+            if start < end:
+                self.to_come.appendleft((start, end))
+                break
+        self.landed_end = self.to_come[0][0] if self.to_come else self.end
+        self.has_landed |= num_pages > 0
+        return num_pages
+
+    def cut(self, index: int) -> list[ReadOfRuns]:
+        """Page `index` does not come: what follows it is of no use. Returns jobs that nobody waits for now."""
+        self.has_failed = True
+        self.to_read.clear()
+        return self.leave([run for run in self.runs if run.first > index])
+
+    def leave(self, runs: Iterable[HostRun]) -> list[ReadOfRuns]:
+        """Wait for these runs no more. Returns jobs that nobody waits for now."""
+        jobs = dict[ReadOfRuns, None]()
+        for run in runs:
+            del run.wanted[self], self.runs[run]
+            jobs[run.job] = None
+        return [job for job in jobs if not job.wanted]
+
+    def release(self) -> list[ReadOfRuns]:
+        """It waits for nothing that is in flight, and what it continues may leave. Returns jobs that nobody waits for
+        now."""
+        for component, runs in self.locked:
+            component.index.unlock(runs)
+        if self.has is not None:
+            located = self.has.located
+            located.context.full.index.unlock([self.tail] if self.tail is not None else [])
+            self.is_found, self.end = False, located.num_pages
+        self.locked, self.tail, self.has, self.find = [], None, None, None
+        self.to_read.clear()
+        return self.leave([*self.runs])
+
+
+@dataclass(eq=False, slots=True)
+class Find:
+    """A job that asks a store, by its number among them, for the pages of a request; `others`: keys of windows and
+    states."""
+
+    asked: Asked
+    store: Store
+    number: int
+    keys: tuple[bytes, ...]
+    others: tuple[bytes, ...]
+    is_stalled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class ReadOfRuns:
+    """A job that reads neighbouring runs of a component from a store. `is_urgent`: for a request that waits."""
+
+    component: CacheComponent
+    store: Store
+    runs: list[HostRun]
+    is_urgent: bool
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    is_stalled: bool = False
+    num_pages: int = 0
+
+    def __post_init__(self) -> None:
+        self.num_pages = sum([len(run.keys) for run in self.runs])
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.component.host.page_bytes
+
+    @property
+    def wanted(self) -> dict[Asked, None]:
+        """Who waits for any of it that has not come."""
+        return {asked: None for run in self.runs for asked in run.wanted or ()}
+
+    def is_for(self, asked: Asked) -> bool:
+        """Whether a request may wait for it: nobody waits for what comes after all others, or may never come."""
+        is_late = asked.handle.waits and not self.is_urgent
+        return not (is_late or self.is_stalled or self.cancelled.is_set())

@@ -1,0 +1,68 @@
+"""What the prefetch counts."""
+
+from __future__ import annotations
+
+import logging
+
+from hicache.flow.context import EngineContext
+from hicache.metrics import Counter, Histogram
+from hicache.tiers import DISK, REMOTE, Store
+
+log = logging.getLogger(__name__)
+
+_METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
+
+
+class PrefetchCounters:
+    """Decisions, outcomes, and what came."""
+
+    def __init__(self, context: EngineContext) -> None:
+        count, histogram = context.metrics.counter, context.metrics.histogram
+        self._share, self._has_been_full = context.config.prefetch_host_share, False
+
+        def outcome(name: str, help: str) -> Counter:
+            return count(f"prefetch.{name}_requests", help, "prefetch_outcome_requests", outcome=name)
+
+        self.requests = count("prefetch.requests", "prefetches asked for")
+        self.waited = outcome("waited", "requests for which waiting was estimated to cost less than computing")
+        self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
+        self.gave_up = outcome(
+            "gave_up", "requests that stopped waiting: computing the rest cost less, or nothing came"
+        )
+        self.shared = outcome("shared", "prefetches that joined a read in flight")
+        self.postponed = outcome("postponed", "prefetches refused or cut short by host pages or the read queue")
+        self.retries = count("prefetch.retries", "attempts to start what was postponed")
+        self.estimated_s = count(
+            "prefetch.estimated_seconds", "what the waits that came to their end were estimated to take"
+        )
+        self.waited_s = histogram("prefetch.waited_seconds", "time that a wait took which came to its end")
+        self.lost = count("prefetch.lost_pages", "pages a store announced and could not give back verified")
+        self.landed = count("prefetch.landed_tokens", "tokens that prefetches added to the host tier")
+        self.refused = count("prefetch.refused_jobs", "jobs not started because the readers' queue was full")
+        moved, took = (
+            "bytes of verified pages that a job read from the store to the host",
+            "time that job took a reader",
+        )
+        self._moved: dict[Store, tuple[Histogram, Histogram]] = {}
+        for store in context.stores:
+            labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
+            self._moved[store] = context.metrics.movement(_METRICS[store], moved, took, **labels)
+
+    def count_postponed(self, num_claimed: int, max_pages: int) -> None:
+        """A request waits for what there is no room for, for `num_claimed` pages are claimed of `max_pages`; 0: for
+        another reason."""
+        self.postponed.value += 1
+        if num_claimed and not self._has_been_full:
+            self._has_been_full = True
+            log.warning(
+                "prefetches wait for host pages: %d are claimed by requests that were not admitted, "
+                "prefetch_host_share=%g allows %d; raise it, or host_bytes",
+                num_claimed,
+                self._share,
+                max_pages,
+            )
+
+    def count_read(self, store: Store, num_bytes: int, seconds: float) -> None:
+        """A job brought `num_bytes` verified bytes."""
+        for histogram, value in zip(self._moved[store], (num_bytes, seconds), strict=True):
+            histogram.observe(value)

@@ -1,0 +1,141 @@
+"""Who waits for pages that a store has, in mode auto, and who computes them."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+
+from hicache.flow.asked import Asked, ReadOfRuns
+from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel, LoadEstimate, Requests
+from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.tiers import Store
+
+log = logging.getLogger(__name__)
+
+_STEADY = 2.0  # of what computing costs, how much what is left of a wait may cost that has begun
+
+
+class _Queue:
+    """Bytes that requests wait for, by store: of jobs in flight, each with those before it, and of what comes next."""
+
+    def __init__(self, stores: Iterable[Store], jobs: Iterable[ReadOfRuns]) -> None:
+        self.num_bytes, self._until = dict.fromkeys(stores, 0), dict[ReadOfRuns, int]()
+        for job in jobs:
+            if job.is_urgent and any(asked.handle.waits for asked in job.wanted):
+                self.num_bytes[job.store] += job.num_bytes
+            self._until[job] = self.num_bytes[job.store]
+
+    def add(self, asked: Asked) -> None:
+        """What is to be read for a request comes next."""
+        for piece in asked.to_read:
+            if piece.store is not None:
+                self.num_bytes[piece.store] += (piece.end - piece.start) * piece.component.host.page_bytes
+
+    def until(self, asked: Asked) -> dict[Store, int]:
+        """Of each store that it waits for: bytes until the last of its own."""
+        found = dict[Store, int]()
+        for run in asked.runs:
+            job: ReadOfRuns = run.job
+            found[job.store] = max(found.get(job.store, 0), self._until[job])
+        for piece in asked.to_read:
+            if piece.store is not None:
+                num_bytes = (piece.end - piece.start) * piece.component.host.page_bytes
+                found[piece.store] = max(found.get(piece.store, 0), self.num_bytes[piece.store]) + num_bytes
+        return found
+
+
+class Weigher:
+    """By the rule of `LoadEstimate`. Owned by the scheduler thread. `jobs`: that read, in the order in which they were
+    queued."""
+
+    def __init__(
+        self,
+        context: EngineContext,
+        cost: CostModel,
+        counters: PrefetchCounters,
+        requests: Requests,
+        jobs: Mapping[int, ReadOfRuns],
+    ) -> None:
+        self._context, self._cost, self._counters = context, cost, counters
+        self._requests, self._jobs = requests, jobs
+        self._clock = next(tier.clock for tier in context.stores.values())
+
+    def decide(self, undecided: Collection[Asked], all_asked: Sequence[Asked]) -> None:
+        """Of `undecided`, which wait in mode auto, some stop: where computing what is missing costs less. What one that
+        stops would have read is not before those that come after it. `all_asked`: with others, whose turn is in this
+        order."""
+        if not undecided:
+            return
+        queue, num_delayed = _Queue(self._context.stores, self._jobs.values()), self._requests.num_delayed
+        for asked in all_asked:
+            if asked in undecided:
+                num_delayed += self._weigh(asked, queue, num_delayed)
+            if asked.handle.waits:
+                queue.add(asked)
+
+    def stop(self, asked: Asked) -> None:
+        """It waits no more: it may be admitted, and computing delays it from now on."""
+        asked.handle.waits = False
+        self._requests.waiting.discard(asked.handle.request_id)
+
+    def _weigh(self, asked: Asked, queue: _Queue, num_delayed: int) -> bool:
+        """Compare for one request; whether it stops. `num_delayed`: others that computing would delay now.
+
+        A wait that has begun counts the others of its beginning: once all wait the device is idle, and all would stop
+        together; and it ends where computing is cheaper by far, for rates swing with the writes beside. Whatever the
+        estimate, nobody waits for longer without progress than computing would cost: a disk that stands still costs at
+        most as much again.
+        """
+        page, now_s, has_begun = self._context.tree.page_size, self._clock(), asked.num_delayed is not None
+        # Windows and states come last, and nothing is of use without them.
+        landed = asked.landed_end if len(self._context.components) == 1 else 0
+        start, end = max(asked.num_usable, landed) * page, asked.end * page
+        if start >= end:
+            return False
+        num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
+        wait_s = self._wait_s(asked, queue)
+        estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)
+        limit_s = estimate.limit_s * (_STEADY if has_begun else 1.0)
+        if (wait_s is not None and wait_s > limit_s) or now_s - asked.progress_s > estimate.limit_s:
+            self._log_first(estimate)
+            counted = self._counters.skipped if asked.is_found and not has_begun else self._counters.gave_up
+            counted.value += 1
+            self.stop(asked)
+            return True
+        if asked.is_found and not has_begun:
+            asked.num_delayed, asked.decided_s, asked.estimate_s = num_delayed, now_s, wait_s
+            self._counters.waited.value += 1
+        return False
+
+    def _log_first(self, estimate: LoadEstimate) -> None:
+        if not (self._counters.skipped.value or self._counters.gave_up.value):
+            log.info(
+                "a prefix on the disk is computed again: computing it takes %.3g s, in which %d other requests wait, "
+                "and waiting for the disk would cost more",
+                estimate.compute_s,
+                estimate.num_delayed,
+            )
+
+    def _wait_s(self, asked: Asked, queue: _Queue) -> float | None:
+        """Until what it waits for is on the device, behind what comes before it; stores are read side by side. For one
+        that has to wait for its turn: until that can come, at least. None where that is not known."""
+        if asked.has is None:
+            queues_s = [self._read_s(store, num_bytes) for store, num_bytes in queue.num_bytes.items()]
+            return min((queue_s for queue_s in queues_s if queue_s is not None), default=None)
+        if not asked.is_found:
+            return None
+        stores_s = [self._read_s(store, num_bytes) for store, num_bytes in queue.until(asked).items()]
+        read_s = [store_s for store_s in stores_s if store_s is not None]
+        if len(read_s) < len(stores_s):
+            return None
+        return max(read_s, default=0.0) + (self._cost.load_s(self._bytes_left(asked)) or 0.0)
+
+    def _bytes_left(self, asked: Asked) -> int:
+        num_bytes: int = sum(len(run.keys) * run.job.component.host.page_bytes for run in asked.runs)
+        return num_bytes + sum((p.end - p.start) * p.component.host.page_bytes for p in asked.to_read)
+
+    def _read_s(self, store: Store, num_bytes: int) -> float | None:
+        job_bytes = self._context.stores[store].job_pages * self._context.full.host.page_bytes
+        return self._cost.read_s(num_bytes, math.ceil(num_bytes / job_bytes), store)
