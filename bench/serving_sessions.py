@@ -2,6 +2,8 @@
 
     sessions         8 clients; device, host and disk over the better of no disk and a disk that is always waited for
     sessions.order   32 clients; time to first token over that of first come, first served, mean and p99
+    sessions.host    32 clients, a host as large as the device under `exclusive`; over no host, over `write_through`,
+                     and p99 of the time to first token over that of `write_through`
 
 Every run has an engine, and a store where it has a disk, of its own, which begin empty. A helper of the serving bench.
 """
@@ -29,6 +31,7 @@ _MAX_RUNNING = 32
 _MAX_PASS_S = 0.5  # as `hicache serve`
 _OVERTAKE_S = 15.0
 _SESSIONS_TARGET, _MEAN_TARGET, _P99_TARGET = 1.0, 0.8, 1.1
+_HOST_TARGET, _POLICY_TARGET, _HOST_P99_TARGET = 1 / 1.8, 0.8, 1.0
 
 
 @dataclass(frozen=True)
@@ -74,12 +77,13 @@ class SessionRun:
 
 
 def measure_sessions(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
-    """Both cases. `trace`: of agent sessions; None for generated ones. `folder`: where stores lie."""
+    """All cases. `trace`: of agent sessions; None for generated ones. `folder`: where stores lie."""
     sizes = REAL if served.model.device.type == "cuda" else TINY
     turns = read_turns(trace, sizes.scale) if trace else generated_turns(sizes.scale)
     bench = _SessionsBench(report, served, sizes, turns, folder)
     bench.tiers()
     bench.order()
+    bench.host()
 
 
 class _SessionsBench:
@@ -110,6 +114,18 @@ class _SessionsBench:
         self._case("serving.sessions.order", [ours.mean_s], first_come.mean_s, _MEAN_TARGET, note)
         self._case("serving.sessions.order.p99", [ours.p99_s], first_come.p99_s, _P99_TARGET, "")
 
+    def host(self) -> None:
+        """The case of a host that is no larger than the device, without a disk."""
+        sizes = self._sizes
+        host_bytes, clients = sizes.device_tokens * self._served.token_bytes, sizes.clients[1]
+        none = self._run(clients, host_bytes=0)
+        copies = self._run(clients, host_bytes=host_bytes)
+        ours = self._run(clients, host_bytes=host_bytes, write_policy="exclusive")
+        note = f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}"
+        self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)
+        self._case("serving.sessions.host.policy", [ours.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
+        self._case("serving.sessions.host.p99", [ours.p99_s], copies.p99_s, _HOST_P99_TARGET, "")
+
     def _case(self, name: str, seconds: list[float], ceiling_s: float, target: float, note: str) -> None:
         on_cuda = self._served.model.device.type == "cuda"
         self._report.case(
@@ -124,11 +140,8 @@ class _SessionsBench:
         if has_disk:
             budget = len({block for turn in self._turns for block in turn.blocks}) * sizes.scale.block_tokens
             settings["disk"] = {"path": str(store / "store"), "budget_bytes": 3 * budget * token_bytes, "level": 0}
-        settings |= {
-            "device_tokens": sizes.device_tokens,
-            "host_bytes": sizes.host_tokens * token_bytes,
-            "max_context_len": sizes.scale.longest + sizes.answer,
-        }
+        settings.setdefault("host_bytes", sizes.host_tokens * token_bytes)
+        settings |= {"device_tokens": sizes.device_tokens, "max_context_len": sizes.scale.longest + sizes.answer}
         try:
             with serving(self._served, chunk_tokens=sizes.chunk, **settings) as engine:
                 if engine.engine.pool.device.type == "cuda":

@@ -172,7 +172,7 @@ class Model:
 
 
 def _request(engine: CacheEngine, name: str, tokens: Tokens) -> CacheRequest:
-    return CacheRequest(name, tokens, reserve_tokens=CHUNK if engine.has_windows else None)
+    return CacheRequest(name, tokens, reserve_tokens=CHUNK if engine.takes_chunks else None)
 
 
 def _tokens(seed: int, number: int) -> Tokens:

@@ -113,9 +113,9 @@ class CacheEngine(EngineLife):
         raise InvalidArgument(f"the engine has no {kind.__name__}; give it to build_engine as a component")
 
     @property
-    def has_windows(self) -> bool:
-        """Whether slots are better taken chunk by chunk (`reserve_tokens`), for window layers have few."""
-        return SWA in self._context.by_name
+    def takes_chunks(self) -> bool:
+        """Whether slots are better taken chunk by chunk (`reserve_tokens`): windows have few, `exclusive` copies."""
+        return SWA in self._context.by_name or self._context.exclusive is not None
 
     @property
     def page_size(self) -> int:

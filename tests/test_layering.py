@@ -38,6 +38,7 @@ SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 FLOW_LEVELS = (
     ("upkeep", "validation", "stop"),
     ("admit", "commit"),
+    ("exchange",),
     ("backup",),
     ("persist", "prefetch", "restore", "lookup"),
     ("readers", "weigher"),

@@ -67,9 +67,9 @@ def _metrics() -> dict[str, MetricInfo]:
 
     found: dict[str, MetricInfo] = {}
     with tempfile.TemporaryDirectory() as folder:
-        for model in (WIDER["window"], WIDER["hybrid"]):
-            disk = DiskConfig(path=f"{folder}/{model.window}", budget_bytes=1 << 26)
-            settings = config(disk=disk, kv_packing="4", **PACKABLE)
+        for kind, write_policy in (("window", "write_through"), ("hybrid", "write_through"), ("full", "exclusive")):
+            disk, model = DiskConfig(path=f"{folder}/{kind}", budget_bytes=1 << 26), WIDER[kind]
+            settings = config(disk=disk, kv_packing="4", write_policy=write_policy, **PACKABLE)
             with build_engine(settings, model, remote=MemoryPageStore(1 << 20)) as engine:
                 found |= engine.describe()
     return dict(sorted(found.items()))

@@ -35,7 +35,7 @@ from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, Hos
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import HostPagePool, HostRun, PageIndex
+from hicache.host import ExclusiveIndex, HostPagePool, HostRun, PageIndex
 from hicache.host.memory import available_bytes
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
@@ -79,7 +79,9 @@ def build_engine(
     events = EventLog() if config.kv_events else None
     has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, host_setting, watch)
+    # What leaves the device with a window or a state is not saved: without its copy on the host it would be lost.
+    is_exclusive = write_policy.is_exclusive and len(present) == 1
+    links = _links(config, list(present.values()), spaces, host_setting, watch, is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -222,9 +224,10 @@ def _links(
     spaces: dict[Component, SlotSpace],
     setting: str,
     watch: HostWatch | None,
+    is_exclusive: bool,
 ) -> dict[Component, HostLink]:
     """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
-    of full pages that come and leave."""
+    of full pages that come and leave. `is_exclusive`: the host drops first what the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -262,7 +265,7 @@ def _links(
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
             told = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            index = PageIndex(host, config.eviction_policy, *told)
+            index = (ExclusiveIndex if is_exclusive else PageIndex)(host, config.host_order, *told)
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

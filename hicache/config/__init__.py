@@ -1,6 +1,6 @@
 """Settings, each declared once, and the environment. `settings` has their kinds."""
 
-from hicache.config.engine import SECTIONS, AdvancedConfig, Auto, EngineConfig, PrefetchMode
+from hicache.config.engine import SECTIONS, AdvancedConfig, Auto, EngineConfig, PrefetchMode, host_order
 from hicache.config.environment import (
     CUSTOM_MEM_POOL,
     VARIABLES,
@@ -34,6 +34,7 @@ __all__ = [
     "debug_checks",
     "digests_folder",
     "disk_key",
+    "host_order",
     "kernel_choice",
     "mamba_ssm_dtype",
     "models_folder",

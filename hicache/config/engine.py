@@ -79,6 +79,12 @@ class AdvancedConfig:
             )
 
 
+def host_order(eviction_policy: str, write_policy: str) -> str:
+    """The eviction order of the host where none is given. What a device under `auto` evicts was ranked by its uses:
+    a host that holds that alone needs no more than recency."""
+    return "lru" if (write_policy, eviction_policy) == ("exclusive", "auto") else eviction_policy
+
+
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
     """Sizes and policies of one engine.
@@ -117,7 +123,7 @@ class EngineConfig:
         ),
     ] = "auto"
     write_policy: Annotated[
-        str, Text("when pages are backed up to the host: write_through, write_through_selective, write_back")
+        str, Text("when pages are backed up to the host: write_through, write_through_selective, write_back, exclusive")
     ] = "write_through"
     selective_hits: Annotated[
         int, Whole("hits after which write_through_selective backs a page up", 1, unit="hits")
@@ -143,6 +149,9 @@ class EngineConfig:
         ),
     ] = "auto"
     eviction_policy: Annotated[str, Text("eviction order: auto, lru, lfu, fifo, mru, filo, priority, slru")] = "auto"
+    host_eviction_policy: Annotated[
+        str, Text("that of the host; empty: eviction_policy, but lru for auto under write_policy=exclusive")
+    ] = ""
     window_tokens: Annotated[
         int,
         Tokens(
@@ -232,6 +241,11 @@ class EngineConfig:
     def has_host(self) -> bool:
         """Whether there is a host tier; with "auto", whether there is one if memory allows."""
         return self.host_bytes != 0
+
+    @property
+    def host_order(self) -> str:
+        """The eviction order of the host."""
+        return self.host_eviction_policy or host_order(self.eviction_policy, self.write_policy)
 
     def require_store_tier(self, name: str = "disk") -> None:
         """`ConfigError` where an engine of this configuration cannot have a tier below the host."""

@@ -25,6 +25,7 @@ from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
+from hicache.flow.exchange import Exchange
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
@@ -73,7 +74,7 @@ class Admit:
         backup: Backup | None,
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
-        self._prompts = prompts
+        self._prompts, self._exchange = prompts, Exchange(context, restore, eviction)
         count = context.metrics.counter
         self._requests = count("admit.requests", "prompts admitted, each once")
         self._uncounted = count(
@@ -137,19 +138,35 @@ class Admit:
                 if located is not None:
                     lease.keys = located.prompt.keys
                     parts = self._hold(admission, located, held)
-                slots = self._take(lease, admission)
-                self._prepare(lease, admission)
-                lease.hit = self._hit(admission, parts.get(FULL, ()))
-                if located is not None and parts:
-                    load = self._restore.start(lease, located.prompt, parts, slots)
-                    held.pop_all()  # these locks are the load's now
-                    lease.read([load])
+                if located is not None and self._exchange.applies_to(parts):
+                    self._load_in_steps(lease, admission, located, parts[FULL], held)
+                else:
+                    self._make_available(admission)
+                    self._take_row(lease, admission)
+                    slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
+                    self._prepare(lease, admission, parts)
+                    if located is not None and parts:
+                        load = self._restore.start(lease, located.prompt, parts, slots)
+                        held.pop_all()  # these locks are the load's now
+                        lease.read([load])
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
             self._note_admitted(lease, estimate, is_counted=request.is_counted)
             undo.pop_all()
         return lease
+
+    def _load_in_steps(
+        self, lease: Lease, admission: Admission, located: Located, parts: list[RunPart], held: ExitStack
+    ) -> None:
+        """As `acquire` does at once. The locks of `held` become the loads'."""
+        held.pop_all()
+        locked = [part.run for part in parts]
+        held.callback(self._context.full.index.unlock, locked)
+        self._take_row(lease, admission)
+        self._prepare(lease, admission, {FULL: parts})
+        self._exchange.load(lease, located.prompt, parts, locked, admission.num_own, self._take_slots)
+        self._take_slots(lease, admission.num_own)
 
     def _hold(self, admission: Admission, located: Located, held: ExitStack) -> dict[Component, list[RunPart]]:
         """The host's part in the prefix is used, and what of it is to be loaded, which this returns, stays while slots
@@ -280,15 +297,16 @@ class Admit:
         page_size = self._context.tree.page_size
         return (num_tokens - 1) // page_size * page_size
 
-    def _take(self, lease: Lease, admission: Admission) -> torch.Tensor:
-        """A row, and slots with what belongs to them. The lease holds what it has got, also where the rest raises."""
+    def _make_available(self, admission: Admission) -> None:
         for component in self._context.components:
             if not self._eviction.make_available(component, component.needed(admission)):
                 raise component.shortage(component.needed(admission))
+
+    def _take_row(self, lease: Lease, admission: Admission) -> None:
+        """The lease holds what it has got, also where the rest raises."""
         if self._context.req_to_token.alloc([lease]) is None:
             raise OutOfRows(self._context.config.max_requests)
         lease.tree_len = lease.held_len = admission.device_len
-        return self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
 
     def _take_slots(self, lease: Lease, num_slots: int, num_loaded: int = 0) -> torch.Tensor:
         """`num_slots` behind those that the lease holds. To the first `num_loaded` a load will bring what belongs to
@@ -303,14 +321,15 @@ class Admit:
         lease.held_len += num_slots
         return slots
 
-    def _prepare(self, lease: Lease, admission: Admission) -> None:
-        """Everything is taken: record the slots of the prefix on the device."""
+    def _prepare(self, lease: Lease, admission: Admission, parts: Mapping[Component, Sequence[RunPart]]) -> None:
+        """Record the slots of the prefix on the device, and what of the rest `parts` bring."""
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
         for node in path:
             node.hit_count += 1
         lease.cached_len = admission.length
+        lease.hit = self._hit(admission, parts.get(FULL, ()))
 
     def _start(self, lease: Lease, admission: Admission) -> None:
         """Its load, if it has one, was submitted."""

@@ -313,7 +313,7 @@ class DeviceEviction:
 
     def make_available(self, component: CacheComponent, size: int) -> bool:
         """Evict until `size` tokens or states of a component are free; False when that cannot be."""
-        tree, name = self._context.tree, component.name
+        name = component.name
         released, unsaved, victims = list[Released](), list[Unsaved](), list[TreeNode]()
         short = size - component.available()
         if short <= 0:
@@ -323,9 +323,10 @@ class DeviceEviction:
                 if self._backup is not None:
                     unsaved += self._backup.unsaved(node)
                 victims.append(node)
-                left = tree.drop(node, name)
+                left = self._context.drop(node, name)
                 released += left
                 short -= sum(item.size for item in left if item.component == name)
+            self._context.tell_host()
             if self._backup is not None:
                 self._backup.save(unsaved)
             for node in victims:

@@ -155,6 +155,9 @@ class Commit:
             if lease.tree_len > len(lease.tokens):
                 lease.tokens = TokenRun(tokens[: lease.tree_len])
         tree.raise_priority(inserted.node, lease.priority)
+        if context.exclusive is not None:
+            for node in inserted.gained:  # what was computed though the host had it
+                context.exclusive.came_to_device(context.exclusive.parts(node.page_keys or ()))
         if self._backup is not None:
             self._backup.maybe_backup(inserted.node)
 

@@ -11,9 +11,11 @@ import torch
 
 from hicache.flow.components import CacheComponent, EngineParts, FullAttention
 from hicache.flow.write_policy import WritePolicy
+from hicache.host import ExclusiveIndex
 from hicache.stores.tier import StoreTier
-from hicache.tiers import DISK, Component, Store, joined
+from hicache.tiers import DISK, FULL, Component, Store, joined
 from hicache.tree.base import Released
+from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,7 @@ class EngineContext(EngineParts):
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
+    _dropped: list[TreeNode] = field(default_factory=list)  # of which the host has not been told
 
     @cached_property
     def full(self) -> FullAttention:
@@ -47,6 +50,28 @@ class EngineContext(EngineParts):
     @property
     def has_host(self) -> bool:
         return self.full.has_host
+
+    @cached_property
+    def exclusive(self) -> ExclusiveIndex | None:
+        """The index of full host pages, where it is to know which of them the device has as well."""
+        index = self.full.index
+        return index if isinstance(index, ExclusiveIndex) else None
+
+    def drop(self, node: TreeNode, name: Component) -> list[Released]:
+        """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be freed.
+        `tell_host` has to follow before the host makes room."""
+        if self.exclusive is not None:
+            self._dropped.append(node)
+        return self.tree.drop(node, name)
+
+    def tell_host(self) -> None:
+        """Which pages have left the device."""
+        while self._dropped and self.exclusive is not None:
+            gone = self._dropped[-1]
+            while gone.parent is not None and not gone.has(FULL):
+                self.exclusive.left_device(self.tree.names.of(gone))
+                gone = gone.parent
+            self._dropped.pop()
 
     def free(self, released: Sequence[Released]) -> None:
         """Free what left the tree."""

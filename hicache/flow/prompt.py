@@ -143,11 +143,13 @@ class HostWatch:
         run.about, run.place = told, 0
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
-        if self._has_stores and not run.stored and not self._is_told:
-            self._is_told = True
-            log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
-        num_lost = sum(key in run.rest for key in keys) if run.stored else len(keys)
-        self._demoted.value += (len(keys) - num_lost) * self._page_tokens
-        self._lost.value += num_lost * self._page_tokens
+        """Of a run that the device has as well nothing is lost."""
+        if run.on_device < len(run.keys):
+            if self._has_stores and not run.stored and not self._is_told:
+                self._is_told = True
+                log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
+            num_lost = sum(key in run.rest for key in keys) if run.stored else len(keys)
+            self._demoted.value += (len(keys) - num_lost) * self._page_tokens
+            self._lost.value += num_lost * self._page_tokens
         if self._events is not None:
             self._events.removed(keys, "CPU")

@@ -55,6 +55,12 @@ class Restore(CopyMovement[Load]):
             self._estimates_s = (estimate.load_s, estimate.compute_s)
         self._decisions.decide(*estimate)
 
+    def complete(self, loads: Sequence[Load]) -> None:
+        """Wait until these have ended, and another may start."""
+        while self._in_flight and (any(not load.completed for load in loads) or not self.can_start()):
+            self._in_flight[0].op.wait()
+            self._end_first()
+
     def can_start(self) -> bool:
         """Whether a load may start now, whatever it brings."""
         return all(component.counter.can_begin() for component in self._context.components)
@@ -153,6 +159,8 @@ class Restore(CopyMovement[Load]):
         for name, parts in load.parts.items():
             components[name].index.unlock([part.run for part in parts])
         if load.error is None:
+            if self._context.exclusive is not None:
+                self._context.exclusive.came_to_device(load.parts.get(FULL, ()))
             self._count(load)
             load.detach()
         else:

@@ -22,8 +22,8 @@ from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.restore import Restore
-from hicache.host import HostRun
-from hicache.metrics import MetricType
+from hicache.host import ExclusiveIndex, HostRun
+from hicache.metrics import Metrics, MetricType
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
 from hicache.tree.base import Released
@@ -63,6 +63,11 @@ def check_engine(
         if component.has_host:
             locks = Counter[HostRun](run for movement in movements for run in movement.host_locks(component.name))
             checks.append(partial(component.index.check, locks))
+    context.tell_host()
+    if context.exclusive is not None:
+        on_device = {key for node in context.tree.nodes() for key in context.tree.names.of(node)}
+        num_wrong = len({*context.exclusive.duplicates()} - on_device)
+        found += [f"{num_wrong} host pages count as held by the device, which lacks them"] if num_wrong else []
     for check in checks:
         try:
             check()
@@ -102,9 +107,10 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
             released: list[Released] = []
             try:
                 while (node := tree.victim(component.name)) is not None:
-                    released += tree.drop(node, component.name)
+                    released += context.drop(node, component.name)
             finally:
                 context.free(released)
+                context.tell_host()
         if "host" in names and component.has_host:
             component.index.clear()
             left += len(component.index) + component.index.num_in_flight
@@ -131,6 +137,8 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
     gauge("engine.leases", "requests admitted and not released", num_leases)
     if context.has_host:
         _register_host(context)
+    if context.exclusive is not None:
+        _register_exclusive(context.exclusive, context.metrics, context.tree.page_size)
     for component in context.components:
         if component.has_host:
             part = "transfer" if component.name == FULL else f"transfer_{component.name}"
@@ -153,6 +161,20 @@ def _register_host(context: EngineContext) -> None:
         "tokens that host pages hold or could hold which nobody needs, second ones included",
         lambda: index.num_evictable * host.page_tokens,
     )
+
+
+def _register_exclusive(index: ExclusiveIndex, metrics: Metrics, page_tokens: int) -> None:
+    name, returned = "host.duplicate_tokens", "host.returned_tokens"
+    metrics.gauge(
+        name,
+        "tokens of host pages that the device is known to have as well",
+        lambda: index.num_duplicates * page_tokens,
+    )
+    info: tuple[MetricType, str] = (
+        "counter",
+        "tokens that the host dropped because the device had them, and that left the device, to be copied once more",
+    )
+    metrics.read_from({returned: info}, lambda: {returned: index.num_returned * page_tokens})
 
 
 def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callable[[], float]], None]:

@@ -11,9 +11,11 @@ from hicache.tree.node import TreeNode
 
 
 class WritePolicy(Protocol):
-    """Asked on the scheduler thread. `at_eviction`: pages without a host copy are copied when they are evicted."""
+    """Asked on the scheduler thread. `at_eviction`: pages without a host copy are copied when they are evicted.
+    `is_exclusive`: a host that needs room drops first what the device has as well."""
 
     at_eviction: bool
+    is_exclusive: bool
 
     def wants(self, node: TreeNode) -> bool:
         """Whether the pages of `node`, which a request added or used just now, are to be copied at once.
@@ -26,7 +28,7 @@ class WritePolicy(Protocol):
 class WriteThrough:
     """Everything, at once."""
 
-    at_eviction = False
+    at_eviction = is_exclusive = False
 
     def wants(self, node: TreeNode) -> bool:
         return True
@@ -35,7 +37,7 @@ class WriteThrough:
 class WriteThroughSelective:
     """What `hits` requests have used, its maker included."""
 
-    at_eviction = False
+    at_eviction = is_exclusive = False
 
     def __init__(self, hits: int) -> None:
         self._hits = hits
@@ -47,10 +49,16 @@ class WriteThroughSelective:
 class WriteBack:
     """Nothing until the device evicts it, which then waits for the copy."""
 
-    at_eviction = True
+    at_eviction, is_exclusive = True, False
 
     def wants(self, node: TreeNode) -> bool:
         return False
+
+
+class Exclusive(WriteBack):
+    """As `WriteBack`, and device and host hold different pages as far as the host needs room."""
+
+    is_exclusive = True
 
 
 # What the setting `write_policy` may name.
@@ -58,6 +66,7 @@ POLICIES: dict[str, Callable[[EngineConfig], WritePolicy]] = {
     "write_through": lambda config: WriteThrough(),
     "write_through_selective": lambda config: WriteThroughSelective(config.selective_hits),
     "write_back": lambda config: WriteBack(),
+    "exclusive": lambda config: Exclusive(),
 }
 
 

@@ -1,6 +1,7 @@
 """Tier 2: pinned CPU memory in pages."""
 
 from hicache.host.arena import CudaRegistry, PinnedArena, PinnedRows, allocate_pinned
+from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
@@ -22,6 +23,7 @@ from hicache.host.run import (
 __all__ = [
     "RUN_PAGES",
     "CudaRegistry",
+    "ExclusiveIndex",
     "HostPagePool",
     "HostRun",
     "NewPages",

@@ -36,7 +36,7 @@ def index_violations(runs: Set[HostRun], in_order: Set[HostRun], counts: Counts,
     if counts.in_flight != len(in_flight):
         found.append(f"{counts.in_flight} pages are in flight, {len(in_flight)} of copies and reads")
     for run in {**locks, **dict.fromkeys(runs)}:
-        wanted = locks[run] + sum(child.locks > 0 for child in run.after)
+        wanted = locks[run] + sum(child.locks > 0 and child.needs is run for child in run.after)
         if run.locks != wanted:
             found.append(f"a run of {len(run.keys)} pages has {run.locks} locks, {wanted} are somebody's")
     if in_order != {run for run in runs if not run.locks}:

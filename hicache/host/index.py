@@ -42,7 +42,7 @@ class PageIndex:
         self.pool, self._run_pages, self._on_come, self._on_leave = pool, run_pages, on_come, on_leave
         self._runs: dict[bytes, HostRun] = {}
         self._ids: dict[bytes, int] = {}  # of published pages
-        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after)
+        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after or run.is_duplicate)
         # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
         self.num_in_flight = self.num_evictable = self.num_raw = 0
 
@@ -131,9 +131,8 @@ class PageIndex:
         fits, parents, taken = list[NewPages](), list[HostRun](), 0
         try:
             for pages in new:
-                if pages.previous_key and (parent := self._runs.get(pages.previous_key)):
-                    self.lock([parent])
-                    parents.append(parent)
+                parents += (needed := self._needed_by(pages))
+                self.lock(needed)
                 num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
                     fits.append(pages._replace(keys=pages.keys[:num_pages]))
@@ -148,7 +147,7 @@ class PageIndex:
         """Pages to write to, for which others leave; None, and none leaves, where too many are locked. What others of
         `new` follow comes before them. Of keys that somebody has already, `publish` keeps what comes first."""
         num_pages = sum(len(pages.keys) for pages in new)
-        parents = [run for pages in new if pages.previous_key and (run := self._runs.get(pages.previous_key))]
+        parents = [run for pages in new for run in self._needed_by(pages)]
         self.lock(parents)  # what pages follow must not leave for them
         try:
             if num_pages > self.capacity:
@@ -203,8 +202,8 @@ class PageIndex:
             self._follow(child, holder)
         run.after.clear()
         if (parent := run.parent_run) is not None:
+            self.unlock(filter(None, [run.needs]))
             self._leave(run, parent)
-            self.unlock([parent])
 
     def link(self, keys: Sequence[bytes]) -> None:
         """These pages follow each other in a prompt: so do their published runs, where that was not known."""
@@ -242,7 +241,7 @@ class PageIndex:
                     break
                 self.num_evictable -= run.num_held
                 self._order.lock(run)
-                run = run.parent_run
+                run = run.needs
 
     def unlock(self, runs: Iterable[HostRun]) -> None:
         """Undo one `lock`, which is no use."""
@@ -255,7 +254,7 @@ class PageIndex:
                     break
                 self.num_evictable += run.num_held
                 self._order.unlock(run)
-                run = run.parent_run
+                run = run.needs
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need these."""
@@ -303,12 +302,16 @@ class PageIndex:
 
     # Inside
 
+    def _needed_by(self, pages: NewPages) -> list[HostRun]:
+        parent = self._runs.get(pages.previous_key) if pages.previous_key else None
+        return [] if parent is None or parent.is_duplicate else [parent]
+
     def _follow(self, run: HostRun, parent: HostRun | None) -> None:
-        """Nothing where `before`, which came again, follows `run` itself."""
+        """Nothing where `parent`, which came again, follows `run` itself."""
         if parent is not None and run not in (path_of(parent) if run.after else [parent]):
             run.parent_run = parent
             parent.after.add(run)
-            self.lock([parent] if run.locks else [])
+            self.lock(filter(None, [run.needs]) if run.locks else [])
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
@@ -364,8 +367,7 @@ class PageIndex:
         else:
             self.num_evictable += run.num_held
             self._order.insert(run)
-            if run.parent_run is not None:
-                self.unlock([run.parent_run])
+            self.unlock(filter(None, [run.needs]))
         self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)

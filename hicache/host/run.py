@@ -60,11 +60,12 @@ class HostRun(CountedRecord):
     `job`, `wanted`  while a read brings it: what does, and who waits for it
     `about`          what `reserve` was told of it, of which its first page is the `place`-th
     `expected_uses`  what its uses are when it has come; 1: its coming alone
+    `on_device`      how many of its first pages the device is known to have as well
     """
 
     __slots__ = (
-        "about", "after", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "parent_run",
-        "place", "rest", "source", "stored", "wanted",
+        "about", "after", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "on_device",
+        "parent_run", "place", "rest", "source", "stored", "wanted",
     )  # fmt: skip
 
     def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int, first: int = 0) -> None:
@@ -75,6 +76,7 @@ class HostRun(CountedRecord):
         self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
         self.source: Store | None = None
         self.rest: dict[bytes, int] = {}
+        self.on_device = 0
         self.is_published = False
         self.parent_run: HostRun | None = None
         self.after: set[HostRun] = set()
@@ -94,6 +96,17 @@ class HostRun(CountedRecord):
         """Pages of the pool, second ones included."""
         return len(self.ids) + len(self.rest)
 
+    @property
+    def is_duplicate(self) -> bool:
+        """Whether the device has all of it: then nothing that follows it needs it here."""
+        return self.on_device == len(self.keys)
+
+    @property
+    def needs(self) -> HostRun | None:
+        """What it follows and keeps here while it is locked itself."""
+        parent = self.parent_run
+        return None if parent is None or parent.is_duplicate else parent
+
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
         first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place, self.first)
@@ -102,6 +115,8 @@ class HostRun(CountedRecord):
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)
         first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
+        first.on_device = min(num_pages, self.on_device)
+        self.on_device -= first.on_device
         del self.keys[:num_pages], self.ids[:num_pages]
         self.key, self.place, self.first = self.keys[0], self.place + num_pages, self.first + num_pages
         return first

@@ -7,8 +7,8 @@ every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
@@ -16,27 +16,40 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from hicache.config import host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.host import RUN_PAGES, HostRun, NewPages, PageIndex, RunPart, end_of, spans, used_alike, within
+from hicache.host import (
+    RUN_PAGES,
+    ExclusiveIndex,
+    HostRun,
+    NewPages,
+    PageIndex,
+    RunPart,
+    end_of,
+    spans,
+    used_alike,
+    within,
+)
+from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import FULL
-from hicache.tree import PageHasher, RadixTree, TreeNode
+from hicache.tree import RadixTree, TreeNode
 from hicache.tree.key import Tokens
 
-_UNLIMITED = 1 << 62
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
-_KEY = ">V8"
 
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back")
+WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "exclusive")
+_AT_EVICTION = ("write_back", "exclusive")
 
 
 @dataclass(frozen=True)
 class ReplaySettings:
     """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
-    order of device and host; the disk's is always lru. ConfigError for what no cache can have."""
+    order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
+    ConfigError for what no cache can have."""
 
     device_blocks: int | None
     host_blocks: int | None = 0
@@ -44,6 +57,7 @@ class ReplaySettings:
     policy: str = "lru"
     write_policy: str = "write_through"
     selective_hits: int = 2
+    host_policy: str = ""
 
     def __post_init__(self) -> None:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0), ("selective_hits", 1)):
@@ -53,9 +67,15 @@ class ReplaySettings:
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
-        for name, words in (("policy", tuple(EVICTION_POLICIES)), ("write_policy", WRITE_POLICIES)):
+        orders = tuple(EVICTION_POLICIES)
+        for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
                 raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
+
+    @property
+    def host_order(self) -> str:
+        """The eviction order of the host."""
+        return self.host_policy or host_order(self.policy, self.write_policy)
 
     @property
     def total_blocks(self) -> int | None:
@@ -84,46 +104,6 @@ class Copies:
     never_read: int = 0
 
 
-class BlockPool:
-    """Counts host pages, `num_pages` of them, where there are no bytes: see `HostPagePool`."""
-
-    def __init__(self, num_pages: int | None) -> None:
-        self.num_pages = _UNLIMITED if num_pages is None else num_pages
-        self._used, self._next_id = 0, 1
-
-    def available(self) -> int:
-        return self.num_pages - self._used
-
-    def alloc(self, num_pages: int) -> torch.Tensor:
-        self._used += num_pages
-        self._next_id += num_pages
-        return torch.arange(self._next_id - num_pages, self._next_id)
-
-    def free(self, pages: torch.Tensor) -> None:
-        self._used -= len(pages)
-
-    def check(self) -> None:
-        """The index counts what is used."""
-
-
-class BlockKeys(PageHasher):
-    """The key of a block is its id, which stands for all blocks before it too."""
-
-    def __init__(self) -> None:
-        super().__init__(b"", 1)
-
-    def seed(self, namespace: str) -> bytes:
-        return b""
-
-    def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
-        keys: list[bytes] = tokens.astype(">i8").view(_KEY).tolist()
-        return keys
-
-
-def _ids(keys: Iterable[bytes]) -> Tokens:
-    return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)
-
-
 class CacheSimulation:
     """The tiers of one engine. `block_tokens`: of a block, of which a run on the host and a read from disk have as many
     as make the tokens of the engine's."""
@@ -133,10 +113,15 @@ class CacheSimulation:
         self._names = BlockKeys()
         self.tree = RadixTree(1, self._names, policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
-        self.host = None
+        self.host: PageIndex | None = None
+        self._exclusive: ExclusiveIndex | None = None
         if settings.host_blocks != 0:
             run_blocks = max(1, RUN_PAGES * _PAGE_TOKENS // block_tokens)
-            self.host = PageIndex(BlockPool(settings.host_blocks), settings.policy, run_pages=run_blocks)
+            pool, order = BlockPool(settings.host_blocks), settings.host_order
+            if settings.write_policy == "exclusive":
+                self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
+            else:
+                self.host = PageIndex(pool, order, run_pages=run_blocks)
         self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         self._loaded = self._backed_up = self._read = 0
@@ -230,32 +215,70 @@ class CacheSimulation:
     ) -> TreeNode:
         """Make slots available for what the prefix of `length` blocks, of which the host has `parts`, lacks behind
         `node` and what follows it, and load it. Returns the prefix's end, which is locked."""
-        tree, start = self.tree, node.depth_tokens
-        tree.lock(node)
+        start = node.depth_tokens
+        self.tree.lock(node)
         loaded: list[RunPart] = []
         if self.host is not None:
             used = self.host.count_use(within(parts, range(length)))
             loaded = within(used, range(start, length))
             self.host.lock(part.run for part in loaded)
-        self._make_available(len(blocks) - start)
         for at in node.path():
             at.hit_count += 1
-        end, done = node, start
-        for last, hit_count in used_alike(loaded):
-            end = tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
-            done = last
-        tree.move_lock(node, end)
+        if self._exclusive is not None:
+            end = self._load_in_steps(self._exclusive, node, blocks, loaded)
+            self._make_available(len(blocks) - end.depth_tokens)
+            return end
+        self._make_available(len(blocks) - start)
+        end = self._load(node, blocks, loaded)
         self._maybe_backup(end, keys)
         if self.host is not None:
             self.host.unlock(part.run for part in loaded)
         return end
 
+    def _load(self, node: TreeNode, blocks: Tokens, parts: Sequence[RunPart]) -> TreeNode:
+        """Bring `parts` to the device behind `node`. Returns the node at their end, to which its lock moves."""
+        end, done = node, node.depth_tokens
+        for last, hit_count in used_alike(parts):
+            end = self.tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
+            done = last
+        self.tree.move_lock(node, end)
+        return end
+
+    def _load_in_steps(
+        self, host: ExclusiveIndex, node: TreeNode, blocks: Tokens, parts: Sequence[RunPart]
+    ) -> TreeNode:
+        """As `_load`, making room on the device step by step, so that what goes down takes the places of what has come
+        up, which is all but the last step."""
+        done, under_way = node.depth_tokens, deque[list[RunPart]]()
+        end = parts[-1].end if parts else done
+        while done < end:
+            last = host.step_end(done, end, self._free(), 0)
+            step = within(parts, range(done, last))
+            if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
+                host.lock([split])  # once for each step
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
+            self._make_available(last - done)
+            node, done = self._load(node, blocks, step), last
+            under_way.append(step)
+        for step in under_way:
+            self._land(host, step)
+        return node
+
+    @staticmethod
+    def _land(host: ExclusiveIndex, parts: Sequence[RunPart]) -> None:
+        """What a step brought is on the device."""
+        host.came_to_device(parts)
+        host.unlock(part.run for part in parts)
+
     def _commit(self, node: TreeNode, computed: Tokens, keys: Sequence[bytes]) -> TreeNode:
         """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to
         which the lock on `node` moves."""
-        computed = computed[: self._free()]
+        computed, start = computed[: self._free()], node.depth_tokens
         inserted = self.tree.insert(node, computed, self._slots[: len(computed)])
         self.tree.move_lock(node, inserted.node)
+        if self._exclusive is not None:
+            self._exclusive.came_to_device(self._exclusive.parts(keys[start : start + len(computed)]))
         self._maybe_backup(inserted.node, keys)
         return inserted.node
 
@@ -272,7 +295,7 @@ class CacheSimulation:
     def _maybe_backup(self, node: TreeNode, keys: Sequence[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
         host = self.host
-        if host is None or self.settings.write_policy == "write_back":
+        if host is None or self.settings.write_policy in _AT_EVICTION:
             return
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
@@ -289,9 +312,9 @@ class CacheSimulation:
             return
         self._enter(pieces)
         if self.disk is not None:
-            self.disk.put(_ids(key for piece in pieces for key in piece.keys if key in self.host))
+            self.disk.put(ids_of(key for piece in pieces for key in piece.keys if key in self.host))
             for path in _paths([run for piece in pieces if (run := self.host.get(piece.keys[-1])) is not None]):
-                self.disk.touch(_ids(key for run in path for key in run.keys))
+                self.disk.touch(ids_of(key for run in path for key in run.keys))
 
     # Capacity
 
@@ -301,17 +324,19 @@ class CacheSimulation:
 
     def _free(self) -> int:
         capacity = self.settings.device_blocks
-        return _UNLIMITED if capacity is None else capacity - self.tree.account(FULL).total
+        return UNLIMITED if capacity is None else capacity - self.tree.account(FULL).total
 
     def _make_available(self, num_blocks: int) -> None:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
-            if self.settings.write_policy == "write_back" and self.host is not None:
+            if self.settings.write_policy in _AT_EVICTION and self.host is not None:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
                 piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
                 unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
+            if self._exclusive is not None:
+                self._exclusive.left_device(tree.names.of(node))
         self._save(unsaved[::-1])
 
 

@@ -58,6 +58,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(EVICTION_POLICIES))}",
     )  # fmt: skip
     rules.add_argument(
+        "--host-policy", choices=sorted(EVICTION_POLICIES), default="",
+        help="that of the host (default: the device's, but lru for auto under exclusive)",
+    )  # fmt: skip
+    rules.add_argument(
         "--write-policy", choices=WRITE_POLICIES, default=WRITE_POLICIES[0], help="default write_through"
     )
     rules.add_argument(
@@ -142,9 +146,9 @@ def _policies(text: str) -> tuple[str, ...]:
 def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
     """One for every combination of sizes."""
     device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
+    rules = {name: vars(flags)[name] for name in ("write_policy", "selective_hits", "host_policy")}
     return [
-        ReplaySettings(*blocks, write_policy=flags.write_policy, selective_hits=flags.selective_hits)
-        for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
+        ReplaySettings(*blocks, **rules) for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
     ]
 
 

@@ -221,7 +221,7 @@ class Scheduler:
                 req.request_id,
                 req.tokens,
                 req.request.namespace,
-                reserve_tokens=self._chunk_tokens if self._engine.has_windows else None,
+                reserve_tokens=self._chunk_tokens if self._engine.takes_chunks else None,
                 branch_points=req.request.branch_points,
                 expected_uses=req.request.expected_uses,
                 max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,

@@ -17,6 +17,7 @@ from hicache.errors import ResourceExhausted
 from hicache.flow.components.window import SlidingWindow
 from hicache.serving.graphs import bucket
 from hicache.serving.runner import Chunk, ModelRunner
+from hicache.tiers import SWA
 
 
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
@@ -25,9 +26,11 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
 
     Prompts take at most half of the device tier's slots. To be called before any request is admitted.
     """
-    num_slots = engine.pool.size
-    if engine.has_windows:  # of which there may be fewer, and a prompt frees none before it is committed
-        num_slots = min(num_slots, engine.component(SlidingWindow).max_tokens)
+    num_slots, windows = engine.pool.size, engine.inspect.context.by_name.get(SWA)
+    if isinstance(
+        windows, SlidingWindow
+    ):  # of which there may be fewer, and a prompt frees none before it is committed
+        num_slots = min(num_slots, windows.max_tokens)
     room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
     tokens = np.zeros(room, dtype=np.int64)
     for size in (1 << power for power in range(1, room.bit_length())):

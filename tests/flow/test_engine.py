@@ -218,7 +218,7 @@ def test_what_leaves_the_device_together_stays_together_on_the_host() -> None:
         settled(engine)
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, policy: str) -> None:
     """Of what leaves the device at once, or is committed at once, the host gets as much as it has room for: what leaves
@@ -230,7 +230,7 @@ def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, po
             prompts = [np.concatenate(prompts)]
         for n, tokens in enumerate(prompts):
             serve(engine, f"r{n}", tokens, model)
-        if policy == "write_back":
+        if policy != "write_through":
             with engine.acquire(CacheRequest("a", prompt(8, 256))), engine.acquire(CacheRequest("b", prompt(9, 256))):
                 engine.check()
         on_host = [[key in index for key in page_keys(engine, tokens)] for tokens in reversed(prompts)]

@@ -144,7 +144,7 @@ class Crowded:
 
 
 VERBS = ("prefetch", "acquire", "extend", "commit", "commit_within", "release")
-CASES = [(policy, verb) for policy in ("write_through", "write_back") for verb in VERBS]
+CASES = [(policy, verb) for policy in ("write_through", "write_back", "exclusive") for verb in VERBS]
 
 
 def require_unchanged(kind: str, policy: str, verb: str, every: int) -> None:

@@ -11,7 +11,7 @@ import pytest
 from hicache.flow.prompt import HostWatch, Prompt, Prompts, told_of
 from hicache.host import PageIndex
 from hicache.metrics import Metrics
-from hicache.replay.cache import BlockPool
+from hicache.replay.blocks import BlockPool
 from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from hicache.tree.events import EventLog

@@ -13,23 +13,36 @@ import torch
 from cases import long
 from hicache.errors import InvariantError
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.host import HostPagePool, HostRun, NewPages, PageIndex, RunPart, ids_of, pages_of, path_of, rest_of
+from hicache.host import (
+    ExclusiveIndex,
+    HostPagePool,
+    HostRun,
+    NewPages,
+    PageIndex,
+    RunPart,
+    ids_of,
+    pages_of,
+    path_of,
+    rest_of,
+)
 from hicache.layout import BufferSpec, PoolLayout
-from hicache.replay.cache import BlockPool
+from hicache.replay.blocks import BlockPool
 
 NUM_PAGES, RUN_PAGES = 40, 16
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (8,), "token", (0,)),), 1)
 # Prompts that share beginnings: a key names a page and all before it.
 TEXTS = ("abcdefghijklmnopqrstuvwxyz", "abcdefghijklmnopqrst123", "abcx", "0123456789", "01234abcdefghijklmnop", "z")
+EACH_KIND = [(kind, is_packed, range(4)) for kind in (PageIndex, ExclusiveIndex) for is_packed in (False, True)]
 PROMPTS = [[text[: end + 1].encode() for end in range(len(text))] for text in TEXTS]
 
 
 class Model:
-    """An index, and beside it what it should hold: `ids` and runs by key."""
+    """An index, and beside it what it should hold: `ids` and runs by key. `device`: what the device holds."""
 
-    def __init__(self, policy: str, seed: int) -> None:
+    def __init__(self, policy: str, seed: int, kind: type[PageIndex] = PageIndex) -> None:
         pool = HostPagePool(LAYOUT, 8, (NUM_PAGES + 1) * LAYOUT.page_bytes(8), pin=False)
-        self.index = PageIndex(pool, policy, self.came, self.left)
+        self.index = kind(pool, policy, self.came, self.left)
+        self.device = dict[bytes, None]()
         self.dice = random.Random(f"{policy} {seed}")
         self.ids: dict[bytes, int] = {}
         self.rest: dict[bytes, int] = {}
@@ -47,12 +60,32 @@ class Model:
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
         """The last keys of a run that nobody has locked, and that nothing held follows."""
         for key in keys:
-            assert self.runs.pop(key) is run
+            of_key = self.runs.pop(key)
+            assert of_key is run or isinstance(self.index, ExclusiveIndex)  # the first of a run may leave alone
             del self.ids[key]
             self.rest.pop(key, None)
+        if isinstance(self.index, ExclusiveIndex) and not {*keys} <= self.device.keys():
+            runs = [self.index.get(key) for key in self.index.duplicates()]
+            assert all(at is not None and at.locks for at in runs), "left, and a duplicate stayed"
         assert run.locks == 0 and not run.after and list(keys) == sorted(keys)
         assert not any(at.parent_run is run for at in self.runs.values() if not run.keys)
         self.evicted += len(keys)
+
+    def to_device(self) -> None:
+        """It computes or loads a prompt; what the host has of it is a duplicate from now on."""
+        assert isinstance(self.index, ExclusiveIndex)
+        keys = self.prompt()
+        self.device.update(dict.fromkeys(keys))
+        self.index.came_to_device(self.index.parts(keys))
+
+    def off_device(self) -> None:
+        """It evicts the end of a prompt, and what follows that."""
+        assert isinstance(self.index, ExclusiveIndex)
+        keys = self.prompt()
+        gone = [key for key in self.device if key.startswith(keys[-1])]
+        for key in sorted(gone, key=len, reverse=True):
+            del self.device[key]
+            self.index.left_device([key])
 
     def prompt(self) -> list[bytes]:
         keys = self.dice.choice(PROMPTS)
@@ -72,9 +105,9 @@ class Model:
         before, chain = len(self.ids), set[HostRun]()  # what they follow does not leave for them
         for piece in pieces:
             at = self.runs.get(piece.previous_key) if piece.previous_key else None
-            while at is not None and not at.locks:
+            while at is not None and not at.locks and not at.is_duplicate:
                 chain.add(at)
-                at = at.parent_run
+                at = at.needs
         runs = self.index.reserve(pieces)
         if runs is None:
             assert len(self.ids) == before and wanted > self.index.capacity - sum(at.num_held for at in chain)
@@ -127,10 +160,6 @@ class Model:
         assert all(
             part.run.keys[part.skipped :][: part.end - part.start] == keys[part.start : part.end] for part in used
         )
-        for key in self.ids:  # the last run may have been divided
-            run = self.index.get(key)
-            assert run is not None and key in run.keys
-            self.runs[key] = run
         self.index.touch(self.index.runs_of(keys))
 
     def link(self) -> None:
@@ -142,6 +171,14 @@ class Model:
                 assert lower.run.parent_run is not None or lower.run in path_of(upper.run)
 
     def check(self) -> None:
+        for key in self.ids:  # runs may have been divided
+            run = self.index.get(key)
+            assert run is not None and key in run.keys
+            self.runs[key] = run
+        if isinstance(self.index, ExclusiveIndex):
+            duplicates = self.index.duplicates()
+            assert {*duplicates} <= self.device.keys() & self.ids.keys()
+            assert len({*duplicates}) == len(duplicates) == self.index.num_duplicates
         locks = Counter(run for runs in self.locked for run in runs)
         self.index.check(locks + Counter(self.in_flight))
         assert len(self.index) == len(self.ids) and self.index.num_raw == len(self.rest)
@@ -158,19 +195,21 @@ class Model:
 
 
 @pytest.mark.parametrize(
-    ("are_packed", "seeds"), [(False, (0, 1)), (True, (1,)), *long((False, range(4)), (True, range(4)))]
+    ("kind", "are_packed", "seeds"),
+    [(PageIndex, False, (0, 1)), (PageIndex, True, (1,)), (ExclusiveIndex, True, (1,)), *long(*EACH_KIND)],
 )
 @pytest.mark.parametrize("policy", sorted(EVICTION_POLICIES))
 def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
-    policy: str, are_packed: bool, seeds: Sequence[int]
+    policy: str, kind: type[PageIndex], are_packed: bool, seeds: Sequence[int]
 ) -> None:
     """Over random histories no page has two keys, nothing locked leaves, and of a prompt the end leaves first. Of
-    packed pages some have a second one, which leaves with them."""
+    packed pages some have a second one, which leaves with them. In an exclusive one duplicates leave first."""
     evicted = refused = twice = 0
     for seed in seeds:
-        model = Model(policy, seed)
+        model = Model(policy, seed, kind)
         ops = [model.reserve, model.reserve, model.land, model.land, model.lock, model.lock, model.unlock, model.use]
         ops += [model.link, model.reserve_rest] if are_packed else [model.link]
+        ops += [model.to_device, model.to_device, model.off_device] if kind is ExclusiveIndex else []
         for _ in range(600):
             model.dice.choice(ops)()
             model.check()
@@ -179,6 +218,8 @@ def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
         while model.locked:
             model.unlock()
         model.check()
+        while model.device:
+            model.off_device()
         model.index.clear()
         assert not model.ids and model.index.pool.available() == NUM_PAGES
         evicted, refused, twice = evicted + model.evicted, refused + model.refused, twice + model.twice
@@ -293,3 +334,26 @@ def test_the_audit_finds_planted_faults() -> None:
     with pytest.raises(InvariantError, match="27 pages were counted as evictable"):
         model.index.check(Counter())
     assert sorted(pages_of(runs).tolist()) == sorted(model.ids.values())
+
+
+def test_what_the_device_has_as_well_leaves_first() -> None:
+    """The head of the prompt that was used last, though another run follows it; then the one before. What has left the
+    device is no duplicate any more, and of what was dropped it is to be copied again."""
+    index, prompts = (
+        ExclusiveIndex(BlockPool(96), "lru"),
+        [[bytes([name, at]) for at in range(32)] for name in range(3)],
+    )
+    for keys in prompts:
+        for run in index.reserve([NewPages(keys)]) or ():
+            index.publish(run)
+    for keys in prompts[1:]:
+        index.came_to_device(index.parts(keys[:20]))
+    index.left_device(prompts[2][18:20])
+    index.lock(index.runs_of(prompts[2][20:]))  # and so its head, was it no duplicate
+    held = [(32, 32, 32), (32, 32, 31), (32, 32, 16), (32, 31, 16), (32, 16, 16), (32, 12, 16), (31, 12, 16)]
+    for num_pages, wanted in zip((0, 1, 15, 1, 15, 4, 1), held, strict=True):
+        assert num_pages == 0 or index.reserve([NewPages([bytes([9, num_pages, at]) for at in range(num_pages)])])
+        assert tuple(sum(key in index for key in keys) for keys in prompts) == wanted
+    assert prompts[2][16] in index and prompts[2][0] not in index
+    index.left_device(prompts[2][8:18])
+    assert index.num_returned == 8 and index.num_duplicates == 0

@@ -12,7 +12,8 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.replay.cache import WRITE_POLICIES, BlockHits, BlockKeys, CacheSimulation, ReplaySettings
+from hicache.replay.blocks import BlockKeys
+from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
 from hicache.replay.disk import DiskOrder

@@ -39,8 +39,8 @@ DEVICE: Table = {
     ("OWNED", "CACHED"): "commit",
     ("OWNED", "FREE"): f"commit {_ENDS} {_LANDS}",
     ("FREE", "LOADING"): "acquire",
-    ("LOADING", "CACHED"): _LANDS,
-    ("LOADING", "FREE"): f"{_ENDS} {_LANDS}",
+    ("LOADING", "CACHED"): f"acquire {_LANDS}",
+    ("LOADING", "FREE"): f"acquire {_ENDS} {_LANDS}",
     ("CACHED", "FREE"): f"{_EVICTS} reset",
 }
 HOST: Table = {

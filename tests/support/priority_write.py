@@ -13,7 +13,7 @@ class PriorityWriteThrough:
     """What requests of at least priority `minimum` use, at once. A node has the highest priority of its requests, and
     none ranks below what continues it, so what is wanted is always a prefix."""
 
-    at_eviction = False
+    at_eviction = is_exclusive = False
 
     def __init__(self, minimum: int) -> None:
         self._minimum = minimum

@@ -1,0 +1,54 @@
+"""Blocks of a trace in place of pages: what counts them, and what names them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+import torch
+
+from hicache.tree import PageHasher
+from hicache.tree.key import Tokens
+
+UNLIMITED = 1 << 62
+_KEY = ">V8"
+
+
+class BlockPool:
+    """Counts host pages, `num_pages` of them, where there are no bytes: see `HostPagePool`."""
+
+    def __init__(self, num_pages: int | None) -> None:
+        self.num_pages = UNLIMITED if num_pages is None else num_pages
+        self._used, self._next_id = 0, 1
+
+    def available(self) -> int:
+        return self.num_pages - self._used
+
+    def alloc(self, num_pages: int) -> torch.Tensor:
+        self._used += num_pages
+        self._next_id += num_pages
+        return torch.arange(self._next_id - num_pages, self._next_id)
+
+    def free(self, pages: torch.Tensor) -> None:
+        self._used -= len(pages)
+
+    def check(self) -> None:
+        """The index counts what is used."""
+
+
+class BlockKeys(PageHasher):
+    """The key of a block is its id, which stands for all blocks before it too."""
+
+    def __init__(self) -> None:
+        super().__init__(b"", 1)
+
+    def seed(self, namespace: str) -> bytes:
+        return b""
+
+    def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
+        keys: list[bytes] = tokens.astype(">i8").view(_KEY).tolist()
+        return keys
+
+
+def ids_of(keys: Iterable[bytes]) -> Tokens:
+    return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)
