@@ -156,8 +156,8 @@ class Commit:
                 lease.tokens = TokenRun(tokens[: lease.tree_len])
         tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
-            for node in inserted.gained:  # what was computed though the host had it
-                context.exclusive.came_to_device(context.exclusive.parts(node.page_keys or ()))
+            keys = [key for node in inserted.gained for key in node.page_keys or ()]
+            context.exclusive.came_to_device(context.exclusive.parts(keys))  # what was computed though the host had it
         if self._backup is not None:
             self._backup.maybe_backup(inserted.node)
 

@@ -268,8 +268,8 @@ class CacheSimulation:
     @staticmethod
     def _land(host: ExclusiveIndex, parts: Sequence[RunPart]) -> None:
         """What a step brought is on the device."""
-        host.came_to_device(parts)
         host.unlock(part.run for part in parts)
+        host.came_to_device(parts)
 
     def _commit(self, node: TreeNode, computed: Tokens, keys: Sequence[bytes]) -> TreeNode:
         """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to

@@ -67,12 +67,17 @@ CASES = [
 def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool) -> None:
     """Pages of one token, requests one after the other, each copy ended before the next step; a read from the disk is
     several jobs."""
-    device, host = 30, 40
+    device, host = (26, 26) if write_policy == "exclusive" else (30, 40)
     store = MemoryPageStore(NO_LIMIT) if has_disk else None
     num_slots = device + (write_policy != "exclusive")  # for the token behind
     sizes = {"device_tokens": num_slots, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
     rules = {"eviction_policy": policy, "write_policy": write_policy, "prefetch_mode": "wait_complete"}
-    simulation = CacheSimulation(ReplaySettings(device, host, None if has_disk else 0, policy, write_policy))
+    if write_policy == "exclusive" and policy != "auto":  # whose host has lru
+        rules["host_eviction_policy"] = "auto"
+    order = rules.get("host_eviction_policy", "")
+    simulation = CacheSimulation(
+        ReplaySettings(device, host, None if has_disk else 0, policy, write_policy, host_policy=order)
+    )
     hits = []
     with build_engine(config(**sizes, **rules), GEOMETRY, store=store) as engine:
         for now, blocks in enumerate(prefix_ids(branching_prompts(policy, 120, 24))):
