@@ -42,7 +42,7 @@ MUTATIONS = (
     Mutation("hicache/flow/backup.py", "            if confirmed:\n                arrived.append",
              "            if True:\n                arrived.append",
              "tests/flow"),
-    Mutation("hicache/flow/persist.py", "run.ids, strict=True) if key not in run.rest]", "run.ids, strict=True)]",
+    Mutation("hicache/flow/persist.py", "            if key not in run.second_pages\n", "",
              "tests/flow/test_packed_pages.py"),
     Mutation("hicache/flow/persist.py", "            run.stored |= self.into  #", "            pass  #",
              "tests/flow/test_packed_pages.py"),

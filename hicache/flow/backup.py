@@ -24,7 +24,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
-from hicache.flow.prompt import told_of
+from hicache.flow.prompt import event_pages_of
 from hicache.host import HostRun, NewPages, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 class Unsaved(NamedTuple):
     """What the host lacks of what `component` has on the device: pages, and the device value of the node of each.
-    `about` of pages of windows and states: the keys of the full pages without which they are of no use; None: those are
-    elsewhere."""
+    `event_pages` of pages of windows and states: the keys of the full pages without which they are of no use; None:
+    those are elsewhere."""
 
     component: CacheComponent
     pages: list[NewPages]
@@ -142,17 +142,17 @@ class Backup(CopyMovement[_Copy]):
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
     ) -> None:
         tree, value, keys = self._context.tree, node.value_of(component.name), self._context.tree.names.of(node)
-        told: PromptPages | Sequence[bytes] | None = None
+        event_pages: PromptPages | Sequence[bytes] | None = None
         uses = tree.account(component.name).uses_of(node)
         first = node.depth_tokens // tree.page_size - len(keys)
         before = tree.names.before(node) if first and component.name == FULL else None
         if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
         if component.name != FULL:
-            keys, told = PageNames.of_component(component.name, keys), keys
+            keys, event_pages = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
-            told = tree.names.pages(node)
-        new = NewPages(keys, before, first, told, 0, node.priority, node.hit_count, uses)
+            event_pages = tree.names.pages(node)
+        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)
@@ -189,7 +189,7 @@ class Backup(CopyMovement[_Copy]):
             for run in runs:
                 undo.callback(index.abandon, run)
             parts = [
-                value[pages.place * size : (pages.place + len(pages.keys)) * size]
+                value[pages.offset * size : (pages.offset + len(pages.keys)) * size]
                 for pages, value in zip(fits, values, strict=False)
             ]
             self._copy(copy, component, runs, component.device_ids(joined(parts)), pages_of(runs))
@@ -200,11 +200,11 @@ class Backup(CopyMovement[_Copy]):
         """Those pages of windows or states whose full pages the host has or gets."""
         is_coming, found = self._context.full.index.is_coming, Unsaved(unsaved.component, [], [])
         for pages, value in zip(unsaved.pages, unsaved.values, strict=True):
-            full_keys = pages.about and pages.about[pages.place : pages.place + len(pages.keys)]
+            full_keys = pages.event_pages and pages.event_pages[pages.offset : pages.offset + len(pages.keys)]
             of_use = [at for at in range(len(pages.keys)) if full_keys is None or is_coming(full_keys[at])]
             for start, end in spans(of_use):
-                keys, first, place = pages.keys[start:end], pages.first + start, pages.place + start
-                found.pages.append(pages._replace(keys=keys, first=first, place=place))
+                keys, first, offset = pages.keys[start:end], pages.first + start, pages.offset + start
+                found.pages.append(pages._replace(keys=keys, first=first, offset=offset))
                 found.values.append(value)
         return found
 
@@ -222,37 +222,37 @@ class Backup(CopyMovement[_Copy]):
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
-        self, again: _Copy, component: CacheComponent, runs: list[HostRun], slots: torch.Tensor, op: TransferOp
+        self, raw_copy: _Copy, component: CacheComponent, runs: list[HostRun], slots: torch.Tensor, op: TransferOp
     ) -> list[HostRun]:
-        """Runs whose copy has ended: those that are there. Of the others `again` copies what did not fit, raw."""
+        """Runs whose copy has ended: those that are there. Of the others `raw_copy` copies what did not fit, raw."""
         index, packing, raw = component.index, component.packing, MisfitPages(runs, op.misfits)
-        if packing is not None and not runs[0].rest:
+        if packing is not None and not runs[0].second_pages:
             packing.count(raw.num_pages, len(op.misfits))
         ok = {run: of_use for run in runs if not all(of_use := self._are_of_use(component, run))}
         for run, keys in raw.keys.items():
-            if run in ok or not index.reserve_rest(run, keys):
+            if run in ok or not index.reserve_second_pages(run, keys):
                 assert packing is not None
                 packing.drop(len(keys))
                 known = ok.get(run) or [True] * len(run.keys)
                 ok[run] = [of_use and key not in keys for of_use, key in zip(known, run.keys, strict=True)]
         copied = [run for run in raw.keys if run not in ok]
         if copied:
-            self._copy(again, component, copied, *raw.of(copied, slots))
+            self._copy(raw_copy, component, copied, *raw.of(copied, slots))
         here = [run for run in runs if run not in raw.keys or run in ok]
         # The last first: the beginning of a prompt is the more recent.
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
         published = [run for parts in reversed(came) for run in parts]
         if (events := self._context.tree.events) is not None and component.name == FULL:
             for run in published:
-                events.stored(told_of(run), "CPU")
+                events.stored(event_pages_of(run), "CPU")
         return published
 
     def _are_of_use(self, component: CacheComponent, run: HostRun) -> list[bool]:
         """Of each page that was copied whether its full page is there: of two that were copied together, one may not
         fit when it is packed."""
-        if component.name == FULL or run.about is None:
+        if component.name == FULL or run.event_pages is None:
             return [True] * len(run.keys)
-        full_keys = run.about[run.place : run.place + len(run.keys)]
+        full_keys = run.event_pages[run.offset : run.offset + len(run.keys)]
         return [self._context.full.index.is_coming(key) for key in full_keys]
 
     def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, stays: bool) -> None:
@@ -281,11 +281,11 @@ class Backup(CopyMovement[_Copy]):
         copy.op.wait()  # before its end nothing is known of its error
         confirmed = copy.op.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
-        again = _Copy(copy.locked)
+        raw_copy = _Copy(copy.locked)
         for (name, runs), op in zip(copy.runs.items(), copy.op.parts, strict=True):
             component = self._context.by_name[name]
             if confirmed:
-                arrived.append((component, self._publish(again, component, runs, copy.slots[name], op)))
+                arrived.append((component, self._publish(raw_copy, component, runs, copy.slots[name], op)))
             else:
                 for run in reversed(runs):
                     component.index.abandon(run)
@@ -294,8 +294,8 @@ class Backup(CopyMovement[_Copy]):
             self._seconds.observe(copy.op.seconds())
         else:
             self._failures.value += 1
-        if again.op.parts:
-            self._in_flight.append(again)  # which has the locks
+        if raw_copy.op.parts:
+            self._in_flight.append(raw_copy)  # which has the locks
         else:
             for node in copy.locked:
                 tree.unlock(node)

@@ -17,6 +17,11 @@ _MAX_MISFITS_SHARE = 0.02
 _MIN_JUDGED_PAGES = 1000
 
 
+def are_too_many(num_misfits: float, num_packed: float) -> bool:
+    """Whether packing is of little use: of so many pages or chunks that were packed, so many did not fit."""
+    return num_packed >= _MIN_JUDGED_PAGES and num_misfits > _MAX_MISFITS_SHARE * num_packed
+
+
 class MisfitPages:
     """Of `runs` that were copied packed, the pages at `positions`, which did not fit: `keys` by run."""
 
@@ -35,7 +40,7 @@ class MisfitPages:
     def of(self, runs: Sequence[HostRun], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Of those of `runs`: their slots among `slots`, those of all pages, and their first and second host pages."""
         at = torch.tensor([position for run in runs for position in self._positions[run]], device=slots.device)
-        places = [(run.ids[run.keys.index(key)], run.rest[key]) for run in runs for key in self.keys[run]]
+        places = [(run.ids[run.keys.index(key)], run.second_pages[key]) for run in runs for key in self.keys[run]]
         first, rest = torch.tensor(places, dtype=torch.int64).unbind(1)
         return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), rest.contiguous()
 
@@ -63,7 +68,7 @@ class Packing:
         self._packed.value += num_pages
         self._misfits.value += num_misfits
         packed, misfits = self._packed.value, self._misfits.value
-        if not self._is_told and packed >= _MIN_JUDGED_PAGES and misfits > _MAX_MISFITS_SHARE * packed:
+        if not self._is_told and are_too_many(misfits, packed):
             self._is_told = True
             log.warning(
                 "%d of %d pages of component %s do not fit when packed: each takes two places on the host, and no "

@@ -18,7 +18,7 @@ import torch
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
-from hicache.flow.prompt import told_of
+from hicache.flow.prompt import event_pages_of
 from hicache.host import HostRun, path_of
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -39,8 +39,13 @@ class _Write:
         self.keys = [_to_send(run) for run in runs]
 
     def job(self, ticket: int) -> WriteJob:
-        pages = [page for run in self.runs for key, page in zip(run.keys, run.ids, strict=True) if key not in run.rest]
-        keys = tuple(key for keys in self.keys for key in keys)
+        pages = [
+            page
+            for run in self.runs
+            for key, page in zip(run.keys, run.ids, strict=True)
+            if key not in run.second_pages
+        ]
+        keys = tuple(key for of_run in self.keys for key in of_run)
         return WriteJob(ticket, keys, self.component.host.views(torch.tensor(pages)))
 
     @property
@@ -49,7 +54,7 @@ class _Write:
 
 
 def _to_send(run: HostRun) -> list[bytes]:
-    return [key for key in run.keys if key not in run.rest] if run.rest else run.keys[:]
+    return [key for key in run.keys if key not in run.second_pages] if run.second_pages else run.keys[:]
 
 
 class Persist(Movement):
@@ -183,7 +188,7 @@ class Persist(Movement):
         for run, keys in zip(write.runs, write.keys, strict=True):
             came = dict(zip(keys, ok, strict=False))
             if events is not None and self.into is DISK and component.name == FULL:
-                events.stored(told_of(run), "DISK", [came.get(key, False) for key in run.keys])
+                events.stored(event_pages_of(run), "DISK", [came.get(key, False) for key in run.keys])
             run.stored = run.stored | self.into if all(came.values()) else run.stored & ~self.into
             self._sent.remove(run)
         component.index.unlock(write.runs)
@@ -199,7 +204,7 @@ class Persist(Movement):
     def _send(self, run: HostRun, component: CacheComponent) -> None:
         if not self._is_unstored(run):
             return
-        if len(run.rest) == len(run.keys):
+        if len(run.second_pages) == len(run.keys):
             run.stored |= self.into  # all of it that goes there
             return
         component.index.lock([run])

@@ -32,7 +32,7 @@ from hicache.flow.handle import HostShare, Prefetch
 from hicache.flow.located import Located, StoreAnswers
 from hicache.flow.movement import Movement
 from hicache.flow.prefetch_counters import PrefetchCounters
-from hicache.flow.prompt import Prompts, told_of
+from hicache.flow.prompt import Prompts, event_pages_of
 from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
 from hicache.host import HostRun
@@ -309,7 +309,7 @@ class Prefetcher(Movement):
             self._share.add(first.handle, num_pages)
         if events is not None:
             for part in published:
-                events.landed(told_of(part), from_disk=job.store is DISK)
+                events.landed(event_pages_of(part), from_disk=job.store is DISK)
 
     def _advance(self, asked: Asked) -> None:
         """Tell the request what has landed without a gap, and whether anything more comes."""

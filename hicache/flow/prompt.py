@@ -54,12 +54,12 @@ class Prompt:
         for start, end in spans(indices):
             keys = self.keys_of(component, range(start, end))
             if component == FULL:
-                found.append(NewPages(keys, self.keys[start - 1] if start else None, start, self.told(), start))
+                found.append(NewPages(keys, self.keys[start - 1] if start else None, start, self.event_pages(), start))
             else:
                 found.append(NewPages(keys, None, start))
         return found
 
-    def told(self) -> PromptPages:
+    def event_pages(self) -> PromptPages:
         """All pages, for events."""
         return PromptPages(self.keys, None, self.tokens, self.namespace)
 
@@ -114,10 +114,10 @@ class Prompts:
 log = logging.getLogger(__name__)
 
 
-def told_of(run: HostRun) -> PromptPages:
+def event_pages_of(run: HostRun) -> PromptPages:
     """The pages of a run of full pages."""
-    about: PromptPages = run.about
-    return about.part(run.place, run.place + len(run.keys))
+    pages: PromptPages = run.event_pages
+    return pages.part(run.offset, run.offset + len(run.keys))
 
 
 class HostWatch:
@@ -136,11 +136,11 @@ class HostWatch:
 
     def came(self, run: HostRun) -> None:
         """It keeps for events its own pages alone: those of its whole prompt would stay as long as it does."""
-        told = None
+        event_pages = None
         if self._events is not None:
-            told = told_of(run)
-            told = told._replace(tokens=told.tokens.copy())
-        run.about, run.place = told, 0
+            event_pages = event_pages_of(run)
+            event_pages = event_pages._replace(tokens=event_pages.tokens.copy())
+        run.event_pages, run.offset = event_pages, 0
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
         """Of a run that the device has as well nothing is lost."""
@@ -148,7 +148,7 @@ class HostWatch:
             if self._has_stores and not run.stored and not self._is_told:
                 self._is_told = True
                 log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
-            num_lost = sum(key in run.rest for key in keys) if run.stored else len(keys)
+            num_lost = sum(key in run.second_pages for key in keys) if run.stored else len(keys)
             self._demoted.value += (len(keys) - num_lost) * self._page_tokens
             self._lost.value += num_lost * self._page_tokens
         if self._events is not None:

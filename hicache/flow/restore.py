@@ -18,7 +18,7 @@ from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
 from hicache.flow.lease import Lease
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart, ids_of, rest_of
+from hicache.host import HostRun, RunPart, ids_of, second_pages_of
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -143,7 +143,7 @@ class Restore(CopyMovement[Load]):
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
         counter, parts = component.counter, load.parts[component.name]
-        pages, rest = ids_of(parts), rest_of(parts)
+        pages, rest = ids_of(parts), second_pages_of(parts)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))

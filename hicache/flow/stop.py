@@ -57,7 +57,7 @@ def store_promised(
             break
         for piece in batch:
             component, keys = piece.unsaved.component, piece.pages.keys
-            raw = {key for run in component.index.runs_of(keys) for key in run.rest}
+            raw = {key for run in component.index.runs_of(keys) for key in run.second_pages}
             (full_keys if component.name == FULL else others).extend(key for key in keys if key not in raw)
         num_left -= len(batch)
         kept = [_keeps(tier, full_keys, others) for tier in tiers]
@@ -93,11 +93,13 @@ def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Ite
     for component, pages, values in backup.unsaved(node):
         most = min(_PIECE_PAGES, limits[component.name])
         for new, value in zip(pages, values, strict=True):
-            about = new.about if component.name == FULL else None
+            event_pages = new.event_pages if component.name == FULL else None
             for start in range(0, len(new.keys), most):
                 previous_key = new.keys[start - 1] if start else new.previous_key
-                keys, first, place = new.keys[start : start + most], new.first + start, new.place + start
-                piece = new._replace(keys=keys, previous_key=previous_key, first=first, place=place, about=about)
+                keys, first, offset = new.keys[start : start + most], new.first + start, new.offset + start
+                piece = new._replace(
+                    keys=keys, previous_key=previous_key, first=first, offset=offset, event_pages=event_pages
+                )
                 yield _Piece(node, Unsaved(component, [piece], [value]))
 
 

@@ -27,7 +27,7 @@ def index_violations(runs: Set[HostRun], in_order: Set[HostRun], counts: Counts,
     in_flight = held_by(run for run in locks if not run.is_published).tolist()
     if len({*held, *in_flight}) < len(held) + len(in_flight) or len(held) - counts.raw != counts.published:
         found.append("two keys share a host page, or a run and the index disagree")
-    if any(not run.rest.keys() <= {*run.keys} for run in runs):
+    if any(not run.second_pages.keys() <= {*run.keys} for run in runs):
         found.append("a second page is kept for a page that left")
     if len(held) + counts.in_flight + counts.free != counts.total:
         found.append(

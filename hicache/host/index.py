@@ -115,8 +115,8 @@ class PageIndex:
         found, keys = list[NewPages](), pages.keys
         for start, end in spans(self.lacking(keys, 0)):
             previous_key = keys[start - 1] if start else pages.previous_key
-            first, place = pages.first + start, pages.place + start
-            found.append(pages._replace(keys=keys[start:end], previous_key=previous_key, first=first, place=place))
+            first, offset = pages.first + start, pages.offset + start
+            found.append(pages._replace(keys=keys[start:end], previous_key=previous_key, first=first, offset=offset))
         return found
 
     @property
@@ -164,11 +164,11 @@ class PageIndex:
             self.unlock(parents)
         return runs
 
-    def reserve_rest(self, run: HostRun, keys: Sequence[bytes]) -> bool:
+    def reserve_second_pages(self, run: HostRun, keys: Sequence[bytes]) -> bool:
         """Second pages for `keys` of a reserved run; False, and none leaves, where too many are locked."""
         if len(keys) > self.capacity:
             return False
-        run.rest.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
+        run.second_pages.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
         return True
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
@@ -329,7 +329,7 @@ class PageIndex:
         assert not run.locks, "somebody needs it"
         start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.rest[key] for key in gone if key in run.rest]
+        rest = [run.second_pages[key] for key in gone if key in run.second_pages]
         self.num_evictable -= num_pages + len(rest)
         self.num_raw -= len(rest)
         if start:
@@ -349,13 +349,13 @@ class PageIndex:
         if self._on_leave is not None:
             self._on_leave(run, gone)
         for key in gone:
-            run.rest.pop(key, None)
+            run.second_pages.pop(key, None)
 
     def _publish(self, run: HostRun) -> None:
         """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""
         assert run.locks > 0, "its writer has let go of it"
         self.num_in_flight -= run.num_held
-        self.num_raw += len(run.rest)
+        self.num_raw += len(run.second_pages)
         run.is_published, run.last_access_time, run.job, run.wanted = True, next(clock), None, None
         said = [self._runs[key].expected_uses for key in run.keys if key in self._runs]
         run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)

@@ -32,15 +32,15 @@ class Pages(Protocol):
 
 class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `previous_key` or none.
-    `first`: the index of the first in its prompt. `about`: what the caller wants to know of them later; the first is
-    its `place`-th. `priority`: of the request that they are for. `hit_count`: requests that used them where they come
-    from, `uses`: see `EvictionPolicy.uses_of`."""
+    `first`: the index of the first in its prompt. `event_pages`: what events tell of pages, of which the first here is
+    the `offset`-th; of windows and states, the keys of their full pages. `priority`: of the request that they are for.
+    `hit_count`: requests that used them where they come from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
     previous_key: bytes | None = None
     first: int = 0
-    about: Any = None
-    place: int = 0
+    event_pages: Any = None
+    offset: int = 0
     priority: int = 0
     hit_count: int = 1
     uses: float = 1.0
@@ -48,34 +48,35 @@ class NewPages(NamedTuple):
 
 class HostRun(CountedRecord):
     """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only
-    the index changes it, but for `stored` and `source`, `job` and `wanted`, and `about` and `place` when it has come.
+    the index changes it, but for `stored` and `source`, `job` and `wanted`, and `event_pages` and `offset` when it has
+    come.
 
     `locks`          its holders, and the runs behind it that have locks
     `parent_run`     the run that it follows in its prompts
     `after`          those that follow it
     `first`          the index of its first page in its prompts
-    `rest`           second pages by key, of raw ones: those that did not fit one when packed; no store gets them
+    `second_pages`   second pages by key, of raw ones: those that did not fit one when packed; no store gets them
     `stored`         bits of the stores that are known to have all others
     `source`         the store that a read brought it from, until a request uses it
     `job`, `wanted`  while a read brings it: what does, and who waits for it
-    `about`          what `reserve` was told of it, of which its first page is the `place`-th
+    `event_pages`    what `reserve` was given for it, of which its first page is the `offset`-th
     `expected_uses`  what its uses are when it has come; 1: its coming alone
     `on_device`      how many of its first pages the device is known to have as well
     """
 
     __slots__ = (
-        "about", "after", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "on_device",
-        "parent_run", "place", "rest", "source", "stored", "wanted",
+        "after", "event_pages", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks", "offset",
+        "on_device", "parent_run", "second_pages", "source", "stored", "wanted",
     )  # fmt: skip
 
-    def __init__(self, keys: list[bytes], ids: list[int], about: Any, place: int, first: int = 0) -> None:
+    def __init__(self, keys: list[bytes], ids: list[int], event_pages: Any, offset: int, first: int = 0) -> None:
         super().__init__(keys[0])
-        self.keys, self.ids, self.about, self.place, self.first = keys, ids, about, place, first
+        self.keys, self.ids, self.event_pages, self.offset, self.first = keys, ids, event_pages, offset, first
         self.job: Any = None
         self.wanted: Any = None  # a dict, for its order
         self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
         self.source: Store | None = None
-        self.rest: dict[bytes, int] = {}
+        self.second_pages: dict[bytes, int] = {}
         self.on_device = 0
         self.is_published = False
         self.parent_run: HostRun | None = None
@@ -94,7 +95,7 @@ class HostRun(CountedRecord):
     @property
     def num_held(self) -> int:
         """Pages of the pool, second ones included."""
-        return len(self.ids) + len(self.rest)
+        return len(self.ids) + len(self.second_pages)
 
     @property
     def is_duplicate(self) -> bool:
@@ -109,16 +110,16 @@ class HostRun(CountedRecord):
 
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
-        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.about, self.place, self.first)
+        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.event_pages, self.offset, self.first)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
         first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)
-        first.rest = {key: self.rest.pop(key) for key in first.keys if key in self.rest}
+        first.second_pages = {key: self.second_pages.pop(key) for key in first.keys if key in self.second_pages}
         first.on_device = min(num_pages, self.on_device)
         self.on_device -= first.on_device
         del self.keys[:num_pages], self.ids[:num_pages]
-        self.key, self.place, self.first = self.keys[0], self.place + num_pages, self.first + num_pages
+        self.key, self.offset, self.first = self.keys[0], self.offset + num_pages, self.first + num_pages
         return first
 
     def common_end(self, keys: Sequence[bytes], start: int, end: int) -> int:
@@ -136,8 +137,8 @@ def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[Ho
     start = 0
     while start < len(pages.keys):
         end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
-        keys, place, first = list(pages.keys[start:end]), pages.place + start, pages.first + start
-        run = HostRun(keys, list(islice(ids, end - start)), pages.about, place, first)
+        keys, offset, first = list(pages.keys[start:end]), pages.offset + start, pages.first + start
+        run = HostRun(keys, list(islice(ids, end - start)), pages.event_pages, offset, first)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
         start = end
@@ -211,11 +212,11 @@ def ids_of(parts: Iterable[RunPart]) -> torch.Tensor:
     return torch.tensor(ids, dtype=torch.int64)
 
 
-def rest_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
+def second_pages_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
     """Their second pages, int64 `[pages]`, 0 for those without; None where none has one."""
-    if not any(part.run.rest for part in parts):
+    if not any(part.run.second_pages for part in parts):
         return None
-    rest = [part.run.rest.get(key, 0) for part in parts for key in part.keys]
+    rest = [part.run.second_pages.get(key, 0) for part in parts for key in part.keys]
     return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
 
 
@@ -234,4 +235,4 @@ def path_of(run: HostRun) -> list[HostRun]:
 
 def held_by(runs: Iterable[HostRun]) -> torch.Tensor:
     """Their pages in the host pool, int64 `[pages]`: of each run, those of `pages_of`, then second ones."""
-    return torch.tensor([page for run in runs for page in (*run.ids, *run.rest.values())], dtype=torch.int64)
+    return torch.tensor([page for run in runs for page in (*run.ids, *run.second_pages.values())], dtype=torch.int64)

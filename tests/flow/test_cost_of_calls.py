@@ -57,23 +57,22 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
 
 def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
     """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
-    and to admit the request. The longest poll costs less than that: what it lands and queues is bounded."""
+    and to admit the request."""
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
     with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
-    read, longest, admit = {}, {}, {}
+    read, admit = {}, {}
     for num_pages in (256, 1024):
         with engine_of(tmp_path, 1024) as engine:
             prompt = tokens[: num_pages * PAGE + 1]
             handle = engine.prefetch("again", prompt)
-            steps = calls_until(engine, handle)
+            read[num_pages] = sum(calls_until(engine, handle))
             leases = []
             admit[num_pages] = calls_of(lambda: leases.append(engine.acquire(CacheRequest("again", prompt))))  # noqa: B023
             assert leases[0].hit.disk == num_pages * PAGE
             engine.release(leases[0])
             engine.check()
-        read[num_pages], longest[num_pages] = sum(steps), max(steps)
-    assert read[1024] < 4.4 * read[256] and longest[1024] < 3 * longest[256]
+    assert read[1024] < 4.4 * read[256]
     assert admit[1024] < 5 * admit[256]
 
 

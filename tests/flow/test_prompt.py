@@ -8,7 +8,7 @@ import weakref
 import numpy as np
 import pytest
 
-from hicache.flow.prompt import HostWatch, Prompt, Prompts, told_of
+from hicache.flow.prompt import HostWatch, Prompt, Prompts, event_pages_of
 from hicache.host import PageIndex
 from hicache.metrics import Metrics
 from hicache.replay.blocks import BlockPool
@@ -78,6 +78,6 @@ def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has
     gc.collect()
     assert held() is None
     if has_events:
-        pages = told_of(first)
+        pages = event_pages_of(first)
         assert (pages.keys, pages.before) == (keys[16:18], keys[15])
         assert pages.tokens.tolist() == tokens[16 * PAGE : 18 * PAGE].tolist()

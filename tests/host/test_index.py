@@ -23,7 +23,7 @@ from hicache.host import (
     ids_of,
     pages_of,
     path_of,
-    rest_of,
+    second_pages_of,
 )
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.blocks import BlockPool
@@ -45,7 +45,7 @@ class Model:
         self.device = dict[bytes, None]()
         self.dice = random.Random(f"{policy} {seed}")
         self.ids: dict[bytes, int] = {}
-        self.rest: dict[bytes, int] = {}
+        self.second_pages: dict[bytes, int] = {}
         self.runs: dict[bytes, HostRun] = {}
         self.in_flight: list[HostRun] = []
         self.locked: list[list[HostRun]] = []
@@ -54,7 +54,7 @@ class Model:
     def came(self, run: HostRun) -> None:
         assert not self.ids.keys() & set(run.keys), "a page came twice"
         self.ids.update(zip(run.keys, run.ids, strict=True))
-        self.rest.update(run.rest)
+        self.second_pages.update(run.second_pages)
         self.runs.update(dict.fromkeys(run.keys, run))
 
     def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
@@ -63,7 +63,7 @@ class Model:
             of_key = self.runs.pop(key)
             assert of_key is run or isinstance(self.index, ExclusiveIndex)  # the first of a run may leave alone
             del self.ids[key]
-            self.rest.pop(key, None)
+            self.second_pages.pop(key, None)
         if isinstance(self.index, ExclusiveIndex) and not {*keys} <= self.device.keys():
             runs = [self.index.get(key) for key in self.index.duplicates()]
             assert all(at is not None and at.locks for at in runs), "left, and a duplicate stayed"
@@ -97,7 +97,7 @@ class Model:
         is_read = self.dice.random() < 0.5
         start = self.dice.randrange(len(keys)) if is_read else 0
         is_known = start > 0 and self.dice.random() < 0.7
-        new = NewPages(keys[start:], keys[start - 1] if is_known else None, start, about=keys, place=start)
+        new = NewPages(keys[start:], keys[start - 1] if is_known else None, start, event_pages=keys, offset=start)
         pieces = self.index.absent(new)
         capacity = NUM_PAGES - sum(run.num_held for run in {*self.runs.values()} if run.locks)
         capacity -= sum(run.num_held for run in self.in_flight)
@@ -116,18 +116,18 @@ class Model:
         assert wanted <= capacity and chain <= {*self.runs.values()}
         for run in runs:
             run.job = "a read" if is_read else None
-            assert run.about[run.place :][: len(run.keys)] == run.keys and len(run.keys) <= RUN_PAGES
+            assert run.event_pages[run.offset :][: len(run.keys)] == run.keys and len(run.keys) <= RUN_PAGES
             assert is_read or all(self.index.is_coming(key) for key in run.keys)
         self.in_flight += runs
 
-    def reserve_rest(self) -> None:
+    def reserve_second_pages(self) -> None:
         """Some pages in flight did not fit."""
         if not self.in_flight:
             return
         run, before, capacity = self.dice.choice(self.in_flight), dict(self.ids), self.index.capacity
-        keys = [key for key in run.keys if key not in run.rest and self.dice.random() < 0.3]
-        if self.index.reserve_rest(run, keys):
-            assert len(keys) <= capacity and run.rest.keys() >= {*keys}
+        keys = [key for key in run.keys if key not in run.second_pages and self.dice.random() < 0.3]
+        if self.index.reserve_second_pages(run, keys):
+            assert len(keys) <= capacity and run.second_pages.keys() >= {*keys}
         else:
             assert len(keys) > capacity and self.ids == before
             self.refused += 1
@@ -144,7 +144,7 @@ class Model:
             wanted = [key for key in good if key not in self.ids]
             published = self.index.publish(run, ok)
             assert [key for part in published for key in part.keys] == wanted
-            assert all(part.about[part.place :][: len(part.keys)] == part.keys for part in published)
+            assert all(part.event_pages[part.offset :][: len(part.keys)] == part.keys for part in published)
 
     def lock(self) -> None:
         self.locked.append(self.index.runs_of(self.prompt()))
@@ -181,11 +181,11 @@ class Model:
             assert len({*duplicates}) == len(duplicates) == self.index.num_duplicates
         locks = Counter(run for runs in self.locked for run in runs)
         self.index.check(locks + Counter(self.in_flight))
-        assert len(self.index) == len(self.ids) and self.index.num_raw == len(self.rest)
+        assert len(self.index) == len(self.ids) and self.index.num_raw == len(self.second_pages)
         for keys in PROMPTS:
             parts = self.index.parts(keys)
             assert ids_of(parts).tolist() == [self.ids[key] for key in keys if key in self.ids]
-            rest, wanted = rest_of(parts), [self.rest.get(key, 0) for key in keys if key in self.ids]
+            rest, wanted = second_pages_of(parts), [self.second_pages.get(key, 0) for key in keys if key in self.ids]
             assert (rest is None) == (not any(wanted)) and (rest is None or rest.tolist() == wanted)
             assert [i for part in parts for i in range(part.start, part.end)] == [
                 i for i, key in enumerate(keys) if key in self.ids
@@ -208,7 +208,7 @@ def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
     for seed in seeds:
         model = Model(policy, seed, kind)
         ops = [model.reserve, model.reserve, model.land, model.land, model.lock, model.lock, model.unlock, model.use]
-        ops += [model.link, model.reserve_rest] if are_packed else [model.link]
+        ops += [model.link, model.reserve_second_pages] if are_packed else [model.link]
         ops += [model.to_device, model.to_device, model.off_device] if kind is ExclusiveIndex else []
         for _ in range(600):
             model.dice.choice(ops)()

@@ -62,7 +62,7 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing
             if not turn:
                 engine.flush()
             for run in context.full.index.runs_of([*context.full.index]):
-                raw.update(run.rest)
+                raw.update(run.second_pages)
                 if run.stored & DISK:
                     acknowledged.update(run.keys)
             with contextlib.suppress(ProcessLookupError):

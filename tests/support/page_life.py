@@ -52,7 +52,7 @@ HOST: Table = {
     ("READING", "NONE"): "publish abandon",
     ("PUBLISHED", "LOCKED"): "lock reserve publish",
     ("LOCKED", "PUBLISHED"): "unlock publish abandon",
-    ("PUBLISHED", "NONE"): "reserve reserve_rest clear discard",
+    ("PUBLISHED", "NONE"): "reserve reserve_second_pages clear discard",
 }
 STORE: Table = {
     ("UNKNOWN", "STORING"): f"{_EVICTS} {_ENDS} {_LANDS} backup",
@@ -63,7 +63,9 @@ STORE: Table = {
 }
 TABLES = {"device": DEVICE, "host": HOST, "store": STORE}
 _VERBS = "prefetch expect poll acquire extend commit next_stop track begin_forward backup release cancel flush reset"
-_OF_THE_MAP = "reserve reserve_rest publish abandon lock unlock clear discard count_use touch expect raise_priority"
+_OF_THE_MAP = (
+    "reserve reserve_second_pages publish abandon lock unlock clear discard count_use touch expect raise_priority"
+)
 
 
 class Held(NamedTuple):
@@ -259,11 +261,11 @@ class PageLives:
             run = index.get(key)
             assert run is not None
             for store in self._context.stores:
-                if run.stored & store and key not in run.rest:
+                if run.stored & store and key not in run.second_pages:
                     yield (name, (store, key)), Held("STORED", key)
         for store, persist in zip(self._context.stores, self._inspect.persists, strict=True):
             for run in persist.host_locks(name):
-                sent = (key for key in run.keys if key not in run.rest)
+                sent = (key for key in run.keys if key not in run.second_pages)
                 yield from (((name, (store, key)), Held("STORING", key)) for key in sent)
 
 

@@ -25,6 +25,7 @@ import torch
 
 from hicache.config import kernel_choice
 from hicache.errors import ConfigError, TransferError
+from hicache.flow.packing import are_too_many
 from hicache.integrations.vllm.block_shapes import BlockShape, digest_of
 from hicache.integrations.vllm.offloading_copies import (
     ChunkBlocks,
@@ -40,8 +41,6 @@ from hicache.transfer import TransferBackend, TransferOp
 
 log = logging.getLogger(__name__)
 
-_MAX_MISFITS, _LEAST_CHUNKS = 0.02, 1000
-
 
 @dataclass
 class Misfits:
@@ -54,7 +53,7 @@ class Misfits:
     def count(self, stored: int, misfits: int) -> None:
         self.stored += stored
         self.misfits += misfits
-        if not self._is_told and self.stored >= _LEAST_CHUNKS and self.misfits > _MAX_MISFITS * self.stored:
+        if not self._is_told and are_too_many(self.misfits, self.stored):
             self._is_told = True
             log.warning(
                 "%d of %d chunks do not fit their packed size: the worker keeps a part of each beside "
