@@ -56,11 +56,12 @@ class Exchange:
             step, rest = within(parts, range(done, last)), within(parts, range(last, end))
             self._make_available(lease, (last - done) * page)
             slots = take(lease, (last - done) * page, (last - done) * page)
-            lease.read([self._restore.start(lease, prompt, {FULL: step}, slots)])
+            load = self._restore.start(lease, prompt, {FULL: step}, slots)
+            del locked[: len(step)]  # these locks are the load's now
             if rest and rest[0].run is step[-1].run:
                 index.lock([rest[0].run])  # once for each step
                 locked.insert(0, rest[0].run)
-            del locked[: len(step)]
+            lease.read([load])
             done = last
         self._make_available(lease, num_behind)
 
