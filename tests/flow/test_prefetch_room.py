@@ -1,0 +1,213 @@
+"""Prefetches that share the host: how much of it those have that were not admitted, and who waits for room."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from disk_case import Clock
+from hicache import AdvancedConfig, CacheRequest
+from hicache.config import PrefetchMode
+from hicache.flow.handle import HostShare, Prefetch
+from prefetch_case import (
+    PAGE,
+    PacedStore,
+    admitted,
+    engine_of,
+    fill,
+    tokens_of,
+    until_landed,
+)
+from toy_model import serve, settled, until_ready
+from waiting import eventually
+
+
+@pytest.mark.parametrize("leaves", ["acquire", "cancel", "forget"])
+def test_a_share_of_the_host_bounds_what_waits(leaves: str, store: PacedStore, clock: Clock) -> None:
+    """What is read for requests that were not admitted stays within `prefetch_host_share`; the rest is read when these
+    are admitted, or gone."""
+    prompts = [tokens_of(n) for n in range(3)]
+    fill(store, *prompts)
+    with engine_of(store, prefetch_host_share=0.151) as engine:  # 30 pages
+        handles = {n: engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)}
+
+        def landed() -> list[int]:
+            clock.now_s += 1e-6
+            engine.poll()
+            engine.check()
+            assert engine.stats()["prefetch.claimed_pages"] <= 30
+            return [handle.landed_tokens for handle in handles.values()]
+
+        eventually(lambda: sum(landed()) == 30 * PAGE)
+        assert handles[0].ended and not handles[1].ready
+        for n in (0, 1):
+            if leaves == "acquire":
+                with engine.acquire(CacheRequest(str(n), prompts[n])) as lease:
+                    assert lease.hit.disk == 192
+            elif leaves == "cancel":
+                engine.cancel(str(n))
+            del handles[n]
+            clock.now_s += 0.051
+            eventually(lambda: landed()[0] == 192)
+        until_ready(engine, handles[2])
+        stats = engine.stats()
+        assert stats["prefetch.postponed_requests"] >= 2 and stats["prefetch.retries"] >= 2
+        assert admitted(engine, "2", prompts[2]) == 192
+
+
+def test_claims_of_handles_that_go_in_the_middle_of_a_call() -> None:
+    """Handles go in any thread, and where the garbage collector runs: their pages are nobody's from then on, and no
+    other claim is miscounted for it."""
+    share, gone, kept = HostShare(), [Prefetch(f"r{n}", "auto") for n in range(3)], Prefetch("kept", "auto")
+
+    class Interrupting(int):
+        """Where it is added to anything, a handle goes."""
+
+        def __radd__(self, other: int) -> int:
+            if gone:
+                gone.pop()
+            return int(self) + other
+
+    for handle in gone:
+        share.add(handle, 10)
+    share.add(other := Prefetch("r0", "auto"), 1)  # the same request: its pages are this one's from here on
+    del handle
+    share.add(kept, Interrupting(5))
+    while gone:
+        thread = threading.Thread(target=gone.pop)
+        thread.start()
+        thread.join()
+    assert share.total == 16 and share.of("kept") == 5 and share.of(other.request_id) == 11
+    assert (share.end("kept"), share.end("r0"), share.end("r1"), share.total) == (5, 11, 0, 0)
+
+
+def test_a_prompt_larger_than_the_share_leaves_others_none(store: PacedStore, clock: Clock) -> None:
+    """Of prompts that come together the first alone may exceed the share, by more than the others have pages. They read
+    nothing until it is admitted, and then all of theirs."""
+    prompts = [tokens_of(1), *(tokens_of(n, 33) for n in range(2, 6))]
+    fill(store, *prompts)
+    with engine_of(store, prefetch_host_share=0.01) as engine:
+        handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
+
+        def landed() -> list[int]:
+            clock.now_s += 1.0  # longer than until a read is tried again
+            engine.poll()
+            engine.check()
+            return [handle.landed_tokens for handle in handles]
+
+        for n, tokens in enumerate(prompts):
+            length = len(tokens) - 1
+            eventually(lambda n=n, length=length: landed()[n] == length)
+            assert not any(landed()[n + 1 :])
+            assert admitted(engine, str(n), tokens) == length
+
+
+@pytest.mark.parametrize(
+    ("mode", "host_pages", "share", "landed"),
+    [
+        ("auto", 200, 0.05, 24),
+        ("wait_complete", 200, 0.05, 24),
+        ("timeout", 17, 0.5, 16),
+        ("auto", 17, 1.0, 16),
+        ("wait_complete", 17, 1.0, 16),
+        ("timeout", 200, 0.0, 0),
+        ("auto", 200, 0.0, 0),
+    ],
+)
+def test_nobody_waits_for_room_that_nobody_will_make(
+    mode: PrefetchMode, host_pages: int, share: float, landed: int, store: PacedStore
+) -> None:
+    """A prompt may exceed the share while it is the only one. Larger than the host, it gets what fits and does not wait
+    for more; a share of 0 reads nothing."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store, prefetch_host_share=share, host_bytes=host_pages * PAGE * 192) as engine:
+        handle = engine.prefetch("a", tokens, mode=mode)
+        until_ready(engine, handle)
+        assert handle.landed_tokens == landed * PAGE
+        with engine.acquire(CacheRequest("a", tokens)) as lease:
+            assert lease.hit.disk == landed * PAGE
+        settled(engine)
+
+
+@pytest.mark.parametrize(("others", "landed"), [(5, 5), (2, 5), (0, 5)])
+def test_a_read_takes_the_room_beside_what_it_follows(others: int, landed: int, store: PacedStore) -> None:
+    """Host pages that the prefix continues stay, though the device has them too: what is read takes all others, those
+    of other prompts and free ones, and no more."""
+    tokens = tokens_of(1, 20 * PAGE + 1)
+    fill(store, tokens)
+    with engine_of(store, host_bytes=16 * PAGE * 192) as engine:
+        if others:
+            serve(engine, "x", tokens_of(2, others * PAGE + 1))
+            engine.flush()
+        serve(engine, "a", tokens[: 10 * PAGE + 1])
+        engine.flush()
+        handle = engine.prefetch("b", tokens)
+        eventually(lambda: engine.poll() or handle.ready, engine.stats)
+        engine.check()
+        assert (handle.found_tokens, handle.landed_tokens) == (10 * PAGE, landed * PAGE)
+        assert engine.lookup(tokens).device + engine.lookup(tokens).host == (10 + landed) * PAGE
+        engine.cancel("b")
+        settled(engine)
+
+
+def test_room_that_others_took_meanwhile_ends_a_read(store: PacedStore) -> None:
+    """A long prompt is queued in steps. Where host pages that it was to have are taken between two of them, what was
+    queued before still lands, and the rest comes when there is room."""
+    tokens = tokens_of(1, 150 * PAGE + 1)
+    sizes = {"device_tokens": 2048, "max_context_len": 2048, "host_bytes": 200 * PAGE * 192}
+    with engine_of(store, **sizes) as engine:
+        serve(engine, "fill", tokens)
+    with engine_of(store, **sizes) as engine:
+        host = engine.inspect.context.full.host
+        handle = engine.prefetch("a", tokens, mode="wait_complete")
+        eventually(lambda: engine.poll() or handle.found_tokens, engine.stats)
+        taken = host.alloc(host.available())
+        assert taken is not None
+        eventually(lambda: engine.poll() or handle.ready, engine.stats)
+        assert 0 < handle.landed_tokens < 150 * PAGE and handle.found_tokens == 150 * PAGE
+        host.free(taken)
+        engine.check()
+        store.clock.now_s += 1.1
+        until_landed(engine, handle, 150 * PAGE)
+        assert admitted(engine, "a", tokens) == 150 * PAGE
+
+
+def test_a_full_read_queue_delays_and_loses_nothing(store: PacedStore, clock: Clock) -> None:
+    """With a queue of one job, several prompts come in after all, each as far as it goes at a time."""
+    prompts = [tokens_of(n) for n in range(3)]
+    fill(store, *prompts)
+    advanced = AdvancedConfig(disk_reader_threads=1, disk_queue_jobs=1, disk_io_timeout_s=1e8)
+    with engine_of(store, advanced=advanced) as engine:
+        handles = [engine.prefetch(str(n), tokens) for n, tokens in enumerate(prompts)]
+
+        def all_landed() -> bool:
+            clock.now_s += 0.06  # longer than until a read is tried again
+            engine.poll()
+            engine.check()
+            return all(handle.landed_tokens == 192 for handle in handles)
+
+        eventually(all_landed)
+        assert engine.stats()["prefetch.refused_jobs"] > 0
+        assert set(store.landed.values()) == {1}
+        for n, tokens in enumerate(prompts):
+            assert admitted(engine, str(n), tokens) == 192
+
+
+def test_a_locked_host_is_tried_again(store: PacedStore, clock: Clock) -> None:
+    """A prefetch that finds no host page comes in when there is one, while its request waits."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        host = engine.inspect.context.full.host
+        taken = host.alloc(host.available())
+        assert taken is not None
+        handle = engine.prefetch("a", tokens)
+        eventually(lambda: engine.poll() or handle.ready)
+        assert handle.landed_tokens == 0 and not handle.ended
+        host.free(taken)
+        clock.now_s += 0.06
+        until_landed(engine, handle, 192)
+        assert engine.stats()["prefetch.retries"] > 0
+        assert admitted(engine, "a", tokens) == 192
