@@ -87,7 +87,9 @@ class Admit:
             count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
             for tier, how in _HITS.items()
         ]
-        self._computed = count("admit.computed_tokens", "tokens of admitted prompts that no tier provided")
+        self._computed = count(
+            "admit.computed_tokens", "tokens of admitted prompts that no tier provided when they were admitted"
+        )
         self._refused = {
             error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
             for error, (reason, why) in _REFUSALS.items()
@@ -107,8 +109,9 @@ class Admit:
         """What queued requests will need, by request. A view."""
         return self._expectations
 
-    def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
-        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
+    def acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool = False) -> Lease:
+        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed. `joins`: it was
+        admitted before, and is in order to join what has come."""
         context, tree = self._context, self._context.tree
         for component in context.components:
             component.refuse_impossible(request)
@@ -152,9 +155,15 @@ class Admit:
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
-            self._note_admitted(lease, estimate, is_counted=request.is_counted)
+            self._note_admitted(lease, estimate, joins=joins)
             undo.pop_all()
         return lease
+
+    def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
+        """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
+        admission, _, _ = self._count(request, num_delayed)
+        is_free = self._restore.can_start() and not self._restore.has_failed(admission.match.nodes)
+        return admission.length > num_tokens and is_free
 
     def _load_in_steps(
         self, lease: Lease, admission: Admission, located: Located, parts: list[RunPart], held: ExitStack
@@ -351,16 +360,19 @@ class Admit:
         disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
         return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)
 
-    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None, *, is_counted: bool) -> None:
-        if estimate is not None:
+    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None, *, joins: bool) -> None:
+        """Of one that joins what has come, what it loads was hit, though late; what it has on the device it computed,
+        or that was counted."""
+        hit, is_counted = lease.hit.loaded if joins else lease.hit, lease.request.is_counted
+        if estimate is not None and not joins:
             self._restore.count_decision(estimate)
         if not is_counted:
-            self._uncounted.value += 1
-            self._uncounted_hits.value += lease.hit.tokens
+            self._uncounted.value += not joins
+            self._uncounted_hits.value += hit.tokens
             return
-        self._requests.value += 1
-        self._prompt.value += lease.prompt_len
-        self._computed.value += lease.prompt_len - lease.cached_len
-        hit = lease.hit
+        if not joins:
+            self._requests.value += 1
+            self._prompt.value += lease.prompt_len
+            self._computed.value += lease.prompt_len - lease.cached_len
         for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
             counter.value += tokens

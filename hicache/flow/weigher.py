@@ -14,6 +14,7 @@ from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
 
+_ANSWER_SHARE = 0.02  # of what computing takes, how long a request waits for stores to answer that delays no other
 _STEADY = 2.0  # of what computing costs, how much what is left of a wait may cost that has begun
 
 
@@ -23,7 +24,7 @@ class _Queue:
     def __init__(self, stores: Iterable[Store], jobs: Iterable[ReadOfRuns]) -> None:
         self.num_bytes, self._until = dict.fromkeys(stores, 0), dict[ReadOfRuns, int]()
         for job in jobs:
-            if job.is_urgent and any(asked.handle.waits for asked in job.wanted):
+            if job.is_urgent and any(asked.is_urgent for asked in job.wanted):
                 self.num_bytes[job.store] += job.num_bytes
             self._until[job] = self.num_bytes[job.store]
 
@@ -72,7 +73,7 @@ class Weigher:
         for asked in all_asked:
             if asked in undecided:
                 num_delayed += self._weigh(asked, queue, num_delayed)
-            if asked.handle.waits:
+            if asked.is_urgent:
                 queue.add(asked)
 
     def stop(self, asked: Asked) -> None:
@@ -81,7 +82,8 @@ class Weigher:
         self._requests.waiting.discard(asked.handle.request_id)
 
     def _weigh(self, asked: Asked, queue: _Queue, num_delayed: int) -> bool:
-        """Compare for one request; whether it stops. `num_delayed`: others that computing would delay now.
+        """Compare for one request; whether it stops. `num_delayed`: others that computing would delay now. Where there
+        are none, one that reads on while it is computed waits for no more than the stores' answers.
 
         A wait that has begun counts the others of its beginning: once all wait the device is idle, and all would stop
         together; and it ends where computing is cheaper by far, for rates swing with the writes beside. Whatever the
@@ -90,10 +92,15 @@ class Weigher:
         """
         page, now_s, has_begun = self._context.tree.page_size, self._clock(), asked.num_delayed is not None
         # Windows and states come last, and nothing is of use without them.
-        landed = asked.landed_end if len(self._context.components) == 1 else 0
-        start, end = max(asked.num_usable, landed) * page, asked.end * page
+        start, end = asked.coming if len(self._context.components) == 1 else (0, asked.end)
+        start, end = max(asked.num_usable, start) * page, end * page
         if start >= end:
             return False
+        if asked.handle.joins and not num_delayed:
+            compute_s = self._cost.longest_wait_s(start, end)
+            if math.isfinite(compute_s) and (asked.is_found or now_s - asked.progress_s > _ANSWER_SHARE * compute_s):
+                self.stop(asked)
+                return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
         wait_s = self._wait_s(asked, queue)
         estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)

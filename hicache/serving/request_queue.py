@@ -4,15 +4,18 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine import Hit, Lease, Prefetch
-from hicache.errors import HiCacheError
+from hicache.engine import CacheRequest, Hit, Lease, Prefetch
+from hicache.errors import CallbackFailed, HiCacheError
 from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 
 class ScheduledRequest:
@@ -69,6 +72,42 @@ class ScheduledRequest:
     def is_ready(self) -> bool:
         """Whether it waits for no prefetch."""
         return self.prefetch is None or self.prefetch.ready
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether pages of its prompt may come yet; of one that runs, those that it joins."""
+        return self.prefetch is not None and self.prefetch.joins and not self.prefetch.ended
+
+    def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
+        """What it asks the engine for now."""
+        return CacheRequest(
+            self.request_id,
+            self.tokens,
+            self.request.namespace,
+            reserve_tokens=reserve_tokens,
+            branch_points=self.request.branch_points,
+            expected_uses=self.request.expected_uses,
+            max_cached_tokens=self.num_scored - 1 if self.is_scoring else None,
+            is_counted=self.request.is_counted and self.hit is None,
+        )
+
+    def hold(self, lease: Lease) -> None:
+        """It was admitted, or has joined what has come."""
+        if self.hit is None:
+            self.hit = lease.hit
+        elif self.lease is not None and (lease.request.is_counted or not self.request.is_counted):
+            self.hit += lease.hit.loaded
+        self.lease, self.kv_len, self.stalled_since_s = lease, lease.cached_len, 0.0
+
+    def tell(self, token: int) -> CallbackFailed | None:
+        """Its caller gets a token; where that raises, this is its outcome."""
+        try:
+            if self.on_token is not None:
+                self.on_token(token)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of its request
+            log.warning("on_token of request %s raised %r", self.request_id, error)
+            return CallbackFailed(self.request_id, error)
+        return None
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:
