@@ -16,6 +16,8 @@ from hicache.host import HostRun, spans
 from hicache.tiers import FULL, Store
 from hicache.tree.key import Tokens
 
+_LEAST_WAY_PAGES = 32  # a pass costs as much however little it computes, so what is short is loaded or computed
+
 
 @dataclass(eq=False, slots=True)
 class Asked:
@@ -81,6 +83,11 @@ class Asked:
     def turn(self) -> tuple[bool, int]:
         """What is urgent comes before what is not, then who came first."""
         return not self.is_urgent, self.arrival
+
+    @property
+    def may_join(self) -> bool:
+        """Whether so much is to come that computing it meanwhile pays."""
+        return self.handle.joins and self.end - self.coming[0] >= _LEAST_WAY_PAGES
 
     @property
     def is_idle(self) -> bool:

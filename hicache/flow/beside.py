@@ -20,7 +20,7 @@ from hicache.flow.readers import Readers
 from hicache.host import HostRun
 from hicache.tiers import FULL
 
-_LEAST_SHARE = 16  # a pass computes at least this part of what it may, however near the run is that comes
+_LEAST_PAGES = 8  # of a pass, however near the run is that comes: it costs as much where it computes less
 
 
 class Beside:
@@ -36,7 +36,7 @@ class Beside:
 
     def begin(self, asked: Asked, lease: Lease) -> bool:
         """The request is admitted; False where it joins nothing."""
-        if not asked.handle.joins or asked.is_idle:
+        if not asked.may_join or asked.is_idle:
             return False
         self._asked[lease.request_id] = asked
         asked.lease, asked.computed_end = lease, lease.cached_len // self._page
@@ -97,9 +97,8 @@ class Beside:
         if not (read_s or asked.num_came):
             return end
         read_s = max(read_s, self._observed_s(asked, way))
-        least = max(self._page, (end - start) // _LEAST_SHARE)
-        num_tokens = max(least, int(way * read_s / (read_s + compute_s)))
-        return max(start + 1, (start + num_tokens) // self._page * self._page)
+        num_tokens = max(_LEAST_PAGES * self._page, int(way * read_s / (read_s + compute_s)))
+        return (start + num_tokens) // self._page * self._page
 
     def _read_s(self, asked: Asked, num_tokens: int) -> float:
         """By the rate of the store that it reads from; 0 where that is not known."""

@@ -18,6 +18,7 @@ from hicache.tiers import DISK, Component, Store
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
+_LEAST_JOBS = 16  # of a prompt that is computed meanwhile
 _MAX_IN_FLIGHT = 32  # jobs of a store, for who waits and for who does not: many steps' work for its readers
 
 
@@ -76,7 +77,10 @@ class Readers:
         component, store, start, _ = piece = asked.to_read[0]
         assert asked.has is not None and store is not None
         index, prompt = component.index, asked.has.located.prompt
-        pages = asked.next_pages(self._job_pages(component, store))
+        max_pages = self._job_pages(component, store)
+        if asked.handle.joins:  # what is computed meanwhile, or meets it, ends between two jobs
+            max_pages = min(max_pages, -(-(piece.end - start) // _LEAST_JOBS))
+        pages = asked.next_pages(max_pages)
         new = index.fitting(prompt.new_pages(component.name, pages))
         if asked.handle.joins and (num_fit := sum(len(fit.keys) for fit in new)) < len(pages):
             pages = pages[len(pages) - num_fit :]  # where there is no room for all, the last of them

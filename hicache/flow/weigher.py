@@ -96,7 +96,7 @@ class Weigher:
         start, end = max(asked.num_usable, start) * page, end * page
         if start >= end:
             return False
-        if asked.handle.joins and not num_delayed:
+        if asked.may_join and not num_delayed:
             compute_s = self._cost.longest_wait_s(start, end)
             if math.isfinite(compute_s) and (asked.is_found or now_s - asked.progress_s > _ANSWER_SHARE * compute_s):
                 self.stop(asked)
