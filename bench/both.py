@@ -146,7 +146,7 @@ class _Case:
         """Let the engine see how fast the store is now, by a part of a prompt."""
         self.forget()
         engine, name = self.served.engine, self.name("load")
-        handle = engine.prefetch(name, tokens[: len(tokens) // 8], mode="wait_complete")
+        handle = engine.prefetch(name, tokens[: len(tokens) // 32], mode="wait_complete")
         while not handle.ready:
             engine.poll()
             time.sleep(0.001)

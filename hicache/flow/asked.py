@@ -16,8 +16,6 @@ from hicache.host import HostRun, spans
 from hicache.tiers import FULL, Store
 from hicache.tree.key import Tokens
 
-_LEAST_WAY_PAGES = 32  # a pass costs as much however little it computes, so what is short is loaded or computed
-
 
 @dataclass(eq=False, slots=True)
 class Asked:
@@ -76,18 +74,13 @@ class Asked:
 
     @property
     def is_urgent(self) -> bool:
-        """Whether it waits for what comes, or will join it."""
-        return self.handle.waits or self.handle.joins
+        """Whether it waits for what comes, or would."""
+        return self.handle.waits or self.handle.yields
 
     @property
     def turn(self) -> tuple[bool, int]:
         """What is urgent comes before what is not, then who came first."""
         return not self.is_urgent, self.arrival
-
-    @property
-    def may_join(self) -> bool:
-        """Whether so much is to come that computing it meanwhile pays."""
-        return self.handle.joins and self.end - self.coming[0] >= _LEAST_WAY_PAGES
 
     @property
     def is_idle(self) -> bool:

@@ -20,23 +20,32 @@ from hicache.flow.readers import Readers
 from hicache.host import HostRun
 from hicache.tiers import FULL
 
-_LEAST_PAGES = 8  # of a pass, however near the run is that comes: it costs as much where it computes less
+# A pass costs as much however little it computes: at least so many pages, however near the run is that comes, and what
+# is less than so many in all is loaded or computed.
+_LEAST_PASS_PAGES, _LEAST_WAY_PAGES = 8, 32
 
 
 class Beside:
-    """The requests that are computed while they read. Owned by the scheduler thread."""
+    """The requests that are computed while they read. Owned by the scheduler thread.
+
+    `is_possible`: with the components of the engine. `least_pages`: that are to come, for less is not worth it.
+    """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters, readers: Readers) -> None:
         self._context, self._cost, self._counters, self._readers = context, cost, counters, readers
         self._clock = next(tier.clock for tier in context.stores.values())
         self._asked: dict[str, Asked] = {}
-        self._page = context.tree.page_size
+        self._page, self.least_pages = context.tree.page_size, _LEAST_WAY_PAGES
         # What a request computed is shared at once, but for states, so that it can be admitted behind that.
         self.is_possible = not any(part.tree_component.at_node_end for part in context.components)
 
+    def may_join(self, asked: Asked) -> bool:
+        """Whether so much is to come for a request that computing it meanwhile pays."""
+        return asked.handle.joins and asked.end - asked.coming[0] >= self.least_pages
+
     def begin(self, asked: Asked, lease: Lease) -> bool:
         """The request is admitted; False where it joins nothing."""
-        if not asked.may_join or asked.is_idle:
+        if not self.may_join(asked) or asked.is_idle:
             return False
         self._asked[lease.request_id] = asked
         asked.lease, asked.computed_end = lease, lease.cached_len // self._page
@@ -97,7 +106,7 @@ class Beside:
         if not (read_s or asked.num_came):
             return end
         read_s = max(read_s, self._observed_s(asked, way))
-        num_tokens = max(_LEAST_PAGES * self._page, int(way * read_s / (read_s + compute_s)))
+        num_tokens = max(_LEAST_PASS_PAGES * self._page, int(way * read_s / (read_s + compute_s)))
         return (start + num_tokens) // self._page * self._page
 
     def _read_s(self, asked: Asked, num_tokens: int) -> float:

@@ -10,7 +10,8 @@ from hicache.config import PrefetchMode
 
 class Prefetch:
     """A caller's view of one prefetch. `ready`: admission need not wait. `ended`: nothing more comes. `joins`: its
-    request is computed while it reads on, and joins what has come. Changes in `poll()` and `cancel()` alone, but for a
+    request is computed while it reads on, and joins what has come; `yields`: it did not wait since that delayed nobody,
+    so it comes behind those that wait for nothing. Changes in `poll()` and `cancel()` alone, but for a
     deadline that passes."""
 
     def __init__(
@@ -23,7 +24,7 @@ class Prefetch:
         joins: bool = False,
     ) -> None:
         self.request_id, self.mode, self.deadline_s, self._clock = request_id, mode, deadline_s, clock
-        self.joins = joins
+        self.joins, self.yields = joins, False
         self.found_tokens = self.landed_tokens = 0
         self.waits = mode != "best_effort"
         self.ended = False

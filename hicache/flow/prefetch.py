@@ -64,8 +64,8 @@ class Prefetcher(Movement):
         self._counters = counters = PrefetchCounters(context)
         self._readers = readers = Readers(context, cost, counters)
         self._room = HostRoom(context, readers.num_pages)
-        self._weigher = Weigher(context, cost, counters, requests, readers.reads)
         self.beside = Beside(context, cost, counters, readers)
+        self._weigher = Weigher(context, cost, counters, requests, readers.reads, self.beside.may_join)
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._asked))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._begun))

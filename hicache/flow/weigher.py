@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.context import EngineContext
@@ -49,7 +49,7 @@ class _Queue:
 
 class Weigher:
     """By the rule of `LoadEstimate`. Owned by the scheduler thread. `jobs`: that read, in the order in which they were
-    queued."""
+    queued. `may_join`: whether a request may be computed while it reads."""
 
     def __init__(
         self,
@@ -58,9 +58,10 @@ class Weigher:
         counters: PrefetchCounters,
         requests: Requests,
         jobs: Mapping[int, ReadOfRuns],
+        may_join: Callable[[Asked], bool],
     ) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._requests, self._jobs = requests, jobs
+        self._requests, self._jobs, self._may_join = requests, jobs, may_join
         self._clock = next(tier.clock for tier in context.stores.values())
 
     def decide(self, undecided: Collection[Asked], all_asked: Sequence[Asked]) -> None:
@@ -96,9 +97,10 @@ class Weigher:
         start, end = max(asked.num_usable, start) * page, end * page
         if start >= end:
             return False
-        if asked.may_join and not num_delayed:
+        if not num_delayed and self._may_join(asked):
             compute_s = self._cost.longest_wait_s(start, end)
             if math.isfinite(compute_s) and (asked.is_found or now_s - asked.progress_s > _ANSWER_SHARE * compute_s):
+                asked.handle.yields = True
                 self.stop(asked)
                 return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed

@@ -33,9 +33,9 @@ class ServingOrder:
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
 
 
-def readers_last(requests: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
-    """In their order, but those last that something comes for: who computes little of it waits for nothing else."""
-    return sorted(requests, key=lambda req: req.is_reading)
+def yielding_last(requests: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
+    """In their order, but those last that yield to the others."""
+    return sorted(requests, key=lambda req: req.yields)
 
 
 def comes_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:

@@ -74,9 +74,10 @@ class ScheduledRequest:
         return self.prefetch is None or self.prefetch.ready
 
     @property
-    def is_reading(self) -> bool:
-        """Whether pages of its prompt may come yet; of one that runs, those that it joins."""
-        return self.prefetch is not None and self.prefetch.joins and not self.prefetch.ended
+    def yields(self) -> bool:
+        """Whether it comes behind those that wait for nothing: pages of its prompt may come yet, for which it would
+        have waited beside others."""
+        return self.prefetch is not None and self.prefetch.yields and not self.prefetch.ended
 
     def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
         """What it asks the engine for now."""
