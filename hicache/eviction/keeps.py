@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from hicache.eviction.orders import Keep
 
-KEPT_SHARE = 0.5  # of a tier, that a namespace may have kept: a time that is wrong costs the others no more
+KEPT_SHARE = 0.9  # of a tier, that a namespace may have kept: so much is left to its prompts that say nothing
+_PATIENCE = 4.0  # times the time that was told: one that comes later than told would be evicted before all others
 
 
 class _Prompt(NamedTuple):
@@ -41,9 +42,10 @@ class Keeps:
         kept = (prompt for prompts in self._prompts.values() for prompt in prompts if not prompt.is_over)
         return sum(prompt.num_tokens for prompt in kept)
 
-    def add(self, namespace: str, until_s: float, num_tokens: int, keeps: Sequence[Keep]) -> None:
-        """A prompt of so many tokens is kept until then. Where that is too much, the oldest keep of the namespace
-        ends."""
+    def add(self, namespace: str, now_s: float, within_s: float, num_tokens: int, keeps: Sequence[Keep]) -> None:
+        """A prompt of so many tokens is kept, whose next turn was announced within a time that may be wrong. Where that
+        is too much, the oldest keep of the namespace ends."""
+        until_s = now_s + _PATIENCE * within_s
         kept = [prompt for prompt in self._prompts.get(namespace, ()) if not prompt.is_over]
         kept.append(_Prompt(until_s, num_tokens, keeps))
         excess = sum(prompt.num_tokens for prompt in kept) - self._most_tokens

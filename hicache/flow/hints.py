@@ -38,7 +38,7 @@ class Hints:
         if lease.expected_uses is not None:
             self._expect_uses(lease, lease.expected_uses)
         if lease.next_turn_within_s is not None:
-            self._keep(lease, self._context.clock() + lease.next_turn_within_s)
+            self._keep(lease, lease.next_turn_within_s)
         return lease.node
 
     def _end_session(self, lease: Lease) -> TreeNode:
@@ -62,12 +62,12 @@ class Hints:
             for component in self._context.components:
                 component.index.expect_uses(keys[component.name], num_uses)
 
-    def _keep(self, lease: Lease, until_s: float) -> None:
-        context, node = self._context, lease.node
+    def _keep(self, lease: Lease, within_s: float) -> None:
+        context, node, now_s = self._context, lease.node, self._context.clock()
         if node.is_root:
             return
-        self._on_device.add(lease.namespace, until_s, node.depth_tokens, context.tree.keep(node))
+        self._on_device.add(lease.namespace, now_s, within_s, node.depth_tokens, context.tree.keep(node))
         if context.has_host:
             keys = path_keys(context, node)
             keeps = [keep for at in context.components for keep in at.index.keep(keys[at.name])]
-            self._on_host.add(lease.namespace, until_s, len(keys[FULL]), keeps)
+            self._on_host.add(lease.namespace, now_s, within_s, len(keys[FULL]), keeps)

@@ -219,23 +219,27 @@ def test_what_is_kept_pays_with_as_many_tokens_of_its_namespace() -> None:
 
 
 def test_prompts_are_kept_until_their_time_and_within_their_share() -> None:
-    """Against a list of them: of each namespace those that were told last, as many as fit, whose time has not come."""
+    """Against a list of them: of each namespace those that were told last, as many as fit, until four times the time
+    that was told."""
     dice, keeps, order = random.Random(0), Keeps(20), make_order("lru", lambda record: True)
-    told: list[tuple[str, int, int, CountedRecord]] = []
+    told: list[Sized] = []
+    kept: list[tuple[Sized, int]] = []  # the oldest first, with its end
     for now in range(500):
         keeps.expire(now)
-        record = Sized(dice.choice("ab"), dice.randrange(1, 9))
+        record, within = Sized(dice.choice("ab"), dice.randrange(1, 9)), dice.randrange(1, 5)
         order.insert(record)
-        until = now + dice.randrange(1, 20)
-        keeps.add(record.namespace, until, record.num_tokens, [order.keep(record, record.num_tokens)])
-        told.append((record.namespace, until, record.num_tokens, record))
+        keeps.add(record.namespace, now, within, record.num_tokens, [order.keep(record, record.num_tokens)])
+        told.append(record)
+        kept = [(each, until) for each, until in (*kept, (record, now + 4 * within)) if until > now]
+        while sum(each.num_tokens for each, _ in kept if each.namespace == record.namespace) > 20:
+            kept.remove(next(pair for pair in kept if pair[0].namespace == record.namespace))
         if dice.random() < 0.3:
-            order.hit(dice.choice(told)[3])
-        for namespace in "ab":
-            mine = [(until, size, each) for name, until, size, each in told if name == namespace and each.keep]
-            assert all(until > now for until, _, _ in mine) and sum(size for _, size, _ in mine) <= 20
-        assert keeps.num_tokens == sum(size for _, _, size, each in told if each.keep is not None)
-    assert any(each.keep for *_, each in told)
+            used = dice.choice(told[-8:])
+            order.hit(used)
+            kept = [pair for pair in kept if pair[0] is not used]
+        assert [each for each in told if each.keep is not None] == [each for each, _ in kept]
+        assert keeps.num_tokens == sum(each.num_tokens for each, _ in kept)
+    assert len(kept) > 4
 
 
 @pytest.mark.parametrize("name", [name for name in EVICTION_POLICIES if name != "auto"])
