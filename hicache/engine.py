@@ -1,7 +1,6 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-The engine builds the movements in their order and is the only place where asynchronous results land, in `poll()`. Every
-method belongs to one thread, the scheduler's.
+It builds the movements in their order. Asynchronous results land in `poll()` alone. For one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -139,6 +138,7 @@ class CacheEngine(EngineLife):
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
+        self._commit.hints.expire()
         land(self._movements)
         if self._prefetcher is not None:
             self._prefetcher.step()
@@ -208,7 +208,7 @@ class CacheEngine(EngineLife):
         try:
             if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed - 1):
                 return lease
-            lease.expected_uses = None  # its request goes on
+            lease.drop_hints()  # its request goes on
             self._end(lease)
             joined = self._admitted(lease.request, joins=True)
             self._prefetcher.joined(lease, num_tokens, joined)

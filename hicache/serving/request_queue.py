@@ -79,19 +79,6 @@ class ScheduledRequest:
         have waited beside others."""
         return self.prefetch is not None and self.prefetch.yields and not self.prefetch.ended
 
-    def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
-        """What it asks the engine for now."""
-        return CacheRequest(
-            self.request_id,
-            self.tokens,
-            self.request.namespace,
-            reserve_tokens=reserve_tokens,
-            branch_points=self.request.branch_points,
-            expected_uses=self.request.expected_uses,
-            max_cached_tokens=self.num_scored - 1 if self.is_scoring else None,
-            is_counted=self.request.is_counted and self.hit is None,
-        )
-
     def hold(self, lease: Lease) -> None:
         """It was admitted, or has joined what has come."""
         if self.hit is None:
@@ -150,6 +137,22 @@ class ScheduledRequest:
         if (constraint := self.request.constraint) is not None and constraint.outcome is not None:
             return constraint.outcome
         return "length" if self.length == len(self.sequence) else None
+
+    def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
+        """For its admission now. Admitted before, it is no new prompt."""
+        request = self.request
+        return CacheRequest(
+            self.request_id,
+            self.tokens,
+            request.namespace,
+            reserve_tokens=reserve_tokens,
+            branch_points=request.branch_points,
+            expected_uses=request.expected_uses,
+            session_end=request.session_end,
+            next_turn_within_s=request.next_turn_within_s,
+            max_cached_tokens=self.num_scored - 1 if self.is_scoring else None,
+            is_counted=request.is_counted and self.hit is None,
+        )
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:
         """Its outcome, where it ends now."""

@@ -361,7 +361,7 @@ class Scheduler:
 
     def _requeue(self, req: ScheduledRequest) -> None:
         """Release what a running request holds; it waits again, in its old place."""
-        req.held_lease.expected_uses = None  # it is asked for again by itself
+        req.held_lease.drop_hints()
         self._engine.release(req.held_lease)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False
