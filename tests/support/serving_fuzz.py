@@ -146,6 +146,8 @@ class ServingFuzz:
             self.faults.clock.now_s += float(self.rng.choice([0.1, 1.0, 5.0]))
         elif draw < 0.22:
             self.faults.heal()  # an hour passes
+        elif draw < 0.3:  # computing is faster, or slower, than whatever moves bytes
+            self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e-9, 1e6])))
 
     def _submit(self) -> None:
         rng, name = self.rng, next(self.names)
