@@ -81,13 +81,15 @@ def _serve(
     engine: CacheEngine, store: PacedStore, scheduler: Scheduler, reads: Iterable[int]
 ) -> dict[str, RequestOutput]:
     """Step to the end, with so many reads between steps; every account is proved after each."""
-    outputs: dict[str, RequestOutput] = {}
+    outputs, prefetcher = dict[str, RequestOutput](), engine.inspect.prefetcher
+    assert prefetcher is not None
     for num_reads in reads:
         outputs.update({output.request_id: output for output in scheduler.step()})
         engine.check()
         if not scheduler.num_unfinished:
             return outputs
         for _ in range(num_reads):
+            eventually(lambda: engine.poll() or store.held or not prefetcher.is_busy())
             if not store.held:
                 break
             before = store.num_ended
