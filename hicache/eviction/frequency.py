@@ -137,8 +137,9 @@ class FadingFrequency(EvictionPolicy):
         matters_from = self._seen_tokens - _REMEMBERED * max(self.half_life, self._capacity_tokens)
         for _ in range(2):  # more than come, so that none stays for long
             oldest = next(iter(evicted.values()), None)
-            if oldest is not None and (len(evicted) > _MAX_REMEMBERED or oldest.at < matters_from):
-                evicted.popitem(last=False)
+            if oldest is None or (len(evicted) <= _MAX_REMEMBERED and oldest.at >= matters_from):
+                break
+            evicted.popitem(last=False)
 
     def like_tokens(self, num_tokens: int, name_at: Callable[[int], int]) -> int:
         """How many of `num_tokens` tokens were used alike before they were evicted; all of them where nothing is
