@@ -1,7 +1,6 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-The engine builds the movements in their order and is the only place where asynchronous results land, in `poll()`. Every
-method belongs to one thread, the scheduler's.
+It builds the movements in their order. Asynchronous results land in `poll()` alone. For one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -171,6 +170,7 @@ class CacheEngine(EngineLife):
     def poll(self) -> None:
         """Land what has finished. Call it once a step; it never blocks."""
         self._require_running()
+        self._commit.hints.expire()
         land(self._movements)
         if self._prefetcher is not None:
             self._prefetcher.step()

@@ -150,7 +150,7 @@ class Admit:
                         held.pop_all()  # these locks are the load's now
                         lease.read([load])
                 self._start(lease, admission)
-            if self._backup is not None:
+            if self._backup is not None and not lease.session_end:
                 self._backup.maybe_backup(lease.node)
             self._note_admitted(lease, estimate, is_counted=request.is_counted)
             undo.pop_all()
@@ -327,7 +327,7 @@ class Admit:
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
         for node in path:
-            node.hit_count += 1
+            node.begin_use()
         lease.cached_len = admission.length
         lease.hit = self._hit(admission, parts.get(FULL, ()))
 
