@@ -217,9 +217,11 @@ class EvictionOrder(Generic[R]):
         prompt that was kept has come."""
         record.has_ended = False
         self.set_keep(record, None)
-        if record in self:
+        if record.at != NO_ENTRY:
             self.policy.use(record)
             self._move(record)
+        elif record in self._aside:
+            self.policy.use(record)
 
     def expect(self, record: R, change: int) -> None:
         """`change` more queued requests will need it, or fewer. That is no use."""
@@ -264,7 +266,8 @@ class EvictionOrder(Generic[R]):
 
     def unlock(self, record: R) -> None:
         """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
-        self.insert(record)
+        self.policy.enter(record)
+        self._enter(record)
 
     def update(self, record: R) -> None:
         """It may be a victim from now on, or its rank changed without a use; where it is locked, nothing happens."""
@@ -338,16 +341,11 @@ class EvictionOrder(Generic[R]):
 
     def _entry(self, record: R) -> Entry:
         """With the record's standing and rank of now."""
-        if record.expected > 0:
-            standing = _EXPECTED
-        elif record.keep is not None:
-            standing = _KEPT
-        else:
-            standing = _ENDED if record.has_ended else _PLAIN
+        standing = _ENDED if record.has_ended else _PLAIN
+        if record.expected > 0 or record.keep is not None:
+            standing = _EXPECTED if record.expected > 0 else _KEPT
         rank = self.policy.rank(record)
-        if isinstance(rank, tuple):
-            return (standing, *rank, next(self._sequence), record)
-        return (standing, rank, next(self._sequence), record)
+        return (standing, *(rank if isinstance(rank, tuple) else (rank,)), next(self._sequence), record)
 
     @staticmethod
     def _turn_entry(keep: Keep, own: _Own[Any]) -> Entry:

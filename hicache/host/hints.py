@@ -14,7 +14,7 @@ class PageHints:
 
     def __init__(self, order: EvictionOrder[HostRun]) -> None:
         self._order = order
-        self._runs: dict[bytes, HostRun] = {}  # by the keys of their pages, of those in flight too
+        self._runs: dict[bytes, HostRun] = {}  # of a key that several bring the published one
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need these."""
