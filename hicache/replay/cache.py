@@ -252,12 +252,12 @@ class CacheSimulation:
         done, under_way = node.depth_tokens, deque[list[RunPart]]()
         end = parts[-1].end if parts else done
         while done < end:
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
             last = host.step_end(done, end, self._free(), 0)
             step = within(parts, range(done, last))
             if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
                 host.lock([split])  # once for each step
-            if len(under_way) > 1:
-                self._land(host, under_way.popleft())
             self._make_available(last - done)
             node, done = self._load(node, blocks, step), last
             under_way.append(step)

@@ -102,6 +102,11 @@ class ScheduledRequest:
         assert self.lease is not None
         return self.lease
 
+    def has_stalled(self, now_s: float, timeout_s: float) -> bool:
+        """Whether it has waited longer than that while only a transfer could free slots for it."""
+        self.stalled_since_s = self.stalled_since_s or now_s
+        return now_s - self.stalled_since_s > timeout_s
+
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why generation has ended; None if it goes on."""

@@ -20,6 +20,7 @@ from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import (
     CallbackFailed,
     ConfigError,
+    ExchangePending,
     HiCacheError,
     OutOfSlots,
     PrefetchPending,
@@ -186,8 +187,9 @@ class Scheduler:
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank. Skipped are requests whose prefetch is pending, and those whose prefix is being computed for
-        another. One that gets no slots blocks the queue, and one that would get nothing of the next passes."""
+        """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
+        whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
+        nothing of the next passes."""
         for req in self._waiting_queue:
             if not req.is_ready:
                 req.seen_commits = -1
@@ -199,14 +201,14 @@ class Scheduler:
             while not req.has_ended and req.lease is None:
                 try:
                     self._admit(req)
-                except PrefetchPending:
+                except (PrefetchPending, ExchangePending):
                     break
                 except ResourceExhausted as error:
                     if not isinstance(error, TransferBusy) and self._preempt_below(req):
                         continue
                     if self._running_batch:
                         req.stalled_since_s = 0.0
-                    elif self._is_stalled(req):
+                    elif req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return
                 except PromptTooLong as error:
@@ -226,18 +228,13 @@ class Scheduler:
                 expected_uses=req.request.expected_uses,
                 max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
                 is_counted=req.request.is_counted and req.hit is None,
+                may_wait=False,
             )
         )
         req.lease, req.kv_len = lease, lease.cached_len
         req.hit, req.stalled_since_s = req.hit or lease.hit, 0.0
         self._waiting_queue.discard(req)
         self._running_batch.add(req)
-
-    def _is_stalled(self, req: ScheduledRequest) -> bool:
-        """Whether a request has waited longer than the timeout while only a transfer could free slots for it."""
-        now = self._clock()
-        req.stalled_since_s = req.stalled_since_s or now
-        return now - req.stalled_since_s > self._stall_timeout_s
 
     # One batch
 
@@ -275,7 +272,7 @@ class Scheduler:
                     self._engine.backup(req.lease)
                     has_waited = True
                 else:
-                    if self._is_stalled(req):
+                    if req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return False
         if req.lease is None:
