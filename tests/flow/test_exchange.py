@@ -151,8 +151,8 @@ def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_
             engine.acquire(CacheRequest("r1", second, reserve_tokens=0, may_wait=False))
         engine.cancel("r0")
         engine.flush()  # its last load locks what it continues
-        assert (taken := engine.acquire(CacheRequest("r1", second, reserve_tokens=0))).hit.tokens >= 104
-        engine.release(taken)
+        with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as taken:
+            assert taken.hit.tokens >= 104
     elif end in ("failed up", "failed down"):
         link = up if end == "failed up" else down
         link.fails = ConnectionError("the link is down")
