@@ -222,6 +222,8 @@ class Admit:
                 pages = range(component.first_required(end), end)
                 runs[component.name] = [part.run for part in located.parts(component, pages)]
         node = tree.node_at(match, on_device)
+        if self.exchange is not None:
+            self.exchange.is_room_due = True
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
             new = _Expected(node, None if node.is_root else tree.expect(node), runs)
@@ -250,8 +252,8 @@ class Admit:
 
     def make_room(self, leases: Mapping[str, Lease]) -> None:
         """For what `leases` and queued requests take next, as far as it would have to be waited for then."""
-        if self.exchange is not None and (leases or self._expectations):
-            self.exchange.make_room(leases.values(), bool(self._expectations))
+        if self.exchange is not None:
+            self.exchange.make_room(leases, has_queued=len(self._expectations) > 0)
 
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
@@ -269,6 +271,8 @@ class Admit:
 
     def _make_room_for(self, component: CacheComponent, size: int) -> bool:
         """For a request that runs, to which one that is to be admitted gives way."""
+        if self.exchange is not None:
+            self.exchange.is_room_due = True
         if self._eviction.make_available(component, size):
             return True
         if self.exchange is None or not self.exchange.end():

@@ -15,7 +15,7 @@ is admitted, layer by layer. One request at a time: they would take each other's
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
 from hicache.errors import ExchangePending, ResourceExhausted, TransferBusy
@@ -60,6 +60,7 @@ class Exchange(Movement):
         self._context, self._restore, self._eviction = context, restore, eviction
         self._wanted: _Wanted | None = None
         self._chunk_tokens = 0  # that a request took at a time
+        self.is_room_due = False
         self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
 
     def of(self, request_id: str) -> _Wanted | None:
@@ -112,10 +113,14 @@ class Exchange(Movement):
             self._release(wanted)
         return wanted is not None
 
-    def make_room(self, leases: Collection[Lease], has_queued: bool) -> None:
-        """For what requests take next, so that they wait for no copy then: a chunk of a prompt, and a page each."""
+    def make_room(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
+        """For what requests take next, so that they wait for no copy then: a chunk of a prompt, and a page each. Once
+        after each time that any took or will take something."""
+        if not self.is_room_due:
+            return
+        self.is_room_due = False
         page, full = self._context.tree.page_size, self._context.full
-        prompts = sum([max(0, lease.prompt_len - lease.held_len) for lease in leases])
+        prompts = sum([max(0, lease.prompt_len - lease.held_len) for lease in leases.values()])
         chunk = self._chunk_tokens if has_queued else min(self._chunk_tokens, prompts)
         wanted = min(chunk + page * len(leases), full.capacity // _AHEAD_SHARE)
         if wanted > full.available():
@@ -123,7 +128,7 @@ class Exchange(Movement):
 
     def note_chunk(self, num_tokens: int | None) -> None:
         """A request takes slots for so many tokens of its prompt at a time."""
-        self._chunk_tokens = num_tokens or self._chunk_tokens
+        self._chunk_tokens, self.is_room_due = num_tokens or self._chunk_tokens, True
 
     def poll(self) -> bool:
         return self._advance()
