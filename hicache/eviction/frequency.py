@@ -93,8 +93,10 @@ class FadingFrequency(EvictionPolicy):
         return math.log2(record.uses) + record.used_at / self.half_life + min(record.owner.priority, _MAX_LEVELS)
 
     def enter(self, record: Record) -> None:
-        self.tokens += record.owner.num_tokens
-        self._count_in(record)
+        usage = record.owner
+        self.tokens += usage.num_tokens
+        if not record.uses or record.hits != usage.hit_count:
+            self._count_in(record)
 
     def lock(self, record: Record) -> None:
         self.tokens -= record.owner.num_tokens

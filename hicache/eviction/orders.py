@@ -160,9 +160,11 @@ class EvictionOrder(Generic[R]):
 
     def hit(self, record: R) -> None:
         """It was used; where it is locked, that counts once it is unlocked."""
-        if record in self:
+        if record.at != _NO_ENTRY:
             self.policy.use(record)
             self._move(record)
+        elif record in self._aside:
+            self.policy.use(record)
 
     def expect(self, record: R, change: int) -> None:
         """`change` more queued requests will need it, or fewer. That is no use."""
@@ -181,7 +183,8 @@ class EvictionOrder(Generic[R]):
 
     def unlock(self, record: R) -> None:
         """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
-        self.insert(record)
+        self.policy.enter(record)
+        self._enter(record)
 
     def update(self, record: R) -> None:
         """It may be a victim from now on, or its rank changed without a use; where it is locked, nothing happens."""

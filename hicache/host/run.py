@@ -107,7 +107,7 @@ class HostRun(CountedRecord):
     def needs(self) -> HostRun | None:
         """What it follows and keeps here while it is locked itself."""
         parent = self.parent_run
-        return None if parent is None or parent.is_duplicate else parent
+        return None if parent is None or parent.on_device == len(parent.keys) else parent
 
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""

@@ -313,13 +313,14 @@ class CacheSimulation:
 
     def _save(self, pieces: Sequence[NewPages]) -> None:
         """Device to host, and from there to the disk, as far as the host has room."""
-        if not pieces or self.host is None:
+        host = self.host
+        if not pieces or host is None:
             return
         self._enter(pieces)
         if self.disk is not None:
-            self.disk.put(ids_of(key for piece in pieces for key in piece.keys if key in self.host))
-            for path in _paths([run for piece in pieces if (run := self.host.get(piece.keys[-1])) is not None]):
-                self.disk.touch(ids_of(key for run in path for key in run.keys))
+            self.disk.put(ids_of(part.keys for piece in pieces for part in host.parts(piece.keys)))
+            for path in _paths([run for piece in pieces if (run := host.get(piece.keys[-1])) is not None]):
+                self.disk.touch(ids_of(run.keys for run in path))
 
     # Capacity
 
