@@ -166,15 +166,15 @@ class CacheEngine(EngineLife):
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
     @exclusive
-    def poll(self) -> None:
-        """Land what has finished. Call it once a step; it never blocks."""
+    def poll(self) -> bool:
+        """Land what has finished. Call it once a step; it never blocks. True: each poll makes a step of an exchange."""
         self._require_running()
         land(self._movements)
-        self._admit.make_room(self._leases)
         if self._prefetcher is not None:
             self._prefetcher.step()
         if self._events is not None:
             self._events.publish()
+        return self._admit.make_room(self._leases)
 
     @exclusive
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:

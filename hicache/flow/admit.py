@@ -250,10 +250,13 @@ class Admit:
         for name, of_component in runs.items():
             self._context.by_name[name].index.expect(of_component, change)
 
-    def make_room(self, leases: Mapping[str, Lease]) -> None:
-        """For what `leases` and queued requests take next, as far as it would have to be waited for then."""
-        if self.exchange is not None:
-            self.exchange.make_room(leases, has_queued=len(self._expectations) > 0)
+    def make_room(self, leases: Mapping[str, Lease]) -> bool:
+        """For what `leases` and queued requests take next, as far as it would have to be waited for then. Whether pages
+        are exchanged for one that is to be admitted."""
+        if self.exchange is None:
+            return False
+        self.exchange.make_room(leases, has_queued=len(self._expectations) > 0)
+        return self.exchange.is_under_way
 
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""

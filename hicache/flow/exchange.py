@@ -63,6 +63,11 @@ class Exchange(Movement):
         self.is_room_due = False
         self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
 
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the next poll may make a step."""
+        return self._wanted is not None and not (self._wanted.is_ready or self._wanted.error)
+
     def of(self, request_id: str) -> _Wanted | None:
         """What it has got so far."""
         wanted = self._wanted
@@ -82,7 +87,7 @@ class Exchange(Movement):
         if wanted is None:
             if has_room and self._is_one_step(admission):
                 return False
-            if self._wanted is not None and not (self._wanted.is_ready or self._wanted.error):
+            if self.is_under_way:
                 raise ExchangePending("pages are exchanged for another request: poll() until it is admitted")
             self.end()
             self._begin(request, admission, located)

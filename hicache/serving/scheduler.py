@@ -29,6 +29,7 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
+from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
 from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
 from hicache.serving.prefill_meter import PrefillMeter
@@ -73,6 +74,7 @@ class Scheduler:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
         self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
+        self._beside = BesidePasses(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         rank_s = ServingOrder(max_overtake_s, self.prefill_meter.seconds).rank_s
@@ -284,7 +286,7 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
-        with self.prefill_meter.measure(chunks):
+        with self._beside.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
         logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
