@@ -1,6 +1,6 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-The engine builds the movements in their order; results land in `poll()`. All methods belong to the scheduler's thread.
+It builds the movements in their order. Asynchronous results land in `poll()` alone. For one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ class CacheEngine(EngineLife):
         super().__init__(context, events)
         self._context = context
         self._leases, prompts = dict[str, Lease](), Prompts(context.tree)
-        self._cost = CostModel.of(context)
-        self._persists = persists_of(context)
+        self._cost, self._persists = CostModel.of(context), persists_of(context)
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
@@ -169,6 +168,7 @@ class CacheEngine(EngineLife):
     def poll(self) -> bool:
         """Land what has finished. Call it once a step; it never blocks. True: each poll makes a step of an exchange."""
         self._require_running()
+        self._commit.hints.expire()
         land(self._movements)
         if self._prefetcher is not None:
             self._prefetcher.step()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -58,13 +59,15 @@ def build_engine(
     components: Sequence[type[CacheComponent]] = (),
     store: PageStore | None = None,
     remote: PageStore | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> CacheEngine:
     """An engine for `model`; start it before use.
 
     `model`: the geometry of attention with grouped heads or latent rows, with windows or recurrent layers among it
     where the model has them, whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of
     slots. `components`: of one's own, beside those of the model. `store`, `remote`: stores of one's own, in place of
-    those that the settings of disk and remote tier describe; the caller closes them, after the engine. Raises
+    those that the settings of disk and remote tier describe; the caller closes them, after the engine. `clock`:
+    seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
     device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
@@ -105,7 +108,7 @@ def build_engine(
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)
-        context = EngineContext(**vars(parts), components=built, write_policy=write_policy, stores=stores)
+        context = EngineContext(**vars(parts), components=built, write_policy=write_policy, stores=stores, clock=clock)
         engine = CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
         opened.pop_all()
     return engine
@@ -268,9 +271,9 @@ def _links(
     for name, space in spaces.items():
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
-            told = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            run_pages = max(1, RUN_TOKENS // config.host_page_size)
-            index = (ExclusiveIndex if is_exclusive else PageIndex)(host, config.host_order, *told, run_pages)
+            came, leaves = (watch.came, left) if name == FULL and watch is not None else (None, None)
+            index_kind, run_pages = ExclusiveIndex if is_exclusive else PageIndex, RUN_TOKENS // config.host_page_size
+            index = index_kind(host, config.host_order, came, leaves, max(1, run_pages))
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

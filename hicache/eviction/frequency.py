@@ -39,7 +39,6 @@ _REMEMBERED = 8.0  # half-lives or capacities, whichever is more
 _MAX_REMEMBERED = 1 << 17  # 16 MiB
 _MIN_TRUST = 1 / 64
 _MAX_LEVELS = 32  # of priority: more would keep for ever what nobody asks for
-_NO_USES = 2.0**-64
 
 
 class _Uses(NamedTuple):
@@ -111,16 +110,14 @@ class FadingFrequency(EvictionPolicy):
             self._count(record, usage.num_tokens)
 
     def uses_of(self, record: Record) -> float:
-        """Its uses as of now, 1 at least; 0 where none is to come."""
-        if record.uses <= _NO_USES:
-            return 0.0 if record.uses else 1.0
+        """Its uses as of now, 1 at least."""
+        if not record.uses:
+            return 1.0
         return max(1.0, record.uses * math.pow(2.0, (record.used_at - self._seen_tokens) / self.half_life))
 
     def expect_uses(self, record: Record, num_uses: float) -> None:
-        """With 0, one that a lock has kept from being counted says nothing either."""
         self._count_in(record)
-        record.uses = max(record.uses, float(num_uses)) if num_uses else _NO_USES
-        record.used_at = self._seen_tokens if num_uses else record.used_at
+        record.uses, record.used_at = max(record.uses, float(num_uses)), self._seen_tokens
 
     def split(self, upper: Record, lower: Record) -> None:
         self._shadow.split(upper.owner.name, lower.owner.name, upper.owner.num_tokens)

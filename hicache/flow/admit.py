@@ -167,7 +167,7 @@ class Admit:
                     held.pop_all()  # these locks are the load's now
                     lease.read([load])
                 self._start(lease, admission)
-            if self._backup is not None:
+            if self._backup is not None and not lease.session_end:
                 self._backup.maybe_backup(lease.node)
             self._note_admitted(lease, estimate, is_counted=request.is_counted)
             undo.pop_all()
@@ -365,7 +365,8 @@ class Admit:
         if wanted is not None:
             device_len = min(device_len, wanted.num_held * self._context.tree.page_size)
         for node in path:
-            node.hit_count += node.depth_tokens <= device_len
+            if node.depth_tokens <= device_len:  # what has come since counts its uses from the host
+                node.begin_use()
         lease.cached_len = admission.length
         sources = sources_of(parts.get(FULL, ())) + (Counter() if wanted is None else wanted.sources)
         disk_len, remote_len = (sources[store] * self._context.tree.page_size for store in (Store.DISK, Store.REMOTE))

@@ -136,12 +136,12 @@ class Backup(CopyMovement[_Copy]):
         return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
 
     def _unsaved(self, nodes: Sequence[TreeNode]) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first."""
+        """What the host lacks of `nodes`, FULL first, but for what is of sessions that have ended."""
         found = []
         for component in self._context.components:
             pages, values = list[NewPages](), list[torch.Tensor]()
             for node in nodes:
-                if node.has(component.name):
+                if node.has(component.name) and not node.holdings[component.name].has_ended:
                     self._add_unsaved(node, component, pages, values)
             if pages:
                 found.append(Unsaved(component, pages, values))
@@ -161,7 +161,7 @@ class Backup(CopyMovement[_Copy]):
             keys, event_pages = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             event_pages = tree.names.pages(node)
-        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses)
+        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)

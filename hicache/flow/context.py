@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -21,11 +22,12 @@ from hicache.tree.node import TreeNode
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
     """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
-    them."""
+    them. `clock`: seconds, by which next turns are awaited."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
+    clock: Callable[[], float] = time.monotonic
     _dropped: list[TreeNode] = field(default_factory=list)  # of which the host has not been told
 
     @cached_property

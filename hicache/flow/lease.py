@@ -63,9 +63,14 @@ class CacheRequest:
     `poll` goes on with them.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
-    as twice as many uses, up to 32. `expected_uses`, when the lease ends: how often the prompt will be asked for again
-    with its answer; 0, the session ends: what no other prompt has in common with it, behind the last branch point, goes
-    first.
+    as twice as many uses, up to 32. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
+    for again with its answer.
+
+    These two count under every policy, from the end of the lease until the prompt is used again. `session_end`: nobody
+    will ask for it again; what no other prompt has in common with it, behind the last branch point, goes first on every
+    tier, and is neither copied to the host nor stored. `next_turn_within_s`: a prompt that continues it is expected by
+    then; until then it goes after what else its namespace has in memory, as far as half of a tier. A hint orders what
+    its own namespace has: what others have leaves no earlier for it.
     """
 
     request_id: str
@@ -75,6 +80,8 @@ class CacheRequest:
     priority: int = 0
     branch_points: tuple[int, ...] = ()
     expected_uses: int | None = None
+    session_end: bool = False
+    next_turn_within_s: float | None = None
     max_cached_tokens: int | None = None
     is_counted: bool = True
     may_wait: bool = True
@@ -108,6 +115,7 @@ class Lease:
         self.request_id, self.namespace = request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
         self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
+        self.session_end, self.next_turn_within_s = request.session_end, request.next_turn_within_s
         self.tokens = TokenRun(request.tokens)
         self.node = node
         self.keys: list[bytes] = []
@@ -123,6 +131,10 @@ class Lease:
         self.state_load: Load | None = None
         self.released = False
         self.on_exit: Callable[[Lease], None] = _no_owner
+
+    def drop_hints(self) -> None:
+        """Its prompt is asked for again by itself."""
+        self.expected_uses, self.session_end, self.next_turn_within_s = None, False, None
 
     @property
     def row(self) -> int:

@@ -161,7 +161,8 @@ class Persist(Movement):
                 self._tier.used([key for above in path_of(run) for key in above.keys])
 
     def _is_unstored(self, run: HostRun) -> bool:
-        return run.is_published and not run.stored & self.into and run not in self._sent
+        """And worth it, for its session has not ended."""
+        return run.is_published and not run.stored & self.into and run not in self._sent and not run.has_ended
 
     def _send_waiting(self) -> None:
         """Send what waits and is still there, as far as it fits; a run may have been divided meanwhile."""

@@ -18,13 +18,14 @@ from itertools import groupby, pairwise
 import torch
 
 from hicache.errors import InvariantError
-from hicache.eviction.orders import EvictionOrder, clock
+from hicache.eviction.orders import clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
+from hicache.host.hints import PageHints
 from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
 
 
-class PageIndex:
+class PageIndex(PageHints):
     """The pages of one host pool: free, in flight or published. Owned by the scheduler thread.
 
     `policy`: the eviction order. `on_come`: told of what was published, `on_leave`: of the last keys of a run that are
@@ -40,8 +41,7 @@ class PageIndex:
         run_pages: int = RUN_PAGES,
     ) -> None:
         self.pool, self._run_pages, self._on_come, self._on_leave = pool, run_pages, on_come, on_leave
-        self._runs: dict[bytes, HostRun] = {}  # of a key that several bring the published one
-        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after or run.is_duplicate)
+        super().__init__(make_order(policy, lambda run: not run.after or run.is_duplicate))
         # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
         self.num_in_flight = self.num_evictable = self.num_raw = 0
         self._num_published = 0
@@ -264,28 +264,6 @@ class PageIndex:
                 self._order.unlock(run)
                 run = run.needs
 
-    def expect(self, runs: Iterable[HostRun], change: int) -> None:
-        """`change` more (1) or fewer (-1) queued requests will need these."""
-        for run in runs:
-            if run.is_published:
-                self._order.expect(run, change)
-
-    def expect_uses(self, keys: Sequence[bytes], num_uses: int) -> None:
-        """These pages, those on their way too, will be asked for `num_uses` times; counts under the policy auto alone.
-        A run that has others as well is not one without a use."""
-        expected, runs = {*keys}, dict.fromkeys(self._runs[key] for key in keys if key in self._runs)
-        for run in runs:
-            if num_uses or expected.issuperset(run.keys):
-                run.expected_uses = max(run.expected_uses, num_uses) if num_uses else 0.0
-                self._tell_uses(run)
-
-    def raise_priority(self, runs: Iterable[HostRun], priority: int) -> None:
-        """A request of `priority` uses these: none has a lower one from now on."""
-        for run in runs:
-            if run.priority < priority:
-                run.priority = priority
-                self._order.update(run)
-
     def discard(self, keys: Sequence[bytes]) -> None:
         """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""
         for run, skipped, start, end in self.parts(keys):
@@ -384,9 +362,7 @@ class PageIndex:
         run.is_published, run.last_access_time, run.job, run.wanted = True, next(clock), None, None
         self._num_published += len(run.keys)
         run.locks -= 1
-        if run.locks:
-            self._order.hit(run)
-        else:
+        if not run.locks:
             self.num_evictable += run.num_held
             self._order.insert(run)
             if (needed := run.needs) is not None:
@@ -394,12 +370,6 @@ class PageIndex:
         self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)
-
-    def _tell_uses(self, run: HostRun) -> None:
-        """What was said of its uses counts once it is there."""
-        if run.is_published and run.expected_uses != 1.0:
-            self._order.expect_uses(run, run.expected_uses)
-            run.expected_uses = 1.0
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has

@@ -6,6 +6,7 @@ every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -19,6 +20,7 @@ import torch
 from hicache.config import default_write_policy, host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
+from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host import (
     RUN_TOKENS,
@@ -34,6 +36,7 @@ from hicache.host import (
 )
 from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
+from hicache.replay.hints import HINTS, NO_HINT, Hint, HintName
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import FULL
 from hicache.tree import RadixTree, TreeNode
@@ -49,7 +52,8 @@ _AT_EVICTION = ("write_back", "exclusive")
 class ReplaySettings:
     """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
     order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
-    `write_policy`: empty for what an engine takes. ConfigError for what no cache can have."""
+    `write_policy`: empty for what an engine takes. `hints`: which of `HINTS` requests give. ConfigError for what no
+    cache can have."""
 
     device_blocks: int | None
     host_blocks: int | None = 0
@@ -58,6 +62,7 @@ class ReplaySettings:
     write_policy: str = ""
     selective_hits: int = 2
     host_policy: str = ""
+    hints: tuple[HintName, ...] = ()
 
     def __post_init__(self) -> None:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0), ("selective_hits", 1)):
@@ -74,6 +79,8 @@ class ReplaySettings:
         for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
                 raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
+        if not {*self.hints} <= {*HINTS}:
+            raise ConfigError(f"hints={short_repr(self.hints)} are unknown; use some of {', '.join(HINTS)}")
 
     @property
     def host_order(self) -> str:
@@ -129,6 +136,9 @@ class CacheSimulation:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
         self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
+        sizes = (settings.device_blocks, settings.host_blocks)
+        self._keeps = [Keeps(math.inf if blocks is None else KEPT_SHARE * blocks) for blocks in sizes]
+        self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
 
     @property
@@ -143,8 +153,11 @@ class CacheSimulation:
         if self.disk is not None:
             self.disk.count_anew()
 
-    def serve(self, blocks: Tokens) -> BlockHits:
-        """One request, from its arrival to its end. `blocks`: ids of prefixes, see `prefix_ids`."""
+    def serve(self, blocks: Tokens, hint: Hint = NO_HINT, now_s: float = 0.0) -> BlockHits:
+        """One request, from its arrival to its end, at `now_s`. `blocks`: ids of prefixes, see `prefix_ids`."""
+        for keeps in self._keeps:
+            keeps.expire(now_s)
+        self._is_last = hint.session_end
         if len(blocks) > len(self._slots):
             self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
         tree = self.tree
@@ -162,7 +175,7 @@ class CacheSimulation:
         node = self._commit(node, blocks[length:], keys)
         tree.touch(node)
         tree.unlock(node)
-        self._touch_below(blocks, keys, node.depth_tokens)
+        self._touch_below(blocks, keys, node, hint, now_s)
         num_disk = bisect_left(read, length)
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
@@ -228,7 +241,7 @@ class CacheSimulation:
             loaded = within(used, range(start, length))
             self.host.lock(part.run for part in loaded)
         for at in node.path():
-            at.hit_count += 1
+            at.begin_use()
         if self._exclusive is not None:
             end = self._load_in_steps(self._exclusive, node, blocks, loaded)
             self._make_available(len(blocks) - end.depth_tokens)
@@ -287,20 +300,41 @@ class CacheSimulation:
         self._maybe_backup(inserted.node, keys)
         return inserted.node
 
-    def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], length: int) -> None:
-        """What the tiers below have of the prefix counts as used, whichever tier served it."""
-        if self.host is None:
-            return
-        self.host.touch(self.host.runs_of(keys[:length]))
+    def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], node: TreeNode, hint: Hint, now_s: float) -> None:
+        """What the tiers below have of the prefix counts as used, whichever tier served it; of the disk, what may be
+        used again. Then what the request says of later ones counts."""
+        if self.host is not None:
+            self.host.touch(self.host.runs_of(keys[: node.depth_tokens]))
+        shared = self._end_session(node, keys) if hint.session_end else node
+        if hint.next_turn_within_s is not None:
+            self._keep(node, keys, now_s, hint.next_turn_within_s)
         if self.disk is not None:
-            self.disk.touch(blocks[:length])
+            self.disk.touch(blocks[: shared.depth_tokens])
+
+    def _end_session(self, node: TreeNode, keys: Sequence[bytes]) -> TreeNode:
+        """Returns the end of what others share."""
+        self._is_last, shared = False, node
+        for ended in self.tree.end_session(node):
+            assert ended.parent is not None
+            shared = ended.parent
+        if self.host is not None:
+            self.host.end_session(keys[shared.depth_tokens : node.depth_tokens])
+            self._maybe_backup(shared, keys)
+        return shared
+
+    def _keep(self, node: TreeNode, keys: Sequence[bytes], now_s: float, within_s: float) -> None:
+        on_device, on_host = self._keeps
+        if not node.is_root:
+            on_device.add("", now_s, within_s, node.depth_tokens, self.tree.keep(node))
+            if self.host is not None:
+                on_host.add("", now_s, within_s, node.depth_tokens, self.host.keep(keys[: node.depth_tokens]))
 
     # Between the tiers
 
     def _maybe_backup(self, node: TreeNode, keys: Sequence[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
         host = self.host
-        if host is None or self.settings.write_policy in _AT_EVICTION:
+        if host is None or self._is_last or self.settings.write_policy in _AT_EVICTION:
             return
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
@@ -336,7 +370,7 @@ class CacheSimulation:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
-            if self.settings.write_policy in _AT_EVICTION and self.host is not None:
+            if self.settings.write_policy in _AT_EVICTION and self.host is not None and not node.full.has_ended:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
                 piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
                 unsaved.append(self._used_as(piece, node))

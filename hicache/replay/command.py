@@ -18,6 +18,7 @@ from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.curve import CurvePoint, miss_ratio_curve
 from hicache.replay.flags import add_trace_flags, trace_of
+from hicache.replay.hints import HINTS, HintName
 from hicache.replay.rows import UNLIMITED, copy_rows, curve_rows, hit_rates_svg, hit_rows, work_rows
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep, with_beside
@@ -68,6 +69,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rules.add_argument(
         "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
     )
+    rules.add_argument(
+        "--hints", type=_hints, default=(), metavar="NAMES",
+        help="what requests say of later ones, which the trace knows: session (nobody goes on from it), next (when "
+        "somebody does), with a comma between",
+    )  # fmt: skip
     _add_cost_flags(parser)
     parser.add_argument(
         "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
@@ -144,10 +150,17 @@ def _policies(text: str) -> tuple[str, ...]:
     return names
 
 
+def _hints(text: str) -> tuple[HintName, ...]:
+    names = {name.strip() for name in text.split(",")}
+    if unknown := sorted(names.difference(HINTS)):
+        raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown; use some of {', '.join(HINTS)}")
+    return tuple(name for name in HINTS if name in names)
+
+
 def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
     """One for every combination of sizes."""
     device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
-    rules = {name: vars(flags)[name] for name in ("write_policy", "selective_hits", "host_policy")}
+    rules = {name: vars(flags)[name] for name in ("write_policy", "selective_hits", "host_policy", "hints")}
     return [
         ReplaySettings(*blocks, **rules) for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
     ]

@@ -12,6 +12,7 @@ import numpy.typing as npt
 
 from hicache.replay.cache import BlockHits, CacheSimulation, Copies, ReplaySettings
 from hicache.replay.cost import TierCosts
+from hicache.replay.hints import hints_of
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.trace import Trace
 from hicache.tree.key import Tokens
@@ -179,12 +180,13 @@ def _replay(
 ) -> ReplayResult:
     cache = CacheSimulation(settings, trace.block_tokens)
     hits = np.zeros((len(BlockHits._fields), len(prompts)), np.int64)
+    hints = hints_of(trace, settings.hints)
     for at, blocks in enumerate(prompts):
         if on_progress is not None and at % _PROGRESS_STEP == 0:
             on_progress(at)
         if at == trace.num_warm_up:
             cache.count_anew()
-        hits[:, at] = cache.serve(blocks)
+        hits[:, at] = cache.serve(blocks, hints[at], trace.requests[at].time_s)
     cache.check()
     if on_progress is not None:
         on_progress(len(prompts))

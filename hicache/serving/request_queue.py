@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine import Hit, Lease, Prefetch
+from hicache.engine import CacheRequest, Hit, Lease, Prefetch
 from hicache.errors import HiCacheError
 from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, TokenLogprobs
 
@@ -115,6 +115,23 @@ class ScheduledRequest:
         if (constraint := self.request.constraint) is not None and constraint.outcome is not None:
             return constraint.outcome
         return "length" if self.length == len(self.sequence) else None
+
+    def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
+        """For its admission now. Admitted before, it is no new prompt."""
+        request = self.request
+        return CacheRequest(
+            self.request_id,
+            self.tokens,
+            request.namespace,
+            reserve_tokens=reserve_tokens,
+            branch_points=request.branch_points,
+            expected_uses=request.expected_uses,
+            session_end=request.session_end,
+            next_turn_within_s=request.next_turn_within_s,
+            max_cached_tokens=self.num_scored - 1 if self.is_scoring else None,
+            is_counted=request.is_counted and self.hit is None,
+            may_wait=False,
+        )
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:
         """Its outcome, where it ends now."""

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from weakref import ref
 
-from hicache.engine import CacheEngine, CacheRequest
+from hicache.engine import CacheEngine
 from hicache.errors import (
     CallbackFailed,
     ConfigError,
@@ -220,19 +220,7 @@ class Scheduler:
         """Acquire a lease. Raises ResourceExhausted, and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
-        lease = self._engine.acquire(
-            CacheRequest(
-                req.request_id,
-                req.tokens,
-                req.request.namespace,
-                reserve_tokens=self._chunk_tokens if self._engine.takes_chunks else None,
-                branch_points=req.request.branch_points,
-                expected_uses=req.request.expected_uses,
-                max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
-                is_counted=req.request.is_counted and req.hit is None,
-                may_wait=False,
-            )
-        )
+        lease = self._engine.acquire(req.cache_request(self._chunk_tokens if self._engine.takes_chunks else None))
         req.lease, req.kv_len = lease, lease.cached_len
         req.hit, req.stalled_since_s = req.hit or lease.hit, 0.0
         self._waiting_queue.discard(req)
@@ -361,7 +349,7 @@ class Scheduler:
 
     def _requeue(self, req: ScheduledRequest) -> None:
         """Release what a running request holds; it waits again, in its old place."""
-        req.held_lease.expected_uses = None  # it is asked for again by itself
+        req.held_lease.drop_hints()
         self._engine.release(req.held_lease)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False
