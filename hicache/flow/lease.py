@@ -59,6 +59,8 @@ class CacheRequest:
     differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: so many
     at most come from the cache, the others are computed, for their logits; None: all that it has. `is_counted`: whether
     it counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
+    `may_wait`: whether `acquire` may wait for copies that make room; where it may not it raises `ExchangePending`, and
+    `poll` goes on with them.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
     as twice as many uses, up to 32. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
@@ -82,6 +84,7 @@ class CacheRequest:
     next_turn_within_s: float | None = None
     max_cached_tokens: int | None = None
     is_counted: bool = True
+    may_wait: bool = True
 
 
 class Lease:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import itertools
 import tempfile
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,7 @@ from disk_case import TroubledStore
 from failing_calls import fails_at
 from faults import Faults
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, Prefetch, build_engine
-from hicache.errors import LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
+from hicache.errors import ExchangePending, LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
 from hicache.flow.movement import settle
 from hicache.storage import open_existing
 from memory_store import MemoryPageStore
@@ -382,8 +382,17 @@ class EngineFuzz:
         return CacheRequest(name, tokens, space, reserve, priority=int(rng.integers(0, 3)), **hints)  # type: ignore[arg-type]
 
     def _acquire(self, request: CacheRequest) -> None:
+        """Where pages are exchanged step by step, some requests do not wait for that, and come again, or go."""
+        self.asked.add(request.request_id)
+        if self.engine.inspect.context.exclusive is not None:
+            request = replace(request, may_wait=bool(self.rng.random() < 0.4))
         try:
             lease = self.engine.acquire(request)
+        except ExchangePending:
+            handle = Prefetch(request.request_id, "best_effort")
+            handle.ended = True
+            self.waiting[request.request_id] = handle, request
+            return
         except ResourceExhausted:
             self.engine.cancel(request.request_id)
             return
