@@ -82,6 +82,7 @@ class Exchange(Movement):
         """There is room for the request, and what it loads is one step. Whether anything has changed for that.
 
         Raises ExchangePending until it is so, the shortage of slots, and TransferBusy where a step failed."""
+        self._note_chunk(request.reserve_tokens)
         full, wanted = self._context.full, self.of(request.request_id)
         has_room = full.needed(admission) <= full.available()
         if wanted is None:
@@ -131,10 +132,6 @@ class Exchange(Movement):
         if wanted > full.available():
             self._eviction.prepare(full, wanted)
 
-    def note_chunk(self, num_tokens: int | None) -> None:
-        """A request takes slots for so many tokens of its prompt at a time."""
-        self._chunk_tokens, self.is_room_due = num_tokens or self._chunk_tokens, True
-
     def poll(self) -> bool:
         return self._advance()
 
@@ -149,6 +146,10 @@ class Exchange(Movement):
         return (part.run for part in (self._wanted.parts if self._wanted is not None and component == FULL else ()))
 
     # Inside
+
+    def _note_chunk(self, num_tokens: int | None) -> None:
+        """A request takes slots for so many tokens of its prompt at a time."""
+        self._chunk_tokens, self.is_room_due = num_tokens or self._chunk_tokens, True
 
     def _is_one_step(self, admission: Admission) -> bool:
         pages, page = admission.to_load.get(FULL, ()), self._context.tree.page_size
