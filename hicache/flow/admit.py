@@ -79,7 +79,7 @@ class Admit:
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         self._prompts = prompts
-        self.exchange = None if context.exclusive is None else Exchange(context, restore, eviction)
+        self.exchange = Exchange(context, restore, eviction) if context.exchanges else None
         count = context.metrics.counter
         self._requests = count("admit.requests", "prompts admitted, each once")
         self._uncounted = count(
