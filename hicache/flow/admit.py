@@ -167,7 +167,7 @@ class Admit:
                     held.pop_all()  # these locks are the load's now
                     lease.read([load])
                 self._start(lease, admission)
-            if self._backup is not None and not lease.session_end:
+            if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
             self._note_admitted(lease, estimate, is_counted=request.is_counted)
             undo.pop_all()

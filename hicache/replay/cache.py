@@ -297,7 +297,8 @@ class CacheSimulation:
         self.tree.move_lock(node, inserted.node)
         if self._exclusive is not None:
             self._exclusive.came_to_device(self._exclusive.parts(keys[start : start + len(computed)]))
-        self._maybe_backup(inserted.node, keys)
+        if not self._is_last:
+            self._maybe_backup(inserted.node, keys)
         return inserted.node
 
     def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], node: TreeNode, hint: Hint, now_s: float) -> None:
@@ -313,13 +314,12 @@ class CacheSimulation:
 
     def _end_session(self, node: TreeNode, keys: Sequence[bytes]) -> TreeNode:
         """Returns the end of what others share."""
-        self._is_last, shared = False, node
+        shared = node
         for ended in self.tree.end_session(node):
             assert ended.parent is not None
             shared = ended.parent
         if self.host is not None:
             self.host.end_session(keys[shared.depth_tokens : node.depth_tokens])
-            self._maybe_backup(shared, keys)
         return shared
 
     def _keep(self, node: TreeNode, keys: Sequence[bytes], now_s: float, within_s: float) -> None:
@@ -334,7 +334,7 @@ class CacheSimulation:
     def _maybe_backup(self, node: TreeNode, keys: Sequence[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
         host = self.host
-        if host is None or self._is_last or self.settings.write_policy in _AT_EVICTION:
+        if host is None or self.settings.write_policy in _AT_EVICTION:
             return
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]

@@ -118,13 +118,17 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
     for setting, values in (
         ("reserve_tokens", (-5, 2.5, True, "8", 2**63)),
         ("priority", (-1, 1.5, None, "high", 2**31, 2**1024, 10**5000)),
-        ("expected_uses", (-1, 0.5, "many", True, 2**31, 2**1024)),
+        ("next_turn_within_s", (-1, 86_401, math.nan, math.inf, "soon", True)),
+        ("expected_uses", (-1, 0, 0.5, "many", True, 2**31, 2**1024)),
         ("max_cached_tokens", (-1, 0.5, "many", True)),
         ("branch_points", (5, None, (2**70,), (8, -1))),
     ):
         for value in values:
             wrong = request("a", TOKENS, **{setting: value})
             refused(f"{setting}=", lambda wrong=wrong: engine.acquire(wrong))
+    for setting, value in (("expected_uses", 3), ("next_turn_within_s", 3.0)):
+        both = request("a", TOKENS, session_end=True, **{setting: value})
+        refused("session_end=", lambda both=both: engine.acquire(both))
     for name in (None, 5, b"a"):
         bad = name
         refused("request_id=", lambda bad=bad: engine.acquire(request(bad, TOKENS)))

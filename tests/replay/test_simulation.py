@@ -199,7 +199,7 @@ def test_hints_are_what_the_trace_knows() -> None:
     assert named == [Hint(next_turn_within_s=s) for s in (None, None, 2.0, None, 1.0, None, None)]
 
 
-@pytest.mark.parametrize("write_policy", WRITE_POLICIES)
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back", "exclusive"])
 def test_what_ends_makes_room_and_is_not_saved(write_policy: str) -> None:
     """By hand, four blocks on the device: of three prompts the last ends. With a hint it makes room for the next, which
     takes more of the oldest without; and nobody copies or writes it."""
