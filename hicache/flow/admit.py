@@ -55,7 +55,7 @@ class Admit:
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         self._prompts = prompts
-        self.exchange = None if context.exclusive is None else Exchange(context, restore, eviction)
+        self.exchange = Exchange(context, restore, eviction) if context.exchanges else None
         self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
         context.metrics.gauge(
@@ -95,9 +95,8 @@ class Admit:
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
-        if self.exchange is not None and located is not None:
-            if self.exchange.require(request, admission, located):
-                admission, located, estimate = self._count(request, num_delayed)
+        if self.exchange is not None and located is not None and self.exchange.require(request, admission, located):
+            admission, located, estimate = self._count(request, num_delayed)
 
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
         for component in context.components:
@@ -185,8 +184,6 @@ class Admit:
                 pages = range(component.first_required(end), end)
                 runs[component.name] = [part.run for part in located.parts(component, pages)]
         node = tree.node_at(match, on_device)
-        if self.exchange is not None:
-            self.exchange.is_room_due = True
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
             new = _Expected(node, None if node.is_root else tree.expect(node), runs)
@@ -237,8 +234,6 @@ class Admit:
 
     def _make_room_for(self, component: CacheComponent, size: int) -> bool:
         """For a request that runs, to which one that is to be admitted gives way."""
-        if self.exchange is not None:
-            self.exchange.is_room_due = True
         if self._eviction.make_available(component, size):
             return True
         if self.exchange is None or not self.exchange.end():
@@ -313,6 +308,8 @@ class Admit:
             lease.write(lease.held_len, slots)
             undo.pop_all()
         lease.held_len += num_slots
+        if self.exchange is not None:
+            self.exchange.note_taken(num_slots - num_loaded)
         return slots
 
     def _prepare(self, lease: Lease, admission: Admission, parts: Mapping[Component, Sequence[RunPart]]) -> None:
