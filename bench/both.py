@@ -8,7 +8,8 @@
     sessions           sessions of agents, over the rule that chooses: mean first token
 
 The store is in memory and sleeps (`throttled.py`), so its rate is what the case says. Computing, loading all and both
-are measured in turns, in one process. On a CPU the model is tiny, and there are no targets.
+are measured in turns, in one process. On a CPU nothing is computed, passes sleep as long as a fifth of what a GPU takes
+(`sleeping_runner.py`), and sessions are served by a tiny model; there are no targets.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from hicache.bench.common import Report, percentile
 from hicache.bench.raw_io import drop_caches
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
 from hicache.bench.serving_sessions import mean_first_tokens
+from hicache.bench.sleeping_runner import SleepingRunner
 from hicache.bench.throttled import ThrottledStore
-from hicache.serving import Request
+from hicache.serving import Request, Scheduler
 from hicache.serving.warm_up import warm_up
 
 NAME = "both"
@@ -56,7 +58,8 @@ class Sizes:
 
 
 REAL = Sizes(32768, 98304, 8192, 2, 8, 1024, 512)
-TINY = Sizes(3072, 6144, 256, 2, 4, 64, 128)
+# On a CPU passes sleep, for a fifth of what a GPU takes. Sessions are computed, by a tiny model.
+ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 1, 4, 1024, 512), 5.0
 
 
 @dataclass(frozen=True)
@@ -93,13 +96,21 @@ def run(args: argparse.Namespace, report: Report) -> None:
         raise SystemExit(f"--only {args.only!r}: choose from {' '.join(PARTS)}")
     if args.only:
         report.bench = "-".join([NAME, *chosen])  # a part does not replace the results of all
-    sizes = REAL if args.device.type == "cuda" else TINY
+    sizes = REAL if args.device.type == "cuda" else ASLEEP
     bench = _Both(report, random_llama(args.device), sizes, args.folder)
     for part in chosen:
         getattr(bench, part)()
         gc.collect()
         if args.device.type == "cuda":
             torch.cuda.empty_cache()
+
+
+class _Asleep(Served):
+    """Its model sleeps."""
+
+    def scheduler(self, max_running: int = 32, **settings: Any) -> Scheduler:
+        runner = SleepingRunner(self.engine, self.served.vocab, _SPEED)
+        return Scheduler(self.engine, runner, chunk_tokens=self.chunk_tokens, max_running=max_running, **settings)
 
 
 class _Case:
@@ -278,9 +289,11 @@ class _Both:
         with serving(self._served, chunk_tokens=sizes.chunk, **{**values, **settings}) as served:
             if self._on_cuda:
                 warm_up(served.engine, served.runner, sizes.chunk, 8)
+            kind = Served if self._on_cuda else _Asleep
+            made = kind(served.served, served.engine, served.runner, sizes.chunk)
             (first,) = prompts(1, sizes.chunk, self._served.vocab, seed=99)
-            served.first_token_s("warm", first, namespace="warm")
-            yield served
+            made.first_token_s("warm", first, namespace="warm")
+            yield made
 
     def _report_case(self, name: str, seconds: list[float], best_s: float, target: float, note: str) -> None:
         aim = target if self._on_cuda else None

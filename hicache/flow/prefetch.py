@@ -46,9 +46,9 @@ from hicache.tree.key import Tokens
 
 _RETRY_S = 0.05  # between two looks whether there is room for who was postponed
 # Of one step, so that it ends soon: requests in work, tokens of prompts whose keys are computed, requests weighed; jobs
-# and pages that are queued.
+# and pages that are queued: of who yields four times as many, or as many for each `_STEP_S`, as passes make steps long.
 _MAX_BEGUN, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
-_MAX_JOBS, _MAX_PAGES = 6, 128
+_MAX_JOBS, _MAX_PAGES, _STEP_S = 6, 128, 0.005
 _ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
 
 
@@ -60,7 +60,7 @@ class Prefetcher(Movement):
         self._clock = next(tier.clock for tier in context.stores.values())
         self._asked, self._arrivals = dict[str, Asked](), itertools.count()
         self._begun, self._line, self._to_weigh = dict[Asked, None](), dict[Asked, None](), dict[Asked, None]()
-        self._retry_at_s = -math.inf
+        self._retry_at_s, self._submitted_s = -math.inf, self._clock()
         self._counters = counters = PrefetchCounters(context)
         self._readers = readers = Readers(context, cost, counters)
         self._room = HostRoom(context, readers.num_pages)
@@ -153,7 +153,7 @@ class Prefetcher(Movement):
         self.is_torn = True
         for asked in found:
             self._plan(asked)
-        self._weigh(found)
+        self._weigher.decide(found, self._begun)
         has_changed |= self._begin_next()
         has_changed |= self._submit()
         self._room.publish()
@@ -167,7 +167,7 @@ class Prefetcher(Movement):
             for asked in turn:  # to the end of the line
                 del self._to_weigh[asked]
             self._to_weigh.update({asked: None for asked in turn if asked.handle.waits})
-            self._weigh(turn)
+            self._weigher.decide(turn, self._begun)
 
     def is_busy(self) -> bool:
         may_go_on = any(asked.to_read for asked in self._begun) or any(not asked.is_postponed for asked in self._line)
@@ -278,11 +278,12 @@ class Prefetcher(Movement):
     def _submit(self) -> bool:
         """Reserve host pages and queue jobs that read them, a few, so that the step ends soon; whether any was queued.
         Who finds no room holds up those behind, or is postponed where nothing of its own is in flight."""
-        num_jobs = num_pages = 0
-        has_room = True
+        num_jobs, num_pages, has_room = 0, 0, True
+        now_s = self._clock()
+        num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
         for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
-            had_shared = asked.has_shared
-            while asked.share_next() and has_room and num_jobs < _MAX_JOBS and num_pages < _MAX_PAGES:
+            had_shared, more = asked.has_shared, max(4, int(num_steps)) if asked.handle.yields else 1
+            while asked.share_next() and has_room and num_jobs < more * _MAX_JOBS and num_pages < more * _MAX_PAGES:
                 if self._readers.have_enough(asked):
                     break
                 job = self._readers.read(asked)
@@ -391,10 +392,3 @@ class Prefetcher(Movement):
         self._begun.pop(asked, None)
         self._readers.cancel(asked.release())
         self._room.note(asked)
-
-    def _weigh(self, asked: Iterable[Asked]) -> None:
-        """Some of these may stop before the end."""
-        waiting = {a: None for a in asked if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
-        if waiting:
-            in_line = [a for a in waiting if a not in self._begun]
-            self._weigher.decide(waiting, [*sorted(self._begun, key=_TURN), *in_line])

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 
 from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.context import EngineContext
@@ -64,15 +65,16 @@ class Weigher:
         self._requests, self._jobs, self._may_join = requests, jobs, may_join
         self._clock = next(tier.clock for tier in context.stores.values())
 
-    def decide(self, undecided: Collection[Asked], all_asked: Sequence[Asked]) -> None:
-        """Of `undecided`, which wait in mode auto, some stop: where computing what is missing costs less. What one that
-        stops would have read is not before those that come after it. `all_asked`: with others, whose turn is in this
-        order."""
-        if not undecided:
+    def decide(self, undecided: Iterable[Asked], begun: Collection[Asked]) -> None:
+        """Of `undecided` those that wait in mode auto may stop: where computing what is missing costs less. What one
+        that stops would have read is not before those that come after it. `begun`: those whose turn has come, with
+        others; the rest come after these."""
+        waiting = {a: None for a in undecided if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
+        if not waiting:
             return
         queue, num_delayed = _Queue(self._context.stores, self._jobs.values()), self._requests.num_delayed
-        for asked in all_asked:
-            if asked in undecided:
+        for asked in (*sorted(begun, key=attrgetter("turn")), *(a for a in waiting if a not in begun)):
+            if asked in waiting:
                 num_delayed += self._weigh(asked, queue, num_delayed)
             if asked.is_urgent:
                 queue.add(asked)

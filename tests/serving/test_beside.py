@@ -6,6 +6,9 @@ A store reads as many pages as a test allows between two steps, so where both me
 from __future__ import annotations
 
 import itertools
+import math
+import random
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,11 +16,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from disk_case import Clock, failing
+from component_case import MODELS, config
+from disk_case import Clock, TroubledStore, failing
 from family_case import tiny_family
+from hash_runner import HashRunner, answer
+from hicache import AdvancedConfig, build_engine
 from hicache.engine import CacheEngine, CacheRequest
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.scheduler import Scheduler
+from memory_store import MemoryPageStore
 from prefetch_case import PacedStore
 from serving_case import (
     assert_released,
@@ -74,13 +81,15 @@ def _serve(
     engine: CacheEngine, store: PacedStore, scheduler: Scheduler, reads: Iterable[int]
 ) -> dict[str, RequestOutput]:
     """Step to the end, with so many reads between steps; every account is proved after each."""
-    outputs: dict[str, RequestOutput] = {}
+    outputs, prefetcher = dict[str, RequestOutput](), engine.inspect.prefetcher
+    assert prefetcher is not None
     for num_reads in reads:
         outputs.update({output.request_id: output for output in scheduler.step()})
         engine.check()
         if not scheduler.num_unfinished:
             return outputs
         for _ in range(num_reads):
+            eventually(lambda: engine.poll() or store.held or not prefetcher.is_busy())
             if not store.held:
                 break
             before = store.num_ended
@@ -195,3 +204,75 @@ def test_a_prompt_longer_than_the_room_on_the_host_joins_it_in_parts() -> None:
         output = _serve(engine, store, scheduler, itertools.repeat(3, 200))["a"]
         assert output.tokens == plain_greedy(model, tokens, NEW)
         assert output.hit.disk > 4 * PAGE
+
+
+class _DrawnStore(TroubledStore):
+    """Reads are late, fail or lack pages, by a draw, unless it is `calm`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(MemoryPageStore(1 << 30))
+        self._draws, self.calm = random.Random(seed), True
+
+    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
+        draw = 1.0 if self.calm else self._draws.random()
+        if draw < 0.03:
+            raise OSError(5, "I/O error")
+        time.sleep(0.02 if draw < 0.05 else 0.001 if draw < 0.6 else 0.0)
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        return [came and (draw > 0.15 or self._draws.random() > 0.3) for came in ok]
+
+
+def _history(kind: str, seed: int, num_requests: int) -> float:
+    """Requests for what the store alone has, one to three at a time, some of which are aborted; tokens that were found
+    beside."""
+    rng, store, geometry = np.random.default_rng(seed), _DrawnStore(seed), MODELS[kind]
+    advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01)
+    settings = {"device_tokens": 2048, "max_context_len": 1024, "window_tokens": 512, "advanced": advanced}
+    with build_engine(
+        config(**settings, host_bytes=int(rng.choice([60, 300])) * 8 * 256), geometry, store=store
+    ) as engine:
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 4
+        chunk = int(rng.choice([16, 40, 64]))
+        scheduler = Scheduler(engine, HashRunner(engine, geometry), chunk_tokens=chunk)
+        stems = [rng.integers(0, 4, 320) for _ in range(3)]
+        scheduler.run([Request(f"f{n}", stem, 1) for n, stem in enumerate(stems)])
+        for number in range(num_requests):
+            engine.flush()
+            engine.reset(["device", "host"])
+            store.calm = False
+            requests = dict[str, Request]()
+            for n in range(int(rng.choice([1, 1, 1, 2, 3]))):
+                stem = stems[rng.integers(3)][: rng.integers(40, 320)]
+                tokens = np.concatenate([stem, rng.integers(0, 4, rng.integers(1, 30))])
+                requests[f"{number} {n}"] = Request(f"{number} {n}", tokens, 2)
+                scheduler.submit(requests[f"{number} {n}"])
+            abort_at = int(rng.integers(0, 60))
+            for step in itertools.count():
+                if step == abort_at:
+                    scheduler.abort(f"{number} 0")
+                for output in scheduler.step():
+                    whole = answer(requests[output.request_id])
+                    assert output.tokens == whole[: len(output.tokens)] and output.error is None
+                    assert len(output.tokens) == len(whole) or output.finish_reason == "abort"
+                engine.check()
+                if not scheduler.num_unfinished:
+                    break
+            store.calm = True
+        assert_released(engine)
+        return engine.stats()["prefetch.beside_loaded_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_random_histories(kind: str) -> None:
+    """Over a store that answers late, fails and lacks pages all tokens are those of no cache, all accounts hold after
+    each step, and nothing is left."""
+    assert _history(kind, 1, 6) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_ten_thousand_requests(kind: str) -> None:
+    """Half of them, at least, in histories of 60."""
+    assert sum(_history(kind, seed, 60) for seed in range(100, 160)) > 10_000

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -127,6 +128,8 @@ class ServingFuzz:
     def _step(self) -> None:
         for _ in range(int(self.rng.integers(0, 6))):
             self.faults.move_one()
+        if self.faults.stores and self.rng.random() < 0.3:
+            time.sleep(0.0005)  # the store's threads have something to do
         try:
             for output in self.scheduler.step():
                 self._verify(output)
@@ -146,6 +149,8 @@ class ServingFuzz:
             self.faults.clock.now_s += float(self.rng.choice([0.1, 1.0, 5.0]))
         elif draw < 0.22:
             self.faults.heal()  # an hour passes
+        elif draw < 0.3:  # computing is faster, or slower, than whatever moves bytes
+            self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e-9, 1e6])))
 
     def _submit(self) -> None:
         rng, name = self.rng, next(self.names)
