@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from component_case import EACH_MODEL, FULL, compute, config, prefill, serve
+from component_case import EACH_MODEL, FULL, STATES, WINDOWS, compute, config, prefill, serve
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ExchangePending, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load
 from hicache.metrics import HistogramValue
+from hicache.replay.cache import ReplaySettings
+from memory_store import MemoryPageStore
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -220,3 +222,20 @@ def test_each_kind_of_model_takes_turns(model: ModelGeometry) -> None:
             lease = serve(engine, f"turn{n}", tokens, model, 8)
             assert n < 2 or lease.hit.host > 0
         settled(engine)
+
+
+def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set() -> None:
+    """Different pages on device and host, unless others have to find them in a store or calls would wait for copies."""
+    sizes = {"device_tokens": 128, "host_bytes": 17 * 8 * 256}
+    for model, store, expected in (
+        (FULL, None, "exclusive"),
+        (FULL, MemoryPageStore(1 << 20), "write_through"),
+        (WINDOWS, None, "write_through"),
+        (STATES, None, "write_through"),
+    ):
+        with build_engine(config(**sizes), model, store=store) as engine:
+            assert engine.inspect.context.config.write_policy == expected
+            assert (engine.inspect.context.exclusive is not None) == (expected == "exclusive")
+        with build_engine(config(**sizes, write_policy="write_back"), model, store=store) as engine:
+            assert engine.inspect.context.write_policy.at_eviction and engine.inspect.context.exclusive is None
+    assert [ReplaySettings(4, 4, disk).write_policy for disk in (0, 4, None)] == ["exclusive", *["write_through"] * 2]
