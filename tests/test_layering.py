@@ -43,7 +43,7 @@ FLOW_LEVELS = (
     ("persist", "prefetch", "restore", "lookup"),
     ("beside",),
     ("host_room", "readers", "weigher"),
-    ("asked", "prefetch_counters"),
+    ("asked", "admit_counters", "prefetch_counters"),
     ("handle", "located", "cost"),
     ("context",),
     ("components",),

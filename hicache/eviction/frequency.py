@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hicache.eviction.orders import EvictionPolicy, Record, Usage
+from hicache.eviction.orders import EvictionPolicy, Record
 
 _HALF_LIVES = 3.0
 _UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
@@ -104,10 +104,10 @@ class FadingFrequency(EvictionPolicy):
         """Count a use if requests used it since the last one."""
         usage = record.owner
         if record.hits != usage.hit_count:
-            record.hits = usage.hit_count
-            self._see(usage)
-            self._hit_tokens += usage.num_tokens
-            self._count(record, usage.num_tokens)
+            record.hits, num_tokens = usage.hit_count, usage.num_tokens
+            self._see(usage.name, num_tokens)
+            self._hit_tokens += num_tokens
+            self._count(record, num_tokens)
 
     def uses_of(self, record: Record) -> float:
         """Its uses as of now, 1 at least."""
@@ -125,17 +125,18 @@ class FadingFrequency(EvictionPolicy):
     def forget(self, record: Record) -> None:
         """It, or a part that was split off it, is held no more; its uses are remembered while they may matter."""
         usage, evicted = record.owner, self._evicted
-        name = usage.name
+        name, num_tokens = usage.name, usage.num_tokens
         self._capacity_tokens = max(1, self.tokens)
-        self.tokens -= usage.num_tokens
-        evicted[name] = _Uses(record.uses, record.used_at, usage.num_tokens)
+        self.tokens -= num_tokens
+        evicted[name] = _Uses(record.uses, record.used_at, num_tokens)
         evicted.move_to_end(name)
         record.uses = 0.0
         matters_from = self._seen_tokens - _REMEMBERED * max(self.half_life, self._capacity_tokens)
         for _ in range(2):  # more than come, so that none stays for long
             oldest = next(iter(evicted.values()), None)
-            if oldest is not None and (len(evicted) > _MAX_REMEMBERED or oldest.at < matters_from):
-                evicted.popitem(last=False)
+            if oldest is None or (len(evicted) <= _MAX_REMEMBERED and oldest.at >= matters_from):
+                break
+            evicted.popitem(last=False)
 
     def like_tokens(self, num_tokens: int, name_at: Callable[[int], int]) -> int:
         """How many of `num_tokens` tokens were used alike before they were evicted; all of them where nothing is
@@ -154,22 +155,23 @@ class FadingFrequency(EvictionPolicy):
             self.use(record)
             return
         usage = record.owner
-        remembered = self._evicted.pop(usage.name, None)
-        self._see(usage)
+        name, num_tokens = usage.name, usage.num_tokens
+        remembered = self._evicted.pop(name, None)
+        self._see(name, num_tokens)
         if remembered is None:
             record.uses, record.used_at = 1.0, self._seen_tokens
         else:
             record.uses, record.used_at = remembered.uses, remembered.at
-            self._count(record, usage.num_tokens)
+            self._count(record, num_tokens)
         record.hits = usage.hit_count
 
     def _rank(self, uses: _Uses) -> float:
         return math.log2(uses.uses) + uses.at / self.half_life
 
-    def _see(self, usage: Usage) -> None:
-        self._seen_tokens += usage.num_tokens
+    def _see(self, name: int, num_tokens: int) -> None:
+        self._seen_tokens += num_tokens
         if self._capacity_tokens > 1:  # something was evicted
-            self._shadow.use(usage.name, usage.num_tokens, self._capacity_tokens)
+            self._shadow.use(name, num_tokens, self._capacity_tokens)
 
     def _count(self, record: Record, num_tokens: int) -> None:
         age = self._seen_tokens - record.used_at

@@ -182,7 +182,7 @@ class _Own(Generic[R]):
     def next_turn(self) -> Entry | None:
         """When the next of its records is to leave."""
         first, kept = self.records.first, self.turns.first
-        return first if kept is None or (first is not None and first < kept) else kept
+        return first if kept is None or (first is not None and first[:-1] <= kept[:-1]) else kept
 
     def turn_of(self, record: R) -> Entry:
         return self.records.entry_of(record) if record.keep is None else self.turns.entry_of(record.keep)

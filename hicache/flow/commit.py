@@ -38,7 +38,7 @@ class Commit:
         persists: Sequence[Persist],
     ) -> None:
         self._context, self._restore, self._eviction = context, restore, eviction
-        self._backup, self._persists, self.hints = backup, tuple(persists), Hints(context, backup)
+        self._backup, self._persists, self.hints = backup, tuple(persists), Hints(context)
         self._windows = context.by_name.get(SWA)
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states", "recurrent states not kept because every other was in use"

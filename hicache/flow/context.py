@@ -59,6 +59,11 @@ class EngineContext(EngineParts):
         index = self.full.index
         return index if isinstance(index, ExclusiveIndex) else None
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether a request gets room step by step, before it is admitted: where nothing but full pages leaves."""
+        return self.exclusive is not None and len(self.components) == 1
+
     def drop(self, node: TreeNode, name: Component) -> list[Released]:
         """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be freed.
         `tell_host` has to follow before the host makes room."""
@@ -77,9 +82,14 @@ class EngineContext(EngineParts):
 
     def free(self, released: Sequence[Released]) -> None:
         """Free what left the tree."""
-        values: dict[Component, list[torch.Tensor]] = {}
-        for item in released:
-            values.setdefault(item.component, []).append(item.value)
         with ExitStack() as steps:  # all of them, whatever raises
-            for name, parts in values.items():
-                steps.callback(self.by_name[name].free, joined(parts))
+            for name, value in values_of(released).items():
+                steps.callback(self.by_name[name].free, value)
+
+
+def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
+    """What left the tree, by component."""
+    values: dict[Component, list[torch.Tensor]] = {}
+    for item in released:
+        values.setdefault(item.component, []).append(item.value)
+    return {name: joined(parts) for name, parts in values.items()}

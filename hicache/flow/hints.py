@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
-from hicache.flow.backup import Backup
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.located import path_keys
@@ -12,10 +11,10 @@ from hicache.tree.node import TreeNode
 
 
 class Hints:
-    """Owned by the scheduler thread. `backup`: None without a host tier."""
+    """Owned by the scheduler thread."""
 
-    def __init__(self, context: EngineContext, backup: Backup | None) -> None:
-        self._context, self._backup = context, backup
+    def __init__(self, context: EngineContext) -> None:
+        self._context, self._has_kept = context, False
         self._on_device = Keeps(KEPT_SHARE * context.full.capacity)
         self._on_host = Keeps(KEPT_SHARE * context.full.host.num_pages if context.has_host else 0)
         context.metrics.gauge(
@@ -26,6 +25,8 @@ class Hints:
 
     def expire(self) -> None:
         """What was awaited until now is kept no more."""
+        if not self._has_kept:
+            return
         now_s = self._context.clock()
         self._on_device.expire(now_s)
         self._on_host.expire(now_s)
@@ -51,8 +52,6 @@ class Hints:
             keys = [key for node in ended for key in names.of(node)]
             for component in context.components:
                 component.index.end_session(names.of_component(component.name, keys))
-        if self._backup is not None:
-            self._backup.maybe_backup(shared)  # which the request did not do
         return shared
 
     def _expect_uses(self, lease: Lease, num_uses: int) -> None:
@@ -66,6 +65,7 @@ class Hints:
         context, node, now_s = self._context, lease.node, self._context.clock()
         if node.is_root:
             return
+        self._has_kept = True
         self._on_device.add(lease.namespace, now_s, within_s, node.depth_tokens, context.tree.keep(node))
         if context.has_host:
             keys = path_keys(context, node)

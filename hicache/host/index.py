@@ -180,7 +180,7 @@ class PageIndex(PageHints):
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
         """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
         nobody brought before: `run`, or what is left of it, divided where pages are missing."""
-        if ok is None and {*map(self._runs.get, run.keys)} == {run}:  # nobody else brings any
+        if (ok is None or all(ok)) and {*map(self._runs.get, run.keys)} == {run}:  # nobody else brings any
             self._publish(run)
             return [run]
         came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]

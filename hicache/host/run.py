@@ -13,7 +13,8 @@ import torch
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
 
-RUN_PAGES = 16  # 1024 tokens in pages of 64
+RUN_TOKENS = 1024
+RUN_PAGES = RUN_TOKENS // 64
 
 
 class Pages(Protocol):

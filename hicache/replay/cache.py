@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hicache.config import host_order
+from hicache.config import default_write_policy, host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host import (
-    RUN_PAGES,
+    RUN_TOKENS,
     ExclusiveIndex,
     HostRun,
     NewPages,
@@ -52,13 +52,14 @@ _AT_EVICTION = ("write_back", "exclusive")
 class ReplaySettings:
     """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
     order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
-    `hints`: which of `HINTS` requests give. ConfigError for what no cache can have."""
+    `write_policy`: empty for what an engine takes. `hints`: which of `HINTS` requests give. ConfigError for what no
+    cache can have."""
 
     device_blocks: int | None
     host_blocks: int | None = 0
     disk_blocks: int | None = 0
     policy: str = "lru"
-    write_policy: str = "write_through"
+    write_policy: str = ""
     selective_hits: int = 2
     host_policy: str = ""
     hints: tuple[HintName, ...] = ()
@@ -71,6 +72,9 @@ class ReplaySettings:
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
+        if not self.write_policy:
+            chosen = default_write_policy(has_stores=self.disk_blocks != 0)
+            object.__setattr__(self, "write_policy", chosen)
         orders = tuple(EVICTION_POLICIES)
         for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
@@ -111,10 +115,12 @@ class Copies:
 
 
 class CacheSimulation:
-    """The tiers of one engine. `block_tokens`: of a block, of which a run on the host and a read from disk have as many
-    as make the tokens of the engine's."""
+    """The tiers of one engine with host pages of `page_tokens`. `block_tokens`: of a block, of which a run on the host
+    and a read from disk have as many as make the tokens of the engine's."""
 
-    def __init__(self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS) -> None:
+    def __init__(
+        self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS, page_tokens: int = _PAGE_TOKENS
+    ) -> None:
         self.settings = settings
         self._names = BlockKeys()
         self.tree = RadixTree(1, self._names, policy=settings.policy)
@@ -122,13 +128,13 @@ class CacheSimulation:
         self.host: PageIndex | None = None
         self._exclusive: ExclusiveIndex | None = None
         if settings.host_blocks != 0:
-            run_blocks = max(1, RUN_PAGES * _PAGE_TOKENS // block_tokens)
+            run_blocks = max(1, RUN_TOKENS // block_tokens)
             pool, order = BlockPool(settings.host_blocks), settings.host_order
             if settings.write_policy == "exclusive":
                 self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
             else:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
-        self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
+        self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         sizes = (settings.device_blocks, settings.host_blocks)
         self._keeps = [Keeps(math.inf if blocks is None else KEPT_SHARE * blocks) for blocks in sizes]
@@ -264,12 +270,12 @@ class CacheSimulation:
         done, under_way = node.depth_tokens, deque[list[RunPart]]()
         end = parts[-1].end if parts else done
         while done < end:
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
             last = host.step_end(done, end, self._free(), 0)
             step = within(parts, range(done, last))
             if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
                 host.lock([split])  # once for each step
-            if len(under_way) > 1:
-                self._land(host, under_way.popleft())
             self._make_available(last - done)
             node, done = self._load(node, blocks, step), last
             under_way.append(step)
@@ -291,7 +297,8 @@ class CacheSimulation:
         self.tree.move_lock(node, inserted.node)
         if self._exclusive is not None:
             self._exclusive.came_to_device(self._exclusive.parts(keys[start : start + len(computed)]))
-        self._maybe_backup(inserted.node, keys)
+        if not self._is_last:
+            self._maybe_backup(inserted.node, keys)
         return inserted.node
 
     def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], node: TreeNode, hint: Hint, now_s: float) -> None:
@@ -307,13 +314,12 @@ class CacheSimulation:
 
     def _end_session(self, node: TreeNode, keys: Sequence[bytes]) -> TreeNode:
         """Returns the end of what others share."""
-        self._is_last, shared = False, node
+        shared = node
         for ended in self.tree.end_session(node):
             assert ended.parent is not None
             shared = ended.parent
         if self.host is not None:
             self.host.end_session(keys[shared.depth_tokens : node.depth_tokens])
-            self._maybe_backup(shared, keys)
         return shared
 
     def _keep(self, node: TreeNode, keys: Sequence[bytes], now_s: float, within_s: float) -> None:
@@ -328,7 +334,7 @@ class CacheSimulation:
     def _maybe_backup(self, node: TreeNode, keys: Sequence[bytes]) -> None:
         """Device to host: what the write policy wants of the end of the path that the host lacks."""
         host = self.host
-        if host is None or self._is_last or self.settings.write_policy in _AT_EVICTION:
+        if host is None or self.settings.write_policy in _AT_EVICTION:
             return
         hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
         lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]

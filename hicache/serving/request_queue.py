@@ -129,6 +129,11 @@ class ScheduledRequest:
         assert self.lease is not None
         return self.lease
 
+    def has_stalled(self, now_s: float, timeout_s: float) -> bool:
+        """Whether it has waited longer than that while only a transfer could free slots for it."""
+        self.stalled_since_s = self.stalled_since_s or now_s
+        return now_s - self.stalled_since_s > timeout_s
+
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why generation has ended; None if it goes on."""
@@ -152,6 +157,7 @@ class ScheduledRequest:
             next_turn_within_s=request.next_turn_within_s,
             max_cached_tokens=self.num_scored - 1 if self.is_scoring else None,
             is_counted=request.is_counted and self.hit is None,
+            may_wait=False,
         )
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:

@@ -19,6 +19,7 @@ from weakref import ref
 from hicache.engine import CacheEngine
 from hicache.errors import (
     ConfigError,
+    ExchangePending,
     HiCacheError,
     OutOfSlots,
     PrefetchPending,
@@ -27,6 +28,7 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
+from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
 from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another, yielding_last
 from hicache.serving.prefill_meter import PrefillMeter
@@ -71,6 +73,7 @@ class Scheduler:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
         self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
+        self._beside = BesidePasses(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         rank_s = ServingOrder(max_overtake_s, self.prefill_meter.seconds).rank_s
@@ -185,8 +188,9 @@ class Scheduler:
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank. Skipped are requests whose prefetch is pending, and those whose prefix is being computed for
-        another. One that gets no slots blocks the queue, and one that would get nothing of the next passes."""
+        """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
+        whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
+        nothing of the next passes."""
         for req in yielding_last(self._waiting_queue):
             if not req.is_ready:
                 req.seen_commits = -1
@@ -198,14 +202,14 @@ class Scheduler:
             while not req.has_ended and req.lease is None:
                 try:
                     self._admit(req)
-                except PrefetchPending:
+                except (PrefetchPending, ExchangePending):
                     break
                 except ResourceExhausted as error:
                     if not isinstance(error, TransferBusy) and self._preempt_below(req):
                         continue
                     if self._running_batch:
                         req.stalled_since_s = 0.0
-                    elif self._is_stalled(req):
+                    elif req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return
                 except PromptTooLong as error:
@@ -219,12 +223,6 @@ class Scheduler:
         req.hold(self._engine.acquire(req.cache_request(reserve)))
         self._waiting_queue.discard(req)
         self._running_batch.add(req)
-
-    def _is_stalled(self, req: ScheduledRequest) -> bool:
-        """Whether a request has waited longer than the timeout while only a transfer could free slots for it."""
-        now = self._clock()
-        req.stalled_since_s = req.stalled_since_s or now
-        return now - req.stalled_since_s > self._stall_timeout_s
 
     # One batch
 
@@ -278,7 +276,7 @@ class Scheduler:
                     self._engine.backup(req.lease)
                     has_waited = True
                 else:
-                    if self._is_stalled(req):
+                    if req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return False
         if req.lease is None:
@@ -290,7 +288,7 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
-        with self.prefill_meter.measure(chunks):
+        with self._beside.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
         logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
