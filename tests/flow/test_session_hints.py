@@ -82,6 +82,7 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
     for used in (True, False):
         with build_engine(settings, GEOMETRY, clock=lambda: clock.now_s) as engine:
             serve(engine, "kept", prompt(1, 49), next_turn_within_s=10)
+            engine.flush()
             for seed in (2, 3, 4, 5):
                 clock.now_s += 9.9
                 engine.poll()
