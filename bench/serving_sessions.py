@@ -3,18 +3,21 @@
     sessions         8 clients; device, host and disk over the better of no disk and a disk that is always waited for
     sessions.order   32 clients; time to first token over that of first come, first served, mean and p99
     sessions.host    32 clients, a host as large as the device under `exclusive`; over no host, over `write_through`,
-                     and p99 of the time to first token over that of `write_through`
+                     and p99 of the time to first token over that of `write_through`; p99, of copies of what left the
+                     device, of the time that a call stood still for one
 
 Every run has an engine, and a store where it has a disk, of its own, which begin empty. A helper of the serving bench.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import numpy as np
 from hicache.bench.common import Report, percentile
 from hicache.bench.serving_case import ServedModel, serving
 from hicache.bench.sessions import Prompts, Scale, Turn, TurnQueue, describe_turns, generated_turns, read_turns
+from hicache.metrics import HistogramValue, MetricValue
 from hicache.serving import Request, Scheduler
 from hicache.serving.request import RequestOutput
 from hicache.serving.warm_up import warm_up
@@ -32,6 +36,7 @@ _MAX_PASS_S = 0.5  # as `hicache serve`
 _OVERTAKE_S = 15.0
 _SESSIONS_TARGET, _MEAN_TARGET, _P99_TARGET = 1.0, 0.8, 1.1
 _HOST_TARGET, _POLICY_TARGET, _HOST_P99_TARGET = 1 / 1.8, 0.8, 1.0
+_EXPOSED_BOUND_S = 5e-3
 
 
 @dataclass(frozen=True)
@@ -48,6 +53,7 @@ class SessionSizes:
 
 
 REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
+SHORT = replace(REAL, scale=replace(REAL.scale, requests=100))
 TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
 
 
@@ -57,6 +63,7 @@ class SessionRun:
 
     makespan_s: float
     outputs: Sequence[RequestOutput]
+    stats: Mapping[str, MetricValue]
 
     @property
     def first_s(self) -> list[float]:
@@ -86,6 +93,17 @@ def measure_sessions(report: Report, served: ServedModel, trace: Path | None, fo
     bench.host()
 
 
+def mean_first_tokens(served: ServedModel, clients: int, folder: str) -> tuple[float, float, str]:
+    """Seconds to the first token, the mean of all turns, with a disk: computing and loading at once, and choosing one
+    by the rule; and what to say of both."""
+    sizes = SHORT if served.model.device.type == "cuda" else TINY
+    bench = _SessionsBench(
+        Report.start("", served.model.device, ""), served, sizes, generated_turns(sizes.scale), folder
+    )
+    rule, ours = (bench.run(clients, has_disk=True, computes_beside=beside) for beside in (False, True))
+    return ours.mean_s, rule.mean_s, f"{clients} clients; both {ours}; the rule {rule}"
+
+
 class _SessionsBench:
     """The runs over one list of turns."""
 
@@ -98,9 +116,9 @@ class _SessionsBench:
     def tiers(self) -> None:
         """The case of the disk."""
         clients = self._sizes.clients[0]
-        without = self._run(clients, has_disk=False)
-        always = self._run(clients, has_disk=True, prefill_tokens_per_s=0)
-        ours = self._run(clients, has_disk=True)
+        without = self.run(clients, has_disk=False)
+        always = self.run(clients, has_disk=True, prefill_tokens_per_s=0)
+        ours = self.run(clients, has_disk=True)
         best_s = min(without.makespan_s, always.makespan_s)
         note = f"{clients} clients; {self._about}; with a disk {ours}; always loading {always}; without it {without}"
         self._case("serving.sessions", [ours.makespan_s], best_s, _SESSIONS_TARGET, note)
@@ -108,8 +126,8 @@ class _SessionsBench:
     def order(self) -> None:
         """The case of the order, without a disk."""
         clients = self._sizes.clients[1]
-        first_come = self._run(clients, max_overtake_s=0.0)
-        ours = self._run(clients)
+        first_come = self.run(clients, max_overtake_s=0.0)
+        ours = self.run(clients)
         note = f"{clients} clients; {self._about}; least left first {ours}; first come, first served {first_come}"
         self._case("serving.sessions.order", [ours.mean_s], first_come.mean_s, _MEAN_TARGET, note)
         self._case("serving.sessions.order.p99", [ours.p99_s], first_come.p99_s, _P99_TARGET, "")
@@ -118,13 +136,21 @@ class _SessionsBench:
         """The case of a host that is no larger than the device, without a disk."""
         sizes = self._sizes
         host_bytes, clients = sizes.device_tokens * self._served.token_bytes, sizes.clients[1]
-        none = self._run(clients, host_bytes=0)
-        copies = self._run(clients, host_bytes=host_bytes)
-        ours = self._run(clients, host_bytes=host_bytes, write_policy="exclusive")
+        none = self.run(clients, host_bytes=0)
+        copies = self.run(clients, host_bytes=host_bytes)
+        ours = self.run(clients, host_bytes=host_bytes, write_policy="exclusive")
         note = f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}"
         self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)
         self._case("serving.sessions.host.policy", [ours.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
         self._case("serving.sessions.host.p99", [ours.p99_s], copies.p99_s, _HOST_P99_TARGET, "")
+        exposed, stats = ours.stats["backup.exposed_seconds"], ours.stats
+        assert isinstance(exposed, HistogramValue)
+        note = (
+            f"{exposed.count} copies, of which {sum(exposed.counts[1:])} were waited for, {exposed.sum:.3f} s in all; "
+            f"{stats['admit.exchange_pending_attempts']:.0f} admissions put off, {stats['exchange.loads']:.0f} steps "
+            f"of loads; {stats['host.returned_tokens']:.0f} tokens dropped as duplicates and copied again"
+        )
+        self._case("serving.sessions.host.exposed", [_p99_of(exposed)], _EXPOSED_BOUND_S, 1.0, note)
 
     def _case(self, name: str, seconds: list[float], ceiling_s: float, target: float, note: str) -> None:
         on_cuda = self._served.model.device.type == "cuda"
@@ -132,8 +158,14 @@ class _SessionsBench:
             name, seconds, "s", better="lower", ceiling=ceiling_s, target=target if on_cuda else None, note=note
         )
 
-    def _run(
-        self, clients: int, *, has_disk: bool = False, max_overtake_s: float = _OVERTAKE_S, **settings: Any
+    def run(
+        self,
+        clients: int,
+        *,
+        has_disk: bool = False,
+        max_overtake_s: float = _OVERTAKE_S,
+        computes_beside: bool = True,
+        **settings: Any,
     ) -> SessionRun:
         sizes, token_bytes = self._sizes, self._served.token_bytes
         store = Path(tempfile.mkdtemp(prefix="hicache-sessions-", dir=self._folder or None))
@@ -144,10 +176,14 @@ class _SessionsBench:
         settings |= {"device_tokens": sizes.device_tokens, "max_context_len": sizes.scale.longest + sizes.answer}
         try:
             with serving(self._served, chunk_tokens=sizes.chunk, **settings) as engine:
+                if (prefetcher := engine.engine.inspect.prefetcher) is not None:
+                    prefetcher.beside.is_possible &= computes_beside
                 if engine.engine.pool.device.type == "cuda":
                     warm_up(engine.engine, engine.runner, sizes.chunk, _MAX_RUNNING)
+                engine.first_token_s("warm", np.zeros(sizes.chunk, np.int64), "warm")
                 settings = {"max_pass_s": _MAX_PASS_S, "max_overtake_s": max_overtake_s}
-                return serve_turns(engine.scheduler(_MAX_RUNNING, **settings), self._turns, sizes, clients)
+                run = serve_turns(engine.scheduler(_MAX_RUNNING, **settings), self._turns, sizes, clients)
+                return replace(run, stats=engine.engine.metrics())
         finally:
             shutil.rmtree(store, ignore_errors=True)
 
@@ -166,4 +202,11 @@ def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes
                 raise output.error
             left.answered(turns[int(output.request_id)])
             outputs.append(output)
-    return SessionRun(time.perf_counter() - start_s, outputs)
+    return SessionRun(time.perf_counter() - start_s, outputs, {})
+
+
+def _p99_of(observed: HistogramValue) -> float:
+    """The upper bound of what 99 of 100 observations do not exceed; 0 where that is the lowest bound."""
+    num_below = itertools.accumulate(observed.counts)
+    at = next(at for at, num in enumerate(num_below) if num >= 0.99 * observed.count)
+    return (0.0, *observed.bounds[1:], math.inf)[at]

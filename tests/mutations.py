@@ -111,7 +111,7 @@ MUTATIONS = (
              "tests/flow/test_prefetch_together.py"),
     Mutation("hicache/host/index.py", "if num_pages > self.capacity:",
              "if not num_pages:", "tests/host"),
-    Mutation("hicache/flow/backup.py", "                self._backup.save(unsaved)\n",
+    Mutation("hicache/flow/backup.py", "                self._backup.save(unsaved, leaving)\n",
              "                pass\n", "tests/flow"),
     # Transfer
     Mutation("hicache/transfer/plan.py", "skip = max(0, start - position)", "skip = 0", TRANSFER),

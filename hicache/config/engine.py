@@ -79,6 +79,12 @@ class AdvancedConfig:
             )
 
 
+def default_write_policy(*, has_stores: bool, num_components: int = 1) -> str:
+    """The write policy where none is given: device and host hold different pages, unless the host is shared with others
+    through a store, which then has what a request computed soon, or the model has windows or states."""
+    return "write_through" if has_stores or num_components > 1 else "exclusive"
+
+
 def host_order(eviction_policy: str, write_policy: str) -> str:
     """The eviction order of the host where none is given. What a device under `auto` evicts was ranked by its uses:
     a host that holds that alone needs no more than recency."""
@@ -123,15 +129,22 @@ class EngineConfig:
         ),
     ] = "auto"
     write_policy: Annotated[
-        str, Text("when pages are backed up to the host: write_through, write_through_selective, write_back, exclusive")
-    ] = "write_through"
+        str,
+        Text(
+            "when pages are backed up to the host: write_through, write_through_selective, write_back, exclusive",
+            computed_from="the tiers and the model: exclusive where full attention has a host and no store below it, "
+            "else write_through",
+        ),
+    ] = "auto"
     selective_hits: Annotated[
         int, Whole("hits after which write_through_selective backs a page up", 1, unit="hits")
     ] = 2
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(
-            "whether requests wait for the disk; auto: where computing costs all requests more", get_args(PrefetchMode)
+            "whether requests wait for the disk; auto: where computing costs all requests more, and alone they are "
+            "computed meanwhile",
+            get_args(PrefetchMode),
         ),
     ] = "auto"
     prefetch_timeout_s: Annotated[

@@ -6,26 +6,20 @@ is loaded unless recomputing it is estimated to cost all requests less time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
 import torch
 
-from hicache.errors import (
-    OutOfRows,
-    OutOfSlots,
-    OutOfStates,
-    PrefetchPending,
-    PromptTooLong,
-    ResourceExhausted,
-    TransferBusy,
-)
+from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
+from hicache.flow.admit_counters import AdmitCounters
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import Admission
+from hicache.flow.components import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
-from hicache.flow.exchange import Exchange
+from hicache.flow.exchange import Exchange, sources_of
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
@@ -36,21 +30,6 @@ from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens
 from hicache.tree.node import TreeNode
-
-_REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
-    OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
-    OutOfRows: ("out_of_rows", "no row of the request table is free"),
-    OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
-    TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
-    PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
-}
-_REFUSED = "admissions refused for now"
-_HITS = {
-    "device": "were on the device",
-    "host": "were loaded from the host",
-    "disk": "a prefetch had brought from the disk",
-    "remote": "a prefetch had brought from the remote tier",
-}
 
 
 @dataclass(frozen=True)
@@ -63,7 +42,8 @@ class _Expected:
 
 
 class Admit:
-    """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier."""
+    """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier. `exchange`: None where
+    the host may hold what the device has."""
 
     def __init__(
         self,
@@ -74,32 +54,14 @@ class Admit:
         backup: Backup | None,
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
-        self._prompts, self._exchange = prompts, Exchange(context, restore, eviction)
-        count = context.metrics.counter
-        self._requests = count("admit.requests", "prompts admitted, each once")
-        self._uncounted = count(
-            "admit.uncounted_requests",
-            "admissions of no new prompt: again after a preemption, further answers, warm-up",
-        )
-        self._uncounted_hits = count("admit.uncounted_hit_tokens", "tokens that these found cached, which are no hits")
-        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
-        self._hits = [
-            count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
-            for tier, how in _HITS.items()
-        ]
-        self._computed = count("admit.computed_tokens", "tokens of admitted prompts that no tier provided")
-        self._refused = {
-            error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
-            for error, (reason, why) in _REFUSALS.items()
-        }
+        self._prompts = prompts
+        self.exchange = None if context.exclusive is None else Exchange(context, restore, eviction)
+        self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
         context.metrics.gauge(
             "admit.expected_requests",
             "queued requests whose prefixes are evicted last",
             lambda: len(self._expectations),
-        )
-        context.metrics.gauge(
-            "admit.hit_ratio", "share of prompt tokens that were hit, since the start", self._hit_ratio
         )
 
     @property
@@ -107,9 +69,21 @@ class Admit:
         """What queued requests will need, by request. A view."""
         return self._expectations
 
-    def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
-        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
+    def acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool = False) -> Lease:
+        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed. `joins`: it was
+        admitted before, and is in order to join what has come."""
+        while True:
+            try:
+                return self._acquire(request, num_delayed, joins=joins)
+            except ExchangePending:
+                if self.exchange is None or not request.may_wait:
+                    raise
+            self.exchange.wait()
+
+    def _acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool) -> Lease:
         context, tree = self._context, self._context.tree
+        if self.exchange is not None:
+            self.exchange.require_idle(request.request_id)
         for component in context.components:
             component.refuse_impossible(request)
         admission, located, estimate = self._count(request, num_delayed)
@@ -121,6 +95,9 @@ class Admit:
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
+        if self.exchange is not None and located is not None:
+            if self.exchange.require(request, admission, located):
+                admission, located, estimate = self._count(request, num_delayed)
 
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
         for component in context.components:
@@ -137,45 +114,42 @@ class Admit:
                 parts = dict[Component, list[RunPart]]()
                 if located is not None:
                     lease.keys = located.prompt.keys
-                    parts = self._hold(admission, located, held)
-                if located is not None and self._exchange.applies_to(parts):
-                    self._load_in_steps(lease, admission, located, parts[FULL], held)
-                else:
-                    self._make_available(admission)
-                    self._take_row(lease, admission)
-                    slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
-                    self._prepare(lease, admission, parts)
-                    if located is not None and parts:
-                        load = self._restore.start(lease, located.prompt, parts, slots)
-                        held.pop_all()  # these locks are the load's now
-                        lease.read([load])
+                    parts = self._hold(request.request_id, admission, located, held)
+                self._make_available(admission)
+                self._take_row(lease, admission)
+                slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
+                self._prepare(lease, admission, parts)
+                if located is not None and parts:
+                    load = self._restore.start(lease, located.prompt, parts, slots)
+                    held.pop_all()  # these locks are the load's now
+                    lease.read([load])
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
-            self._note_admitted(lease, estimate, is_counted=request.is_counted)
+            self._restore.count_decision(None if joins else estimate)
+            self._counters.admitted(lease, joins=joins)
             undo.pop_all()
         return lease
 
-    def _load_in_steps(
-        self, lease: Lease, admission: Admission, located: Located, parts: list[RunPart], held: ExitStack
-    ) -> None:
-        """As `acquire` does at once. The locks of `held` become the loads'."""
-        held.pop_all()
-        locked = [part.run for part in parts]
-        held.callback(self._context.full.index.unlock, locked)
-        self._take_row(lease, admission)
-        self._prepare(lease, admission, {FULL: parts})
-        self._exchange.load(lease, located.prompt, parts, locked, admission.num_own, self._take_slots)
-        self._take_slots(lease, admission.num_own)
+    def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
+        """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
+        admission, _, _ = self._count(request, num_delayed)
+        is_free = self._restore.can_start() and not self._restore.has_failed(admission.match.nodes)
+        return admission.length > num_tokens and is_free
 
-    def _hold(self, admission: Admission, located: Located, held: ExitStack) -> dict[Component, list[RunPart]]:
-        """The host's part in the prefix is used, and what of it is to be loaded, which this returns, stays while slots
-        are made available on the device."""
+    def _hold(
+        self, request_id: str, admission: Admission, located: Located, held: ExitStack
+    ) -> dict[Component, list[RunPart]]:
+        """The host's part in the prefix is used, once, and what of it is to be loaded, which this returns, stays while
+        slots are made available on the device."""
         end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
+        is_used = self.exchange is not None and self.exchange.of(request_id) is not None
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
             first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
-            used = component.index.count_use(located.parts(component, range(first, end)))
+            used = located.parts(component, range(first, end))
+            if not is_used:
+                used = component.index.count_use(used)
             if pages:
                 parts[component.name] = within(used, pages)
                 runs = [part.run for part in parts[component.name]]
@@ -195,8 +169,7 @@ class Admit:
 
     def refused(self, error: ResourceExhausted) -> None:
         """An admission was refused with `error`."""
-        for kind, counter in self._refused.items():
-            counter.value += isinstance(error, kind)
+        self._counters.refused(error)
 
     def expect(self, request_id: str, tokens: Tokens, namespace: str) -> int:
         """See `CacheEngine.expect`."""
@@ -212,6 +185,8 @@ class Admit:
                 pages = range(component.first_required(end), end)
                 runs[component.name] = [part.run for part in located.parts(component, pages)]
         node = tree.node_at(match, on_device)
+        if self.exchange is not None:
+            self.exchange.is_room_due = True
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
             new = _Expected(node, None if node.is_root else tree.expect(node), runs)
@@ -224,6 +199,8 @@ class Admit:
         """The request is queued no more."""
         self._prompts.forget(request_id)
         self._end_expectation(request_id)
+        if self.exchange is not None:
+            self.exchange.end(request_id)
 
     def _end_expectation(self, request_id: str) -> None:
         expected = self._expectations.pop(request_id, None)
@@ -236,6 +213,14 @@ class Admit:
         for name, of_component in runs.items():
             self._context.by_name[name].index.expect(of_component, change)
 
+    def make_room(self, leases: Mapping[str, Lease]) -> bool:
+        """For what `leases` and queued requests take next, as far as it would have to be waited for then. Whether pages
+        are exchanged for one that is to be admitted."""
+        if self.exchange is None:
+            return False
+        self.exchange.make_room(leases, has_queued=len(self._expectations) > 0)
+        return self.exchange.is_under_way
+
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
         context, limit = self._context, self._context.config.max_context_len
@@ -244,14 +229,21 @@ class Admit:
         if lease.length + num_tokens > lease.held_len:
             need = context.full.in_pages(lease.length + num_tokens - lease.held_len)
             for component in context.components:
-                if not self._eviction.make_available(component, component.size_of(need)):
+                if not self._make_room_for(component, component.size_of(need)):
                     raise component.shortage(need)
             self._take_slots(lease, need)
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
 
-    def _hit_ratio(self) -> float:
-        return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
+    def _make_room_for(self, component: CacheComponent, size: int) -> bool:
+        """For a request that runs, to which one that is to be admitted gives way."""
+        if self.exchange is not None:
+            self.exchange.is_room_due = True
+        if self._eviction.make_available(component, size):
+            return True
+        if self.exchange is None or not self.exchange.end():
+            return False
+        return self._eviction.make_available(component, size)
 
     def _count(self, request: CacheRequest, num_delayed: int) -> tuple[Admission, Located | None, LoadEstimate | None]:
         """What the request would get, where its pages are, with a host tier, and what decided about a load."""
@@ -266,6 +258,8 @@ class Admit:
         if context.has_host:
             prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
             located = Located(context, prompt, match)
+            if context.full.leaving and located.is_leaving(located.host_end):
+                raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
             length, to_load, estimate = self._with_host(located, length, num_delayed)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.full_len)
@@ -326,10 +320,17 @@ class Admit:
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
+        wanted = None if self.exchange is None else self.exchange.of(lease.request_id)
+        device_len = admission.device_len
+        if wanted is not None:
+            device_len = min(device_len, wanted.num_held * self._context.tree.page_size)
         for node in path:
-            node.begin_use()
+            if node.depth_tokens <= device_len:  # what has come since counts its uses from the host
+                node.begin_use()
         lease.cached_len = admission.length
-        lease.hit = self._hit(admission, parts.get(FULL, ()))
+        sources = sources_of(parts.get(FULL, ())) + (Counter() if wanted is None else wanted.sources)
+        disk_len, remote_len = (sources[store] * self._context.tree.page_size for store in (Store.DISK, Store.REMOTE))
+        lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)
 
     def _start(self, lease: Lease, admission: Admission) -> None:
         """Its load, if it has one, was submitted."""
@@ -338,29 +339,3 @@ class Admit:
         if not lease.node.is_root:
             lease.read(self._restore.loads_of(lease.node.path()))
             self._context.tree.raise_priority(lease.node, lease.priority)
-
-    def _hit(self, admission: Admission, parts: Sequence[RunPart]) -> Hit:
-        """Where the prefix came from. What a read had brought counts once as that."""
-        page = self._context.tree.page_size
-        pages = dict.fromkeys(Store, 0)
-        for part in parts:
-            if part.run.source is not None:
-                pages[part.run.source] += page * (part.end - part.start)
-                part.run.source = None
-        loaded = admission.length - admission.device_len
-        disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
-        return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)
-
-    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None, *, is_counted: bool) -> None:
-        if estimate is not None:
-            self._restore.count_decision(estimate)
-        if not is_counted:
-            self._uncounted.value += 1
-            self._uncounted_hits.value += lease.hit.tokens
-            return
-        self._requests.value += 1
-        self._prompt.value += lease.prompt_len
-        self._computed.value += lease.prompt_len - lease.cached_len
-        hit = lease.hit
-        for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
-            counter.value += tokens

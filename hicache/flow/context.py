@@ -77,9 +77,14 @@ class EngineContext(EngineParts):
 
     def free(self, released: Sequence[Released]) -> None:
         """Free what left the tree."""
-        values: dict[Component, list[torch.Tensor]] = {}
-        for item in released:
-            values.setdefault(item.component, []).append(item.value)
         with ExitStack() as steps:  # all of them, whatever raises
-            for name, parts in values.items():
-                steps.callback(self.by_name[name].free, joined(parts))
+            for name, value in values_of(released).items():
+                steps.callback(self.by_name[name].free, value)
+
+
+def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
+    """What left the tree, by component."""
+    values: dict[Component, list[torch.Tensor]] = {}
+    for item in released:
+        values.setdefault(item.component, []).append(item.value)
+    return {name: joined(parts) for name, parts in values.items()}

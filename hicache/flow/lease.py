@@ -29,6 +29,11 @@ class Hit:
         """Of all tiers."""
         return self.device + self.host + self.disk + self.remote
 
+    @property
+    def loaded(self) -> Hit:
+        """Without those that were on the device."""
+        return Hit(0, self.host, self.disk, self.remote)
+
     def __add__(self, other: Hit) -> Hit:
         return Hit(
             self.device + other.device, self.host + other.host, self.disk + other.disk, self.remote + other.remote
@@ -59,6 +64,8 @@ class CacheRequest:
     differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: so many
     at most come from the cache, the others are computed, for their logits; None: all that it has. `is_counted`: whether
     it counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
+    `may_wait`: whether `acquire` may wait for copies that make room; where it may not it raises `ExchangePending`, and
+    `poll` goes on with them.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
     as twice as many uses, up to 32. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
@@ -82,6 +89,7 @@ class CacheRequest:
     next_turn_within_s: float | None = None
     max_cached_tokens: int | None = None
     is_counted: bool = True
+    may_wait: bool = True
 
 
 class Lease:
@@ -94,8 +102,8 @@ class Lease:
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
 
-    `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of the prompt's pages, where a host
-    tier needs them.
+    `request`: what it was made for. `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of
+    the prompt's pages, where a host tier needs them.
 
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
@@ -109,7 +117,7 @@ class Lease:
     """
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
-        self.request_id, self.namespace = request.request_id, request.namespace
+        self.request, self.request_id, self.namespace = request, request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
         self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
         self.session_end, self.next_turn_within_s = request.session_end, request.next_turn_within_s

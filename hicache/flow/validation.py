@@ -125,6 +125,7 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         priority=valid_count("priority", request.priority, _MAX_RANK),
         branch_points=tuple(valid_count("branch_points", point) for point in points),
         is_counted=bool(request.is_counted),
+        may_wait=bool(request.may_wait),
         max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),
         expected_uses=None if uses is None else valid_count("expected_uses", uses, _MAX_RANK, minimum=1),
         session_end=bool(request.session_end),

@@ -5,7 +5,7 @@ from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
-    RUN_PAGES,
+    RUN_TOKENS,
     HostRun,
     NewPages,
     RunPart,
@@ -21,7 +21,7 @@ from hicache.host.run import (
 )
 
 __all__ = [
-    "RUN_PAGES",
+    "RUN_TOKENS",
     "CudaRegistry",
     "ExclusiveIndex",
     "HostPagePool",

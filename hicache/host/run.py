@@ -13,7 +13,8 @@ import torch
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
 
-RUN_PAGES = 16  # 1024 tokens in pages of 64
+RUN_TOKENS = 1024
+RUN_PAGES = RUN_TOKENS // 64
 
 
 class Pages(Protocol):
@@ -135,6 +136,10 @@ class HostRun(CountedRecord):
             return last
         shift = skipped - start  # the prompts part within the run
         return start + bisect_left(range(start, last), True, key=lambda i: self.keys[i + shift] != keys[i])
+
+    def common_start(self, keys: Sequence[bytes], start: int, end: int) -> int:
+        """From where on it has pages [start, end) of a prompt with `keys`, of which it has the last."""
+        return max(start, end - 1 - self.keys.index(keys[end - 1]))
 
 
 def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[HostRun]:

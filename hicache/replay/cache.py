@@ -17,13 +17,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hicache.config import host_order
+from hicache.config import default_write_policy, host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host import (
-    RUN_PAGES,
+    RUN_TOKENS,
     ExclusiveIndex,
     HostRun,
     NewPages,
@@ -52,13 +52,14 @@ _AT_EVICTION = ("write_back", "exclusive")
 class ReplaySettings:
     """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
     order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
-    `hints`: which of `HINTS` requests give. ConfigError for what no cache can have."""
+    `write_policy`: empty for what an engine takes. `hints`: which of `HINTS` requests give. ConfigError for what no
+    cache can have."""
 
     device_blocks: int | None
     host_blocks: int | None = 0
     disk_blocks: int | None = 0
     policy: str = "lru"
-    write_policy: str = "write_through"
+    write_policy: str = ""
     selective_hits: int = 2
     host_policy: str = ""
     hints: tuple[HintName, ...] = ()
@@ -71,6 +72,9 @@ class ReplaySettings:
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
+        if not self.write_policy:
+            chosen = default_write_policy(has_stores=self.disk_blocks != 0)
+            object.__setattr__(self, "write_policy", chosen)
         orders = tuple(EVICTION_POLICIES)
         for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
@@ -111,10 +115,12 @@ class Copies:
 
 
 class CacheSimulation:
-    """The tiers of one engine. `block_tokens`: of a block, of which a run on the host and a read from disk have as many
-    as make the tokens of the engine's."""
+    """The tiers of one engine with host pages of `page_tokens`. `block_tokens`: of a block, of which a run on the host
+    and a read from disk have as many as make the tokens of the engine's."""
 
-    def __init__(self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS) -> None:
+    def __init__(
+        self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS, page_tokens: int = _PAGE_TOKENS
+    ) -> None:
         self.settings = settings
         self._names = BlockKeys()
         self.tree = RadixTree(1, self._names, policy=settings.policy)
@@ -122,13 +128,13 @@ class CacheSimulation:
         self.host: PageIndex | None = None
         self._exclusive: ExclusiveIndex | None = None
         if settings.host_blocks != 0:
-            run_blocks = max(1, RUN_PAGES * _PAGE_TOKENS // block_tokens)
+            run_blocks = max(1, RUN_TOKENS // block_tokens)
             pool, order = BlockPool(settings.host_blocks), settings.host_order
             if settings.write_policy == "exclusive":
                 self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
             else:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
-        self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
+        self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         sizes = (settings.device_blocks, settings.host_blocks)
         self._keeps = [Keeps(math.inf if blocks is None else KEPT_SHARE * blocks) for blocks in sizes]
@@ -264,12 +270,12 @@ class CacheSimulation:
         done, under_way = node.depth_tokens, deque[list[RunPart]]()
         end = parts[-1].end if parts else done
         while done < end:
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
             last = host.step_end(done, end, self._free(), 0)
             step = within(parts, range(done, last))
             if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
                 host.lock([split])  # once for each step
-            if len(under_way) > 1:
-                self._land(host, under_way.popleft())
             self._make_available(last - done)
             node, done = self._load(node, blocks, step), last
             under_way.append(step)

@@ -63,8 +63,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="that of the host (default: the device's, but lru for auto under exclusive)",
     )  # fmt: skip
     rules.add_argument(
-        "--write-policy", choices=WRITE_POLICIES, default=WRITE_POLICIES[0], help="default write_through"
-    )
+        "--write-policy", choices=WRITE_POLICIES, default="",
+        help="when the host gets blocks (default: exclusive, with a disk write_through, as an engine)",
+    )  # fmt: skip
     rules.add_argument(
         "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
     )

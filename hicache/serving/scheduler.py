@@ -18,8 +18,8 @@ from weakref import ref
 
 from hicache.engine import CacheEngine
 from hicache.errors import (
-    CallbackFailed,
     ConfigError,
+    ExchangePending,
     HiCacheError,
     OutOfSlots,
     PrefetchPending,
@@ -28,8 +28,9 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
+from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
-from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
+from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another, yielding_last
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
@@ -72,6 +73,7 @@ class Scheduler:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
         self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
+        self._beside = BesidePasses(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         rank_s = ServingOrder(max_overtake_s, self.prefill_meter.seconds).rank_s
@@ -186,9 +188,10 @@ class Scheduler:
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank. Skipped are requests whose prefetch is pending, and those whose prefix is being computed for
-        another. One that gets no slots blocks the queue, and one that would get nothing of the next passes."""
-        for req in self._waiting_queue:
+        """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
+        whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
+        nothing of the next passes."""
+        for req in yielding_last(self._waiting_queue):
             if not req.is_ready:
                 req.seen_commits = -1
                 continue
@@ -199,14 +202,14 @@ class Scheduler:
             while not req.has_ended and req.lease is None:
                 try:
                     self._admit(req)
-                except PrefetchPending:
+                except (PrefetchPending, ExchangePending):
                     break
                 except ResourceExhausted as error:
                     if not isinstance(error, TransferBusy) and self._preempt_below(req):
                         continue
                     if self._running_batch:
                         req.stalled_since_s = 0.0
-                    elif self._is_stalled(req):
+                    elif req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return
                 except PromptTooLong as error:
@@ -216,34 +219,43 @@ class Scheduler:
         """Acquire a lease. Raises ResourceExhausted, and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
-        lease = self._engine.acquire(req.cache_request(self._chunk_tokens if self._engine.takes_chunks else None))
-        req.lease, req.kv_len = lease, lease.cached_len
-        req.hit, req.stalled_since_s = req.hit or lease.hit, 0.0
+        reserve = self._chunk_tokens if self._engine.takes_chunks else None
+        req.hold(self._engine.acquire(req.cache_request(reserve)))
         self._waiting_queue.discard(req)
         self._running_batch.add(req)
-
-    def _is_stalled(self, req: ScheduledRequest) -> bool:
-        """Whether a request has waited longer than the timeout while only a transfer could free slots for it."""
-        now = self._clock()
-        req.stalled_since_s = req.stalled_since_s or now
-        return now - req.stalled_since_s > self._stall_timeout_s
 
     # One batch
 
     def _compose(self) -> list[ScheduledRequest]:
         """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
-        prompts, each by rank, as far as the budget goes."""
+        prompts, last those that yield, each by rank, as far as the budget goes. Of these no pass is launched before the
+        device has ended the last: meanwhile more comes, and less is to be computed."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
         budget = self.prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
-        for req in self._running_batch:
+        for req in yielding_last(self._running_batch):
+            if req.yields and self.prefill_meter.is_behind:
+                continue
+            if not req.is_decoding:
+                self._join(req)
             if req.lease is not None and not req.is_decoding and (share := budget.share_of(req)):
                 limit = min(req.length, req.kv_len + share)
                 if self._add(batch, req, self._engine.next_stop(req.lease, req.kv_len, limit)):
                     budget.take(req)
         return list(batch)
+
+    def _join(self, req: ScheduledRequest) -> None:
+        """What has come behind what is computed of a prompt is loaded; where it finds no room, the request waits."""
+        if req.lease is not None and req.prefetch is not None and req.prefetch.joins:
+            try:
+                lease = self._engine.join(req.lease, req.kv_len)
+            except ResourceExhausted:
+                self._requeue(req)
+            else:
+                if lease is not req.lease:
+                    req.hold(lease)
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
         """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
@@ -264,7 +276,7 @@ class Scheduler:
                     self._engine.backup(req.lease)
                     has_waited = True
                 else:
-                    if self._is_stalled(req):
+                    if req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return False
         if req.lease is None:
@@ -276,7 +288,7 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
-        with self.prefill_meter.measure(chunks):
+        with self._beside.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
         logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
@@ -305,12 +317,8 @@ class Scheduler:
         req.length += 1
         req.is_decoding = True
         req.ttft_s = req.ttft_s or self._clock() - req.submitted_s
-        if req.on_token is not None:
-            try:
-                req.on_token(token)
-            except Exception as error:  # noqa: BLE001 - becomes the outcome of its request
-                log.warning("on_token of request %s raised %r", req.request_id, error)
-                self._finish(req, "error", CallbackFailed(req.request_id, error))
+        if (error := req.tell(token)) is not None:
+            self._finish(req, "error", error)
         if req.finish_reason:
             self._finish(req, req.finish_reason)
 
@@ -359,7 +367,7 @@ class Scheduler:
 
     def _enqueue(self, req: ScheduledRequest) -> None:
         self._look_up(req)
-        req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace)
+        req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace, joins=True)
         self._waiting_queue.add(req)
 
     def _commit(self, req: ScheduledRequest) -> None:

@@ -287,7 +287,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     so is one of the same thread, as a signal's handler may make it. One after the other, any thread may call."""
     gate = threading.Event()
     before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))
-    with build_engine(config(), GEOMETRY) as engine:
+    with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
         lease = engine.acquire(CacheRequest("a", TOKENS))
         engine.commit(lease, TOKENS)
         waiting = threading.Thread(target=engine.flush, name="the other", daemon=True)
@@ -322,7 +322,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception from below, wherever it comes, leaves no lock behind."""
-    with build_engine(config(), GEOMETRY) as engine:
+    with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
         serve(engine, "a", TOKENS)
         engine.flush()
         full = engine.inspect.context.full

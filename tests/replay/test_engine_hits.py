@@ -90,7 +90,7 @@ def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool,
         rules["host_eviction_policy"] = "auto"
     order = rules.get("host_eviction_policy", "")
     simulation = CacheSimulation(
-        ReplaySettings(device, host, None if has_disk else 0, policy, write_policy, host_policy=order)
+        ReplaySettings(device, host, None if has_disk else 0, policy, write_policy, host_policy=order), 1, 1
     )
     hits, now = [], 0
     prompts = prefix_ids(branching_prompts(policy, 120, 24))

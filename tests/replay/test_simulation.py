@@ -45,17 +45,18 @@ def test_blocks_come_from_the_tier_that_held_them() -> None:
 
 def test_a_scan_has_known_answers() -> None:
     """Fifty documents read in turn, twenty times: LRU hits nothing in a tier with room for all but one, and every
-    repetition in a tier with room for all; the optimum keeps as many as there is room for beside the one that runs."""
+    repetition in a tier with room for all, or in a device and a host that have it together unless one has what the
+    other has; the optimum keeps as many as there is room for beside the one that runs."""
     rounds, documents = 20, 50
     trace = trace_of(*([document] for _ in range(rounds) for document in range(documents)))
     repeated = (rounds - 1) / rounds
 
-    def rates(*blocks: int | None) -> tuple[float, ...]:
-        return tuple(replay(trace, ReplaySettings(*blocks)).tier_hit_rates.values())
+    def rates(*blocks: int | None, write_policy: str = "") -> tuple[float, ...]:
+        return tuple(replay(trace, ReplaySettings(*blocks, write_policy=write_policy)).tier_hit_rates.values())
 
     assert rates(49) == (0, 0, 0) and rates(50) == rates(None) == (repeated, 0, 0)
-    assert rates(10, 49) == rates(10, 20, 49) == (0, 0, 0)
-    assert rates(10, 50) == rates(49, 50, 49) == (0, repeated, 0)
+    assert rates(10, 39) == rates(10, 49, write_policy="write_through") == rates(10, 20, 49) == (0, 0, 0)
+    assert rates(10, 41) == rates(10, 50) == rates(49, 50, 49) == (0, repeated, 0)
     assert rates(10, 20, 50) == rates(1, 1, None) == (0, 0, repeated)
     for blocks in (10, 49, 50):
         kept = (blocks - 1) / (documents - 1)

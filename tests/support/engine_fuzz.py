@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +24,7 @@ from disk_case import TroubledStore
 from failing_calls import fails_at
 from faults import Faults
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, Prefetch, build_engine
-from hicache.errors import LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
+from hicache.errors import ExchangePending, LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
 from hicache.flow.movement import settle
 from hicache.storage import open_existing
 from memory_store import MemoryPageStore
@@ -71,6 +72,8 @@ class EngineFuzz:
         self.faults.attach(self.engine, device)
         # On CUDA a look would wait for the copies whose lateness is the point.
         self.lives = PageLives(self.engine) if device == "cpu" else None
+        if (prefetcher := self.engine.inspect.prefetcher) is not None:
+            prefetcher.beside.least_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
 
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:
@@ -95,6 +98,7 @@ class EngineFuzz:
             self.flush: 2,
             self.forget: 4,
             self.reload: 8,
+            self.read_beside: 3,
             self.measure: 1,
             self.raise_inside: 2,
             self.raise_in_forward: 1,
@@ -132,7 +136,8 @@ class EngineFuzz:
     def arrive(self) -> None:
         """A request comes, expects its prefix to stay and waits for the disk."""
         request, mode = self._request(), str(self.rng.choice(["auto", "best_effort", "wait_complete", "timeout"]))
-        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode)  # type: ignore
+        joins = bool(self.rng.integers(2))
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode, joins=joins)  # type: ignore
         self.engine.expect(request.request_id, request.tokens, request.namespace)
         self.waiting[request.request_id] = (handle, request)
 
@@ -161,6 +166,14 @@ class EngineFuzz:
         if name is None:
             return
         at = self.live[name]
+        try:
+            lease = self.engine.join(at.lease, at.done)
+        except ResourceExhausted:
+            self._end(name)
+            return
+        if lease is not at.lease:
+            assert lease.cached_len > at.done and at.lease.released
+            at.lease, at.done = lease, lease.cached_len
         end = min(len(at.tokens), at.done + int(self.rng.integers(1, 25)))
         end = self.engine.next_stop(at.lease, at.done, end)
         if end > at.done and self._has_slots(at, end):
@@ -267,6 +280,26 @@ class EngineFuzz:
                 self.faults.fail_load()
             if self.rng.random() < 0.2:
                 self.abort()
+
+    def read_beside(self) -> None:
+        """A request comes for what stores alone have, and is computed while they bring it; anything may happen then."""
+        if not self.faults.stores:
+            return
+        for name in list(self.live):
+            self._end(name)
+        for name in list(self.waiting):
+            del self.waiting[name]
+            self.engine.cancel(name)
+        self.faults.move_all()
+        self.flush()
+        self.engine.reset(["device", "host"])
+        request = self._request(known=1.0)
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, "auto", joins=True)
+        self.waiting[request.request_id] = (handle, request)
+        for _ in range(int(self.rng.integers(2, 12))):
+            self.poll()
+            self.grow() if self.live else self.admit_waiting()
+            time.sleep(0.0002)  # the stores' threads have something to do
 
     # Errors that nobody raises on purpose
 
@@ -382,8 +415,17 @@ class EngineFuzz:
         return CacheRequest(name, tokens, space, reserve, priority=int(rng.integers(0, 3)), **hints)  # type: ignore[arg-type]
 
     def _acquire(self, request: CacheRequest) -> None:
+        """Where pages are exchanged step by step, some requests do not wait for that, and come again, or go."""
+        self.asked.add(request.request_id)
+        if self.engine.inspect.context.exclusive is not None:
+            request = replace(request, may_wait=bool(self.rng.random() < 0.4))
         try:
             lease = self.engine.acquire(request)
+        except ExchangePending:
+            handle = Prefetch(request.request_id, "best_effort")
+            handle.ended = True
+            self.waiting[request.request_id] = handle, request
+            return
         except ResourceExhausted:
             self.engine.cancel(request.request_id)
             return

@@ -83,6 +83,8 @@ class ServingFuzz:
         with self.faults.patched():
             self.engine = build_engine(self._settings(folder), GEOMETRIES[kind])
         self.faults.attach(self.engine)
+        if (prefetcher := self.engine.inspect.prefetcher) is not None:
+            prefetcher.beside.least_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
         self.scheduler = Scheduler(
             self.engine,
@@ -201,6 +203,7 @@ class ServingFuzz:
         self.faults.clock.now_s += 3600
         self.engine.flush()
         self.engine.check()
+        self.counts["beside"] += int(self.engine.stats().get("prefetch.beside_loaded_tokens", 0))
         for fault in ("restore.failures", "backup.failures", "prefetch.lost_pages", "persist.failed_pages"):
             self.counts[fault] += int(self.engine.stats().get(fault, 0))
         stats, table = self.engine.stats(), self.engine.req_to_token
