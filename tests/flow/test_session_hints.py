@@ -10,6 +10,7 @@ from disk_case import Clock
 from hicache import CacheEngine, build_engine
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, prompt, serve, settled
+from waiting import eventually
 
 PAGE_BYTES = 8 * 192
 WRITE_POLICIES = ["write_through", "write_through_selective", "write_back", "exclusive"]
@@ -18,8 +19,9 @@ WRITE_POLICIES = ["write_through", "write_through_selective", "write_back", "exc
 def stored(engine: CacheEngine, tokens: np.ndarray) -> int:
     """Tokens of it that memory no longer has, and the store does."""
     assert engine.reset()
+    eventually(lambda: engine.lookup(tokens, disk_wait_s=10.0).disk_known)
     found = engine.lookup(tokens, disk_wait_s=10.0)
-    assert found.disk_known and not found.device and not found.host
+    assert not found.device and not found.host
     return found.disk
 
 
@@ -73,7 +75,8 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
     told has passed, or it was used."""
     clock = Clock()
     host_pages = 0 if tier == "device" else 20
-    settings = config(device_tokens=168 if tier == "device" else 72, host_bytes=host_pages * PAGE_BYTES)
+    sizes = {"device_tokens": 168 if tier == "device" else 72, "host_bytes": host_pages * PAGE_BYTES}
+    settings = config(**sizes, write_policy="write_through")
 
     def held(seed: int) -> bool:
         found = engine.lookup(prompt(seed, 49))
