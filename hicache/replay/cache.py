@@ -214,7 +214,7 @@ class CacheSimulation:
         most, jobs = self._job_blocks, list[NewPages]()
         for start, end in spans(read):
             jobs += [_piece(keys, at, min(end, at + most)) for at in range(start, end, most)]
-        for run in host.reserve(jobs) or ():
+        for run in [run for job in jobs for run in host.reserve([job]) or ()]:  # what leaves, leaves for one job
             host.publish(run)
         host.unlock(followed)
         disk.read(blocks[read])
