@@ -45,12 +45,13 @@ FIND = -1  # the `batch` of a ticket's first find, those of others lie below
 
 
 class ReadClass(enum.IntEnum):
-    """The queue classes of reads, by priority. Lookup: the scheduler waits for it. Urgent: a request waits for it."""
+    """The queue classes of reads, by priority: finds first, which read no page. Lookup: the scheduler waits for it.
+    Urgent: a request waits for it."""
 
     LOOKUP = -1
     URGENT_FIND = 0
-    URGENT_READ = 1
-    BACKGROUND_FIND = 2
+    BACKGROUND_FIND = 1
+    URGENT_READ = 2
     BACKGROUND_READ = 3
 
 
