@@ -122,12 +122,9 @@ class EngineConfig:
             get_args(KvPacking),
         ),
     ] = "auto"
-    write_policy: Annotated[
-        str, Text("when pages are backed up to the host: write_through, write_through_selective, write_back, exclusive")
-    ] = "write_through"
-    selective_hits: Annotated[
-        int, Whole("hits after which write_through_selective backs a page up", 1, unit="hits")
-    ] = 2
+    write_policy: Annotated[str, Text("when pages are backed up to the host: write_through, write_back, exclusive")] = (
+        "write_through"
+    )
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(

@@ -11,8 +11,10 @@ used, in a file that imports this one, and an entry in the table of `hicache.evi
 
 from __future__ import annotations
 
+import heapq
 import itertools
 from abc import ABC, abstractmethod
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -214,6 +216,18 @@ class EvictionOrder(Generic[R]):
             self._leave(record)
             self._aside[record] = None
         return None
+
+    def leaving(self, above: Callable[[R], R | None], num_behind: Callable[[R], int]) -> Iterator[R]:
+        """The records in the order in which they would be evicted if nothing changed from now on. `above(record)`: the
+        one that may be evicted once all `num_behind` of it have gone, of which this record is one."""
+        heap, num_gone = self._heap.copy(), Counter[R]()
+        while heap:
+            record: R = heapq.heappop(heap)[-1]
+            yield record
+            if (upper := above(record)) is not None:
+                num_gone[upper] += 1
+                if num_gone[upper] == num_behind(upper) and upper in self._aside:
+                    heapq.heappush(heap, self._entry(upper))
 
     def __contains__(self, record: R) -> bool:
         return record.at != _NO_ENTRY or record in self._aside

@@ -9,6 +9,7 @@ from functools import cached_property
 
 import torch
 
+from hicache.eviction.write_budget import PageUses
 from hicache.flow.components import CacheComponent, EngineParts, FullAttention
 from hicache.flow.write_policy import WritePolicy
 from hicache.host import ExclusiveIndex
@@ -21,11 +22,12 @@ from hicache.tree.node import TreeNode
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
     """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
-    them."""
+    them. `page_uses`: of pages that the disk has or may get."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
+    page_uses: PageUses = field(default_factory=PageUses)
     _dropped: list[TreeNode] = field(default_factory=list)  # of which the host has not been told
 
     @cached_property

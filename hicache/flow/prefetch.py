@@ -286,6 +286,8 @@ class Prefetcher(Movement):
             published = index.publish(run, came)
             for part in published:
                 part.stored |= job.store
+                if job.store is DISK:
+                    self._context.page_uses.read(part.keys)
             if job.component.name == FULL and published:
                 self._count_landed(published, job, waiting)
             lost = (i for i, key in enumerate(keys, first) if not index.is_coming(key))

@@ -124,7 +124,9 @@ class PageIndex:
         """Pages that are free or evictable."""
         return self.pool.available() + self.num_evictable
 
-    # Coming
+    def leaving(self) -> Iterator[HostRun]:
+        """The runs that nobody has locked, in the order in which they would leave if nothing changed from now on."""
+        return self._order.leaving(lambda run: run.parent_run, lambda run: len(run.after))
 
     def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
         """Of `new`, from its first page on, what there is room for beside what it follows."""
@@ -210,8 +212,6 @@ class PageIndex:
         for upper, lower in pairwise(self.parts(keys)):
             if lower.run.parent_run is None and lower.start == upper.end:
                 self._follow(lower.run, upper.run)
-
-    # Use
 
     def count_use(self, parts: list[RunPart]) -> list[RunPart]:
         """One more request uses these pages of its prompt, from wherever: it counts when it ends, see `touch`. A run
@@ -299,8 +299,6 @@ class PageIndex:
         if found:
             raise InvariantError("host index", found)
         self.pool.check()
-
-    # Inside
 
     def _needed_by(self, pages: NewPages) -> list[HostRun]:
         parent = self._runs.get(pages.previous_key) if pages.previous_key else None

@@ -6,6 +6,7 @@ every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections import Counter, deque
 from collections.abc import Sequence
@@ -20,13 +21,17 @@ from hicache.config import host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.host import (
+    ROUND_SHARE,
     RUN_PAGES,
     ExclusiveIndex,
     HostRun,
     NewPages,
     PageIndex,
     RunPart,
+    WriteAhead,
+    WrittenIndex,
     end_of,
     spans,
     used_alike,
@@ -35,13 +40,14 @@ from hicache.host import (
 from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
 from hicache.stores.tier import JOB_PAGES
-from hicache.tiers import FULL
+from hicache.tiers import DISK, FULL
 from hicache.tree import RadixTree, TreeNode
 from hicache.tree.key import Tokens
 
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
+_BLOCKS_PER_S = 100.0  # that requests ask for
 
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "exclusive")
+WRITE_POLICIES = ("write_through", "write_back", "exclusive")
 _AT_EVICTION = ("write_back", "exclusive")
 
 
@@ -49,6 +55,7 @@ _AT_EVICTION = ("write_back", "exclusive")
 class ReplaySettings:
     """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
     order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
+    `disk_write_budget`: blocks that may be written for each one that is asked for; None: no limit.
     ConfigError for what no cache can have."""
 
     device_blocks: int | None
@@ -56,17 +63,19 @@ class ReplaySettings:
     disk_blocks: int | None = 0
     policy: str = "lru"
     write_policy: str = "write_through"
-    selective_hits: int = 2
     host_policy: str = ""
+    disk_write_budget: float | None = None
 
     def __post_init__(self) -> None:
-        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0), ("selective_hits", 1)):
+        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0)):
             value = vars(self)[name]
-            is_unlimited = value is None and name != "selective_hits"
-            if not is_unlimited and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
                 raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
             raise ConfigError("the disk tier needs a host tier; give host_blocks")
+        budget = self.disk_write_budget
+        if budget is not None and not (isinstance(budget, float | int) and 0 < budget < math.inf):
+            raise ConfigError(f"disk_write_budget={short_repr(budget)} is no number of blocks above 0")
         orders = tuple(EVICTION_POLICIES)
         for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
@@ -108,8 +117,10 @@ class CacheSimulation:
     """The tiers of one engine. `block_tokens`: of a block, of which a run on the host and a read from disk have as many
     as make the tokens of the engine's."""
 
-    def __init__(self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS) -> None:
-        self.settings = settings
+    def __init__(
+        self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS, blocks_per_s: float = _BLOCKS_PER_S
+    ) -> None:
+        self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
         self._names = BlockKeys()
         self.tree = RadixTree(1, self._names, policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
@@ -122,9 +133,18 @@ class CacheSimulation:
                 self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
             else:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
+        self._ahead: WriteAhead | None = None
+        if self.disk is not None and self.host is not None:
+            self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._now_s)
+            self._written = WrittenIndex(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
+            self._ahead = WriteAhead([self._written], DISK, self._budget, PageUses())
         self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         self._loaded = self._backed_up = self._read = 0
+
+    def _now_s(self) -> float:
+        """Where all requests ask for as many blocks a second."""
+        return self._num_asked / self._blocks_per_s
 
     @property
     def copies(self) -> Copies:
@@ -157,6 +177,7 @@ class CacheSimulation:
         node = self._commit(node, blocks[length:], keys)
         tree.touch(node)
         tree.unlock(node)
+        self._num_asked += len(blocks)
         self._touch_below(blocks, keys, node.depth_tokens)
         num_disk = bisect_left(read, length)
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
@@ -197,18 +218,11 @@ class CacheSimulation:
         for start, end in spans(read):
             jobs += [_piece(keys, at, min(end, at + most)) for at in range(start, end, most)]
         for run in host.reserve(jobs) or ():
+            run.stored |= DISK
             host.publish(run)
         host.unlock(followed)
         disk.read(blocks[read])
         return read
-
-    def _enter(self, pieces: Sequence[NewPages]) -> None:
-        """What the host lacks of `pieces`, as far as it fits."""
-        assert self.host is not None
-        absent = [new for piece in pieces for new in self.host.absent(piece)]
-        for run in reversed(self.host.reserve(self.host.fitting(absent)) or ()):
-            self.host.publish(run)
-            self._backed_up += len(run.keys)
 
     def _admit(
         self, node: TreeNode, blocks: Tokens, keys: Sequence[bytes], length: int, parts: Sequence[RunPart]
@@ -287,8 +301,23 @@ class CacheSimulation:
         if self.host is None:
             return
         self.host.touch(self.host.runs_of(keys[:length]))
-        if self.disk is not None:
+        if self.disk is not None and self._ahead is not None:
             self.disk.touch(blocks[:length])
+            self._ahead.use(self._written, keys[:length])
+            self._write_ahead(self.disk, self._ahead)
+
+    def _write_ahead(self, disk: DiskOrder, ahead: WriteAhead) -> None:
+        """Host to disk: what it gets by now."""
+        while (chosen := ahead.next_round()) or not ahead.is_done:
+            runs = [run for _, run in chosen]
+            for run in runs:
+                num_before = disk.num_written
+                disk.put(ids_of(run.keys))
+                run.stored |= DISK
+                ahead.is_answered(run)
+                self._budget.spend(disk.num_written - num_before, len(run.keys))
+            for path in _paths(runs):
+                disk.touch(ids_of(key for run in path for key in run.keys))
 
     # Between the tiers
 
@@ -297,9 +326,7 @@ class CacheSimulation:
         host = self.host
         if host is None or self.settings.write_policy in _AT_EVICTION:
             return
-        hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
-        lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
-        wanted = list(takewhile(lambda at: at.hit_count >= hits, lacking))
+        wanted = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
         pieces = [_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted]
         self._save([self._used_as(piece, at) for piece, at in zip(pieces, wanted, strict=True)])
 
@@ -310,11 +337,13 @@ class CacheSimulation:
         """Device to host, and from there to the disk, as far as the host has room."""
         if not pieces or self.host is None:
             return
-        self._enter(pieces)
-        if self.disk is not None:
-            self.disk.put(ids_of(key for piece in pieces for key in piece.keys if key in self.host))
-            for path in _paths([run for piece in pieces if (run := self.host.get(piece.keys[-1])) is not None]):
-                self.disk.touch(ids_of(key for run in path for key in run.keys))
+        absent = [new for piece in pieces for new in self.host.absent(piece)]
+        came = self.host.reserve(self.host.fitting(absent)) or ()
+        for run in reversed(came):
+            self.host.publish(run)
+            self._backed_up += len(run.keys)
+        if self._ahead is not None:
+            self._ahead.come(self._written, came)
 
     # Capacity
 

@@ -65,8 +65,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--write-policy", choices=WRITE_POLICIES, default=WRITE_POLICIES[0], help="default write_through"
     )
     rules.add_argument(
-        "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
-    )
+        "--disk-write-budget", type=as_flag(Number("blocks", 1e-6)), metavar="BLOCKS",
+        help="blocks that may be written to the disk for each block that is asked for (default: no limit)",
+    )  # fmt: skip
     _add_cost_flags(parser)
     parser.add_argument(
         "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
@@ -146,7 +147,7 @@ def _policies(text: str) -> tuple[str, ...]:
 def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
     """One for every combination of sizes."""
     device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
-    rules = {name: vars(flags)[name] for name in ("write_policy", "selective_hits", "host_policy")}
+    rules = {name: vars(flags)[name] for name in ("write_policy", "host_policy", "disk_write_budget")}
     return [
         ReplaySettings(*blocks, **rules) for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
     ]

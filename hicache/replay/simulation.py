@@ -177,7 +177,8 @@ def _replay(
     on_progress: Progress | None,
     costs: TierCosts | None,
 ) -> ReplayResult:
-    cache = CacheSimulation(settings, trace.block_tokens)
+    span_s = trace.requests[-1].time_s
+    cache = CacheSimulation(settings, trace.block_tokens, *([trace.num_blocks / span_s] if span_s else []))
     hits = np.zeros((len(BlockHits._fields), len(prompts)), np.int64)
     for at, blocks in enumerate(prompts):
         if on_progress is not None and at % _PROGRESS_STEP == 0:

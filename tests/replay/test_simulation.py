@@ -83,9 +83,7 @@ def test_tiers_add_up(policy: str, write_policy: str) -> None:
     assert whole.tier_hit_rates["device"] == whole.hit_rate
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"disk_blocks": 1.5}, {"disk_blocks": 10}, {"host_blocks": -1}, {"selective_hits": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"disk_blocks": 1.5}, {"disk_blocks": 10}, {"host_blocks": -1}])
 def test_what_no_cache_can_have_is_refused(wrong: dict[str, object]) -> None:
     """The message names the setting. What flags can give is in tests/cli/test_wrong_input.py."""
     with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
