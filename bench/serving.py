@@ -9,6 +9,7 @@
     conversations output tokens a second of conversations that do not fit the device, over those without a host tier
     sessions      sessions of coding agents: makespan with a disk over the better of none and always loading, and first
                   tokens over those of first come, first served (`serving_sessions.py`)
+    stream        running answers beside a prompt of 128k tokens: how long they stand still (`serving_streams.py`)
 
 What a case compares is measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
 """
@@ -32,12 +33,13 @@ from hicache.bench.common import Report, interleave, percentile, timer_for
 from hicache.bench.raw_io import drop_caches, raw_read_s
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
 from hicache.bench.serving_sessions import measure_sessions
+from hicache.bench.serving_streams import measure_streams
 from hicache.engine import CacheRequest
 from hicache.serving import Chunk, Request
 from hicache.serving.warm_up import warm_up
 
 NAME = "serving"
-DESCRIPTION = "decoding, prefill, first tokens from host and disk, conversations, agent sessions; 8B geometry"
+DESCRIPTION = "decoding, prefill, first tokens from host and disk, conversations, agent sessions, streams; 8B geometry"
 
 NEW_TOKENS = 256
 DECODE_TARGET, COMPILED_TARGET = 0.3, 0.5
@@ -69,7 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="parts to run, of: decode prefill host disk conversations sessions compiled; they get a file of their own",
+        help="parts to run, of: decode prefill host disk conversations sessions stream compiled; they get a file of "
+        "their own",
     )
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
     parser.add_argument("--trace", type=Path, help="agent sessions, as `hicache replay` reads; default: generated ones")
@@ -84,6 +87,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "disk": lambda: _first_token_from_disk(report, served, sizes, args.folder),
         "conversations": lambda: _conversations(report, served, sizes),
         "sessions": lambda: measure_sessions(report, served, args.trace, args.folder),
+        "stream": lambda: measure_streams(report, served),
         # Last, so that what torch.compile leaves in the process is in no other figure.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),
     }

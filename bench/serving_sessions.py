@@ -3,18 +3,21 @@
     sessions         8 clients; device, host and disk over the better of no disk and a disk that is always waited for
     sessions.order   32 clients; time to first token over that of first come, first served, mean and p99
     sessions.host    32 clients, a host as large as the device under `exclusive`; over no host, over `write_through`,
-                     and p99 of the time to first token over that of `write_through`
+                     and p99 of the time to first token over that of `write_through`; p99, of copies of what left the
+                     device, of the time that a call stood still for one
 
 Every run has an engine, and a store where it has a disk, of its own, which begin empty. A helper of the serving bench.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 import shutil
 import tempfile
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ import numpy as np
 from hicache.bench.common import Report, percentile
 from hicache.bench.serving_case import ServedModel, serving
 from hicache.bench.sessions import Prompts, Scale, Turn, TurnQueue, describe_turns, generated_turns, read_turns
+from hicache.metrics import HistogramValue, MetricValue
 from hicache.serving import Request, Scheduler
 from hicache.serving.request import RequestOutput
 from hicache.serving.warm_up import warm_up
@@ -32,6 +36,7 @@ _MAX_PASS_S = 0.5  # as `hicache serve`
 _OVERTAKE_S = 15.0
 _SESSIONS_TARGET, _MEAN_TARGET, _P99_TARGET = 1.0, 0.8, 1.1
 _HOST_TARGET, _POLICY_TARGET, _HOST_P99_TARGET = 1 / 1.8, 0.8, 1.0
+_EXPOSED_BOUND_S = 5e-3
 
 
 @dataclass(frozen=True)
@@ -57,6 +62,7 @@ class SessionRun:
 
     makespan_s: float
     outputs: Sequence[RequestOutput]
+    stats: Mapping[str, MetricValue]
 
     @property
     def first_s(self) -> list[float]:
@@ -125,6 +131,14 @@ class _SessionsBench:
         self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)
         self._case("serving.sessions.host.policy", [ours.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
         self._case("serving.sessions.host.p99", [ours.p99_s], copies.p99_s, _HOST_P99_TARGET, "")
+        exposed, stats = ours.stats["backup.exposed_seconds"], ours.stats
+        assert isinstance(exposed, HistogramValue)
+        note = (
+            f"{exposed.count} copies, of which {sum(exposed.counts[1:])} were waited for, {exposed.sum:.3f} s in all; "
+            f"{stats['admit.exchange_pending_attempts']:.0f} admissions put off, {stats['exchange.loads']:.0f} steps "
+            f"of loads; {stats['host.returned_tokens']:.0f} tokens dropped as duplicates and copied again"
+        )
+        self._case("serving.sessions.host.exposed", [_p99_of(exposed)], _EXPOSED_BOUND_S, 1.0, note)
 
     def _case(self, name: str, seconds: list[float], ceiling_s: float, target: float, note: str) -> None:
         on_cuda = self._served.model.device.type == "cuda"
@@ -147,7 +161,8 @@ class _SessionsBench:
                 if engine.engine.pool.device.type == "cuda":
                     warm_up(engine.engine, engine.runner, sizes.chunk, _MAX_RUNNING)
                 settings = {"max_pass_s": _MAX_PASS_S, "max_overtake_s": max_overtake_s}
-                return serve_turns(engine.scheduler(_MAX_RUNNING, **settings), self._turns, sizes, clients)
+                run = serve_turns(engine.scheduler(_MAX_RUNNING, **settings), self._turns, sizes, clients)
+                return replace(run, stats=engine.engine.metrics())
         finally:
             shutil.rmtree(store, ignore_errors=True)
 
@@ -166,4 +181,11 @@ def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes
                 raise output.error
             left.answered(turns[int(output.request_id)])
             outputs.append(output)
-    return SessionRun(time.perf_counter() - start_s, outputs)
+    return SessionRun(time.perf_counter() - start_s, outputs, {})
+
+
+def _p99_of(observed: HistogramValue) -> float:
+    """The upper bound of what 99 of 100 observations do not exceed; 0 where that is the lowest bound."""
+    num_below = itertools.accumulate(observed.counts)
+    at = next(at for at, num in enumerate(num_below) if num >= 0.99 * observed.count)
+    return (0.0, *observed.bounds[1:], math.inf)[at]

@@ -1,7 +1,6 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-The engine builds the movements in their order and is the only place where asynchronous results land, in `poll()`. Every
-method belongs to one thread, the scheduler's.
+It builds the movements in their order. Asynchronous results land in `poll()` alone. For one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -76,10 +75,8 @@ class CacheEngine(EngineLife):
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
         super().__init__(context, events)
         self._context = context
-        self._leases: dict[str, Lease] = {}
-        prompts = Prompts(context.tree)
-        self._cost = CostModel.of(context)
-        self._persists = persists_of(context)
+        self._leases, prompts = dict[str, Lease](), Prompts(context.tree)
+        self._cost, self._persists = CostModel.of(context), persists_of(context)
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
@@ -87,7 +84,7 @@ class CacheEngine(EngineLife):
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, prompts, self._cost, requests) if context.stores else None
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
-        movements = (self._backup, self._restore, *self._persists, self._prefetcher)
+        movements = (self._backup, self._restore, self._admit.exchange, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
         register_usage(context, lambda: len(self._leases))
 
@@ -168,14 +165,16 @@ class CacheEngine(EngineLife):
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
     @exclusive
-    def poll(self) -> None:
-        """Land what has finished. Call it once a step; it never blocks."""
+    def poll(self) -> bool:
+        """Land what has finished. Call it once a step; it never blocks. True: each poll makes a step of an exchange."""
         self._require_running()
+        self._commit.hints.expire()
         land(self._movements)
         if self._prefetcher is not None:
             self._prefetcher.step()
         if self._events is not None:
             self._events.publish()
+        return self._admit.make_room(self._leases)
 
     @exclusive
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
@@ -195,8 +194,8 @@ class CacheEngine(EngineLife):
     def acquire(self, request: CacheRequest) -> Lease:
         """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
 
-        Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy` or `PrefetchPending` (all `ResourceExhausted`;
-        nothing changed), `PromptTooLong` (never fits) and `DuplicateRequest`.
+        Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy`, `PrefetchPending` or `ExchangePending` (all
+        `ResourceExhausted`: poll and try again, or cancel), `PromptTooLong` (never fits) and `DuplicateRequest`.
         """
         self._require_running()
         request = valid_request(request)
@@ -209,8 +208,7 @@ class CacheEngine(EngineLife):
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise
-        lease.on_exit = self.release
-        self._leases[request.request_id] = lease
+        self._leases[request.request_id], lease.on_exit = lease, self.release
         try:
             self._forget(request.request_id)
         except BaseException:
@@ -376,6 +374,8 @@ class CacheEngine(EngineLife):
     def _finish(self, was_running: bool) -> None:
         for lease in list(self._leases.values()):
             self._end(lease)
+        if self._admit.exchange is not None and not self._is_broken:
+            self._admit.exchange.end()
         if was_running and not self._settle():
             log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
         elif was_running and self._backup is not None and self._persists:

@@ -126,6 +126,10 @@ class PrefetchPending(ResourceExhausted):
     """The request's prefetch mode waits for its prefetch, which is still in flight. Retry after a poll."""
 
 
+class ExchangePending(ResourceExhausted):
+    """What has to leave the device for the request is on its way to the host, step by step. Retry after a poll."""
+
+
 class TraceError(HiCacheError, ValueError):
     """A trace of requests cannot be read. The message names the file, the line and what would do."""
 

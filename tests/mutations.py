@@ -32,6 +32,7 @@ class Mutation(NamedTuple):
 
 
 TREE, EVICTION, MATCHES = "tests/tree", "tests/eviction", "tests/prefix_cache/test_cache_machines.py"
+HINTS = "tests/flow/test_session_hints.py"
 TRANSFER, STORE = "tests/transfer", "tests/storage"
 MUTATIONS = (
     # Tree
@@ -68,8 +69,13 @@ MUTATIONS = (
     # Eviction
     Mutation("hicache/tree/core.py", "self.split_suffix(node, node.num_tokens - num",
              "self.split_prefix(node, num", TREE),
-    Mutation("hicache/eviction/orders.py", "self._rise(self._sink(at), last)", "self._rise(at, last)", EVICTION),
-    Mutation("hicache/eviction/orders.py", "return (record.expected > 0, rank,", "return (0, rank,", EVICTION),
+    Mutation("hicache/eviction/heap.py", "self._rise(self._sink(at), last)", "self._rise(at, last)", EVICTION),
+    Mutation("hicache/eviction/orders.py", "standing = _EXPECTED", "standing = _PLAIN", EVICTION),
+    Mutation("hicache/eviction/orders.py", "            keep.owed_tokens -= record.owner.num_tokens\n", "", EVICTION),
+    Mutation("hicache/eviction/orders.py", "return first if kept is None or (",
+             "return first if first is not None or (", EVICTION),
+    Mutation("hicache/flow/persist.py", " and not run.has_ended", "", HINTS),
+    Mutation("hicache/flow/hints.py", "        self._on_device.expire(now_s)\n", "", HINTS),
     Mutation("hicache/flow/commit.py", "            steps.callback(tree.touch, lease.node)\n",
              "            pass\n", "tests/flow"),
     Mutation("hicache/host/index.py", "insert(run)\n            self.unlock(filter(None, [run.needs]))", "insert(run)",
@@ -105,7 +111,7 @@ MUTATIONS = (
              "tests/flow/test_prefetch_together.py"),
     Mutation("hicache/host/index.py", "if num_pages > self.capacity:",
              "if not num_pages:", "tests/host"),
-    Mutation("hicache/flow/backup.py", "                self._backup.save(unsaved)\n",
+    Mutation("hicache/flow/backup.py", "                self._backup.save(unsaved, leaving)\n",
              "                pass\n", "tests/flow"),
     # Transfer
     Mutation("hicache/transfer/plan.py", "skip = max(0, start - position)", "skip = 0", TRANSFER),

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import time
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 import torch
@@ -16,7 +18,7 @@ from hicache.alloc import (
 from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, require_one_each
-from hicache.config import EngineConfig, kernel_choice
+from hicache.config import EngineConfig, default_write_policy, kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -35,7 +37,7 @@ from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, Hos
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import ExclusiveIndex, HostPagePool, HostRun, PageIndex
+from hicache.host import RUN_TOKENS, ExclusiveIndex, HostPagePool, HostRun, PageIndex
 from hicache.host.memory import available_bytes
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
@@ -57,27 +59,32 @@ def build_engine(
     components: Sequence[type[CacheComponent]] = (),
     store: PageStore | None = None,
     remote: PageStore | None = None,
+    clock: Callable[[], float] = time.monotonic,
 ) -> CacheEngine:
     """An engine for `model`; start it before use.
 
     `model`: the geometry of attention with grouped heads or latent rows, with windows or recurrent layers among it
     where the model has them, whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of
     slots. `components`: of one's own, beside those of the model. `store`, `remote`: stores of one's own, in place of
-    those that the settings of disk and remote tier describe; the caller closes them, after the engine. Raises
+    those that the settings of disk and remote tier describe; the caller closes them, after the engine. `clock`:
+    seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
     device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
-    write_policy = make_write_policy(config)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
     require_one_each(config, store, remote)
+    present = _present(config, model, components)
+    has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
+    if config.write_policy == "auto":
+        chosen = default_write_policy(has_stores=has_stores, num_components=len(present))
+        config = dataclasses.replace(config, write_policy=chosen)
+    write_policy = make_write_policy(config)
     table = _table(config, model, device)
     pool = _pool(config, model, device, table) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
-    present = _present(config, model, components)
     spaces = {found.name: kind.slot_space(config, found, pool) for kind, found in present.items()}
     layouts = {name: space.layout for name, space in spaces.items()}
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
-    has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
     # What leaves the device with a window or a state is not saved: without its copy on the host it would be lost.
     is_exclusive = write_policy.is_exclusive and len(present) == 1
@@ -101,7 +108,7 @@ def build_engine(
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)
-        context = EngineContext(**vars(parts), components=built, write_policy=write_policy, stores=stores)
+        context = EngineContext(**vars(parts), components=built, write_policy=write_policy, stores=stores, clock=clock)
         engine = CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
         opened.pop_all()
     return engine
@@ -264,8 +271,9 @@ def _links(
     for name, space in spaces.items():
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
-            told = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            index = (ExclusiveIndex if is_exclusive else PageIndex)(host, config.host_order, *told)
+            came, leaves = (watch.came, left) if name == FULL and watch is not None else (None, None)
+            index_kind, run_pages = ExclusiveIndex if is_exclusive else PageIndex, RUN_TOKENS // config.host_page_size
+            index = index_kind(host, config.host_order, came, leaves, max(1, run_pages))
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

@@ -1,6 +1,14 @@
 """Settings, each declared once, and the environment. `settings` has their kinds."""
 
-from hicache.config.engine import SECTIONS, AdvancedConfig, Auto, EngineConfig, PrefetchMode, host_order
+from hicache.config.engine import (
+    SECTIONS,
+    AdvancedConfig,
+    Auto,
+    EngineConfig,
+    PrefetchMode,
+    default_write_policy,
+    host_order,
+)
 from hicache.config.environment import (
     CUSTOM_MEM_POOL,
     VARIABLES,
@@ -32,6 +40,7 @@ __all__ = [
     "api_key",
     "custom_mem_pool",
     "debug_checks",
+    "default_write_policy",
     "digests_folder",
     "disk_key",
     "host_order",

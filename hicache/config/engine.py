@@ -79,6 +79,12 @@ class AdvancedConfig:
             )
 
 
+def default_write_policy(*, has_stores: bool, num_components: int = 1) -> str:
+    """The write policy where none is given: device and host hold different pages, unless the host is shared with others
+    through a store, which then has what a request computed soon, or the model has windows or states."""
+    return "write_through" if has_stores or num_components > 1 else "exclusive"
+
+
 def host_order(eviction_policy: str, write_policy: str) -> str:
     """The eviction order of the host where none is given. What a device under `auto` evicts was ranked by its uses:
     a host that holds that alone needs no more than recency."""
@@ -122,9 +128,14 @@ class EngineConfig:
             get_args(KvPacking),
         ),
     ] = "auto"
-    write_policy: Annotated[str, Text("when pages are backed up to the host: write_through, write_back, exclusive")] = (
-        "write_through"
-    )
+    write_policy: Annotated[
+        str,
+        Text(
+            "when pages are backed up to the host: write_through, write_back, exclusive",
+            computed_from="the tiers and the model: exclusive where full attention has a host and no store below it, "
+            "else write_through",
+        ),
+    ] = "auto"
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(

@@ -24,7 +24,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
-from hicache.eviction.orders import EvictionPolicy, Record, Usage
+from hicache.eviction.orders import EvictionPolicy, Record
 
 _HALF_LIVES = 3.0
 _UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
@@ -39,7 +39,6 @@ _REMEMBERED = 8.0  # half-lives or capacities, whichever is more
 _MAX_REMEMBERED = 1 << 17  # 16 MiB
 _MIN_TRUST = 1 / 64
 _MAX_LEVELS = 32  # of priority: more would keep for ever what nobody asks for
-_NO_USES = 2.0**-64
 
 
 class _Uses(NamedTuple):
@@ -93,8 +92,10 @@ class FadingFrequency(EvictionPolicy):
         return math.log2(record.uses) + record.used_at / self.half_life + min(record.owner.priority, _MAX_LEVELS)
 
     def enter(self, record: Record) -> None:
-        self.tokens += record.owner.num_tokens
-        self._count_in(record)
+        usage = record.owner
+        self.tokens += usage.num_tokens
+        if not record.uses or record.hits != usage.hit_count:
+            self._count_in(record)
 
     def lock(self, record: Record) -> None:
         self.tokens -= record.owner.num_tokens
@@ -103,22 +104,20 @@ class FadingFrequency(EvictionPolicy):
         """Count a use if requests used it since the last one."""
         usage = record.owner
         if record.hits != usage.hit_count:
-            record.hits = usage.hit_count
-            self._see(usage)
-            self._hit_tokens += usage.num_tokens
-            self._count(record, usage.num_tokens)
+            record.hits, num_tokens = usage.hit_count, usage.num_tokens
+            self._see(usage.name, num_tokens)
+            self._hit_tokens += num_tokens
+            self._count(record, num_tokens)
 
     def uses_of(self, record: Record) -> float:
-        """Its uses as of now, 1 at least; 0 where none is to come."""
-        if record.uses <= _NO_USES:
-            return 0.0 if record.uses else 1.0
+        """Its uses as of now, 1 at least."""
+        if not record.uses:
+            return 1.0
         return max(1.0, record.uses * math.pow(2.0, (record.used_at - self._seen_tokens) / self.half_life))
 
     def expect_uses(self, record: Record, num_uses: float) -> None:
-        """With 0, one that a lock has kept from being counted says nothing either."""
         self._count_in(record)
-        record.uses = max(record.uses, float(num_uses)) if num_uses else _NO_USES
-        record.used_at = self._seen_tokens if num_uses else record.used_at
+        record.uses, record.used_at = max(record.uses, float(num_uses)), self._seen_tokens
 
     def split(self, upper: Record, lower: Record) -> None:
         self._shadow.split(upper.owner.name, lower.owner.name, upper.owner.num_tokens)
@@ -126,17 +125,18 @@ class FadingFrequency(EvictionPolicy):
     def forget(self, record: Record) -> None:
         """It, or a part that was split off it, is held no more; its uses are remembered while they may matter."""
         usage, evicted = record.owner, self._evicted
-        name = usage.name
+        name, num_tokens = usage.name, usage.num_tokens
         self._capacity_tokens = max(1, self.tokens)
-        self.tokens -= usage.num_tokens
-        evicted[name] = _Uses(record.uses, record.used_at, usage.num_tokens)
+        self.tokens -= num_tokens
+        evicted[name] = _Uses(record.uses, record.used_at, num_tokens)
         evicted.move_to_end(name)
         record.uses = 0.0
         matters_from = self._seen_tokens - _REMEMBERED * max(self.half_life, self._capacity_tokens)
         for _ in range(2):  # more than come, so that none stays for long
             oldest = next(iter(evicted.values()), None)
-            if oldest is not None and (len(evicted) > _MAX_REMEMBERED or oldest.at < matters_from):
-                evicted.popitem(last=False)
+            if oldest is None or (len(evicted) <= _MAX_REMEMBERED and oldest.at >= matters_from):
+                break
+            evicted.popitem(last=False)
 
     def like_tokens(self, num_tokens: int, name_at: Callable[[int], int]) -> int:
         """How many of `num_tokens` tokens were used alike before they were evicted; all of them where nothing is
@@ -155,22 +155,23 @@ class FadingFrequency(EvictionPolicy):
             self.use(record)
             return
         usage = record.owner
-        remembered = self._evicted.pop(usage.name, None)
-        self._see(usage)
+        name, num_tokens = usage.name, usage.num_tokens
+        remembered = self._evicted.pop(name, None)
+        self._see(name, num_tokens)
         if remembered is None:
             record.uses, record.used_at = 1.0, self._seen_tokens
         else:
             record.uses, record.used_at = remembered.uses, remembered.at
-            self._count(record, usage.num_tokens)
+            self._count(record, num_tokens)
         record.hits = usage.hit_count
 
     def _rank(self, uses: _Uses) -> float:
         return math.log2(uses.uses) + uses.at / self.half_life
 
-    def _see(self, usage: Usage) -> None:
-        self._seen_tokens += usage.num_tokens
+    def _see(self, name: int, num_tokens: int) -> None:
+        self._seen_tokens += num_tokens
         if self._capacity_tokens > 1:  # something was evicted
-            self._shadow.use(usage.name, usage.num_tokens, self._capacity_tokens)
+            self._shadow.use(name, num_tokens, self._capacity_tokens)
 
     def _count(self, record: Record, num_tokens: int) -> None:
         age = self._seen_tokens - record.used_at

@@ -6,6 +6,7 @@ is loaded unless recomputing it is estimated to cost all requests less time.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import (
+    ExchangePending,
     OutOfRows,
     OutOfSlots,
     OutOfStates,
@@ -22,10 +24,10 @@ from hicache.errors import (
     TransferBusy,
 )
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import Admission
+from hicache.flow.components import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
-from hicache.flow.exchange import Exchange
+from hicache.flow.exchange import Exchange, sources_of
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
@@ -43,6 +45,7 @@ _REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
     OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
     TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
     PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
+    ExchangePending: ("exchange_pending", "what has to leave for it was on its way to the host"),
 }
 _REFUSED = "admissions refused for now"
 _HITS = {
@@ -63,7 +66,8 @@ class _Expected:
 
 
 class Admit:
-    """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier."""
+    """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier. `exchange`: None where
+    the host may hold what the device has."""
 
     def __init__(
         self,
@@ -74,7 +78,8 @@ class Admit:
         backup: Backup | None,
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
-        self._prompts, self._exchange = prompts, Exchange(context, restore, eviction)
+        self._prompts = prompts
+        self.exchange = None if context.exclusive is None else Exchange(context, restore, eviction)
         count = context.metrics.counter
         self._requests = count("admit.requests", "prompts admitted, each once")
         self._uncounted = count(
@@ -109,7 +114,18 @@ class Admit:
 
     def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
         """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
+        while True:
+            try:
+                return self._acquire(request, num_delayed)
+            except ExchangePending:
+                if self.exchange is None or not request.may_wait:
+                    raise
+            self.exchange.wait()
+
+    def _acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
         context, tree = self._context, self._context.tree
+        if self.exchange is not None:
+            self.exchange.require_idle(request.request_id)
         for component in context.components:
             component.refuse_impossible(request)
         admission, located, estimate = self._count(request, num_delayed)
@@ -121,6 +137,10 @@ class Admit:
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
+        if self.exchange is not None and located is not None:
+            self.exchange.note_chunk(request.reserve_tokens)
+            if self.exchange.require(request, admission, located):
+                admission, located, estimate = self._count(request, num_delayed)
 
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
         for component in context.components:
@@ -137,18 +157,15 @@ class Admit:
                 parts = dict[Component, list[RunPart]]()
                 if located is not None:
                     lease.keys = located.prompt.keys
-                    parts = self._hold(admission, located, held)
-                if located is not None and self._exchange.applies_to(parts):
-                    self._load_in_steps(lease, admission, located, parts[FULL], held)
-                else:
-                    self._make_available(admission)
-                    self._take_row(lease, admission)
-                    slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
-                    self._prepare(lease, admission, parts)
-                    if located is not None and parts:
-                        load = self._restore.start(lease, located.prompt, parts, slots)
-                        held.pop_all()  # these locks are the load's now
-                        lease.read([load])
+                    parts = self._hold(request.request_id, admission, located, held)
+                self._make_available(admission)
+                self._take_row(lease, admission)
+                slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
+                self._prepare(lease, admission, parts)
+                if located is not None and parts:
+                    load = self._restore.start(lease, located.prompt, parts, slots)
+                    held.pop_all()  # these locks are the load's now
+                    lease.read([load])
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
@@ -156,26 +173,19 @@ class Admit:
             undo.pop_all()
         return lease
 
-    def _load_in_steps(
-        self, lease: Lease, admission: Admission, located: Located, parts: list[RunPart], held: ExitStack
-    ) -> None:
-        """As `acquire` does at once. The locks of `held` become the loads'."""
-        held.pop_all()
-        locked = [part.run for part in parts]
-        held.callback(self._context.full.index.unlock, locked)
-        self._take_row(lease, admission)
-        self._prepare(lease, admission, {FULL: parts})
-        self._exchange.load(lease, located.prompt, parts, locked, admission.num_own, self._take_slots)
-        self._take_slots(lease, admission.num_own)
-
-    def _hold(self, admission: Admission, located: Located, held: ExitStack) -> dict[Component, list[RunPart]]:
-        """The host's part in the prefix is used, and what of it is to be loaded, which this returns, stays while slots
-        are made available on the device."""
+    def _hold(
+        self, request_id: str, admission: Admission, located: Located, held: ExitStack
+    ) -> dict[Component, list[RunPart]]:
+        """The host's part in the prefix is used, once, and what of it is to be loaded, which this returns, stays while
+        slots are made available on the device."""
         end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
+        is_used = self.exchange is not None and self.exchange.of(request_id) is not None
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
             first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
-            used = component.index.count_use(located.parts(component, range(first, end)))
+            used = located.parts(component, range(first, end))
+            if not is_used:
+                used = component.index.count_use(used)
             if pages:
                 parts[component.name] = within(used, pages)
                 runs = [part.run for part in parts[component.name]]
@@ -212,6 +222,8 @@ class Admit:
                 pages = range(component.first_required(end), end)
                 runs[component.name] = [part.run for part in located.parts(component, pages)]
         node = tree.node_at(match, on_device)
+        if self.exchange is not None:
+            self.exchange.is_room_due = True
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
             new = _Expected(node, None if node.is_root else tree.expect(node), runs)
@@ -224,6 +236,8 @@ class Admit:
         """The request is queued no more."""
         self._prompts.forget(request_id)
         self._end_expectation(request_id)
+        if self.exchange is not None:
+            self.exchange.end(request_id)
 
     def _end_expectation(self, request_id: str) -> None:
         expected = self._expectations.pop(request_id, None)
@@ -236,6 +250,14 @@ class Admit:
         for name, of_component in runs.items():
             self._context.by_name[name].index.expect(of_component, change)
 
+    def make_room(self, leases: Mapping[str, Lease]) -> bool:
+        """For what `leases` and queued requests take next, as far as it would have to be waited for then. Whether pages
+        are exchanged for one that is to be admitted."""
+        if self.exchange is None:
+            return False
+        self.exchange.make_room(leases, has_queued=len(self._expectations) > 0)
+        return self.exchange.is_under_way
+
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
         context, limit = self._context, self._context.config.max_context_len
@@ -244,11 +266,21 @@ class Admit:
         if lease.length + num_tokens > lease.held_len:
             need = context.full.in_pages(lease.length + num_tokens - lease.held_len)
             for component in context.components:
-                if not self._eviction.make_available(component, component.size_of(need)):
+                if not self._make_room_for(component, component.size_of(need)):
                     raise component.shortage(need)
             self._take_slots(lease, need)
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
+
+    def _make_room_for(self, component: CacheComponent, size: int) -> bool:
+        """For a request that runs, to which one that is to be admitted gives way."""
+        if self.exchange is not None:
+            self.exchange.is_room_due = True
+        if self._eviction.make_available(component, size):
+            return True
+        if self.exchange is None or not self.exchange.end():
+            return False
+        return self._eviction.make_available(component, size)
 
     def _hit_ratio(self) -> float:
         return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
@@ -266,6 +298,8 @@ class Admit:
         if context.has_host:
             prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
             located = Located(context, prompt, match)
+            if context.full.leaving and located.is_leaving(located.host_end):
+                raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
             length, to_load, estimate = self._with_host(located, length, num_delayed)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.full_len)
@@ -326,10 +360,17 @@ class Admit:
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
+        wanted = None if self.exchange is None else self.exchange.of(lease.request_id)
+        device_len = admission.device_len
+        if wanted is not None:
+            device_len = min(device_len, wanted.num_held * self._context.tree.page_size)
         for node in path:
-            node.hit_count += 1
+            if node.depth_tokens <= device_len:  # what has come since counts its uses from the host
+                node.begin_use()
         lease.cached_len = admission.length
-        lease.hit = self._hit(admission, parts.get(FULL, ()))
+        sources = sources_of(parts.get(FULL, ())) + (Counter() if wanted is None else wanted.sources)
+        disk_len, remote_len = (sources[store] * self._context.tree.page_size for store in (Store.DISK, Store.REMOTE))
+        lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)
 
     def _start(self, lease: Lease, admission: Admission) -> None:
         """Its load, if it has one, was submitted."""
@@ -338,18 +379,6 @@ class Admit:
         if not lease.node.is_root:
             lease.read(self._restore.loads_of(lease.node.path()))
             self._context.tree.raise_priority(lease.node, lease.priority)
-
-    def _hit(self, admission: Admission, parts: Sequence[RunPart]) -> Hit:
-        """Where the prefix came from. What a read had brought counts once as that."""
-        page = self._context.tree.page_size
-        pages = dict.fromkeys(Store, 0)
-        for part in parts:
-            if part.run.source is not None:
-                pages[part.run.source] += page * (part.end - part.start)
-                part.run.source = None
-        loaded = admission.length - admission.device_len
-        disk_len, remote_len = pages[Store.DISK], pages[Store.REMOTE]
-        return Hit(admission.device_len, loaded - disk_len - remote_len, disk_len, remote_len)
 
     def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None, *, is_counted: bool) -> None:
         if estimate is not None:

@@ -6,12 +6,13 @@ with the pages of their nodes; those that were added later are copied on their o
 
 Where the device lacks capacity, what is least worth keeping leaves. What the host has is loaded again when it is
 needed; what it has not is copied there first where the write policy says so, all victims together, and is lost
-otherwise.
+otherwise. The slots of these are free when their copy has ended, for which who can waits elsewhere (`prepare`).
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from itertools import islice, takewhile
@@ -20,7 +21,7 @@ from typing import NamedTuple
 import torch
 
 from hicache.flow.components import CacheComponent
-from hicache.flow.context import EngineContext
+from hicache.flow.context import EngineContext, values_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
@@ -73,7 +74,11 @@ class Backup(CopyMovement[_Copy]):
         # Pages that were skipped, the last at the end; and how many of all components the device may hold.
         self._counted: dict[bytes, None] = {}
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
-        self._waits = count("backup.awaited_evictions", "evictions that had to wait for a backup")
+        self._exposed_s = 0.0
+        self._exposed = context.metrics.histogram(
+            "backup.exposed_seconds",
+            "what a call stood still for a copy of what leaves; 0: it ended beside others",
+        )
 
     def maybe_backup(self, node: TreeNode) -> None:
         """Copy what the write policy wants of the path to `node`, together, as far as the host has capacity."""
@@ -99,21 +104,25 @@ class Backup(CopyMovement[_Copy]):
         """What the host lacks of a node that is to lose something, with which all of it may leave."""
         return self._unsaved([node])
 
-    def save(self, unsaved: Sequence[Unsaved]) -> None:
-        """Copy what leaves the device, which nobody frees before that, and wait: the last moment before an eviction.
-        `unsaved`: as nodes leave, those that others follow behind them. Where the host has not room for all, what
-        leaves last stays, and of that the beginning."""
+    def save(self, unsaved: Sequence[Unsaved], released: list[Released] | None = None) -> None:
+        """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
+        has not room for all, what left last stays, and of that the beginning. `released`: its values, which leave the
+        list where they are freed when the copy has ended; where nothing is copied they stay in it."""
         by_component: dict[Component, Unsaved] = {}
         for component, pages, values in reversed(unsaved):
             known = by_component.setdefault(component.name, Unsaved(component, [], []))
             known.pages.extend(pages)
             known.values.extend(values)
-        if by_component:
-            self._waits.value += 1
-            try:
-                self._submit([by_component[name] for name in self._context.by_name if name in by_component], ())
-            finally:  # where the copy of one component raises, that of another is under way, and its source about to go
-                self.wait_and_complete()
+        self._submit([by_component[name] for name in self._context.by_name if name in by_component], (), released)
+
+    def wait_for(self, component: CacheComponent, size: int) -> None:
+        """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
+        while component.leaving and component.available() < size:
+            start_s = time.perf_counter()
+            self._in_flight[0].op.wait()
+            self._exposed_s = time.perf_counter() - start_s
+            self._end_first()
+            self._exposed_s = 0.0
 
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         return (run for copy in self._in_flight for run in copy.runs.get(component, ()))
@@ -127,12 +136,12 @@ class Backup(CopyMovement[_Copy]):
         return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
 
     def _unsaved(self, nodes: Sequence[TreeNode]) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first."""
+        """What the host lacks of `nodes`, FULL first, but for what is of sessions that have ended."""
         found = []
         for component in self._context.components:
             pages, values = list[NewPages](), list[torch.Tensor]()
             for node in nodes:
-                if node.has(component.name):
+                if node.has(component.name) and not node.holdings[component.name].has_ended:
                     self._add_unsaved(node, component, pages, values)
             if pages:
                 found.append(Unsaved(component, pages, values))
@@ -152,16 +161,19 @@ class Backup(CopyMovement[_Copy]):
             keys, event_pages = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             event_pages = tree.names.pages(node)
-        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses)
+        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)
 
-    def _submit(self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode]) -> None:
-        """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity."""
+    def _submit(
+        self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode], released: list[Released] | None = None
+    ) -> None:
+        """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity. Or
+        of what has left the device, whose values, `released`, are then freed with their end."""
         if not unsaved:
             return
-        tree = self._context.tree
+        tree, leaving = self._context.tree, values_of(released or ())
         # The lock of the last covers the full pages of all; other components of the others need locks of their own.
         copy = _Copy(nodes if len(self._context.components) > 1 else nodes[-1:])
         with ExitStack() as undo:
@@ -175,6 +187,10 @@ class Backup(CopyMovement[_Copy]):
                 if copy.op.parts:
                     undo.pop_all()
                     self._in_flight.append(copy)
+                    for name, value in leaving.items():
+                        self._context.by_name[name].leaving[copy] = value
+                    if released:
+                        released.clear()
 
     def _start(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
         """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
@@ -299,9 +315,21 @@ class Backup(CopyMovement[_Copy]):
         else:
             for node in copy.locked:
                 tree.unlock(node)
+        self._free_what_left(copy, raw_copy)
         for persist in self._persists:
             for component, runs in reversed(arrived):  # states and windows first: the disk evicts them first
                 persist.store(component, runs)
+
+    def _free_what_left(self, copy: _Copy, raw_copy: _Copy) -> None:
+        """What left the device before `copy`, unless `raw_copy` still reads it."""
+        left = {at: value for at in self._context.components if (value := at.leaving.pop(copy, None)) is not None}
+        if left:
+            self._exposed.observe(self._exposed_s)
+        for component, value in left.items():
+            if raw_copy.op.parts:
+                component.leaving[raw_copy] = value
+            else:
+                component.free(value)
 
 
 class DeviceEviction:
@@ -312,25 +340,48 @@ class DeviceEviction:
         self._backup = backup if context.write_policy.at_eviction else None
 
     def make_available(self, component: CacheComponent, size: int) -> bool:
-        """Evict until `size` tokens or states of a component are free; False when that cannot be."""
-        name = component.name
-        released, unsaved, victims = list[Released](), list[Unsaved](), list[TreeNode]()
-        short = size - component.available()
-        if short <= 0:
+        """Evict until `size` tokens or states of a component are free; False when that cannot be. Waits for copies of
+        what is evicted."""
+        if self.prepare(component, size):
             return True
+        if self._backup is not None:
+            self._backup.wait_for(component, size)
+        return size <= component.available()
+
+    def wait(self) -> None:
+        """Until all that was evicted has been copied, or was not."""
+        if self._backup is not None:
+            for component in self._context.components:
+                self._backup.wait_for(component, component.available() + component.num_leaving)
+
+    def prepare(self, component: CacheComponent, size: int) -> bool:
+        """The same without waiting: whether so many are free now. Where they are not and `component.leaving` has
+        something, they may be when that has been copied."""
+        short = size - component.available() - component.num_leaving
+        if short > 0:
+            self._evict(component, short)
+        return size <= component.available()
+
+    def _evict(self, component: CacheComponent, short: int) -> None:
+        name = component.name
+        released, leaving = list[Released](), list[Released]()  # what is free at once, and what is copied before
+        unsaved, victims = list[Unsaved](), list[TreeNode]()
         try:
             while short > 0 and (node := component.device_victim(short)) is not None:
-                if self._backup is not None:
-                    unsaved += self._backup.unsaved(node)
+                lacking = self._backup.unsaved(node) if self._backup is not None else []
+                unsaved += lacking
                 victims.append(node)
                 left = self._context.drop(node, name)
-                released += left
+                (leaving if lacking else released).extend(left)
                 short -= sum(item.size for item in left if item.component == name)
             self._context.tell_host()
             if self._backup is not None:
-                self._backup.save(unsaved)
+                self._backup.save(unsaved, leaving)
             for node in victims:
                 component.count_eviction(node)
+        except BaseException:  # where the copy of one component raises, that of another may be under way
+            if self._backup is not None:
+                self._backup.wait_and_complete()
+            raise
         finally:
-            self._context.free(released)
-        return size <= component.available()
+            self._context.free([*released, *leaving])

@@ -16,6 +16,7 @@ from hicache.errors import InvalidTokens, TokensMismatch, TransferError
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import CacheComponent, RecurrentState, SlidingWindow
 from hicache.flow.context import EngineContext
+from hicache.flow.hints import Hints
 from hicache.flow.lease import Lease
 from hicache.flow.located import path_keys
 from hicache.flow.persist import Persist
@@ -37,7 +38,7 @@ class Commit:
         persists: Sequence[Persist],
     ) -> None:
         self._context, self._restore, self._eviction = context, restore, eviction
-        self._backup, self._persists = backup, tuple(persists)
+        self._backup, self._persists, self.hints = backup, tuple(persists), Hints(context)
         self._windows = context.by_name.get(SWA)
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states", "recurrent states not kept because every other was in use"
@@ -73,30 +74,23 @@ class Commit:
         lease.released = True
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             steps.callback(self._restore.free, lease)
-            if lease.expected_uses is not None:
-                steps.callback(self._expect_uses, lease, lease.expected_uses)
-            if self._context.has_host:
-                steps.callback(self._use_host, lease)
+            steps.callback(self._use_below, lease)
             steps.callback(tree.unlock, lease.node)
             steps.callback(tree.touch, lease.node)
 
-    def _use_host(self, lease: Lease) -> None:
-        """What is below the device of the lease's prefix was used."""
-        keys = path_keys(self._context, lease.node)
-        for component in self._context.components:
-            runs = component.index.runs_of(keys[component.name])
-            component.index.touch(runs)
-            component.index.raise_priority(runs, lease.priority)
-        for persist in self._persists:
-            persist.touch(keys)
-
-    def _expect_uses(self, lease: Lease, num_uses: int) -> None:
-        nodes = self._context.tree.expect_uses(lease.node, num_uses, max(lease.branch_points, default=0))
+    def _use_below(self, lease: Lease) -> None:
+        """What is below the device of the lease's prefix was used, of the stores what may be used again."""
         if self._context.has_host:
-            names = self._context.tree.names
+            keys = path_keys(self._context, lease.node)
             for component in self._context.components:
-                keys = names.of_component(component.name, [key for node in nodes for key in names.of(node)])
-                component.index.expect_uses(keys, num_uses)
+                runs = component.index.runs_of(keys[component.name])
+                component.index.touch(runs)
+                component.index.raise_priority(runs, lease.priority)
+        end = self.hints.enter(lease)
+        if self._persists and not end.is_root:
+            keys = path_keys(self._context, end)
+            for persist in self._persists:
+                persist.touch(keys)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
         """The components that have room for what they give with the first `length` tokens; None where nothing is to be
@@ -158,7 +152,7 @@ class Commit:
         if context.exclusive is not None:
             keys = [key for node in inserted.gained for key in node.page_keys or ()]
             context.exclusive.came_to_device(context.exclusive.parts(keys))  # what was computed though the host had it
-        if self._backup is not None:
+        if self._backup is not None and not lease.session_end:
             self._backup.maybe_backup(inserted.node)
 
     def _set_keys(self, inserted: Inserted, lease: Lease) -> None:

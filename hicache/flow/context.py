@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -22,12 +23,14 @@ from hicache.tree.node import TreeNode
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
     """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
-    them. `page_uses`: of pages that the disk has or may get."""
+    them. `page_uses`: of pages that the disk has or may get. `clock`: seconds, by which next turns are awaited, and
+    writes have their budget."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
     page_uses: PageUses = field(default_factory=PageUses)
+    clock: Callable[[], float] = time.monotonic
     _dropped: list[TreeNode] = field(default_factory=list)  # of which the host has not been told
 
     @cached_property
@@ -77,9 +80,14 @@ class EngineContext(EngineParts):
 
     def free(self, released: Sequence[Released]) -> None:
         """Free what left the tree."""
-        values: dict[Component, list[torch.Tensor]] = {}
-        for item in released:
-            values.setdefault(item.component, []).append(item.value)
         with ExitStack() as steps:  # all of them, whatever raises
-            for name, parts in values.items():
-                steps.callback(self.by_name[name].free, joined(parts))
+            for name, value in values_of(released).items():
+                steps.callback(self.by_name[name].free, value)
+
+
+def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
+    """What left the tree, by component."""
+    values: dict[Component, list[torch.Tensor]] = {}
+    for item in released:
+        values.setdefault(item.component, []).append(item.value)
+    return {name: joined(parts) for name, parts in values.items()}

@@ -1,74 +1,249 @@
-"""Host and device exchange pages, step by step, where they are to hold different ones.
+"""Device and host exchange pages, step by step, where they are to hold different ones.
 
-A load that needs the places of others, for whom the host has no room, makes room for one step of it at a time. What
-leaves the device for a step goes to the host while the step before comes up, and takes the places of what came up in
-the steps before that. So no more than two steps are in both places, and what the host drops is on the device by then.
+A request for which others have to leave the device, whom the host lacks, is not admitted at once. It gets room first:
+
+    require   it asks, and is refused while anything is under way for it; its prefix and what it loads stay meanwhile
+    poll      the copies of a step have ended: the step is loaded, and the victims of the next one go
+    end       it is admitted, or gone
+
+A load for which the host has no room, beside the victims, is made in steps. What leaves the device for a step goes to
+the host while the step before comes up, and takes the places of what came up in the steps before that. So no more than
+two steps are in both places, and what the host drops is on the device by then. The last step is loaded when the request
+is admitted, layer by layer. One request at a time: they would take each other's room.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
 
-import torch
-
-from hicache.errors import TransferBusy
+from hicache.errors import ExchangePending, ResourceExhausted, TransferBusy
 from hicache.flow.backup import DeviceEviction
+from hicache.flow.components import Admission
 from hicache.flow.context import EngineContext
-from hicache.flow.lease import Lease
+from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.located import Located
+from hicache.flow.movement import Load, Movement
 from hicache.flow.prompt import Prompt
 from hicache.flow.restore import Restore
 from hicache.host import HostRun, RunPart, within
-from hicache.tiers import FULL, Component
+from hicache.tiers import FULL, Component, Store
+from hicache.tree.node import TreeNode
 
-TakeSlots = Callable[[Lease, int, int], torch.Tensor]
+_AHEAD_SHARE = 8  # of the device, at most one part in so many is made free before anybody asks for it
 
 
-class Exchange:
+class _Wanted:
+    """What a request gets before it is admitted. `lease`, which nobody else has, is its hold on what is on the device.
+
+    `parts`       of pages [done, end) of `prompt`, which are to be loaded: locked on the host
+    `step_end`    where the next step ends; the last is none of this
+    `num_behind`  slots for what follows the last step
+    `num_held`    pages that the device had; `sources`: of those loaded since, what a read had brought, by store
+    """
+
+    def __init__(self, lease: Lease, prompt: Prompt, parts: list[RunPart], num_held: int, num_behind: int) -> None:
+        self.lease, self.prompt, self.parts, self.num_behind = lease, prompt, parts, num_behind
+        self.num_held = self.done = self.step_end = num_held
+        self.end = parts[-1].end if parts else num_held
+        self.sources = Counter[Store]()
+        self.load: Load | None = None
+        self.is_ready = False
+        self.error: ResourceExhausted | None = None
+
+
+class Exchange(Movement):
     """Owned by the scheduler thread."""
 
     def __init__(self, context: EngineContext, restore: Restore, eviction: DeviceEviction) -> None:
         self._context, self._restore, self._eviction = context, restore, eviction
+        self._wanted: _Wanted | None = None
+        self._chunk_tokens = 0  # that a request took at a time
+        self.is_room_due = False
+        self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
 
-    def applies_to(self, components: Collection[Component]) -> bool:
-        """Whether a load of these is made in steps."""
-        return self._context.exclusive is not None and FULL in components
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the next poll may make a step."""
+        return self._wanted is not None and not (self._wanted.is_ready or self._wanted.error)
 
-    def load(
-        self,
-        lease: Lease,
-        prompt: Prompt,
-        parts: Sequence[RunPart],
-        locked: list[HostRun],
-        num_behind: int,
-        take: TakeSlots,
-    ) -> None:
-        """Bring `parts` of `prompt` to the device behind the lease's node, and make `num_behind` slots available for
-        what follows them. `locked`: their runs; as loads take the locks over, they leave the list. `take`: gives the
-        lease slots that are available, so many, and so many of them for a load.
+    def of(self, request_id: str) -> _Wanted | None:
+        """What it has got so far."""
+        wanted = self._wanted
+        return wanted if wanted is not None and wanted.lease.request_id == request_id else None
 
-        Raises what `take` and `Restore.start` raise, TransferBusy where a step failed, and the shortage of slots.
-        """
-        full, index, page = self._context.full, self._context.exclusive, self._context.tree.page_size
+    def require_idle(self, request_id: str) -> None:
+        """Raise ExchangePending while anything is under way for the request."""
+        if (wanted := self.of(request_id)) is not None and not (wanted.is_ready or wanted.error):
+            raise ExchangePending(f"pages are exchanged for {request_id}: poll() until it is admitted")
+
+    def require(self, request: CacheRequest, admission: Admission, located: Located) -> bool:
+        """There is room for the request, and what it loads is one step. Whether anything has changed for that.
+
+        Raises ExchangePending until it is so, the shortage of slots, and TransferBusy where a step failed."""
+        full, wanted = self._context.full, self.of(request.request_id)
+        has_room = full.needed(admission) <= full.available()
+        if wanted is None:
+            if has_room and self._is_one_step(admission):
+                return False
+            if self.is_under_way:
+                raise ExchangePending("pages are exchanged for another request: poll() until it is admitted")
+            self.end()
+            self._begin(request, admission, located)
+        elif wanted.is_ready and has_room:
+            return False
+        elif wanted.is_ready:
+            num_loaded = (wanted.end - wanted.done) * self._context.tree.page_size
+            wanted.is_ready, wanted.num_behind = False, max(0, full.needed(admission) - num_loaded)
+        self._advance()
+        if (wanted := self._wanted) is not None and wanted.error is not None:
+            self.end()
+            raise wanted.error
+        self.require_idle(request.request_id)
+        return True
+
+    def wait(self) -> None:
+        """Until what is under way has ended; the next step begins then."""
+        self._eviction.wait()
+        self._restore.complete([self._wanted.load] if self._wanted is not None and self._wanted.load else [])
+        self._advance()
+
+    def end(self, request_id: str | None = None) -> bool:
+        """The request, or whichever it is, gets no more; whether there was any. What came for it stays on the device
+        while others need no room."""
+        wanted = self._wanted if request_id is None else self.of(request_id)
+        if wanted is not None:
+            self._wanted = None
+            self._release(wanted)
+        return wanted is not None
+
+    def make_room(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
+        """For what requests take next, so that they wait for no copy then: a chunk of a prompt, and a page each. Once
+        after each time that any took or will take something."""
+        if not self.is_room_due:
+            return
+        self.is_room_due = False
+        page, full = self._context.tree.page_size, self._context.full
+        prompts = sum([max(0, lease.prompt_len - lease.held_len) for lease in leases.values()])
+        chunk = self._chunk_tokens if has_queued else min(self._chunk_tokens, prompts)
+        wanted = min(chunk + page * len(leases), full.capacity // _AHEAD_SHARE)
+        if wanted > full.available():
+            self._eviction.prepare(full, wanted)
+
+    def note_chunk(self, num_tokens: int | None) -> None:
+        """A request takes slots for so many tokens of its prompt at a time."""
+        self._chunk_tokens, self.is_room_due = num_tokens or self._chunk_tokens, True
+
+    def poll(self) -> bool:
+        return self._advance()
+
+    def is_busy(self) -> bool:
+        """Its copies and loads are those of other movements."""
+        return False
+
+    def locks(self) -> list[TreeNode]:
+        return [] if self._wanted is None or self._wanted.error else [self._wanted.lease.node]
+
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        return (part.run for part in (self._wanted.parts if self._wanted is not None and component == FULL else ()))
+
+    # Inside
+
+    def _is_one_step(self, admission: Admission) -> bool:
+        pages, page = admission.to_load.get(FULL, ()), self._context.tree.page_size
+        return not pages or self._step_end(pages[0], pages[-1] + 1, -(-admission.num_own // page)) > pages[-1]
+
+    def _step_end(self, start: int, end: int, num_behind: int) -> int:
+        index, full = self._context.exclusive, self._context.full
         assert index is not None
-        done, end = parts[0].start, parts[-1].end
-        while done < end:
-            last = index.step_end(done, end, full.available() // page, -(-num_behind // page))
-            step, rest = within(parts, range(done, last)), within(parts, range(last, end))
-            self._make_available(lease, (last - done) * page)
-            slots = take(lease, (last - done) * page, (last - done) * page)
-            load = self._restore.start(lease, prompt, {FULL: step}, slots)
-            del locked[: len(step)]  # these locks are the load's now
-            if rest and rest[0].run is step[-1].run:
-                index.lock([rest[0].run])  # once for each step
-                locked.insert(0, rest[0].run)
-            lease.read([load])
-            done = last
-        self._make_available(lease, num_behind)
+        return index.step_end(start, end, full.available() // self._context.tree.page_size, num_behind)
 
-    def _make_available(self, lease: Lease, num_slots: int) -> None:
-        """Of the loads of the lease all but the last have to end first, so that the host may drop what they brought."""
-        self._restore.complete(lease.loads[:-1])
-        if any(load.error is not None for load in lease.loads):
-            raise TransferBusy("a load of this prefix has failed")
-        if not self._eviction.make_available(self._context.full, num_slots):
-            raise self._context.full.shortage(num_slots)
+    def _begin(self, request: CacheRequest, admission: Admission, located: Located) -> None:
+        """What it has on the device, and what of the rest the host has, stays from now on."""
+        context, tree, index = self._context, self._context.tree, self._context.full.index
+        node, pages = tree.node_at(admission.match, admission.device_len), admission.to_load.get(FULL, ())
+        lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
+        with ExitStack() as undo:
+            undo.callback(self._restore.free, lease)
+            tree.lock(node)
+            undo.callback(lambda: tree.unlock(lease.node))
+            lease.read(self._restore.loads_of(node.path()))
+            used = index.count_use(located.parts(context.full, range(admission.length // tree.page_size)))
+            parts, num_held = within(used, pages), admission.device_len // tree.page_size
+            wanted = _Wanted(lease, located.prompt, parts, num_held, admission.num_own)
+            wanted.step_end = self._step_end(wanted.done, wanted.end, -(-admission.num_own // tree.page_size))
+            index.lock([part.run for part in parts])
+            self._wanted = wanted
+            undo.pop_all()
+
+    def _advance(self) -> bool:
+        """The next step, where nothing is under way any more; whether there was one."""
+        wanted, full = self._wanted, self._context.full
+        if wanted is None or wanted.is_ready or wanted.error is not None:
+            return False
+        if wanted.load is not None and not wanted.load.completed:
+            return False
+        if any(load.error is not None for load in (*wanted.lease.loads, *filter(None, [wanted.load]))):
+            return self._fail(wanted, TransferBusy("a load of this prefix has failed"))
+        num_slots = (wanted.step_end - wanted.done) * self._context.tree.page_size
+        is_last = wanted.step_end == wanted.end
+        has_room = self._eviction.prepare(full, num_slots)
+        if has_room and is_last:
+            num_slots += wanted.num_behind
+            has_room = self._eviction.prepare(full, num_slots)
+        if not has_room:
+            return not full.leaving and self._fail(wanted, full.shortage(num_slots))
+        if not is_last and not self._restore.can_start():
+            return False
+        if is_last:
+            wanted.is_ready = True
+        else:
+            self._load_step(wanted, num_slots)
+        return True
+
+    def _load_step(self, wanted: _Wanted, num_slots: int) -> None:
+        """What has to leave for the step behind it goes meanwhile."""
+        full, done, end = self._context.full, wanted.step_end, wanted.end
+        step, rest = within(wanted.parts, range(wanted.done, done)), within(wanted.parts, range(done, end))
+        divided = [step[-1].run] if rest and rest[0].run is step[-1].run else []
+        slots = full.alloc(num_slots)
+        with ExitStack() as undo:
+            undo.callback(full.free, slots)
+            full.index.lock(divided)  # once for each step
+            undo.callback(full.index.unlock, divided)
+            wanted.load = self._restore.start(wanted.lease, wanted.prompt, {FULL: step}, slots)
+            wanted.parts, wanted.done = rest, done  # these locks are the load's now
+            undo.pop_all()
+        wanted.lease.read([wanted.load])
+        wanted.sources += sources_of(step)
+        self._steps.value += 1
+        page = self._context.tree.page_size
+        wanted.step_end = self._step_end(done, end, -(-wanted.num_behind // page))
+        self._eviction.prepare(full, (wanted.step_end - done) * page)
+
+    def _fail(self, wanted: _Wanted, error: ResourceExhausted) -> bool:
+        """Its next `require` raises that."""
+        wanted.error = error
+        self._release(wanted)
+        return True
+
+    def _release(self, wanted: _Wanted) -> None:
+        """What it holds, once."""
+        if wanted.lease.released:
+            return
+        wanted.lease.released, parts, wanted.parts = True, wanted.parts, []
+        with ExitStack() as steps:
+            steps.callback(self._restore.free, wanted.lease)
+            steps.callback(self._context.tree.unlock, wanted.lease.node)
+            steps.callback(self._context.full.index.unlock, [part.run for part in parts])
+
+
+def sources_of(parts: Sequence[RunPart]) -> Counter[Store]:
+    """Of pages that a request uses those that a read had brought, by its store. They count once as that."""
+    found = Counter[Store]()
+    for part in parts:
+        if part.run.source is not None:
+            found[part.run.source] += part.end - part.start
+            part.run.source = None
+    return found

@@ -59,11 +59,18 @@ class CacheRequest:
     differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: so many
     at most come from the cache, the others are computed, for their logits; None: all that it has. `is_counted`: whether
     it counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
+    `may_wait`: whether `acquire` may wait for copies that make room; where it may not it raises `ExchangePending`, and
+    `poll` goes on with them.
 
     What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
-    as twice as many uses, up to 32. `expected_uses`, when the lease ends: how often the prompt will be asked for again
-    with its answer; 0, the session ends: what no other prompt has in common with it, behind the last branch point, goes
-    first.
+    as twice as many uses, up to 32. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
+    for again with its answer.
+
+    These two count under every policy, from the end of the lease until the prompt is used again. `session_end`: nobody
+    will ask for it again; what no other prompt has in common with it, behind the last branch point, leaves memory first
+    and is not saved any more, and what the request computes is not copied to the host. `next_turn_within_s`: a prompt
+    that continues it is expected by then; it leaves memory after what else its namespace has, until it is used, or four
+    times as long. A hint orders what its own namespace has: what others have leaves no earlier for it.
     """
 
     request_id: str
@@ -73,8 +80,11 @@ class CacheRequest:
     priority: int = 0
     branch_points: tuple[int, ...] = ()
     expected_uses: int | None = None
+    session_end: bool = False
+    next_turn_within_s: float | None = None
     max_cached_tokens: int | None = None
     is_counted: bool = True
+    may_wait: bool = True
 
 
 class Lease:
@@ -105,6 +115,7 @@ class Lease:
         self.request_id, self.namespace = request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
         self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
+        self.session_end, self.next_turn_within_s = request.session_end, request.next_turn_within_s
         self.tokens = TokenRun(request.tokens)
         self.node = node
         self.keys: list[bytes] = []
@@ -120,6 +131,10 @@ class Lease:
         self.state_load: Load | None = None
         self.released = False
         self.on_exit: Callable[[Lease], None] = _no_owner
+
+    def drop_hints(self) -> None:
+        """Its prompt is asked for again by itself."""
+        self.expected_uses, self.session_end, self.next_turn_within_s = None, False, None
 
     @property
     def row(self) -> int:

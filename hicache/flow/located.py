@@ -48,6 +48,11 @@ class Located:
     def host_end(self) -> int:
         return end_of(self.host, self.device_end)
 
+    def is_leaving(self, index: int) -> bool:
+        """Whether a full page has left the device and is not on the host yet, to which it is copied."""
+        run = self.context.full.index.find(self.prompt.keys[index]) if index < self.num_pages else None
+        return run is not None and run.is_coming and not run.is_published
+
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
             return index < self.device_end

@@ -9,14 +9,13 @@ A raw page stays on the host, and what follows it in a prompt is sent: a read fi
 from __future__ import annotations
 
 import itertools
-import time
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import torch
 
-from hicache.eviction.write_budget import Clock, WriteBudget
+from hicache.eviction.write_budget import WriteBudget
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
@@ -148,7 +147,7 @@ class Persist(Movement):
             else:
                 self._take(self._writes.pop(done.ticket), done)
         self.is_torn = False
-        if not self._backlog and not any(self._locked_pages.values()):
+        if (self._landed or not self._ahead.is_idle) and not self._backlog and not any(self._locked_pages.values()):
             self._use_prefixes()
             self._begin_round()
         self._push()
@@ -256,14 +255,14 @@ class Persist(Movement):
         return _Write(component, runs)
 
 
-def persists_of(context: EngineContext, clock: Clock = time.monotonic) -> tuple[Persist, ...]:
+def persists_of(context: EngineContext) -> tuple[Persist, ...]:
     """One for each store that this engine writes to."""
     remote = context.config.remote
     disk = context.config.disk
     rates = {DISK: 0.0 if disk is None else disk.write_bytes_per_s, REMOTE: 0.0}
     shares = {DISK: ROUND_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
     return tuple(
-        Persist(context, store, shares[store], WriteBudget(rates[store], clock))
+        Persist(context, store, shares[store], WriteBudget(rates[store], context.clock))
         for store in context.stores
         if store is DISK or remote is None or remote.backup == "all"
     )

@@ -53,10 +53,11 @@ class Prompt:
         found = list[NewPages]()
         for start, end in spans(indices):
             keys = self.keys_of(component, range(start, end))
+            new = NewPages(keys, None, start, namespace=self.namespace)
             if component == FULL:
-                found.append(NewPages(keys, self.keys[start - 1] if start else None, start, self.event_pages(), start))
-            else:
-                found.append(NewPages(keys, None, start))
+                previous_key = self.keys[start - 1] if start else None
+                new = new._replace(previous_key=previous_key, event_pages=self.event_pages(), offset=start)
+            found.append(new)
         return found
 
     def event_pages(self) -> PromptPages:

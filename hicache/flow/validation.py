@@ -22,6 +22,7 @@ from hicache.tree.key import Tokens, pack_tokens
 _MODES = get_args(PrefetchMode)
 _MAX_COUNT = (1 << 63) - 1
 _MAX_RANK = (1 << 31) - 1  # of priorities and uses: ranks are sums of floats, which tell these apart
+MAX_NEXT_TURN_S = 86_400.0  # who comes later finds what is left
 _MAX_PASS_TOKENS, _MAX_PASS_S = 1 << 32, 1e6  # an estimate that one such pass spoils is soon right again
 
 
@@ -84,17 +85,17 @@ def valid_number(name: str, value: Any, maximum: float = math.inf) -> float:
     return float(value)
 
 
-def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT) -> int:
-    """A whole number from 0 to `maximum`, of any integer type but bool. Raises `InvalidArgument`."""
+def valid_count(name: str, value: Any, maximum: int = _MAX_COUNT, minimum: int = 0) -> int:
+    """A whole number from `minimum` to `maximum`, of any integer type but bool. Raises `InvalidArgument`."""
     try:
         count = operator.index(value)
     except TypeError:
         count = None
     if count is None or isinstance(value, (bool, np.bool_)):
         raise InvalidArgument(f"{name}={value!r} is of type {type(value).__name__}; give a whole number")
-    if not 0 <= count <= maximum:
+    if not minimum <= count <= maximum:
         shown = f"{name}={count}" if abs(count) <= _MAX_COUNT else f"{name}=..., a number of {count.bit_length()} bits,"
-        raise InvalidArgument(f"{shown} is not from 0 to {maximum}")
+        raise InvalidArgument(f"{shown} is not from {minimum} to {maximum}")
     return count
 
 
@@ -110,7 +111,9 @@ def valid_request(request: CacheRequest) -> CacheRequest:
     if not isinstance(request, CacheRequest):
         raise InvalidArgument(f"a {type(request).__name__} was given for a request; give a CacheRequest")
     reserve, uses, points = request.reserve_tokens, request.expected_uses, request.branch_points
-    cached = request.max_cached_tokens
+    cached, within_s = request.max_cached_tokens, request.next_turn_within_s
+    if request.session_end and (uses is not None or within_s is not None):
+        raise InvalidArgument("session_end=True excludes expected_uses and next_turn_within_s; give one of them")
     if not isinstance(points, Iterable):
         raise InvalidArgument(f"branch_points={points!r} is of type {type(points).__name__}; give positions")
     return dataclasses.replace(
@@ -122,6 +125,9 @@ def valid_request(request: CacheRequest) -> CacheRequest:
         priority=valid_count("priority", request.priority, _MAX_RANK),
         branch_points=tuple(valid_count("branch_points", point) for point in points),
         is_counted=bool(request.is_counted),
+        may_wait=bool(request.may_wait),
         max_cached_tokens=None if cached is None else valid_count("max_cached_tokens", cached),
-        expected_uses=None if uses is None else valid_count("expected_uses", uses, _MAX_RANK),
+        expected_uses=None if uses is None else valid_count("expected_uses", uses, _MAX_RANK, minimum=1),
+        session_end=bool(request.session_end),
+        next_turn_within_s=None if within_s is None else valid_number("next_turn_within_s", within_s, MAX_NEXT_TURN_S),
     )

@@ -5,7 +5,7 @@ from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.host.run import (
-    RUN_PAGES,
+    RUN_TOKENS,
     HostRun,
     NewPages,
     RunPart,
@@ -23,7 +23,7 @@ from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 
 __all__ = [
     "ROUND_SHARE",
-    "RUN_PAGES",
+    "RUN_TOKENS",
     "CudaRegistry",
     "ExclusiveIndex",
     "HostPagePool",

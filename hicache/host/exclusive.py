@@ -11,8 +11,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 
-import torch
-
 from hicache.host.index import PageIndex
 from hicache.host.run import RUN_PAGES, HostRun, Pages, RunPart
 
@@ -86,13 +84,14 @@ class ExclusiveIndex(PageIndex):
         if run.is_duplicate and not run.locks:
             self._order.update(run)  # others may follow it, and it may leave
 
-    def _take(self, num_pages: int) -> torch.Tensor:
-        while (short := num_pages - self.pool.available()) > 0 and (run := self._next_duplicate()) is not None:
-            num_dropped = min(short, run.on_device)
+    def _evict(self, num_pages: int) -> list[int]:
+        freed = list[int]()
+        while len(freed) < num_pages and (run := self._next_duplicate()) is not None:
+            num_dropped = min(num_pages - len(freed), run.on_device)
             first = run if num_dropped == len(run.keys) else self._divide(run, num_dropped)
             self._dropped.update(first.keys)
-            self._shrink(first, num_dropped)
-        return super()._take(num_pages)
+            freed += self._shrink(first, num_dropped)
+        return freed + super()._evict(num_pages - len(freed))
 
     def _next_duplicate(self) -> HostRun | None:
         return next((run for run in reversed(self._duplicates) if not run.locks), None)
@@ -105,7 +104,7 @@ class ExclusiveIndex(PageIndex):
                 del self._duplicates[run]
         return first
 
-    def _shrink(self, run: HostRun, num_pages: int) -> None:
+    def _shrink(self, run: HostRun, num_pages: int) -> list[int]:
         for child in run.after:  # nothing, or the run is a duplicate
             child.parent_run = None
         run.after.clear()
@@ -114,4 +113,4 @@ class ExclusiveIndex(PageIndex):
         elif run.on_device:  # `on_leave` may see whether it was a duplicate
             del self._duplicates[run]
             self.num_duplicates -= run.on_device
-        super()._shrink(run, num_pages)
+        return super()._shrink(run, num_pages)

@@ -13,18 +13,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import filterfalse, groupby, pairwise
+from itertools import groupby, pairwise
 
 import torch
 
 from hicache.errors import InvariantError
-from hicache.eviction.orders import EvictionOrder, clock
+from hicache.eviction.orders import clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
+from hicache.host.hints import PageHints
 from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
 
 
-class PageIndex:
+class PageIndex(PageHints):
     """The pages of one host pool: free, in flight or published. Owned by the scheduler thread.
 
     `policy`: the eviction order. `on_come`: told of what was published, `on_leave`: of the last keys of a run that are
@@ -40,27 +41,28 @@ class PageIndex:
         run_pages: int = RUN_PAGES,
     ) -> None:
         self.pool, self._run_pages, self._on_come, self._on_leave = pool, run_pages, on_come, on_leave
-        self._runs: dict[bytes, HostRun] = {}
-        self._ids: dict[bytes, int] = {}  # of published pages
-        self._order: EvictionOrder[HostRun] = make_order(policy, lambda run: not run.after or run.is_duplicate)
+        super().__init__(make_order(policy, lambda run: not run.after or run.is_duplicate))
         # Pages of the pool: of reserved runs, and of those that are not locked. `num_raw`: published keys with two.
         self.num_in_flight = self.num_evictable = self.num_raw = 0
+        self._num_published = 0
 
     def __len__(self) -> int:
         """Published pages."""
-        return len(self._ids)
+        return self._num_published
 
     def __iter__(self) -> Iterator[bytes]:
         """The keys of published pages."""
-        return iter(self._ids)
+        return (key for key, run in self._runs.items() if run.is_published)
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the bytes of `key` are there."""
-        return key in self._ids
+        run = self._runs.get(key)
+        return run is not None and run.is_published
 
     def get(self, key: bytes) -> HostRun | None:
         """The run that holds the bytes of `key`."""
-        return self._runs[key] if key in self._ids else None
+        run = self._runs.get(key)
+        return run if run is not None and run.is_published else None
 
     def find(self, key: bytes) -> HostRun | None:
         """The run that has the bytes of `key`, or is to have them."""
@@ -90,8 +92,10 @@ class PageIndex:
             if run is None or not run.is_published:
                 at += 1
                 continue
-            skipped = 0 if run.keys[0] == keys[at] else run.keys.index(keys[at])
-            last = run.common_end(keys, at, end)
+            skipped = 0 if run.key == keys[at] else run.keys.index(keys[at])
+            last = at + len(run.keys) - skipped
+            if last > end or run.keys[-1] != keys[last - 1]:
+                last = run.common_end(keys, at, end)
             found.append(RunPart(run, skipped, at, last))
             at = last
         return found
@@ -126,7 +130,14 @@ class PageIndex:
 
     def leaving(self) -> Iterator[HostRun]:
         """The runs that nobody has locked, in the order in which they would leave if nothing changed from now on."""
-        return self._order.leaving(lambda run: run.parent_run, lambda run: len(run.after))
+        num_gone = Counter[HostRun]()
+
+        def freed(run: HostRun) -> HostRun | None:
+            if (parent := run.parent_run) is not None:
+                num_gone[parent] += 1
+            return parent if parent is not None and num_gone[parent] == len(parent.after) else None
+
+        return self._order.leaving(freed)
 
     def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
         """Of `new`, from its first page on, what there is room for beside what it follows."""
@@ -159,7 +170,9 @@ class PageIndex:
                 parent = self._runs.get(pages.previous_key) if pages.previous_key else None
                 for run in runs_for(pages, free, self._run_pages):
                     self._follow(run, parent)
-                    self._runs.update(dict.fromkeys(filterfalse(self._ids.__contains__, run.keys), run))
+                    is_new = self._runs.keys().isdisjoint(run.keys)
+                    keys = run.keys if is_new else [key for key in run.keys if key not in self]
+                    self._runs.update(dict.fromkeys(keys, run))
                     runs.append(run)
                     parent = run
         finally:
@@ -176,15 +189,16 @@ class PageIndex:
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
         """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
         nobody brought before: `run`, or what is left of it, divided where pages are missing."""
-        came = [key not in self._ids and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
-        if all(came):
+        if (ok is None or all(ok)) and {*map(self._runs.get, run.keys)} == {run}:  # nobody else brings any
             self._publish(run)
             return [run]
+        came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
         pieces = [(has_come, len(list(group))) for has_come, group in groupby(came)]
         parts = [(self._divide(run, num_pages), has_come) for has_come, num_pages in pieces[:-1]]
         published = []
         for part, has_come in [*parts, (run, pieces[-1][0])]:
             if has_come:
+                self._take_over(part)
                 self._publish(part)
                 published.append(part)
             else:
@@ -204,7 +218,8 @@ class PageIndex:
             self._follow(child, holder)
         run.after.clear()
         if (parent := run.parent_run) is not None:
-            self.unlock(filter(None, [run.needs]))
+            if (needed := run.needs) is not None:
+                self.unlock([needed])
             self._leave(run, parent)
 
     def link(self, keys: Sequence[bytes]) -> None:
@@ -256,44 +271,22 @@ class PageIndex:
                 self._order.unlock(run)
                 run = run.needs
 
-    def expect(self, runs: Iterable[HostRun], change: int) -> None:
-        """`change` more (1) or fewer (-1) queued requests will need these."""
-        for run in runs:
-            if run.is_published:
-                self._order.expect(run, change)
-
-    def expect_uses(self, keys: Sequence[bytes], num_uses: int) -> None:
-        """These pages, those on their way too, will be asked for `num_uses` times; counts under the policy auto alone.
-        A run that has others as well is not one without a use."""
-        expected, runs = {*keys}, dict.fromkeys(self._runs[key] for key in keys if key in self._runs)
-        for run in runs:
-            if num_uses or expected.issuperset(run.keys):
-                run.expected_uses = max(run.expected_uses, num_uses) if num_uses else 0.0
-                self._tell_uses(run)
-
-    def raise_priority(self, runs: Iterable[HostRun], priority: int) -> None:
-        """A request of `priority` uses these: none has a lower one from now on."""
-        for run in runs:
-            if run.priority < priority:
-                run.priority = priority
-                self._order.update(run)
-
     def discard(self, keys: Sequence[bytes]) -> None:
         """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""
         for run, skipped, start, end in self.parts(keys):
             if not (run.locks or run.expected or run.after) and skipped + end - start == len(run.keys):
-                self._shrink(run, end - start)
+                self._free(self._shrink(run, end - start))
 
     def clear(self) -> None:
         """Evict what nobody has locked."""
         while (run := self._order.victim()) is not None:
-            self._shrink(run, len(run.keys))
+            self._free(self._shrink(run, len(run.keys)))
 
     def check(self, locks: Counter[HostRun]) -> None:
         """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
         is locked is somebody's: `locks` by run, one of each holder."""
         runs = {run for run in self._runs.values() if run.is_published}
-        counted = len(self._ids), self.num_raw, self.num_in_flight, self.num_evictable
+        counted = len(self), self.num_raw, self.num_in_flight, self.num_evictable
         counts = Counts(*counted, self.pool.available(), self.pool.num_pages)
         found = index_violations(runs, {*self._order}, counts, locks)
         if found:
@@ -309,27 +302,37 @@ class PageIndex:
         if parent is not None and run not in (path_of(parent) if run.after else [parent]):
             run.parent_run = parent
             parent.after.add(run)
-            self.lock(filter(None, [run.needs]) if run.locks else [])
+            if run.locks and (needed := run.needs) is not None:
+                self.lock([needed])
 
     def _take(self, num_pages: int) -> torch.Tensor:
         """`num_pages` pages of the pool, for which others leave."""
-        while (short := num_pages - self.pool.available()) > 0:
-            run = self._order.victim()
-            assert run is not None, "counted as evictable"
-            self._shrink(run, min(short, len(run.keys)))
+        if (short := num_pages - self.pool.available()) > 0:
+            self._free(self._evict(short))
         ids = self.pool.alloc(num_pages)
         assert ids is not None
         self.num_in_flight += num_pages
         return ids
 
-    def _shrink(self, run: HostRun, num_pages: int) -> None:
-        """The last pages of an unlocked run leave."""
+    def _evict(self, num_pages: int) -> list[int]:
+        """Others leave until so many pages of the pool are free, or nobody is left who may; returns these."""
+        freed = list[int]()
+        while len(freed) < num_pages and (run := self._order.victim()) is not None:
+            freed += self._shrink(run, min(num_pages - len(freed), len(run.keys)))
+        return freed
+
+    def _free(self, ids: list[int]) -> None:
+        self.pool.free(torch.tensor(ids, dtype=torch.int64))
+
+    def _shrink(self, run: HostRun, num_pages: int) -> list[int]:
+        """The last pages of an unlocked run leave. Returns their places in the pool, for the caller to free."""
         assert not run.locks, "somebody needs it"
         start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.second_pages[key] for key in gone if key in run.second_pages]
+        rest = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
         self.num_evictable -= num_pages + len(rest)
         self.num_raw -= len(rest)
+        self._num_published -= num_pages
         if start:
             del run.keys[start:], run.ids[start:]
             left = HostRun(gone, ids, None, 0)  # what comes back was used as this
@@ -341,40 +344,37 @@ class PageIndex:
             if parent is not None:
                 self._leave(run, parent)
         for key in gone:
-            del self._ids[key]
             del self._runs[key]
-        self.pool.free(torch.tensor(ids + rest, dtype=torch.int64))
         if self._on_leave is not None:
             self._on_leave(run, gone)
-        for key in gone:
-            run.second_pages.pop(key, None)
+        if rest:
+            for key in gone:
+                run.second_pages.pop(key, None)
+            ids += rest
+        return ids
+
+    def _take_over(self, run: HostRun) -> None:
+        """It came before others that bring the same. What was said of these holds."""
+        said = [self._runs[key].expected_uses for key in run.keys if key in self._runs]
+        run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
+        self._runs.update(dict.fromkeys(run.keys, run))
 
     def _publish(self, run: HostRun) -> None:
-        """All of a reserved run is there, and was not before. What was said of another that brings the same holds."""
+        """All of a reserved run is there, and was not before."""
         assert run.locks > 0, "its writer has let go of it"
         self.num_in_flight -= run.num_held
         self.num_raw += len(run.second_pages)
         run.is_published, run.last_access_time, run.job, run.wanted = True, next(clock), None, None
-        said = [self._runs[key].expected_uses for key in run.keys if key in self._runs]
-        run.expected_uses = next((uses for uses in said if uses != 1.0), run.expected_uses)
-        self._runs.update(dict.fromkeys(run.keys, run))
-        self._ids.update(zip(run.keys, run.ids, strict=True))
+        self._num_published += len(run.keys)
         run.locks -= 1
-        if run.locks:
-            self._order.hit(run)
-        else:
+        if not run.locks:
             self.num_evictable += run.num_held
             self._order.insert(run)
-            self.unlock(filter(None, [run.needs]))
+            if (needed := run.needs) is not None:
+                self.unlock([needed])
         self._tell_uses(run)
         if self._on_come is not None:
             self._on_come(run)
-
-    def _tell_uses(self, run: HostRun) -> None:
-        """What was said of its uses counts once it is there."""
-        if run.is_published and run.expected_uses != 1.0:
-            self._order.expect_uses(run, run.expected_uses)
-            run.expected_uses = 1.0
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has

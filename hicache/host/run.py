@@ -13,7 +13,8 @@ import torch
 from hicache.eviction.orders import CountedRecord
 from hicache.tiers import Store
 
-RUN_PAGES = 16  # 1024 tokens in pages of 64
+RUN_TOKENS = 1024
+RUN_PAGES = RUN_TOKENS // 64
 
 
 class Pages(Protocol):
@@ -34,7 +35,8 @@ class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `previous_key` or none.
     `first`: the index of the first in its prompt. `event_pages`: what events tell of pages, of which the first here is
     the `offset`-th; of windows and states, the keys of their full pages. `priority`: of the request that they are for.
-    `hit_count`: requests that used them where they come from, `uses`: see `EvictionPolicy.uses_of`."""
+    `hit_count`: requests that used them where they come from, `uses`: see `EvictionPolicy.uses_of`. `namespace`: whose
+    they are."""
 
     keys: Sequence[bytes]
     previous_key: bytes | None = None
@@ -44,6 +46,7 @@ class NewPages(NamedTuple):
     priority: int = 0
     hit_count: int = 1
     uses: float = 1.0
+    namespace: str = ""
 
 
 class HostRun(CountedRecord):
@@ -69,8 +72,10 @@ class HostRun(CountedRecord):
         "on_device", "parent_run", "second_pages", "source", "stored", "wanted",
     )  # fmt: skip
 
-    def __init__(self, keys: list[bytes], ids: list[int], event_pages: Any, offset: int, first: int = 0) -> None:
-        super().__init__(keys[0])
+    def __init__(
+        self, keys: list[bytes], ids: list[int], event_pages: Any, offset: int, first: int = 0, namespace: str = ""
+    ) -> None:
+        super().__init__(keys[0], namespace)
         self.keys, self.ids, self.event_pages, self.offset, self.first = keys, ids, event_pages, offset, first
         self.job: Any = None
         self.wanted: Any = None  # a dict, for its order
@@ -106,11 +111,12 @@ class HostRun(CountedRecord):
     def needs(self) -> HostRun | None:
         """What it follows and keeps here while it is locked itself."""
         parent = self.parent_run
-        return None if parent is None or parent.is_duplicate else parent
+        return None if parent is None or parent.on_device == len(parent.keys) else parent
 
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
-        first = HostRun(self.keys[:num_pages], self.ids[:num_pages], self.event_pages, self.offset, self.first)
+        keys, ids = self.keys[:num_pages], self.ids[:num_pages]
+        first = HostRun(keys, ids, self.event_pages, self.offset, self.first, self.namespace)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
         first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
@@ -138,7 +144,7 @@ def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[Ho
     while start < len(pages.keys):
         end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
         keys, offset, first = list(pages.keys[start:end]), pages.offset + start, pages.first + start
-        run = HostRun(keys, list(islice(ids, end - start)), pages.event_pages, offset, first)
+        run = HostRun(keys, list(islice(ids, end - start)), pages.event_pages, offset, first, pages.namespace)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
         start = end

@@ -81,7 +81,7 @@ class WriteAhead:
         self._round = dict[HostRun, WrittenIndex]()
         self._under_way = set[HostRun]()  # those of a stalled writer too
         self._is_behind = self._drains = False  # something that came was not written; everything is to be
-        self.is_done = True
+        self.is_done = self.is_idle = True
 
     def come(self, at: WrittenIndex, runs: Iterable[HostRun]) -> None:
         """What the store lacks of these is to be written."""
@@ -89,6 +89,7 @@ class WriteAhead:
         if not self._is_behind:  # else they are found in their index
             self._come.extend(lacking)
         self.is_done &= not lacking
+        self.is_idle &= self.is_done
 
     def use(self, at: WrittenIndex, keys: Sequence[bytes]) -> None:
         """A request used these pages, wherever they are."""
@@ -100,15 +101,16 @@ class WriteAhead:
     def drain(self, *, anew: bool) -> None:
         """Everything is to be written, whatever the budget. `anew`: what the store did not take before, too."""
         self._is_behind |= anew
-        self._drains, self.is_done = True, False
+        self._drains, self.is_done, self.is_idle = True, False, False
 
     def lacks(self, run: HostRun) -> bool:
-        """Whether the store lacks it and does not get it now."""
-        return run.is_published and not run.stored & self._store and run not in self._under_way
+        """Whether the store lacks it, does not get it now, and it is worth it, for its session has not ended."""
+        is_to_come = run.stored & self._store or run in self._under_way
+        return run.is_published and not is_to_come and not run.has_ended
 
     def next_round(self) -> list[tuple[WrittenIndex, HostRun]]:
         """The runs to be written now; none while some of the last round are not written."""
-        if self._round or (self.is_done and not self._is_behind):
+        if self._round or self.is_idle:
             return []
         self._budget.look()
         self.is_done = True
@@ -121,6 +123,7 @@ class WriteAhead:
             for at in self._indexes if self._is_behind else ():
                 self._choose_cold(at)
         self._drains &= not self.is_done or bool(self._round)
+        self.is_idle = self.is_done and not self._is_behind
         return [(at, run) for run, at in self._round.items()]
 
     def is_answered(self, run: HostRun) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -37,18 +38,27 @@ class BlockPool:
 
 
 class BlockKeys(PageHasher):
-    """The key of a block is its id, which stands for all blocks before it too."""
+    """The key of a block is its id, which stands for all blocks before it too: one object for all that ask for it, so
+    that its hash is computed once."""
 
     def __init__(self) -> None:
         super().__init__(b"", 1)
+        self._keys = np.empty(0, np.object_)  # by id
 
     def seed(self, namespace: str) -> bytes:
         return b""
 
     def chain(self, previous: bytes, tokens: Tokens) -> list[bytes]:
-        keys: list[bytes] = tokens.astype(">i8").view(_KEY).tolist()
-        return keys
+        known, most = len(self._keys), int(tokens.max(initial=-1))
+        if most >= known:
+            more = np.arange(known, max(most + 1, 2 * known))
+            keys = np.empty(len(more), np.object_)
+            keys[:] = more.astype(">i8").view(_KEY).tolist()
+            self._keys = np.concatenate((self._keys, keys))
+        found: list[bytes] = self._keys[tokens].tolist()
+        return found
 
 
-def ids_of(keys: Iterable[bytes]) -> Tokens:
-    return np.frombuffer(b"".join(keys), ">i8").astype(np.int64)
+def ids_of(runs: Iterable[Sequence[bytes]]) -> Tokens:
+    """Of keys, one run after the other."""
+    return np.frombuffer(b"".join(chain.from_iterable(runs)), ">i8").astype(np.int64)

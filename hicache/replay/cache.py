@@ -17,14 +17,11 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hicache.config import host_order
-from hicache.config.settings import short_repr
-from hicache.errors import ConfigError
-from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.host import (
     ROUND_SHARE,
-    RUN_PAGES,
+    RUN_TOKENS,
     ExclusiveIndex,
     HostRun,
     NewPages,
@@ -39,6 +36,8 @@ from hicache.host import (
 )
 from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
+from hicache.replay.hints import NO_HINT, Hint
+from hicache.replay.settings import ReplaySettings
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
 from hicache.tree import RadixTree, TreeNode
@@ -47,50 +46,7 @@ from hicache.tree.key import Tokens
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
 _BLOCKS_PER_S = 100.0  # that requests ask for
 
-WRITE_POLICIES = ("write_through", "write_back", "exclusive")
 _AT_EVICTION = ("write_back", "exclusive")
-
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
-    order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
-    `disk_write_budget`: blocks that may be written for each one that is asked for; None: no limit.
-    ConfigError for what no cache can have."""
-
-    device_blocks: int | None
-    host_blocks: int | None = 0
-    disk_blocks: int | None = 0
-    policy: str = "lru"
-    write_policy: str = "write_through"
-    host_policy: str = ""
-    disk_write_budget: float | None = None
-
-    def __post_init__(self) -> None:
-        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0)):
-            value = vars(self)[name]
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
-        if self.disk_blocks != 0 and self.host_blocks == 0:
-            raise ConfigError("the disk tier needs a host tier; give host_blocks")
-        budget = self.disk_write_budget
-        if budget is not None and not (isinstance(budget, float | int) and 0 < budget < math.inf):
-            raise ConfigError(f"disk_write_budget={short_repr(budget)} is no number of blocks above 0")
-        orders = tuple(EVICTION_POLICIES)
-        for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
-            if vars(self)[name] not in words:
-                raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
-
-    @property
-    def host_order(self) -> str:
-        """The eviction order of the host."""
-        return self.host_policy or host_order(self.policy, self.write_policy)
-
-    @property
-    def total_blocks(self) -> int | None:
-        """Of all tiers; None where one is unlimited."""
-        sizes = (self.device_blocks, self.host_blocks, self.disk_blocks)
-        return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 class BlockHits(NamedTuple):
@@ -114,11 +70,15 @@ class Copies:
 
 
 class CacheSimulation:
-    """The tiers of one engine. `block_tokens`: of a block, of which a run on the host and a read from disk have as many
-    as make the tokens of the engine's."""
+    """The tiers of one engine with host pages of `page_tokens`. `block_tokens`: of a block, of which a run on the host
+    and a read from disk have as many as make the tokens of the engine's."""
 
     def __init__(
-        self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS, blocks_per_s: float = _BLOCKS_PER_S
+        self,
+        settings: ReplaySettings,
+        block_tokens: int = _PAGE_TOKENS,
+        page_tokens: int = _PAGE_TOKENS,
+        blocks_per_s: float = _BLOCKS_PER_S,
     ) -> None:
         self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
         self._names = BlockKeys()
@@ -127,7 +87,7 @@ class CacheSimulation:
         self.host: PageIndex | None = None
         self._exclusive: ExclusiveIndex | None = None
         if settings.host_blocks != 0:
-            run_blocks = max(1, RUN_PAGES * _PAGE_TOKENS // block_tokens)
+            run_blocks = max(1, RUN_TOKENS // block_tokens)
             pool, order = BlockPool(settings.host_blocks), settings.host_order
             if settings.write_policy == "exclusive":
                 self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
@@ -135,14 +95,17 @@ class CacheSimulation:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
         self._ahead: WriteAhead | None = None
         if self.disk is not None and self.host is not None:
-            self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._now_s)
+            self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._asked_s)
             self._written = WrittenIndex(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
             self._ahead = WriteAhead([self._written], DISK, self._budget, PageUses())
-        self._job_blocks = max(1, JOB_PAGES * _PAGE_TOKENS // block_tokens)
+        self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
+        sizes = (settings.device_blocks, settings.host_blocks)
+        self._keeps = [Keeps(math.inf if blocks is None else KEPT_SHARE * blocks) for blocks in sizes]
+        self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
 
-    def _now_s(self) -> float:
+    def _asked_s(self) -> float:
         """Where all requests ask for as many blocks a second."""
         return self._num_asked / self._blocks_per_s
 
@@ -158,8 +121,11 @@ class CacheSimulation:
         if self.disk is not None:
             self.disk.count_anew()
 
-    def serve(self, blocks: Tokens) -> BlockHits:
-        """One request, from its arrival to its end. `blocks`: ids of prefixes, see `prefix_ids`."""
+    def serve(self, blocks: Tokens, hint: Hint = NO_HINT, now_s: float = 0.0) -> BlockHits:
+        """One request, from its arrival to its end, at `now_s`. `blocks`: ids of prefixes, see `prefix_ids`."""
+        for keeps in self._keeps:
+            keeps.expire(now_s)
+        self._is_last = hint.session_end
         if len(blocks) > len(self._slots):
             self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
         tree = self.tree
@@ -178,7 +144,7 @@ class CacheSimulation:
         tree.touch(node)
         tree.unlock(node)
         self._num_asked += len(blocks)
-        self._touch_below(blocks, keys, node.depth_tokens)
+        self._touch_below(blocks, keys, node, hint, now_s)
         num_disk = bisect_left(read, length)
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
@@ -237,7 +203,7 @@ class CacheSimulation:
             loaded = within(used, range(start, length))
             self.host.lock(part.run for part in loaded)
         for at in node.path():
-            at.hit_count += 1
+            at.begin_use()
         if self._exclusive is not None:
             end = self._load_in_steps(self._exclusive, node, blocks, loaded)
             self._make_available(len(blocks) - end.depth_tokens)
@@ -266,12 +232,12 @@ class CacheSimulation:
         done, under_way = node.depth_tokens, deque[list[RunPart]]()
         end = parts[-1].end if parts else done
         while done < end:
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
             last = host.step_end(done, end, self._free(), 0)
             step = within(parts, range(done, last))
             if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
                 host.lock([split])  # once for each step
-            if len(under_way) > 1:
-                self._land(host, under_way.popleft())
             self._make_available(last - done)
             node, done = self._load(node, blocks, step), last
             under_way.append(step)
@@ -293,17 +259,21 @@ class CacheSimulation:
         self.tree.move_lock(node, inserted.node)
         if self._exclusive is not None:
             self._exclusive.came_to_device(self._exclusive.parts(keys[start : start + len(computed)]))
-        self._maybe_backup(inserted.node, keys)
+        if not self._is_last:
+            self._maybe_backup(inserted.node, keys)
         return inserted.node
 
-    def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], length: int) -> None:
-        """What the tiers below have of the prefix counts as used, whichever tier served it."""
-        if self.host is None:
-            return
-        self.host.touch(self.host.runs_of(keys[:length]))
+    def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], node: TreeNode, hint: Hint, now_s: float) -> None:
+        """What the tiers below have of the prefix counts as used, whichever tier served it; of the disk, what may be
+        used again. Then what the request says of later ones counts."""
+        if self.host is not None:
+            self.host.touch(self.host.runs_of(keys[: node.depth_tokens]))
+        shared = self._end_session(node, keys) if hint.session_end else node
+        if hint.next_turn_within_s is not None:
+            self._keep(node, keys, now_s, hint.next_turn_within_s)
         if self.disk is not None and self._ahead is not None:
-            self.disk.touch(blocks[:length])
-            self._ahead.use(self._written, keys[:length])
+            self.disk.touch(blocks[: shared.depth_tokens])
+            self._ahead.use(self._written, keys[: shared.depth_tokens])
             self._write_ahead(self.disk, self._ahead)
 
     def _write_ahead(self, disk: DiskOrder, ahead: WriteAhead) -> None:
@@ -312,12 +282,29 @@ class CacheSimulation:
             runs = [run for _, run in chosen]
             for run in runs:
                 num_before = disk.num_written
-                disk.put(ids_of(run.keys))
+                disk.put(ids_of([run.keys]))
                 run.stored |= DISK
                 ahead.is_answered(run)
                 self._budget.spend(disk.num_written - num_before, len(run.keys))
             for path in _paths(runs):
-                disk.touch(ids_of(key for run in path for key in run.keys))
+                disk.touch(ids_of(run.keys for run in path))
+
+    def _end_session(self, node: TreeNode, keys: Sequence[bytes]) -> TreeNode:
+        """Returns the end of what others share."""
+        shared = node
+        for ended in self.tree.end_session(node):
+            assert ended.parent is not None
+            shared = ended.parent
+        if self.host is not None:
+            self.host.end_session(keys[shared.depth_tokens : node.depth_tokens])
+        return shared
+
+    def _keep(self, node: TreeNode, keys: Sequence[bytes], now_s: float, within_s: float) -> None:
+        on_device, on_host = self._keeps
+        if not node.is_root:
+            on_device.add("", now_s, within_s, node.depth_tokens, self.tree.keep(node))
+            if self.host is not None:
+                on_host.add("", now_s, within_s, node.depth_tokens, self.host.keep(keys[: node.depth_tokens]))
 
     # Between the tiers
 
@@ -335,12 +322,13 @@ class CacheSimulation:
 
     def _save(self, pieces: Sequence[NewPages]) -> None:
         """Device to host, and from there to the disk, as far as the host has room."""
-        if not pieces or self.host is None:
+        host = self.host
+        if not pieces or host is None:
             return
-        absent = [new for piece in pieces for new in self.host.absent(piece)]
-        came = self.host.reserve(self.host.fitting(absent)) or ()
+        absent = [new for piece in pieces for new in host.absent(piece)]
+        came = host.reserve(host.fitting(absent)) or ()
         for run in reversed(came):
-            self.host.publish(run)
+            host.publish(run)
             self._backed_up += len(run.keys)
         if self._ahead is not None:
             self._ahead.come(self._written, came)
@@ -359,7 +347,7 @@ class CacheSimulation:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
-            if self.settings.write_policy in _AT_EVICTION and self.host is not None:
+            if self.settings.write_policy in _AT_EVICTION and self.host is not None and not node.full.has_ended:
                 before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
                 piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
                 unsaved.append(self._used_as(piece, node))

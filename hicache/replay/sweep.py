@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -145,6 +146,7 @@ def _interrupts_blocked() -> Iterator[None]:
 
 def _start(trace: Trace, costs: TierCosts | None, num_done: Synchronized[int]) -> None:
     torch.set_num_threads(1)  # of a pool of threads the fork has none; the other processors have replays of their own
+    gc.freeze()  # what was there before, the trace and torch, is no garbage: looking at it takes a tenth of a replay
     _worker.append(_Shared(trace, costs, num_done))
 
 

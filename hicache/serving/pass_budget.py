@@ -82,4 +82,5 @@ class PrefillPace:
     @property
     def _growth(self) -> float:
         token_s, pair_s = self._cost.terms
-        return min(_MAX_GROWTH, pair_s / token_s) if token_s else 0.0
+        is_most = pair_s > _MAX_GROWTH * token_s  # or all: then there is no ratio
+        return _MAX_GROWTH if is_most else pair_s / token_s if token_s else 0.0

@@ -54,8 +54,8 @@ class Constraint(Protocol):
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
-    `branch_points`, `expected_uses`: see `CacheRequest`. `is_counted`: False for a further answer to a prompt, whose
-    hits are no hits of a prompt.
+    `branch_points`, `expected_uses`, `session_end`, `next_turn_within_s`: see `CacheRequest`. `is_counted`: False for a
+    further answer to a prompt, whose hits are no hits of a prompt.
 
     Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
     seconds after the submission, with the tokens generated so far. Requests are served in the order of their
@@ -76,6 +76,8 @@ class Request:
     eos_ids: frozenset[int] = frozenset()
     branch_points: tuple[int, ...] = ()
     expected_uses: int | None = None
+    session_end: bool = False
+    next_turn_within_s: float | None = None
     priority: int = 0
     deadline_s: float | None = None
     num_logprobs: int | None = None

@@ -10,7 +10,7 @@ from functools import cached_property
 import numpy as np
 import numpy.typing as npt
 
-from hicache.engine import Hit, Lease, Prefetch
+from hicache.engine import CacheRequest, Hit, Lease, Prefetch
 from hicache.errors import HiCacheError
 from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, TokenLogprobs
 
@@ -102,6 +102,11 @@ class ScheduledRequest:
         assert self.lease is not None
         return self.lease
 
+    def has_stalled(self, now_s: float, timeout_s: float) -> bool:
+        """Whether it has waited longer than that while only a transfer could free slots for it."""
+        self.stalled_since_s = self.stalled_since_s or now_s
+        return now_s - self.stalled_since_s > timeout_s
+
     @property
     def finish_reason(self) -> FinishReason | None:
         """Why generation has ended; None if it goes on."""
@@ -110,6 +115,23 @@ class ScheduledRequest:
         if (constraint := self.request.constraint) is not None and constraint.outcome is not None:
             return constraint.outcome
         return "length" if self.length == len(self.sequence) else None
+
+    def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
+        """For its admission now. Admitted before, it is no new prompt."""
+        request = self.request
+        return CacheRequest(
+            self.request_id,
+            self.tokens,
+            request.namespace,
+            reserve_tokens=reserve_tokens,
+            branch_points=request.branch_points,
+            expected_uses=request.expected_uses,
+            session_end=request.session_end,
+            next_turn_within_s=request.next_turn_within_s,
+            max_cached_tokens=self.num_scored - 1 if self.is_scoring else None,
+            is_counted=request.is_counted and self.hit is None,
+            may_wait=False,
+        )
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:
         """Its outcome, where it ends now."""

@@ -16,10 +16,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from weakref import ref
 
-from hicache.engine import CacheEngine, CacheRequest
+from hicache.engine import CacheEngine
 from hicache.errors import (
     CallbackFailed,
     ConfigError,
+    ExchangePending,
     HiCacheError,
     OutOfSlots,
     PrefetchPending,
@@ -28,6 +29,7 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
+from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
 from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
 from hicache.serving.prefill_meter import PrefillMeter
@@ -72,6 +74,7 @@ class Scheduler:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
         self._engine, self._runner, self._auditor = engine, runner, auditor
         self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
+        self._beside = BesidePasses(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         rank_s = ServingOrder(max_overtake_s, self.prefill_meter.seconds).rank_s
@@ -186,8 +189,9 @@ class Scheduler:
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank. Skipped are requests whose prefetch is pending, and those whose prefix is being computed for
-        another. One that gets no slots blocks the queue, and one that would get nothing of the next passes."""
+        """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
+        whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
+        nothing of the next passes."""
         for req in self._waiting_queue:
             if not req.is_ready:
                 req.seen_commits = -1
@@ -199,14 +203,14 @@ class Scheduler:
             while not req.has_ended and req.lease is None:
                 try:
                     self._admit(req)
-                except PrefetchPending:
+                except (PrefetchPending, ExchangePending):
                     break
                 except ResourceExhausted as error:
                     if not isinstance(error, TransferBusy) and self._preempt_below(req):
                         continue
                     if self._running_batch:
                         req.stalled_since_s = 0.0
-                    elif self._is_stalled(req):
+                    elif req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return
                 except PromptTooLong as error:
@@ -216,28 +220,11 @@ class Scheduler:
         """Acquire a lease. Raises ResourceExhausted, and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
-        lease = self._engine.acquire(
-            CacheRequest(
-                req.request_id,
-                req.tokens,
-                req.request.namespace,
-                reserve_tokens=self._chunk_tokens if self._engine.takes_chunks else None,
-                branch_points=req.request.branch_points,
-                expected_uses=req.request.expected_uses,
-                max_cached_tokens=req.num_scored - 1 if req.is_scoring else None,
-                is_counted=req.request.is_counted and req.hit is None,
-            )
-        )
+        lease = self._engine.acquire(req.cache_request(self._chunk_tokens if self._engine.takes_chunks else None))
         req.lease, req.kv_len = lease, lease.cached_len
         req.hit, req.stalled_since_s = req.hit or lease.hit, 0.0
         self._waiting_queue.discard(req)
         self._running_batch.add(req)
-
-    def _is_stalled(self, req: ScheduledRequest) -> bool:
-        """Whether a request has waited longer than the timeout while only a transfer could free slots for it."""
-        now = self._clock()
-        req.stalled_since_s = req.stalled_since_s or now
-        return now - req.stalled_since_s > self._stall_timeout_s
 
     # One batch
 
@@ -275,7 +262,7 @@ class Scheduler:
                     self._engine.backup(req.lease)
                     has_waited = True
                 else:
-                    if self._is_stalled(req):
+                    if req.has_stalled(self._clock(), self._stall_timeout_s):
                         self._finish(req, "error", error)
                     return False
         if req.lease is None:
@@ -287,7 +274,7 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
-        with self.prefill_meter.measure(chunks):
+        with self._beside.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
         logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
@@ -362,7 +349,7 @@ class Scheduler:
 
     def _requeue(self, req: ScheduledRequest) -> None:
         """Release what a running request holds; it waits again, in its old place."""
-        req.held_lease.expected_uses = None  # it is asked for again by itself
+        req.held_lease.drop_hints()
         self._engine.release(req.held_lease)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False

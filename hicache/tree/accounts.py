@@ -7,15 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 import torch
 
-from hicache.eviction.orders import NOBODY, EvictionOrder
+from hicache.eviction.orders import NOBODY, EvictionOrder, Keep
 from hicache.eviction.policy import make_order
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Released
 from hicache.tree.components.base import TreeComponent
-from hicache.tree.node import Holding, TreeNode, last_nodes, name_of
+from hicache.tree.node import Holding, TreeNode, alone, last_nodes, name_of
 
 
 @dataclass(frozen=True)
@@ -192,22 +193,35 @@ class Accounts:
             for required in last_nodes(expectation.node, num_tokens):
                 account.expect(required, -1)
 
-    def expect_uses(self, node: TreeNode, num_uses: int, start: int) -> list[TreeNode]:
-        """The prefix that ends with `node` will be asked for `num_uses` times. 0: what it has in common with no other,
-        behind `start` tokens, has no uses left. Counts under the policy auto alone. Returns the nodes it is true of."""
-        found: list[TreeNode] = []
-        if not num_uses and node.children:
-            return found
-        while node.parent is not None and (num_uses or node.depth_tokens > start):
+    def expect_uses(self, node: TreeNode, num_uses: int) -> None:
+        """The prefix that ends with `node` will be asked for `num_uses` times. Counts under the policy auto alone."""
+        for above in node.climb():
             for account in self._accounts:
-                holding = node.holdings[account.name]
+                holding = above.holdings[account.name]
                 if holding.value is not None:
                     account.order.expect_uses(holding, num_uses)
-            found.append(node)
-            node = node.parent
-            if not num_uses and len(node.children) > 1:
-                break
+
+    def end_session(self, node: TreeNode, start: int = 0) -> list[TreeNode]:
+        """The prefix that ends with `node` will not be asked for again: what it has in common with no other, behind
+        `start` tokens, is evicted first, until somebody uses it. Returns these nodes, deepest first."""
+        found = list(takewhile(lambda above: above.depth_tokens > start, alone(node)))
+        for above in found:
+            for account in self._accounts:
+                holding = above.holdings[account.name]
+                if holding.value is not None:
+                    account.order.end(holding)
         return found
+
+    def keep(self, node: TreeNode) -> list[Keep]:
+        """The prefix that ends with `node` goes after all others of its namespace, until it is used or the keeps end.
+        It is no lock. What a component needs of it stays with its last node."""
+        keeps: list[Keep] = []
+        for account in self._accounts:
+            nodes = [node] if account.name == FULL else account.component.required_nodes(node)
+            num_tokens = sum(map(account.size, alone(node) if account.name == FULL else nodes))
+            held = [holding for kept in nodes if (holding := kept.holdings[account.name]).value is not None]
+            keeps += [account.order.keep(holding, num_tokens) for holding in held]
+        return keeps
 
     def touch(self, node: TreeNode) -> None:
         """A request used the prefix that ends with `node`: tell the eviction orders."""

@@ -31,6 +31,15 @@ def last_nodes(node: TreeNode, num_tokens: int) -> list[TreeNode]:
     return nodes
 
 
+def alone(node: TreeNode) -> list[TreeNode]:
+    """The nodes of the path to `node`, deepest first, that no other prompt goes through; none where one goes on."""
+    nodes: list[TreeNode] = []
+    while node.parent is not None and len(node.children) <= bool(nodes):
+        nodes.append(node)
+        node = node.parent
+    return nodes
+
+
 def name_of(namespace: str, start: int, first_page: ChildKey) -> int:
     """Of what goes on with a page behind `start` tokens. Equal names of different prefixes are rare, and misjudge only
     these."""
@@ -169,6 +178,12 @@ class TreeNode:
     def touch(self) -> None:
         """Record a use now."""
         self.last_access_time = next(clock)
+
+    def begin_use(self) -> None:
+        """One more request uses it, and has locked it: if its session has ended, it goes on."""
+        self.hit_count += 1
+        for holding in self.holdings.values():
+            holding.has_ended = False
 
     @property
     def name(self) -> int:

@@ -84,6 +84,7 @@ def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixtur
     settings = shown_settings(capsys)["settings"]
     auto = {name for name, row in settings.items() if row["value"] == "auto"}
     computed = {"host_bytes", "dtype", "prefill_tokens_per_s", "window_tokens", "mamba_size", "host_states"}
+    computed |= {"write_policy"}
     assert auto == computed | {"prefetch_mode", "eviction_policy", "kv_packing"}  # modes and a policy of that name
     assert computed == {name for name, row in settings.items() if "computed_from" in row}
     assert "available memory" in settings["host_bytes"]["computed_from"]

@@ -142,6 +142,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--disk-blocks 10", "host_blocks"),
         ("--policies lru,newest", "newest"),
         ("--policies ''", "--policies"),
+        ("--hints session,last", "last"),
         ("--write-policy never", "--write-policy"),
         ("--json no/such/folder/out.json", "--json"),
         ("--plot no/such/folder/rates.svg", "--plot"),

@@ -72,7 +72,7 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             assert leases[0].hit.disk == num_pages * PAGE
             engine.release(leases[0])
             engine.check()
-    assert read[1024] < 4.4 * read[256]
+    assert read[1024] < 5 * read[256]
     assert admit[1024] < 5 * admit[256]
 
 

@@ -263,7 +263,8 @@ def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
 
 def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
     """Of a full host, the prompt of the request that ended last stays, whenever it came."""
-    with build_engine(config(device_tokens=512, host_bytes=15 * 8 * 192), FULL) as engine:
+    sizes = {"device_tokens": 512, "host_bytes": 15 * 8 * 192, "write_policy": "write_through"}
+    with build_engine(config(**sizes), FULL) as engine:
         first, second = prompt(1), prompt(2)
         serve(engine, "a", first, FULL)
         with engine.acquire(CacheRequest("b", first)):

@@ -118,13 +118,17 @@ def test_arguments_out_of_range_are_refused(engine: CacheEngine) -> None:
     for setting, values in (
         ("reserve_tokens", (-5, 2.5, True, "8", 2**63)),
         ("priority", (-1, 1.5, None, "high", 2**31, 2**1024, 10**5000)),
-        ("expected_uses", (-1, 0.5, "many", True, 2**31, 2**1024)),
+        ("next_turn_within_s", (-1, 86_401, math.nan, math.inf, "soon", True)),
+        ("expected_uses", (-1, 0, 0.5, "many", True, 2**31, 2**1024)),
         ("max_cached_tokens", (-1, 0.5, "many", True)),
         ("branch_points", (5, None, (2**70,), (8, -1))),
     ):
         for value in values:
             wrong = request("a", TOKENS, **{setting: value})
             refused(f"{setting}=", lambda wrong=wrong: engine.acquire(wrong))
+    for setting, value in (("expected_uses", 3), ("next_turn_within_s", 3.0)):
+        both = request("a", TOKENS, session_end=True, **{setting: value})
+        refused("session_end=", lambda both=both: engine.acquire(both))
     for name in (None, 5, b"a"):
         bad = name
         refused("request_id=", lambda bad=bad: engine.acquire(request(bad, TOKENS)))
@@ -283,7 +287,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
     so is one of the same thread, as a signal's handler may make it. One after the other, any thread may call."""
     gate = threading.Event()
     before_each_move(monkeypatch, lambda: gate.wait(BOUND_S))
-    with build_engine(config(), GEOMETRY) as engine:
+    with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
         lease = engine.acquire(CacheRequest("a", TOKENS))
         engine.commit(lease, TOKENS)
         waiting = threading.Thread(target=engine.flush, name="the other", daemon=True)
@@ -318,7 +322,7 @@ def test_a_call_during_another_is_refused(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_failure_on_the_way_leaks_no_lock(monkeypatch: pytest.MonkeyPatch) -> None:
     """An exception from below, wherever it comes, leaves no lock behind."""
-    with build_engine(config(), GEOMETRY) as engine:
+    with build_engine(config(write_policy="write_through"), GEOMETRY) as engine:
         serve(engine, "a", TOKENS)
         engine.flush()
         full = engine.inspect.context.full

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 
-from component_case import EACH_MODEL, FULL, config, prefill, serve
-from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
-from hicache.errors import TransferBusy
+from component_case import EACH_MODEL, FULL, compute, config, prefill, serve
+from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
+from hicache.errors import ExchangePending, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load
+from hicache.metrics import HistogramValue
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -79,7 +82,131 @@ def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine
     engine.flush()
     engine.check()
     found = engine.lookup(prompts[0])
-    assert (found.device, found.host) == (16, 104) and engine.lookup(prompts[1]).device < 120
+    assert (found.device, found.host) == (24, 96) and engine.lookup(prompts[1]).device < 120
+
+
+def copies_and_waits(engine: CacheEngine) -> tuple[int, int]:
+    """Copies of what left the device, and those that a call stood still for."""
+    exposed = engine.metrics()["backup.exposed_seconds"]
+    assert isinstance(exposed, HistogramValue)
+    return exposed.count, sum(exposed.counts[1:])
+
+
+def begin(engine: CacheEngine, number: int, tokens: np.ndarray) -> None:
+    """A request that does not wait is refused: pages are exchanged for it."""
+    with pytest.raises(ExchangePending):
+        engine.acquire(CacheRequest(f"r{number}", tokens, reserve_tokens=0, may_wait=False))
+
+
+def turn(engine: CacheEngine, number: int, tokens: np.ndarray, num_polls: int) -> Lease | None:
+    """Of so many polls, behind each of which all copies end, as many as it takes to be admitted."""
+    begin(engine, number, tokens)
+    for _ in range(num_polls):
+        transfers[engine].finish()
+        engine.poll()
+        engine.check()
+        with contextlib.suppress(ExchangePending):
+            return engine.acquire(CacheRequest(f"r{number}", tokens, reserve_tokens=0, may_wait=False))
+    return None
+
+
+def both(engine: CacheEngine) -> list[np.ndarray]:
+    """Two prompts of 15 pages, the first on the host and the second on the device."""
+    prompts = [prompt(n, 121) for n in range(2)]
+    for n, tokens in enumerate(prompts):
+        serve(engine, f"first{n}", tokens, FULL, 8)
+    return prompts
+
+
+def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_there(engine: CacheEngine) -> None:
+    """Each poll makes a step; admission waits for no copy. It hits as one that waits, and nothing is lost."""
+    prompts = both(engine)
+    first = copies_and_waits(engine)
+    for number in range(4):
+        lease = turn(engine, number, prompts[number % 2], 40)
+        assert lease is not None and (lease.hit.device, lease.hit.host) == (0, 120)
+        (load,) = engine.inspect.restore.in_flight()
+        assert len(load.parts["full"]) == 1 and load.parts["full"][0].end - load.parts["full"][0].start == 1
+        transfers[engine].finish()
+        prefill(engine, lease, prompts[number % 2], FULL)
+        engine.release(lease)
+        engine.flush()
+    stats, (num_copies, num_waits) = engine.stats(), copies_and_waits(engine)
+    assert stats["evict.host_lost_tokens"] == stats["evict.device_lost_tokens"] == 0
+    assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token behind each prompt
+
+
+@pytest.mark.parametrize("num_polls", range(0, 20, 3))
+@pytest.mark.parametrize("end", ["cancelled", "for another", "failed up", "failed down", "stalled"])
+def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_polls: int) -> None:
+    """Its request goes, another one comes, a copy fails either way or takes its time: all is accounted for, and both
+    prompts are on the one or the other tier, unless what failed on its way down is a gap in one."""
+    first, second = both(engine)
+    lease = turn(engine, 0, first, num_polls)
+    up, down = transfers[engine].up[0], transfers[engine].down[0]
+    if end == "cancelled":
+        engine.cancel("r0")
+    elif end == "for another" and lease is None:  # which waits for what is under way
+        with pytest.raises((ExchangePending, OutOfSlots)):
+            engine.acquire(CacheRequest("r1", second, reserve_tokens=0, may_wait=False))
+        engine.cancel("r0")
+        engine.flush()  # its last load locks what it continues
+        with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as taken:
+            assert taken.hit.tokens >= 104
+    elif end in ("failed up", "failed down"):
+        link = up if end == "failed up" else down
+        link.fails = ConnectionError("the link is down")
+        transfers[engine].finish()
+        link.fails = None
+    elif end == "stalled":
+        for _ in range(5):
+            engine.poll()
+    engine.check()
+    engine.poll()
+    engine.check()
+    engine.cancel("r0")
+    engine.flush()
+    engine.check()
+    num_held = sum(found.device + found.host for found in map(engine.lookup, (first, second)))
+    assert num_held >= 232 or end == "failed down"
+
+
+def test_an_engine_closes_while_pages_are_exchanged() -> None:
+    with build_engine(config(**SIZES), FULL) as engine:
+        transfers[engine] = SteppedTransfers(engine)
+        first, _ = both(engine)
+        assert turn(engine, 0, first, 5) is None
+        tree = engine.inspect.context.tree
+        assert tree.protected("full") > 0
+    assert tree.protected("full") == 0
+
+
+def test_what_is_on_its_way_down_is_waited_for(engine: CacheEngine) -> None:
+    """A request for pages that have left the device and are not on the host yet computes none of them."""
+    first, second = both(engine)
+    begin(engine, 0, first)
+    assert len(transfers[engine].down[0])
+    begin(engine, 1, second)
+    engine.cancel("r0")
+    with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as lease:
+        assert lease.hit.tokens == 120
+
+
+def test_room_is_made_before_it_is_asked_for(engine: CacheEngine) -> None:
+    """Beside a prompt that is computed chunk by chunk the next chunk's victims go down, and it waits for none."""
+    serve(engine, "first", prompt(0, 121), FULL, 8)
+    tokens = prompt(1, 121)
+    with engine.acquire(CacheRequest("second", tokens, reserve_tokens=8, may_wait=True)) as lease:
+        for end in range(8, 121, 8):
+            if end > lease.length:
+                engine.extend(lease, end - lease.length)
+            compute(engine, lease, tokens, end - 8, end, FULL)
+            engine.commit(lease, tokens[:end])
+            engine.poll()
+            transfers[engine].finish()
+            engine.poll()
+    num_copies, num_waits = copies_and_waits(engine)
+    assert num_copies > 10 and num_waits <= 1
 
 
 @pytest.mark.parametrize("model", EACH_MODEL)

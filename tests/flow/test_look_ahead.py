@@ -138,16 +138,16 @@ def test_what_is_expected_or_has_priority_stays(hint: dict[str, int]) -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "lru"])
 def test_the_end_of_a_session_is_evicted_first(policy: str) -> None:
-    """Though it is newer than the others, which lru evicts; what it has in common with one of them stays."""
+    """Though it is newer than the others, under every policy; what it has in common with one of them stays."""
     head, ends = prompt(0, 8), [prompt(n, 25) for n in (1, 2)]
     sessions = [np.concatenate([head, end]) for end in ends]
     with engine_of(policy) as engine:
         serve(engine, "goes on", sessions[0])
-        serve(engine, "ends", sessions[1], expected_uses=0)
+        serve(engine, "ends", sessions[1], session_end=True)
         assert serve(engine, "last", prompt(4, 85)).cached_len == 0
         engine.check()
         left = {"goes on": held(engine, sessions[0]), "ends": held(engine, sessions[1])}
-        assert left["goes on"] >= 8 and (left["ends"] < left["goes on"]) == (policy == "auto"), left
+        assert 8 <= left["ends"] < left["goes on"] == 32, left
 
 
 def test_what_the_end_of_a_session_shares_with_others_stays() -> None:
@@ -156,7 +156,7 @@ def test_what_the_end_of_a_session_shares_with_others_stays() -> None:
     head = prompt(0, 32)
     with engine_of() as engine:
         for n in range(1, 5):
-            hints = {"expected_uses": 0} if n == 4 else {}
+            hints = {"session_end": True} if n == 4 else {}
             serve(engine, f"r{n}", np.concatenate([head, prompt(n, 9)]), **hints)
         for n in range(5, 10):
             serve(engine, f"r{n}", tokens_of(n))
@@ -169,7 +169,7 @@ def test_behind_a_branch_point_alone_a_session_leaves_nothing() -> None:
     tokens = tokens_of(0)
     with engine_of() as engine:
         serve(engine, "split", tokens[:17])
-        serve(engine, "session", tokens, branch_points=(16,), expected_uses=0)
+        serve(engine, "session", tokens, branch_points=(16,), session_end=True)
         for n in range(1, 5):
             serve(engine, f"r{n}", tokens_of(n))
         assert held(engine, tokens) == 16

@@ -141,7 +141,8 @@ def test_what_the_host_has_no_page_for_counts_once(model: ModelGeometry) -> None
     """However often a prompt that is longer than the host is committed and admitted: a token was copied to the host or
     skipped; and a window or state is one page at most of each page of tokens."""
     tokens, sizes = prompt(1, 20 * PAGE + 1), {"device_tokens": 512, "mamba_size": 32, "window_tokens": 512}
-    settings = component_case.config(**sizes, host_bytes=13 * PAGE * TOKEN_BYTES, host_states=3)
+    sizes |= {"host_bytes": 13 * PAGE * TOKEN_BYTES, "host_states": 3, "write_policy": "write_through"}
+    settings = component_case.config(**sizes)
     with build_engine(settings, model) as engine, engine.acquire(CacheRequest("a", tokens)) as lease:
         for end in range(2 * PAGE, 20 * PAGE + 1, 2 * PAGE):
             component_case.compute(engine, lease, tokens, end - 2 * PAGE, end, model)

@@ -35,7 +35,8 @@ def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
 
 def test_a_host_pool_that_is_too_small(caplog: pytest.LogCaptureFixture) -> None:
     """Tokens that find no host page are reported once, however many follow."""
-    with build_engine(config(device_tokens=256, host_bytes=4 * PAGE_BYTES), GEOMETRY) as engine:
+    settings = config(device_tokens=256, host_bytes=4 * PAGE_BYTES, write_policy="write_through")
+    with build_engine(settings, GEOMETRY) as engine:
         for seed in range(3):
             serve(engine, f"r{seed}", prompt(seed))
             engine.flush()

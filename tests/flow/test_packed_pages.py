@@ -180,7 +180,8 @@ def test_the_documented_decoder_reads_a_page() -> None:
     decoder: dict[str, Any] = {}
     exec(textwrap.dedent("    " + code), decoder)
     for name, bits, shares in (("wide rows", 3, (0.03, 0.05)), ("mla", 4, (0.001,))):
-        with build_engine(config(kv_packing=str(bits)), MODELS[name]) as engine:
+        settings = config(kv_packing=str(bits), write_policy="write_through")
+        with build_engine(settings, MODELS[name]) as engine:
             serve(engine, "a", TOKENS, "fit")
             full = engine.inspect.context.full
             key = next(iter(full.index))
@@ -260,7 +261,8 @@ def test_where_there_is_no_second_place(device: str) -> None:
     """A page that does not fit, and finds no second place on the host, is not backed up; pages beside it are."""
     model = MODELS["mha"]
     page_bytes = host_page_bytes(config(), model)["full"]
-    with build_engine(config(host_bytes=8 * page_bytes, device=device), model) as engine:
+    settings = config(host_bytes=8 * page_bytes, device=device, write_policy="write_through")
+    with build_engine(settings, model) as engine:
         serve(engine, "a", TOKENS, "some")
         full = engine.inspect.context.full
         assert (full.host.num_pages, len(full.index), full.index.num_raw) == (7, 3, 0)

@@ -71,11 +71,11 @@ def test_what_is_said_of_later_uses_holds_on_the_host(way: str) -> None:
     SteppedTransfers(engine)
     with engine:
         again, ended = prompt(1, 81), prompt(2, 81)  # ten pages each, of thirty
-        for name, tokens, num_uses in (("again", again, 5), ("ended", ended, 0)):
+        for name, tokens, hint in (("again", again, {"expected_uses": 5}), ("ended", ended, {"session_end": True})):
             if way == "used before":
                 compute(engine, f"{name} before", tokens[:41])
                 engine.flush()
-            lease = engine.acquire(CacheRequest(name, tokens, expected_uses=num_uses))
+            lease = engine.acquire(CacheRequest(name, tokens, **hint))
             engine.commit(lease, tokens)
             if way == "landed":
                 engine.flush()

@@ -85,8 +85,11 @@ def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
     """With rates from a file and flags, rows have times; a higher speed of prefill makes them shorter."""
     path, rates = trace_file(tmp_path), tmp_path / "rates.json"
     rates.write_text(json.dumps(RATES))
+    hinted = rows_of(tmp_path, str(path), "--device-blocks", "100", "--policies", "lru", "--hints", "next,session")
+    assert hinted[0]["settings"]["hints"] == ["session", "next"]
     flags = [str(path), "--device-blocks", "100", "--policies", "lru", "--processes", "1", "--calibration", str(rates)]
     slow, fast = rows_of(tmp_path, *flags)[0], rows_of(tmp_path, *flags, "--prefill-tokens-per-s", "2000")[0]
+    assert hinted[0]["hit_rate"] > slow["hit_rate"]
     assert slow["ttft_s"]["mean"] == pytest.approx(2 * fast["ttft_s"]["mean"])
     assert slow["gpu_s"] == pytest.approx(2 * fast["gpu_s"]) == pytest.approx(slow["ttft_s"]["mean"] * 200)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections import OrderedDict
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,11 +14,13 @@ import pytest
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.blocks import BlockKeys
-from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
+from hicache.replay.cache import BlockHits, CacheSimulation
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
 from hicache.replay.disk import DiskOrder
+from hicache.replay.hints import NO_HINT, Hint, hints_of
 from hicache.replay.optimal import lru_hits_by_size, optimal_hits
+from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.simulation import Copies, ReplayResult, one_tier, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, prefix_ids
 from hicache.tree.key import Tokens
@@ -43,17 +46,18 @@ def test_blocks_come_from_the_tier_that_held_them() -> None:
 
 def test_a_scan_has_known_answers() -> None:
     """Fifty documents read in turn, twenty times: LRU hits nothing in a tier with room for all but one, and every
-    repetition in a tier with room for all; the optimum keeps as many as there is room for beside the one that runs."""
+    repetition in a tier with room for all, or in a device and a host that have it together unless one has what the
+    other has; the optimum keeps as many as there is room for beside the one that runs."""
     rounds, documents = 20, 50
     trace = trace_of(*([document] for _ in range(rounds) for document in range(documents)))
     repeated = (rounds - 1) / rounds
 
-    def rates(*blocks: int | None) -> tuple[float, ...]:
-        return tuple(replay(trace, ReplaySettings(*blocks)).tier_hit_rates.values())
+    def rates(*blocks: int | None, write_policy: str = "") -> tuple[float, ...]:
+        return tuple(replay(trace, ReplaySettings(*blocks, write_policy=write_policy)).tier_hit_rates.values())
 
     assert rates(49) == (0, 0, 0) and rates(50) == rates(None) == (repeated, 0, 0)
-    assert rates(10, 49) == rates(10, 20, 49) == (0, 0, 0)
-    assert rates(10, 50) == rates(49, 50, 49) == (0, repeated, 0)
+    assert rates(10, 39) == rates(10, 49, write_policy="write_through") == rates(10, 20, 49) == (0, 0, 0)
+    assert rates(10, 41) == rates(10, 50) == rates(49, 50, 49) == (0, repeated, 0)
     assert rates(10, 20, 50) == rates(1, 1, None) == (0, 0, repeated)
     for blocks in (10, 49, 50):
         kept = (blocks - 1) / (documents - 1)
@@ -180,6 +184,32 @@ def test_copies_are_counted_by_link() -> None:
     assert later.hit_rate == 4 / 6 and later.uncached_tokens.tolist() == [8, 1, 1]
     assert later.to_json()["uncached_tokens"]["p50"] == 1 and "ttft_s" not in later.to_json()
     assert optimal(trace, settings).copies is None
+
+
+def test_hints_are_what_the_trace_knows() -> None:
+    """By hand: what goes on has all blocks but two of what it goes on from, and is of the same session."""
+    prompts = [[1, 2, 3], [1, 2, 3, 4, 5], [9, 8, 7], [1, 6, 6], [9, 8, 5], [9], []]
+    trace = trace_of(*prompts)
+    assert hints_of(trace, ()) == [NO_HINT] * 7
+    next_s = [1.0, None, 2.0, None, 1.0, None, None]
+    assert hints_of(trace, ("session", "next")) == [Hint(within_s is None, within_s) for within_s in next_s]
+    sessions = [replace(at, session=name) for at, name in zip(trace.requests, "cababbb", strict=True)]
+    named = hints_of(Trace("generated", 4, tuple(sessions)), ("next",))
+    assert named == [Hint(next_turn_within_s=s) for s in (None, None, 2.0, None, 1.0, None, None)]
+
+
+@pytest.mark.parametrize("write_policy", ["write_through", "write_back", "exclusive"])
+def test_what_ends_makes_room_and_is_not_saved(write_policy: str) -> None:
+    """By hand, four blocks on the device: of three prompts the last ends. With a hint it makes room for the next, which
+    takes more of the oldest without; and nobody copies or writes it."""
+    trace = trace_of([1], [2, 3], [4], [5, 6], [2, 3, 7], [1, 8])
+    plain, told = ReplaySettings(4, policy="lru"), ReplaySettings(4, policy="lru", hints=("session",))
+    assert replay(trace, told).hit_blocks["device"].tolist() == [0, 0, 0, 0, 2, 0]
+    assert replay(trace, plain).hit_blocks["device"].tolist() == [0, 0, 0, 0, 1, 0]
+    tiers = [replace(each, host_blocks=9, disk_blocks=None, write_policy=write_policy) for each in (plain, told)]
+    saved, saved_told = (replay(trace, each).copies for each in tiers)
+    assert saved is not None and saved_told is not None
+    assert saved_told.backed_up < saved.backed_up and saved_told.written < saved.written
 
 
 def test_a_disk_is_an_order_of_uses() -> None:

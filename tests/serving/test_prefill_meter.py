@@ -81,6 +81,16 @@ def test_the_pace_follows_the_position_and_the_machine() -> None:
     assert passes[2][0] > 0.5 and all(0.25 < took <= 0.5 for took in passes[2][1:])
 
 
+def test_passes_that_cost_attention_alone_are_short_behind_a_prefix() -> None:
+    pace, request = PrefillPace(0.5, math.inf), ScheduledRequest(Request("a", np.zeros(1, dtype=np.int64), 1), 0, 0.0)
+    for start in (0, 1024, 2048):
+        pace.observe(1024, 1e-7 * 1024 * (start + 312), start + 512)  # less than nothing for a token
+    shares = []
+    for request.kv_len in (0, 65_536):
+        shares.append(pace.budget(1 << 20, True).share_of(request))
+    assert shares[1] < shares[0] / 4
+
+
 @pytest.mark.gpu
 def test_passes_on_the_device_are_timed_there() -> None:
     """On CUDA a pass counts once the device has finished it, with the time that it took there."""

@@ -65,7 +65,7 @@ def test_the_prompt_of_a_session_that_ends_leaves_first() -> None:
     with tiny_engine(model, device_tokens=160, host_bytes=0, eviction_policy="auto", max_requests=1) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
         scheduler.run([Request("goes on", prompt(48, seed=0), 1)])
-        scheduler.submit(Request("ends", prompt(48, seed=1), 4, expected_uses=0))
+        scheduler.submit(Request("ends", prompt(48, seed=1), 4, session_end=True))
         scheduler.step()
         scheduler.submit(Request("high", prompt(17, seed=2), 1, priority=1))
         outputs = _drain(scheduler)

@@ -59,6 +59,34 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
     return outputs
 
 
+def test_pages_are_exchanged_while_others_are_served() -> None:
+    """Three long prompts, of which device and host together hold nearly all, come again one after the other beside a
+    request that decodes: each is put off until there is room for it, loaded step by step, and answered as without a
+    cache; the other one's tokens come meanwhile."""
+    model = shared(tiny_llama, device="cpu")
+    prompts, short = [prompt(240, seed) for seed in range(3)], prompt(20, 9)
+    with tiny_engine(model, device_tokens=384, host_bytes=400 * token_bytes(model)) as engine:
+        scheduler = _scheduler(engine, model, chunk_tokens=32)
+        _serve(engine, scheduler, [Request(f"first{at}", tokens, 1) for at, tokens in enumerate(prompts)])
+        scheduler.submit(Request("short", short, 80))
+        num_beside = 0
+        for at, tokens in enumerate(prompts):
+            scheduler.submit(Request(f"again{at}", tokens, 4))
+            outputs = dict[str, RequestOutput]()
+            while f"again{at}" not in outputs:
+                num_before = engine.stats()["admit.exchange_pending_attempts"]
+                outputs.update({output.request_id: output for output in scheduler.step()})
+                num_beside += (
+                    engine.stats()["admit.exchange_pending_attempts"] > num_before and scheduler.num_running > 0
+                )
+                engine.check()
+            assert outputs[f"again{at}"].tokens == plain_greedy(model, tokens, 4)
+            assert outputs[f"again{at}"].hit.tokens > 150
+        assert num_beside > 3 and engine.stats()["exchange.loads"] > 3
+        scheduler.abort_all()
+        assert_released(engine)
+
+
 SPEEDS = {  # seconds of a pass over n tokens of a prompt from position p on
     "slow": lambda n, p: 0.02 + n / 100,
     "slower than any pass may be": lambda n, p: 1.0 + n / 40,

@@ -142,6 +142,18 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     "more tokens than may be": ("completions", {"prompt": "a", "max_tokens": 2, "min_tokens": 3}, "min_tokens"),
     "empty stop": ("completions", {"prompt": "a", "stop": [""]}, "stop"),
     "priority beyond its bounds": ("completions", {"prompt": "a", "priority": -11}, "priority"),
+    "an end and a next turn": (
+        "completions",
+        {"prompt": "a", "session_end": True, "next_turn_within_s": 3},
+        "next_turn_within_s",
+    ),
+    "an end and further uses": (
+        "completions",
+        {"prompt": "a", "session_end": True, "expected_reuse": 2},
+        "session_end",
+    ),
+    "a next turn in two days": ("completions", {"prompt": "a", "next_turn_within_s": 172800}, "next_turn_within_s"),
+    "no further use": ("completions", {"prompt": "a", "expected_reuse": 0}, "expected_reuse"),
     "empty salt": ("completions", {"prompt": "a", "cache_salt": ""}, "cache_salt"),
     "more prompts than are ever open": ("completions", {"prompt": ["a"] * (FULL + 1)}, "prompt"),
     "more answers than are ever open": ("completions", {"prompt": "a", "n": FULL + 1}, "n"),

@@ -36,11 +36,12 @@ def cached_tokens(server: Server, prompt: Any, **fields: Any) -> int:
     ("seed", "first", "second", "stays"),
     [
         pytest.param(0, {}, {}, 1, id="of equals the older one leaves"),
-        pytest.param(10, {}, {"expected_reuse": 0}, 0, id="what ends leaves"),
+        pytest.param(10, {}, {"session_end": True}, 0, id="what ends leaves"),
+        pytest.param(30, {"next_turn_within_s": 3600}, {}, 0, id="what goes on soon stays"),
         pytest.param(20, {"expected_reuse": 9}, {}, 0, id="what is asked for again stays"),
     ],
 )
-def test_expected_reuse_decides_what_leaves(
+def test_hints_decide_what_leaves(
     small: Server, seed: int, first: dict[str, int], second: dict[str, int], stays: int
 ) -> None:
     """Two prompts are asked once each, and a third one takes the place of one of them."""

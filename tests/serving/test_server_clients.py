@@ -246,7 +246,8 @@ def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
         status, answer, _ = ask(server, "POST", path, body)
         return answer if status == 200 else (status, answer["error"]["message"])
 
-    with serving(tmp_path, *TINY, "--device-tokens", "4096", "--host-bytes", "8MiB") as server:
+    tiers = ("--device-tokens", "4096", "--host-bytes", "8MiB", "--write-policy", "write_through")
+    with serving(tmp_path, *TINY, *tiers) as server:
 
         def tiers_hit() -> dict[str, float]:
             names = {tier: f'hicache_cached_tokens_total{{tier="{tier}"}}' for tier in ("device", "host")}

@@ -38,10 +38,12 @@ DEVICE: Table = {
     ("FREE", "OWNED"): "acquire extend commit track",
     ("OWNED", "CACHED"): "commit",
     ("OWNED", "FREE"): f"commit {_ENDS} {_LANDS}",
-    ("FREE", "LOADING"): "acquire",
+    ("FREE", "LOADING"): f"acquire {_LANDS}",
     ("LOADING", "CACHED"): f"acquire {_LANDS}",
     ("LOADING", "FREE"): f"acquire {_ENDS} {_LANDS}",
-    ("CACHED", "FREE"): f"{_EVICTS} reset",
+    ("CACHED", "FREE"): f"{_EVICTS} {_LANDS} reset",
+    ("CACHED", "LEAVING"): f"{_EVICTS} {_LANDS}",
+    ("LEAVING", "FREE"): f"{_EVICTS} {_LANDS}",
 }
 HOST: Table = {
     ("NONE", "COMING"): "reserve",
@@ -194,12 +196,13 @@ class PageLives:
         for component in self._coming:
             device, host, store = (self._states[tier].get(component, {}) for tier in TABLES)
             locked = {held.key for held in host.values() if held.state == "LOCKED"}
+            left = self._keys_leaving(component)
             for held in device.values():
                 if held.state == "LOADING" and held.key and held.key not in locked:
                     self.broken.append(f"a page of {component} is loaded from the host, where nobody has locked it")
             for held in host.values():
                 node = nodes.get((component, held.key or b""))
-                if held.state == "COMING" and (node is None or not node.locks(component)):
+                if held.state == "COMING" and held.key not in left and (node is None or not node.locks(component)):
                     self.broken.append(f"a page of {component} is copied from a node that is gone, or that may go")
             for held in store.values():
                 if held.state == "STORING" and held.key not in locked:
@@ -207,6 +210,11 @@ class PageLives:
         for lease in self._leases:
             if any((FULL, at) not in self._states["device"][FULL] for at in _ids(lease.held_slots(0, lease.held_len))):
                 self.broken.append(f"a slot that {lease.request_id} reads is free")
+
+    def _keys_leaving(self, component: Component) -> set[bytes]:
+        """Of pages that have left the device, whose slots are free when their copies have ended."""
+        copies: Any = self._context.by_name[component].leaving
+        return {key for copy in copies for run in copy.runs.get(component, ()) for key in run.keys}
 
     # States
 
@@ -217,6 +225,8 @@ class PageLives:
         loads |= {below for load in loads for below in load.depends_on}
         values = self._of_requests(loads) if name == MAMBA else self._of_slots(component, loads)
         yield from (((name, at), Held(state)) for state, value in values for at in _ids(value) if at)
+        left = (at for value in component.leaving.values() for at in _ids(component.device_ids(value)))
+        yield from (((name, at), Held("LEAVING")) for at in left if at)
         for page in pages:
             if page.component == name:
                 state = "LOADING" if any(run.component == name for run in page.node.runs) else "CACHED"

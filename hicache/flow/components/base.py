@@ -132,6 +132,8 @@ class CacheComponent(ABC):
         )
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
+        # Device values that have left the tree, by the copy to the host that has to end before they are free.
+        self.leaving: dict[object, torch.Tensor] = {}
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""
@@ -142,6 +144,11 @@ class CacheComponent(ABC):
     @abstractmethod
     def available(self) -> int:
         """Free on the device."""
+
+    @property
+    def num_leaving(self) -> int:
+        """What will be free on the device when copies to the host have ended."""
+        return sum(map(len, self.leaving.values()))
 
     @abstractmethod
     def free(self, value: torch.Tensor) -> None:
@@ -176,7 +183,7 @@ class CacheComponent(ABC):
         needed = self.needed(admission)
         kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
         evictable = self.tree.evictable(self.name) - kept
-        if needed > self.available() + max(0, evictable):
+        if needed > self.available() + self.num_leaving + max(0, evictable):
             raise self.shortage(needed)
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027

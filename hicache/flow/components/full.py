@@ -68,7 +68,7 @@ class FullAttention(CacheComponent):
 
     def count_eviction(self, node: TreeNode) -> None:
         keys = self.tree.names.of(node) if self.has_host else ()
-        on_host = sum(key in self.index for key in keys) * self.page_size
+        on_host = sum(map(self.index.is_coming, keys)) * self.page_size if keys else 0
         self._demoted.value += on_host
         self._lost.value += node.num_tokens - on_host
 
@@ -117,7 +117,7 @@ class FullAttention(CacheComponent):
             self.free(lease.held_slots(lease.tree_len, lease.held_len))
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        held, owned = self.tree.values(FULL), owned_slots(leases, loads)
+        held, owned = self.tree.values(FULL), [*owned_slots(leases, loads), *self.leaving.values()]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
         return account_violations("slots", sums, self.capacity, [*held, *owned])
 

@@ -141,6 +141,7 @@ class RecurrentState(CacheComponent):
         of_leases = [state for lease in leases for state in (lease.mamba_pool_idx, lease.mamba_checkpoint_idx)]
         owned = [state.reshape(1) for state in of_leases if state is not None]
         owned += [state for load in loads for state in load.orphan_states.get(MAMBA, ())]
+        owned += [state for value in self.leaving.values() for state in value.split(1)]
         return account_violations("states", (self.available(), len(held), len(owned)), self._pool.size, [*held, *owned])
 
     @staticmethod

@@ -139,6 +139,6 @@ class SlidingWindow(CacheComponent):
         """Window slots of the nodes that hold them, and those of leases' full slots."""
         held = [self.device_ids(value) for value in self.tree.values(SWA)]
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
-        owned = [slots[slots > 0] for slots in owned]
+        owned = [slots[slots > 0] for slots in owned] + [*map(self.device_ids, self.leaving.values())]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
         return account_violations("window slots", sums, self._capacity, [*held, *owned])

@@ -228,6 +228,8 @@ class Frontend:
             namespace=body.cache_salt or "",
             eos_ids=eos_ids.union(body.stop_token_ids or ()),
             expected_uses=body.expected_reuse,
+            session_end=bool(body.session_end),
+            next_turn_within_s=body.next_turn_within_s,
             priority=-(body.priority or 0),
             deadline_s=left_s,
             num_logprobs=body.num_logprobs,

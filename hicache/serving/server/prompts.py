@@ -13,7 +13,8 @@ from pydantic import ValidationError
 
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
-from hicache.serving.server.protocol import SHAPES, ChatBody, CompletionBody, Message
+from hicache.serving.server.fields import SHAPES
+from hicache.serving.server.protocol import ChatBody, CompletionBody, Message
 from hicache.serving.server.replies import ApiError, invalid
 from hicache.serving.server.side_protocol import (
     DetokenizeBody,

@@ -8,13 +8,10 @@ number.
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any, Literal
 
 from pydantic import (
-    AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -25,6 +22,20 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from hicache.flow.validation import MAX_NEXT_TURN_S
+from hicache.serving.server.fields import (
+    Bias,
+    NumLogprobs,
+    Penalty,
+    SaltText,
+    Stop,
+    Text,
+    TokenId,
+    TokenIds,
+    only,
+    shape_of,
+    text_or_list,
+)
 from hicache.serving.server.response_format import ResponseFormat
 
 _MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
@@ -43,58 +54,6 @@ _SAMPLING = (
     "repetition_penalty",
     "min_tokens",
 )
-
-
-def _with_utf8(text: str) -> str:
-    """Refuse lone surrogates, which JSON can write and UTF-8 cannot."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        raise PydanticCustomError("no_utf8", "the text has no UTF-8 form: it has a lone surrogate") from None
-    return text
-
-
-def only(*neutral: object) -> BeforeValidator:
-    """Accepts null and the values that ask for nothing, and makes null of them."""
-    texts = " or ".join(json.dumps(value) for value in (*neutral, None))
-
-    def check(value: object) -> None:
-        # True is equal to 1, and False to 0.
-        if value is not None and (type(value) is bool, value) not in [(type(item) is bool, item) for item in neutral]:
-            raise PydanticCustomError("not_implemented", f"this server does not implement it; it may be {texts}")
-
-    return BeforeValidator(check)
-
-
-# Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.
-SHAPES = ("as text", "as texts", "as ids", "as lists of ids", "as chat")
-
-
-def _shape(value: object) -> str:
-    if not isinstance(value, list):
-        return "as text"
-    if value and isinstance(value[0], list):
-        return "as lists of ids"
-    return "as texts" if value and isinstance(value[0], str) else "as ids"
-
-
-def _text_or_list(value: object) -> str:
-    return "as texts" if isinstance(value, list) else "as text"
-
-
-Text = Annotated[str, AfterValidator(_with_utf8)]
-StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
-SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # JSON's objects have no other keys
-Bias = Annotated[float, Field(ge=-100, le=100)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # beside that of the token itself
-Penalty = Annotated[float, Field(ge=-2, le=2)]
-Stop = Annotated[
-    Annotated[StopText, Tag("as text")]
-    | Annotated[list[StopText], Field(max_length=16, fail_fast=True), Tag("as texts")],
-    Discriminator(_text_or_list),
-]
 
 
 class Body(BaseModel):
@@ -206,13 +165,31 @@ class GenerationBody(RefusedFields, IgnoredFields):
         Annotated[int, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="as in vLLM: lower is earlier")] | None
     ) = None
     expected_reuse: (
-        Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="how often it will be asked again")] | None
+        Annotated[int, Field(ge=1, le=_MAX_TOKENS, description="how often it will be asked again")] | None
+    ) = None
+    session_end: Annotated[bool, Field(description="nobody will go on from this prompt and its answer")] | None = None
+    next_turn_within_s: (
+        Annotated[float, Field(ge=0, le=MAX_NEXT_TURN_S, description="when a prompt that goes on is expected")] | None
     ) = None
 
     @classmethod
     def refuses(cls, name: str) -> bool:
         """A field of the other route, which its client expects to be obeyed."""
         return name in CompletionBody.model_fields or name in ChatBody.model_fields
+
+    @field_validator("session_end")
+    @classmethod
+    def _not_asked_again(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+        if value and info.data.get("expected_reuse") is not None:
+            raise PydanticCustomError("session_goes_on", "a session that ends has no expected_reuse")
+        return value
+
+    @field_validator("next_turn_within_s")
+    @classmethod
+    def _of_a_session_that_goes_on(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("session_end"):
+            raise PydanticCustomError("session_goes_on", "a session that ends has no next turn")
+        return value
 
     @field_validator("stream_options")
     @classmethod
@@ -277,7 +254,7 @@ class CompletionBody(GenerationBody, RefusedCompletionFields):
         | Annotated[list[Text], Field(fail_fast=True), Tag("as texts")]
         | Annotated[TokenIds, Tag("as ids")]
         | Annotated[list[TokenIds], Field(fail_fast=True), Tag("as lists of ids")],
-        Discriminator(_shape),
+        Discriminator(shape_of),
     ]
     echo: Annotated[bool, Field(description="begin the answer with the prompt")] | None = None
     max_tokens: Annotated[int, Field(ge=0, le=_MAX_TOKENS, description="0: with echo alone")] | None = None
@@ -329,7 +306,7 @@ class Message(RefusedMessageFields):
     content: (
         Annotated[
             Annotated[Text, Tag("as text")] | Annotated[list[TextPart], Field(fail_fast=True), Tag("as texts")],
-            Discriminator(_text_or_list),
+            Discriminator(text_or_list),
         ]
         | None
     )

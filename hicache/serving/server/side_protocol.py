@@ -8,7 +8,8 @@ from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
 from pydantic_core import PydanticCustomError
 
 from hicache.engine import MemoryTier
-from hicache.serving.server.protocol import Body, Message, Text, only
+from hicache.serving.server.fields import Text, only
+from hicache.serving.server.protocol import Body, Message
 
 
 class TokenizeTextBody(Body):

@@ -1,0 +1,61 @@
+"""Kinds of fields that the bodies of requests have in common."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated
+
+from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic_core import PydanticCustomError
+
+
+def _with_utf8(text: str) -> str:
+    """Refuse lone surrogates, which JSON can write and UTF-8 cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise PydanticCustomError("no_utf8", "the text has no UTF-8 form: it has a lone surrogate") from None
+    return text
+
+
+def only(*neutral: object) -> BeforeValidator:
+    """Accepts null and the values that ask for nothing, and makes null of them."""
+    texts = " or ".join(json.dumps(value) for value in (*neutral, None))
+
+    def check(value: object) -> None:
+        # True is equal to 1, and False to 0.
+        if value is not None and (type(value) is bool, value) not in [(type(item) is bool, item) for item in neutral]:
+            raise PydanticCustomError("not_implemented", f"this server does not implement it; it may be {texts}")
+
+    return BeforeValidator(check)
+
+
+# Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.
+SHAPES = ("as text", "as texts", "as ids", "as lists of ids", "as chat")
+
+
+def shape_of(value: object) -> str:
+    if not isinstance(value, list):
+        return "as text"
+    if value and isinstance(value[0], list):
+        return "as lists of ids"
+    return "as texts" if value and isinstance(value[0], str) else "as ids"
+
+
+def text_or_list(value: object) -> str:
+    return "as texts" if isinstance(value, list) else "as text"
+
+
+Text = Annotated[str, AfterValidator(_with_utf8)]
+StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
+SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # JSON's objects have no other keys
+Bias = Annotated[float, Field(ge=-100, le=100)]
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # beside that of the token itself
+Penalty = Annotated[float, Field(ge=-2, le=2)]
+Stop = Annotated[
+    Annotated[StopText, Tag("as text")]
+    | Annotated[list[StopText], Field(max_length=16, fail_fast=True), Tag("as texts")],
+    Discriminator(text_or_list),
+]

@@ -1,0 +1,104 @@
+"""What requests say of their sessions: the end, after which nothing is worth room or a copy, and the next turn, for
+which a prompt is kept."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from disk_case import Clock
+from hicache import CacheEngine, build_engine
+from memory_store import MemoryPageStore
+from toy_model import GEOMETRY, config, prompt, serve, settled
+
+PAGE_BYTES = 8 * 192
+WRITE_POLICIES = ["write_through", "write_back", "exclusive"]
+
+
+def stored(engine: CacheEngine, tokens: np.ndarray) -> int:
+    """Tokens of it that memory no longer has, and the store does."""
+    assert engine.reset()
+    found = engine.lookup(tokens, disk_wait_s=10.0)
+    assert found.disk_known and not found.device and not found.host
+    return found.disk
+
+
+def fill(engine: CacheEngine, *seeds: int) -> None:
+    """Each takes half of the device."""
+    for seed in seeds:
+        serve(engine, f"fill {seed}", prompt(seed, 65))
+        engine.flush()
+
+
+@pytest.mark.parametrize("policy", WRITE_POLICIES)
+def test_nothing_of_an_ended_session_is_saved_any_more(policy: str) -> None:
+    """The last turn says that it is one: what it computes is neither on the host nor in the store when the device has
+    lost it, and neither is the turn before where that was not saved by then. A session that goes on is there."""
+    settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, write_policy=policy)
+    goes_on, ends = prompt(1, 49), prompt(2, 49)
+    with build_engine(settings, GEOMETRY, store=MemoryPageStore(8 << 20)) as engine:
+        for name, tokens in (("goes on", goes_on), ("ends", ends)):
+            for turn, length in enumerate((25, 49)):
+                if (name, turn) != ("ends", 1):
+                    serve(engine, f"{name} {turn}", tokens[:length])
+                serve(engine, f"{name} {turn} again", tokens[:length], session_end=(name, turn) == ("ends", 1))
+                engine.flush()
+        fill(engine, 10, 11, 12)
+        at_eviction = policy in ("write_back", "exclusive")
+        assert engine.lookup(ends).device == 0
+        assert engine.lookup(ends).host <= (0 if at_eviction else 24)
+        assert (stored(engine, goes_on), stored(engine, ends)) == (48, 0 if at_eviction else 24)
+        settled(engine)
+
+
+def test_a_session_that_goes_on_all_the_same_is_as_before() -> None:
+    """Its pages are found, and from then on they are saved and leave in their turn."""
+    settings = config(device_tokens=136, host_bytes=60 * PAGE_BYTES, eviction_policy="lru")
+    tokens = prompt(1, 57)
+    with build_engine(settings, GEOMETRY, store=MemoryPageStore(8 << 20)) as engine:
+        serve(engine, "ends", tokens[:49], session_end=True)
+        engine.flush()
+        assert engine.stats()["host.used_tokens"] == 0
+        assert serve(engine, "goes on", tokens).cached_len == 48
+        engine.flush()
+        fill(engine, 10)
+        assert engine.lookup(tokens).device == 56
+        assert stored(engine, tokens) == 56
+        settled(engine)
+
+
+@pytest.mark.parametrize("tier", ["device", "host"])
+def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
+    """Of prompts of one tenant the oldest stays, for which the one after it leaves, until four times the time that was
+    told has passed, or it was used."""
+    clock = Clock()
+    host_pages = 0 if tier == "device" else 20
+    settings = config(device_tokens=168 if tier == "device" else 72, host_bytes=host_pages * PAGE_BYTES)
+
+    def held(seed: int) -> bool:
+        found = engine.lookup(prompt(seed, 49))
+        return found.device + found.host == 48
+
+    for used in (True, False):
+        with build_engine(settings, GEOMETRY, clock=lambda: clock.now_s) as engine:
+            serve(engine, "kept", prompt(1, 49), next_turn_within_s=10)
+            for seed in (2, 3, 4, 5):
+                clock.now_s += 9.9
+                engine.poll()
+                serve(engine, f"other {seed}", prompt(seed, 49))
+                engine.flush()
+                engine.check()
+            assert held(1) and not held(2)
+            assert engine.stats()["evict.kept_tokens"] == (48 if tier == "device" else 0)
+            if used:
+                serve(engine, "next turn", prompt(1, 49))
+                engine.flush()
+            else:
+                clock.now_s += 1
+                engine.poll()
+            assert engine.stats()["evict.kept_tokens"] == 0
+            for seed in (6, 7, 8, 9):
+                serve(engine, f"later {seed}", prompt(seed, 49))
+                engine.flush()
+            assert not held(1)
+            settled(engine)
