@@ -119,7 +119,7 @@ def _decode(report: Report, served: ServedModel, sizes: Sizes, *, compiled: bool
     bandwidth = _memory_bandwidth(device)
     ending, target = (".compiled", COMPILED_TARGET) if compiled else ("", DECODE_TARGET)
     device_tokens = (sizes.context + 512) * max(sizes.batches)
-    settings = {"device_tokens": device_tokens, "max_context_len": sizes.context + 512}
+    settings: dict[str, Any] = {"device_tokens": device_tokens, "max_context_len": sizes.context + 512}
     with serving(served, chunk_tokens=sizes.chunk, compiled=compiled, **settings) as engine:
         for batch in sizes.batches:
             seconds = _decode_steps(engine, batch, sizes)

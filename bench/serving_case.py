@@ -20,6 +20,7 @@ from hicache import EngineConfig, ModelGeometry, build_engine
 from hicache.engine import CacheEngine, CacheRequest
 from hicache.serving import ModelRunner, Request, Scheduler
 from hicache.serving.request import RequestOutput
+from hicache.storage import PageStore
 
 Tokens = npt.NDArray[np.int64]
 
@@ -115,8 +116,10 @@ class Served:
 
 
 @contextmanager
-def serving(served: ServedModel, *, chunk_tokens: int, compiled: bool = False, **settings: Any) -> Iterator[Served]:
-    """An engine of `settings` for the model, started, and its runner."""
+def serving(
+    served: ServedModel, *, chunk_tokens: int, compiled: bool = False, store: PageStore | None = None, **settings: Any
+) -> Iterator[Served]:
+    """An engine of `settings` for the model, started, and its runner. `store`: its disk tier."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "host_bytes": 0,
@@ -124,7 +127,7 @@ def serving(served: ServedModel, *, chunk_tokens: int, compiled: bool = False, *
         "device": str(served.model.device),
         "model_id": "serving bench",
     }
-    with build_engine(EngineConfig.from_dict({**defaults, **settings}), served.geometry) as engine:
+    with build_engine(EngineConfig.from_dict({**defaults, **settings}), served.geometry, store=store) as engine:
         runner = ModelRunner(served.model, engine, served.geometry, compiled=compiled)
         yield Served(served, engine, runner, chunk_tokens)
 

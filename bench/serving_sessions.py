@@ -53,6 +53,7 @@ class SessionSizes:
 
 
 REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
+SHORT = replace(REAL, scale=replace(REAL.scale, requests=100))
 TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
 
 
@@ -92,6 +93,17 @@ def measure_sessions(report: Report, served: ServedModel, trace: Path | None, fo
     bench.host()
 
 
+def mean_first_tokens(served: ServedModel, clients: int, folder: str) -> tuple[float, float, str]:
+    """Seconds to the first token, the mean of all turns, with a disk: computing and loading at once, and choosing one
+    by the rule; and what to say of both."""
+    sizes = SHORT if served.model.device.type == "cuda" else TINY
+    bench = _SessionsBench(
+        Report.start("", served.model.device, ""), served, sizes, generated_turns(sizes.scale), folder
+    )
+    rule, ours = (bench.run(clients, has_disk=True, computes_beside=beside) for beside in (False, True))
+    return ours.mean_s, rule.mean_s, f"{clients} clients; both {ours}; the rule {rule}"
+
+
 class _SessionsBench:
     """The runs over one list of turns."""
 
@@ -104,9 +116,9 @@ class _SessionsBench:
     def tiers(self) -> None:
         """The case of the disk."""
         clients = self._sizes.clients[0]
-        without = self._run(clients, has_disk=False)
-        always = self._run(clients, has_disk=True, prefill_tokens_per_s=0)
-        ours = self._run(clients, has_disk=True)
+        without = self.run(clients, has_disk=False)
+        always = self.run(clients, has_disk=True, prefill_tokens_per_s=0)
+        ours = self.run(clients, has_disk=True)
         best_s = min(without.makespan_s, always.makespan_s)
         note = f"{clients} clients; {self._about}; with a disk {ours}; always loading {always}; without it {without}"
         self._case("serving.sessions", [ours.makespan_s], best_s, _SESSIONS_TARGET, note)
@@ -114,8 +126,8 @@ class _SessionsBench:
     def order(self) -> None:
         """The case of the order, without a disk."""
         clients = self._sizes.clients[1]
-        first_come = self._run(clients, max_overtake_s=0.0)
-        ours = self._run(clients)
+        first_come = self.run(clients, max_overtake_s=0.0)
+        ours = self.run(clients)
         note = f"{clients} clients; {self._about}; least left first {ours}; first come, first served {first_come}"
         self._case("serving.sessions.order", [ours.mean_s], first_come.mean_s, _MEAN_TARGET, note)
         self._case("serving.sessions.order.p99", [ours.p99_s], first_come.p99_s, _P99_TARGET, "")
@@ -124,9 +136,9 @@ class _SessionsBench:
         """The case of a host that is no larger than the device, without a disk."""
         sizes = self._sizes
         host_bytes, clients = sizes.device_tokens * self._served.token_bytes, sizes.clients[1]
-        none = self._run(clients, host_bytes=0)
-        copies = self._run(clients, host_bytes=host_bytes)
-        ours = self._run(clients, host_bytes=host_bytes, write_policy="exclusive")
+        none = self.run(clients, host_bytes=0)
+        copies = self.run(clients, host_bytes=host_bytes)
+        ours = self.run(clients, host_bytes=host_bytes, write_policy="exclusive")
         note = f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}"
         self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)
         self._case("serving.sessions.host.policy", [ours.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
@@ -146,8 +158,14 @@ class _SessionsBench:
             name, seconds, "s", better="lower", ceiling=ceiling_s, target=target if on_cuda else None, note=note
         )
 
-    def _run(
-        self, clients: int, *, has_disk: bool = False, max_overtake_s: float = _OVERTAKE_S, **settings: Any
+    def run(
+        self,
+        clients: int,
+        *,
+        has_disk: bool = False,
+        max_overtake_s: float = _OVERTAKE_S,
+        computes_beside: bool = True,
+        **settings: Any,
     ) -> SessionRun:
         sizes, token_bytes = self._sizes, self._served.token_bytes
         store = Path(tempfile.mkdtemp(prefix="hicache-sessions-", dir=self._folder or None))
@@ -158,8 +176,11 @@ class _SessionsBench:
         settings |= {"device_tokens": sizes.device_tokens, "max_context_len": sizes.scale.longest + sizes.answer}
         try:
             with serving(self._served, chunk_tokens=sizes.chunk, **settings) as engine:
+                if (prefetcher := engine.engine.inspect.prefetcher) is not None:
+                    prefetcher.beside.is_possible &= computes_beside
                 if engine.engine.pool.device.type == "cuda":
                     warm_up(engine.engine, engine.runner, sizes.chunk, _MAX_RUNNING)
+                engine.first_token_s("warm", np.zeros(sizes.chunk, np.int64), "warm")
                 settings = {"max_pass_s": _MAX_PASS_S, "max_overtake_s": max_overtake_s}
                 run = serve_turns(engine.scheduler(_MAX_RUNNING, **settings), self._turns, sizes, clients)
                 return replace(run, stats=engine.engine.metrics())

@@ -7,18 +7,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy.typing as npt
 import torch
 
 from hicache.config import PrefetchMode
-from hicache.device.base import KVCache
-from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import (
     DuplicateRequest,
     ForeignLease,
-    InvalidArgument,
     InvariantError,
     LeaseEnded,
     ResourceExhausted,
@@ -26,7 +22,6 @@ from hicache.errors import (
 from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
-from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
 from hicache.flow.handle import Prefetch
@@ -52,14 +47,11 @@ from hicache.flow.validation import (
 )
 from hicache.kv_events import EventPublisher
 from hicache.life import EngineLife, exclusive
-from hicache.metrics import MetricInfo, MetricValue, flattened
-from hicache.tiers import DISK, REMOTE, SWA, Store
-from hicache.transfer.counter import LayerTransferCounter
+from hicache.tiers import DISK, REMOTE, Store
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "MemoryTier", "Prefetch"]
 
 log = logging.getLogger(__name__)
-C = TypeVar("C", bound=CacheComponent)
 
 
 class CacheEngine(EngineLife):
@@ -74,7 +66,6 @@ class CacheEngine(EngineLife):
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
         super().__init__(context, events)
-        self._context = context
         self._leases, prompts = dict[str, Lease](), Prompts(context.tree)
         self._cost, self._persists = CostModel.of(context), persists_of(context)
         self._backup = Backup(context, self._persists) if context.has_host else None
@@ -87,37 +78,6 @@ class CacheEngine(EngineLife):
         movements = (self._backup, self._restore, self._admit.exchange, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
         register_usage(context, lambda: len(self._leases))
-
-    # What a model runner needs
-
-    @property
-    def pool(self) -> KVCache:
-        return self._context.pool
-
-    @property
-    def req_to_token(self) -> ReqToTokenPool:
-        return self._context.req_to_token
-
-    @property
-    def counter(self) -> LayerTransferCounter:
-        return self._context.full.counter
-
-    def component(self, kind: type[C]) -> C:
-        """The engine's component of that class, like one that was given to `build_engine`. Raises `InvalidArgument`."""
-        for component in self._context.components:
-            if isinstance(component, kind):
-                return component
-        raise InvalidArgument(f"the engine has no {kind.__name__}; give it to build_engine as a component")
-
-    @property
-    def takes_chunks(self) -> bool:
-        """Whether slots are better taken chunk by chunk (`reserve_tokens`): windows have few, `exclusive` copies."""
-        return SWA in self._context.by_name or self._context.exclusive is not None
-
-    @property
-    def page_size(self) -> int:
-        """Tokens of a cache page: the unit of matching, backup and disk."""
-        return self._context.tree.page_size
 
     # Before admission
 
@@ -138,7 +98,13 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def prefetch(
-        self, request_id: str, tokens: npt.ArrayLike, namespace: str = "", mode: PrefetchMode | None = None
+        self,
+        request_id: str,
+        tokens: npt.ArrayLike,
+        namespace: str = "",
+        mode: PrefetchMode | None = None,
+        *,
+        joins: bool = False,
     ) -> Prefetch:
         """Start bringing pages of the prompt from disk and remote tier to the host; `.ready` says when admission need
         not wait.
@@ -146,13 +112,15 @@ class CacheEngine(EngineLife):
         `mode` (default: the configuration's): auto waits where that is estimated to cost all requests less time than
         computing, best_effort never, wait_complete until the end, timeout for `prefetch_timeout_s`.
         `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
-        Until it has ended, another call for the request returns the same handle.
+        Until it has ended, another call for the request returns the same handle. `joins`: the caller calls `join`: in
+        mode auto pages then come from the end of the prompt on, also while the request is computed, for which it waits
+        for none of them where that delays no others.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
         mode = self._context.config.prefetch_mode if mode is None else valid_mode(mode)
         if self._prefetcher is not None:
-            return self._prefetcher.start(request_id, packed[:-1], namespace, mode)
+            return self._prefetcher.start(request_id, packed[:-1], namespace, mode, joins=joins)
         handle = Prefetch(request_id, mode)
         handle.ended = True
         return handle
@@ -201,20 +169,53 @@ class CacheEngine(EngineLife):
         request = valid_request(request)
         if request.request_id in self._leases:
             raise DuplicateRequest(request.request_id)
+        lease = self._admitted(request)
         try:
+            self._admit.forget(request.request_id)
             if self._prefetcher:
-                self._prefetcher.require_ready(request.request_id)
-            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
-        except ResourceExhausted as error:
-            self._admit.refused(error)
-            raise
-        self._leases[request.request_id], lease.on_exit = lease, self.release
-        try:
-            self._forget(request.request_id)
+                self._prefetcher.admit(lease)
         except BaseException:
             self._end(lease)
             raise
         return lease
+
+    def _admitted(self, request: CacheRequest, *, joins: bool = False) -> Lease:
+        try:
+            if self._prefetcher:
+                self._prefetcher.require_ready(request.request_id)
+            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id), joins=joins)
+        except ResourceExhausted as error:
+            self._admit.refused(error)
+            raise
+        self._leases[request.request_id], lease.on_exit = lease, self.release
+        return lease
+
+    @exclusive
+    def join(self, lease: Lease, num_tokens: int) -> Lease:
+        """Before a pass over a prompt of which `num_tokens` are computed and committed: what a prefetch that `joins`
+        has brought behind them is loaded. Returns the lease from now on, in place of `lease`; `lease` itself where
+        nothing has come there.
+
+        Raises `ResourceExhausted` where what has come finds no room now: the lease has ended, and the request is to be
+        admitted anew.
+        """
+        self._held([lease])
+        num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
+        if self._prefetcher is None or not self._prefetcher.beside.has_come(lease, num_tokens):
+            return lease
+        try:
+            if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed - 1):
+                return lease
+            lease.drop_hints()  # its request goes on
+            self._end(lease)
+            joined = self._admitted(lease.request, joins=True)
+            self._prefetcher.joined(lease, num_tokens, joined)
+        except BaseException:
+            self._prefetcher.cancel(request_id)
+            raise
+        finally:
+            self._admit.forget(request_id)
+        return joined
 
     @exclusive
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
@@ -240,11 +241,14 @@ class CacheEngine(EngineLife):
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """Where a pass over the prompt from `start` should end, at most at `end`.
 
-        Before it for hybrid models alone: at the last point below the prompt's end, and at the branching point of a
-        cached prefix, where a state is worth keeping. Commit there.
+        Before it for hybrid models, at the last point below the prompt's end, and at the branching point of a cached
+        prefix, where a state is worth keeping; and where the pass meets what a prefetch that `joins` brings. Commit
+        there.
         """
         self._held([lease])
-        return self._commit.next_stop(lease, valid_count("start", start), valid_count("end", end))
+        start, end = valid_count("start", start), valid_count("end", end)
+        stop = self._commit.next_stop(lease, start, end)
+        return stop if self._prefetcher is None else self._prefetcher.beside.stop(lease, start, stop)
 
     @exclusive
     def track(self, leases: Sequence[Lease]) -> None:
@@ -291,7 +295,7 @@ class CacheEngine(EngineLife):
             return
         if self._leases.get(lease.request_id) is not lease:
             raise ForeignLease(lease.request_id)
-        self._end(lease)
+        self._release(lease)
 
     @exclusive
     def cancel(self, request_id: str) -> None:
@@ -333,18 +337,6 @@ class CacheEngine(EngineLife):
         self._require_running()
         return reset(self._context, tiers)
 
-    def stats(self) -> dict[str, float]:
-        """Each metric as one number: `metrics()` with the sums of histograms. For tests, logs and quick looks."""
-        return flattened(self.metrics())
-
-    def metrics(self) -> dict[str, MetricValue]:
-        """Everything the engine measures, by name, sorted; docs/metrics.md explains each. Any thread, any time."""
-        return self._context.metrics.snapshot()
-
-    def describe(self) -> dict[str, MetricInfo]:
-        """Type, unit and help text of each of `metrics()`."""
-        return self._context.metrics.describe()
-
     @property
     def inspect(self) -> Inspection:
         """What the engine is made of, for tests and tools."""
@@ -373,7 +365,7 @@ class CacheEngine(EngineLife):
 
     def _finish(self, was_running: bool) -> None:
         for lease in list(self._leases.values()):
-            self._end(lease)
+            self._release(lease)
         if self._admit.exchange is not None and not self._is_broken:
             self._admit.exchange.end()
         if was_running and not self._settle():
@@ -386,6 +378,13 @@ class CacheEngine(EngineLife):
         self._admit.forget(request_id)
         if self._prefetcher:
             self._prefetcher.cancel(request_id)
+
+    def _release(self, lease: Lease) -> None:
+        try:
+            if self._prefetcher and not self._is_broken:
+                self._prefetcher.release(lease)
+        finally:
+            self._end(lease)
 
     def _end(self, lease: Lease) -> None:
         """The lease is over, whatever raises on the way; of accounts that do not hold nothing is freed."""

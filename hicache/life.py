@@ -1,4 +1,5 @@
-"""The life of an engine: its threads, who may call it and when, and its end. Ranks beside the engine."""
+"""The life of an engine: its threads, who may call it and when, and its end; and what is read of it at any time. Ranks
+beside the engine."""
 
 from __future__ import annotations
 
@@ -13,17 +14,24 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Concatenate, ParamSpec, TypeVar
 
-from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, InvariantError, NotRunning
+from hicache.device.base import KVCache
+from hicache.device.req_to_token import ReqToTokenPool
+from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, InvalidArgument, InvariantError, NotRunning
+from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.kv_events import EventPublisher
+from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.storage.owner import OwnerProcess
 from hicache.stores import StoreTier
+from hicache.tiers import SWA
 from hicache.transfer.base import TransferBackend
+from hicache.transfer.counter import LayerTransferCounter
 
 log = logging.getLogger(__name__)
 
 _EXIT_S, _LOOK_S = 5.0, 0.001
 E = TypeVar("E", bound="EngineLife")
+C = TypeVar("C", bound=CacheComponent)
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -78,7 +86,7 @@ class EngineLife(ABC):
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None) -> None:
-        self._owner = OwnerProcess("the engine")
+        self._context, self._owner = context, OwnerProcess("the engine")
         on_host = [component for component in context.components if component.has_host]
         self._hosts = [component.host for component in on_host]
         self._transfers: list[TransferBackend] = [component.transfer for component in on_host]
@@ -87,6 +95,53 @@ class EngineLife(ABC):
         self._why_not = "the engine is not started; call start()"
         self._is_broken = self._is_started = self._is_closed = False
         self._finalizer: weakref.finalize[..., object] | None = None
+
+    # What a model runner needs
+
+    @property
+    def pool(self) -> KVCache:
+        return self._context.pool
+
+    @property
+    def req_to_token(self) -> ReqToTokenPool:
+        return self._context.req_to_token
+
+    @property
+    def counter(self) -> LayerTransferCounter:
+        return self._context.full.counter
+
+    def component(self, kind: type[C]) -> C:
+        """The engine's component of that class, like one that was given to `build_engine`. Raises `InvalidArgument`."""
+        for component in self._context.components:
+            if isinstance(component, kind):
+                return component
+        raise InvalidArgument(f"the engine has no {kind.__name__}; give it to build_engine as a component")
+
+    @property
+    def takes_chunks(self) -> bool:
+        """Whether slots are better taken chunk by chunk (`reserve_tokens`): windows have few, `exclusive` copies."""
+        return SWA in self._context.by_name or self._context.exclusive is not None
+
+    @property
+    def page_size(self) -> int:
+        """Tokens of a cache page: the unit of matching, backup and disk."""
+        return self._context.tree.page_size
+
+    # What it measures
+
+    def stats(self) -> dict[str, float]:
+        """Each metric as one number: `metrics()` with the sums of histograms. For tests, logs and quick looks."""
+        return flattened(self.metrics())
+
+    def metrics(self) -> dict[str, MetricValue]:
+        """Everything the engine measures, by name, sorted; docs/metrics.md explains each. Any thread, any time."""
+        return self._context.metrics.snapshot()
+
+    def describe(self) -> dict[str, MetricInfo]:
+        """Type, unit and help text of each of `metrics()`."""
+        return self._context.metrics.describe()
+
+    # From its start to its end
 
     @exclusive
     def start(self) -> None:

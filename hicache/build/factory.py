@@ -86,9 +86,7 @@ def build_engine(
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    # What leaves the device with a window or a state is not saved: without its copy on the host it would be lost.
-    is_exclusive = write_policy.is_exclusive and len(present) == 1
-    links = _links(config, list(present.values()), spaces, host_setting, watch, is_exclusive)
+    links = _links(config, list(present.values()), spaces, host_setting, watch, write_policy.is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -261,19 +259,19 @@ def _links(
     links: dict[Component, HostLink] = {}
 
     def left(run: HostRun, keys: Sequence[bytes]) -> None:
-        """Windows of full pages that have left the host leave too: nearly all are of no use without them."""
+        """Windows of full pages that have left leave too, unless the device has these: they are of no use alone."""
         assert watch is not None
         watch.left(run, keys)
         windows = links.get(SWA)
-        if windows is not None and windows.index is not None:
+        if windows is not None and windows.index is not None and not run.is_duplicate:
             windows.index.discard(PageNames.of_component(SWA, keys))
 
     for name, space in spaces.items():
         host, index, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
             came, leaves = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            index_kind, run_pages = ExclusiveIndex if is_exclusive else PageIndex, RUN_TOKENS // config.host_page_size
-            index = index_kind(host, config.host_order, came, leaves, max(1, run_pages))
+            kind = ExclusiveIndex if is_exclusive and name == FULL else PageIndex
+            index = kind(host, config.host_order, came, leaves, max(1, RUN_TOKENS // config.host_page_size))
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
     return links

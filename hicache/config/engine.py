@@ -139,7 +139,9 @@ class EngineConfig:
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(
-            "whether requests wait for the disk; auto: where computing costs all requests more", get_args(PrefetchMode)
+            "whether requests wait for the disk; auto: where computing costs all requests more, and alone they are "
+            "computed meanwhile",
+            get_args(PrefetchMode),
         ),
     ] = "auto"
     prefetch_timeout_s: Annotated[

@@ -13,16 +13,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.errors import (
-    ExchangePending,
-    OutOfRows,
-    OutOfSlots,
-    OutOfStates,
-    PrefetchPending,
-    PromptTooLong,
-    ResourceExhausted,
-    TransferBusy,
-)
+from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
+from hicache.flow.admit_counters import AdmitCounters
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import Admission, CacheComponent
 from hicache.flow.context import EngineContext
@@ -38,22 +30,6 @@ from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens
 from hicache.tree.node import TreeNode
-
-_REFUSALS: dict[type[ResourceExhausted], tuple[str, str]] = {
-    OutOfSlots: ("out_of_slots", "too few slots are free or evictable"),
-    OutOfRows: ("out_of_rows", "no row of the request table is free"),
-    OutOfStates: ("out_of_states", "too few recurrent states are free or evictable"),
-    TransferBusy: ("transfer_busy", "as many loads are in flight as may be"),
-    PrefetchPending: ("prefetch_pending", "its prefetch had not ended"),
-    ExchangePending: ("exchange_pending", "what has to leave for it was on its way to the host"),
-}
-_REFUSED = "admissions refused for now"
-_HITS = {
-    "device": "were on the device",
-    "host": "were loaded from the host",
-    "disk": "a prefetch had brought from the disk",
-    "remote": "a prefetch had brought from the remote tier",
-}
 
 
 @dataclass(frozen=True)
@@ -79,32 +55,13 @@ class Admit:
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         self._prompts = prompts
-        self.exchange = None if context.exclusive is None else Exchange(context, restore, eviction)
-        count = context.metrics.counter
-        self._requests = count("admit.requests", "prompts admitted, each once")
-        self._uncounted = count(
-            "admit.uncounted_requests",
-            "admissions of no new prompt: again after a preemption, further answers, warm-up",
-        )
-        self._uncounted_hits = count("admit.uncounted_hit_tokens", "tokens that these found cached, which are no hits")
-        self._prompt = count("admit.prompt_tokens", "tokens of admitted prompts: those hit and those to be computed")
-        self._hits = [
-            count(f"admit.{tier}_hit_tokens", f"tokens of admitted prompts that {how}", "admit_hit_tokens", tier=tier)
-            for tier, how in _HITS.items()
-        ]
-        self._computed = count("admit.computed_tokens", "tokens of admitted prompts that no tier provided")
-        self._refused = {
-            error: count(f"admit.{reason}_attempts", f"{_REFUSED}: {why}", "admit_refused_attempts", reason=reason)
-            for error, (reason, why) in _REFUSALS.items()
-        }
+        self.exchange = Exchange(context, restore, eviction) if context.exchanges else None
+        self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
         context.metrics.gauge(
             "admit.expected_requests",
             "queued requests whose prefixes are evicted last",
             lambda: len(self._expectations),
-        )
-        context.metrics.gauge(
-            "admit.hit_ratio", "share of prompt tokens that were hit, since the start", self._hit_ratio
         )
 
     @property
@@ -112,17 +69,18 @@ class Admit:
         """What queued requests will need, by request. A view."""
         return self._expectations
 
-    def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
-        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
+    def acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool = False) -> Lease:
+        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed. `joins`: it was
+        admitted before, and is in order to join what has come."""
         while True:
             try:
-                return self._acquire(request, num_delayed)
+                return self._acquire(request, num_delayed, joins=joins)
             except ExchangePending:
                 if self.exchange is None or not request.may_wait:
                     raise
             self.exchange.wait()
 
-    def _acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
+    def _acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool) -> Lease:
         context, tree = self._context, self._context.tree
         if self.exchange is not None:
             self.exchange.require_idle(request.request_id)
@@ -137,10 +95,8 @@ class Admit:
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
-        if self.exchange is not None and located is not None:
-            self.exchange.note_chunk(request.reserve_tokens)
-            if self.exchange.require(request, admission, located):
-                admission, located, estimate = self._count(request, num_delayed)
+        if self.exchange is not None and located is not None and self.exchange.require(request, admission, located):
+            admission, located, estimate = self._count(request, num_delayed)
 
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
         for component in context.components:
@@ -169,9 +125,16 @@ class Admit:
                 self._start(lease, admission)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
-            self._note_admitted(lease, estimate, is_counted=request.is_counted)
+            self._restore.count_decision(None if joins else estimate)
+            self._counters.admitted(lease, joins=joins)
             undo.pop_all()
         return lease
+
+    def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
+        """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
+        admission, _, _ = self._count(request, num_delayed)
+        is_free = self._restore.can_start() and not self._restore.has_failed(admission.match.nodes)
+        return admission.length > num_tokens and is_free
 
     def _hold(
         self, request_id: str, admission: Admission, located: Located, held: ExitStack
@@ -205,8 +168,7 @@ class Admit:
 
     def refused(self, error: ResourceExhausted) -> None:
         """An admission was refused with `error`."""
-        for kind, counter in self._refused.items():
-            counter.value += isinstance(error, kind)
+        self._counters.refused(error)
 
     def expect(self, request_id: str, tokens: Tokens, namespace: str) -> int:
         """See `CacheEngine.expect`."""
@@ -222,8 +184,6 @@ class Admit:
                 pages = range(component.first_required(end), end)
                 runs[component.name] = [part.run for part in located.parts(component, pages)]
         node = tree.node_at(match, on_device)
-        if self.exchange is not None:
-            self.exchange.is_room_due = True
         old = self._expectations.get(request_id)
         if old is None or old.node is not node or old.runs != runs:
             new = _Expected(node, None if node.is_root else tree.expect(node), runs)
@@ -274,16 +234,11 @@ class Admit:
 
     def _make_room_for(self, component: CacheComponent, size: int) -> bool:
         """For a request that runs, to which one that is to be admitted gives way."""
-        if self.exchange is not None:
-            self.exchange.is_room_due = True
         if self._eviction.make_available(component, size):
             return True
         if self.exchange is None or not self.exchange.end():
             return False
         return self._eviction.make_available(component, size)
-
-    def _hit_ratio(self) -> float:
-        return sum(hits.value for hits in self._hits) / max(1, self._prompt.value)
 
     def _count(self, request: CacheRequest, num_delayed: int) -> tuple[Admission, Located | None, LoadEstimate | None]:
         """What the request would get, where its pages are, with a host tier, and what decided about a load."""
@@ -353,6 +308,8 @@ class Admit:
             lease.write(lease.held_len, slots)
             undo.pop_all()
         lease.held_len += num_slots
+        if self.exchange is not None:
+            self.exchange.note_taken(num_slots - num_loaded)
         return slots
 
     def _prepare(self, lease: Lease, admission: Admission, parts: Mapping[Component, Sequence[RunPart]]) -> None:
@@ -379,17 +336,3 @@ class Admit:
         if not lease.node.is_root:
             lease.read(self._restore.loads_of(lease.node.path()))
             self._context.tree.raise_priority(lease.node, lease.priority)
-
-    def _note_admitted(self, lease: Lease, estimate: LoadEstimate | None, *, is_counted: bool) -> None:
-        if estimate is not None:
-            self._restore.count_decision(estimate)
-        if not is_counted:
-            self._uncounted.value += 1
-            self._uncounted_hits.value += lease.hit.tokens
-            return
-        self._requests.value += 1
-        self._prompt.value += lease.prompt_len
-        self._computed.value += lease.prompt_len - lease.cached_len
-        hit = lease.hit
-        for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
-            counter.value += tokens

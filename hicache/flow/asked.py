@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hicache.flow.components import CacheComponent
 from hicache.flow.handle import Prefetch
+from hicache.flow.lease import Lease
 from hicache.flow.located import StoreAnswers, ToRead
 from hicache.host import HostRun, spans
 from hicache.tiers import FULL, Store
@@ -18,15 +19,19 @@ from hicache.tree.key import Tokens
 
 @dataclass(eq=False, slots=True)
 class Asked:
-    """A request that was not admitted yet and waits for pages.
+    """A request that waits for pages, or is computed while they come.
 
     `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `find`: the job
     that asks a store. `to_read`: what nobody brings yet, full pages first. `runs`: in flight, whoever asked first.
     `to_come`: full pages [start, end) that have not come, of those that are to. `locked`: runs of the host that it
     continues; `tail`: the last of full pages that came, so that those stay where all in flight has come.
 
-    [num_usable, landed_end)   of its prompt, have come without a gap
-    [landed_end, end)          are to come
+    [num_usable, coming[0])   of its prompt, have come without a gap
+    [coming)                  are to come
+    [coming[1], end)          have come, where they are read from the end
+
+    `lease`: it is computed meanwhile; `computed_end`: pages that are, or will be by the pass that comes. `begun_s`:
+    when its reads began; `num_came`: full pages that these brought.
 
     `num_planned`: full pages that it is to read itself. `is_short`: stores have more, for which there was no room.
     `has_failed`: something did not come; `was_asked_again`: for that. `has_landed`: something came since the stores
@@ -51,7 +56,11 @@ class Asked:
     locked: list[tuple[CacheComponent, list[HostRun]]] = field(default_factory=list)
     tail: HostRun | None = None
     num_usable: int = 0
-    landed_end: int = 0
+    coming: tuple[int, int] = (0, 0)
+    lease: Lease | None = None
+    computed_end: int = 0
+    begun_s: float = 0.0
+    num_came: int = 0
     num_planned: int = 0
     is_short: bool = False
     has_failed: bool = False
@@ -64,9 +73,14 @@ class Asked:
     num_delayed: int | None = None
 
     @property
+    def is_urgent(self) -> bool:
+        """Whether it waits for what comes, or would."""
+        return self.handle.waits or self.handle.yields
+
+    @property
     def turn(self) -> tuple[bool, int]:
-        """Who waits comes before who does not, then who came first."""
-        return not self.handle.waits, self.arrival
+        """What is urgent comes before what is not, then who came first."""
+        return not self.is_urgent, self.arrival
 
     @property
     def is_idle(self) -> bool:
@@ -80,15 +94,18 @@ class Asked:
 
     def begin(self, has: StoreAnswers) -> None:
         """It is known which of its pages are here, or come for others."""
-        self.has, self.num_usable, self.landed_end, self.end = has, has.num_usable, has.start, has.located.num_pages
+        self.has, self.num_usable, self.end = has, has.num_usable, has.located.num_pages
+        self.coming = (has.start, self.end)
         self.is_found = self.is_short = self.has_failed = self.has_landed = False
 
-    def plan(self, end: int) -> None:
+    def plan(self, end: int, now_s: float) -> None:
         """It is known where its other pages are: what a prefix of `end` pages needs is to be read. What should have
         come before, behind a gap, may be here already."""
         assert self.has is not None
-        self.is_found, self.end = True, end
+        self.is_found, self.end, self.begun_s, self.num_came = True, end, now_s, 0
         self.to_read.extend(self.has.to_read(end))
+        if self.handle.joins:  # windows and states first, for they are at the end
+            self.to_read = deque(sorted(self.to_read, key=lambda piece: (piece.component.name == FULL, -piece.start)))
         coming = [(piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL]
         if self.to_come:
             before = [(start, min(stop, end)) for start, stop in self.to_come]
@@ -109,13 +126,25 @@ class Asked:
             component.index.lock(runs)
             self.locked.append((component, runs))
 
-    def follow(self, component: CacheComponent, run: HostRun) -> None:
-        """What comes next follows `run`, which has come: that stays, and what it follows."""
-        if component.name == FULL and (self.tail is None or run.first > self.tail.first):
-            component.index.lock([run])
+    def follow(self, component: CacheComponent, came: Sequence[HostRun], now_s: float) -> None:
+        """What comes next follows these runs, of a job, which have come: the last stays, and what it follows. Where
+        they come from the end, all stay until they are joined."""
+        if not came:
+            return
+        if self.handle.joins:
+            self.lock(component, [*came])
+            self.progress_s = now_s
+        if component.name != FULL:
+            return
+        self.num_came += sum([len(run.keys) for run in came])
+        if self.handle.joins and self.has is not None:
+            keys = self.has.located.prompt.keys
+            component.index.link(keys[max(0, came[0].first - 1) : came[-1].first + len(came[-1].keys) + 1])
+        elif self.tail is None or came[-1].first > self.tail.first:
+            component.index.lock([came[-1]])
             if self.tail is not None:
                 component.index.unlock([self.tail])
-            self.tail = run
+            self.tail = came[-1]
 
     def may_share(self, run: HostRun | None) -> bool:
         """Whether it may wait for a run that a read brings."""
@@ -128,16 +157,24 @@ class Asked:
     def share_next(self) -> bool:
         """Leave out what is here by now and join what others bring; whether what is to be read next is nobody's."""
         assert self.has is not None
-        prompt = self.has.located.prompt
+        prompt, from_end = self.has.located.prompt, self.handle.joins
         while self.to_read:
             component, store, start, end = piece = self.to_read[0]
-            while start < end and not self.must_read(run := component.index.find(prompt.key(component.name, start))):
+            is_full = component.name == FULL
+            start = min(end, max(start, self.computed_end)) if is_full else start
+            while start < end:
+                run = component.index.find(prompt.key(component.name, end - 1 if from_end else start))
+                if self.must_read(run):
+                    break
                 assert run is not None
                 if not run.is_coming:
                     run.wanted[self] = self.runs[run] = None
                     self.has_shared = True
-                start = run.common_end(prompt.keys, start, end) if component.name == FULL else start + 1
-            self.to_read[0] = piece._replace(start=start)
+                if from_end:
+                    end = run.common_start(prompt.keys, start, end) if is_full else end - 1
+                else:
+                    start = run.common_end(prompt.keys, start, end) if is_full else start + 1
+            self.to_read[0] = piece._replace(start=start, end=end)
             if start == end:
                 self.to_read.popleft()
             elif store is not None:
@@ -147,8 +184,31 @@ class Asked:
                 self.to_read.clear()
         return False
 
+    def next_pages(self, max_pages: int) -> range:
+        """Of what is to be read next, pages that nobody brings: from the end on where its request is computed from the
+        beginning."""
+        assert self.has is not None
+        component, _, start, end = self.to_read[0]
+        find, key = component.index.find, self.has.located.prompt.key
+        if self.handle.joins:
+            first = end
+            while first > max(start, end - max_pages) and self.must_read(find(key(component.name, first - 1))):
+                first -= 1
+            return range(first, end)
+        stop = start
+        while stop < min(end, start + max_pages) and self.must_read(find(key(component.name, stop))):
+            stop += 1
+        return range(start, stop)
+
     def advance(self, full: CacheComponent) -> int:
         """How far its full pages have come without a gap: how many more than before."""
+        assert self.has is not None
+        num_pages = self._advance_from_end(full) if self.handle.joins else self._advance_from_start(full)
+        self.coming = (self.to_come[0][0], self.to_come[-1][1]) if self.to_come else (self.end, self.end)
+        self.has_landed |= num_pages > 0
+        return num_pages
+
+    def _advance_from_start(self, full: CacheComponent) -> int:
         assert self.has is not None
         find, keys, num_pages = full.index.find, self.has.located.prompt.keys, 0
         while self.to_come:
@@ -160,13 +220,46 @@ class Asked:
             if start < end:
                 self.to_come.appendleft((start, end))
                 break
-        self.landed_end = self.to_come[0][0] if self.to_come else self.end
-        self.has_landed |= num_pages > 0
         return num_pages
 
+    def _advance_from_end(self, full: CacheComponent) -> int:
+        assert self.has is not None
+        find, keys, num_pages = full.index.find, self.has.located.prompt.keys, 0
+        while self.to_come:
+            start, end = self.to_come.pop()
+            num_pages += end
+            while start < end and (run := find(keys[end - 1])) is not None and run.is_coming:
+                end = run.common_start(keys, start, end)
+            num_pages -= end
+            if start < end:
+                self.to_come.append((start, end))
+                break
+        return num_pages
+
+    @property
+    def lacks(self) -> bool:
+        """Whether pages that were to come, and were not computed meanwhile, have not."""
+        return bool(self.to_come) and self.to_come[-1][1] > self.computed_end
+
+    def have_no_room(self) -> None:
+        """Nothing is read for it now."""
+        self.to_read.clear()
+        self.to_come.clear()
+        self.is_short = True
+
+    def stop_reading(self) -> list[ReadOfRuns]:
+        """Nothing more is to come for it; what has stays. Returns jobs that nobody waits for now."""
+        self.handle.ended = True
+        self.to_read.clear()
+        self.find = None
+        return self.leave([*self.runs])
+
     def cut(self, index: int) -> list[ReadOfRuns]:
-        """Page `index` does not come: what follows it is of no use. Returns jobs that nobody waits for now."""
+        """Page `index` does not come: what follows it is of no use, unless what is before it is computed. Returns jobs
+        that nobody waits for now."""
         self.has_failed = True
+        if self.handle.joins:
+            return []
         self.to_read.clear()
         return self.leave([run for run in self.runs if run.first > index])
 
@@ -207,7 +300,7 @@ class Find:
 
 @dataclass(eq=False, slots=True)
 class ReadOfRuns:
-    """A job that reads neighbouring runs of a component from a store. `is_urgent`: for a request that waits."""
+    """A job that reads neighbouring runs of a component from a store. `is_urgent`: for a request that is."""
 
     component: CacheComponent
     store: Store
@@ -231,5 +324,5 @@ class ReadOfRuns:
 
     def is_for(self, asked: Asked) -> bool:
         """Whether a request may wait for it: nobody waits for what comes after all others, or may never come."""
-        is_late = asked.handle.waits and not self.is_urgent
+        is_late = asked.is_urgent and not self.is_urgent
         return not (is_late or self.is_stalled or self.cancelled.is_set())

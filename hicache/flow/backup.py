@@ -100,9 +100,10 @@ class Backup(CopyMovement[_Copy]):
             self._submit(self._unsaved(nodes), nodes)
             self.wait_and_complete()
 
-    def unsaved(self, node: TreeNode) -> list[Unsaved]:
-        """What the host lacks of a node that is to lose something, with which all of it may leave."""
-        return self._unsaved([node])
+    def unsaved(self, node: TreeNode, component: Component | None = None) -> list[Unsaved]:
+        """What the host lacks of a node: of all that it has, or of the one component that it is to lose, whose full
+        pages stay on the device."""
+        return self._unsaved([node], component)
 
     def save(self, unsaved: Sequence[Unsaved], released: list[Released] | None = None) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
@@ -135,14 +136,17 @@ class Backup(CopyMovement[_Copy]):
         index, names = self._context.full.index, self._context.tree.names
         return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
 
-    def _unsaved(self, nodes: Sequence[TreeNode]) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first, but for what is of sessions that have ended."""
+    def _unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
+        """What the host lacks of `nodes`, FULL first, or of one component, but for what is of sessions that have
+        ended."""
         found = []
         for component in self._context.components:
             pages, values = list[NewPages](), list[torch.Tensor]()
-            for node in nodes:
+            for node in nodes if only in (None, component.name) else ():
                 if node.has(component.name) and not node.holdings[component.name].has_ended:
                     self._add_unsaved(node, component, pages, values)
+            if only is not None:
+                pages = [new._replace(event_pages=None) for new in pages]
             if pages:
                 found.append(Unsaved(component, pages, values))
         return found
@@ -362,13 +366,22 @@ class DeviceEviction:
             self._evict(component, short)
         return size <= component.available()
 
+    def _unsaved(self, node: TreeNode, name: Component) -> list[Unsaved]:
+        """What the host lacks of what leaves when `node` loses a value."""
+        if self._backup is None:
+            return []
+        leaving = self._context.tree.to_leave(node, name)
+        if not leaving and self._context.exclusive is not None:
+            return self._backup.unsaved(node, name)
+        return [found for at in leaving or [node] for found in self._backup.unsaved(at)]
+
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name
         released, leaving = list[Released](), list[Released]()  # what is free at once, and what is copied before
         unsaved, victims = list[Unsaved](), list[TreeNode]()
         try:
             while short > 0 and (node := component.device_victim(short)) is not None:
-                lacking = self._backup.unsaved(node) if self._backup is not None else []
+                lacking = self._unsaved(node, name)
                 unsaved += lacking
                 victims.append(node)
                 left = self._context.drop(node, name)

@@ -59,8 +59,7 @@ class Exchange(Movement):
     def __init__(self, context: EngineContext, restore: Restore, eviction: DeviceEviction) -> None:
         self._context, self._restore, self._eviction = context, restore, eviction
         self._wanted: _Wanted | None = None
-        self._chunk_tokens = 0  # that a request took at a time
-        self.is_room_due = False
+        self.is_room_due, self._num_taken = False, 0
         self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
 
     @property
@@ -119,21 +118,21 @@ class Exchange(Movement):
         return wanted is not None
 
     def make_room(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
-        """For what requests take next, so that they wait for no copy then: a chunk of a prompt, and a page each. Once
-        after each time that any took or will take something."""
+        """For what requests take next, so that they wait for no copy then: as much as they took of their prompts since
+        the last time, while any is left, and a page each. Once after each time that any took something."""
         if not self.is_room_due:
             return
-        self.is_room_due = False
+        num_taken, self._num_taken, self.is_room_due = self._num_taken, 0, False
         page, full = self._context.tree.page_size, self._context.full
-        prompts = sum([max(0, lease.prompt_len - lease.held_len) for lease in leases.values()])
-        chunk = self._chunk_tokens if has_queued else min(self._chunk_tokens, prompts)
-        wanted = min(chunk + page * len(leases), full.capacity // _AHEAD_SHARE)
+        left = sum([max(0, lease.prompt_len - lease.held_len) for lease in leases.values()])
+        wanted = page * len(leases) + (num_taken if has_queued else min(num_taken, left))
+        wanted = min(wanted, full.capacity // _AHEAD_SHARE)
         if wanted > full.available():
             self._eviction.prepare(full, wanted)
 
-    def note_chunk(self, num_tokens: int | None) -> None:
-        """A request takes slots for so many tokens of its prompt at a time."""
-        self._chunk_tokens, self.is_room_due = num_tokens or self._chunk_tokens, True
+    def note_taken(self, num_slots: int) -> None:
+        """A request took so many slots for tokens to be computed."""
+        self._num_taken, self.is_room_due = self._num_taken + num_slots, True
 
     def poll(self) -> bool:
         return self._advance()

@@ -14,7 +14,7 @@ class Hints:
     """Owned by the scheduler thread."""
 
     def __init__(self, context: EngineContext) -> None:
-        self._context = context
+        self._context, self._has_kept = context, False
         self._on_device = Keeps(KEPT_SHARE * context.full.capacity)
         self._on_host = Keeps(KEPT_SHARE * context.full.host.num_pages if context.has_host else 0)
         context.metrics.gauge(
@@ -25,6 +25,8 @@ class Hints:
 
     def expire(self) -> None:
         """What was awaited until now is kept no more."""
+        if not self._has_kept:
+            return
         now_s = self._context.clock()
         self._on_device.expire(now_s)
         self._on_host.expire(now_s)
@@ -63,6 +65,7 @@ class Hints:
         context, node, now_s = self._context, lease.node, self._context.clock()
         if node.is_root:
             return
+        self._has_kept = True
         self._on_device.add(lease.namespace, now_s, within_s, node.depth_tokens, context.tree.keep(node))
         if context.has_host:
             keys = path_keys(context, node)

@@ -29,6 +29,11 @@ class Hit:
         """Of all tiers."""
         return self.device + self.host + self.disk + self.remote
 
+    @property
+    def loaded(self) -> Hit:
+        """Without those that were on the device."""
+        return Hit(0, self.host, self.disk, self.remote)
+
     def __add__(self, other: Hit) -> Hit:
         return Hit(
             self.device + other.device, self.host + other.host, self.disk + other.disk, self.remote + other.remote
@@ -97,8 +102,8 @@ class Lease:
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
 
-    `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of the prompt's pages, where a host
-    tier needs them.
+    `request`: what it was made for. `tokens` are the prompt's, and those behind it whose slots the tree got. `keys`: of
+    the prompt's pages, where a host tier needs them.
 
     In a hybrid model it has two states as well: `mamba_pool_idx`, which the forward advances, and
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
@@ -112,7 +117,7 @@ class Lease:
     """
 
     def __init__(self, request: CacheRequest, node: TreeNode, req_to_token: torch.Tensor, home: torch.device) -> None:
-        self.request_id, self.namespace = request.request_id, request.namespace
+        self.request, self.request_id, self.namespace = request, request.request_id, request.namespace
         self.prompt_len, self.priority = len(request.tokens), request.priority
         self.branch_points, self.expected_uses = request.branch_points, request.expected_uses
         self.session_end, self.next_turn_within_s = request.session_end, request.next_turn_within_s

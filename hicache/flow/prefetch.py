@@ -10,6 +10,7 @@ own. Its way:
     _submit           a few jobs a step          who waits before who does not, then who came first; nobody overtakes
     _land             a job was answered         its runs are published, or given back
     _finish           nothing more comes         what failed is asked for again, once; without room it is postponed
+    admit             it goes on beside computing, where it joins what comes: see `hicache.flow.beside`
     cancel            admitted, or gone          it leaves its runs; who leaves a job last cancels it
 
 A share of the host pool bounds what is read for requests that were not admitted. Who finds no room, and has nothing in
@@ -26,13 +27,16 @@ from operator import attrgetter
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
 from hicache.flow.asked import Asked, ReadOfRuns
+from hicache.flow.beside import Beside
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
-from hicache.flow.handle import HostShare, Prefetch
+from hicache.flow.handle import Prefetch
+from hicache.flow.host_room import HostRoom
+from hicache.flow.lease import Lease
 from hicache.flow.located import Located, StoreAnswers
 from hicache.flow.movement import Movement
 from hicache.flow.prefetch_counters import PrefetchCounters
-from hicache.flow.prompt import Prompts, event_pages_of
+from hicache.flow.prompt import Prompts
 from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
 from hicache.host import HostRun
@@ -42,9 +46,9 @@ from hicache.tree.key import Tokens
 
 _RETRY_S = 0.05  # between two looks whether there is room for who was postponed
 # Of one step, so that it ends soon: requests in work, tokens of prompts whose keys are computed, requests weighed; jobs
-# and pages that are queued.
+# and pages that are queued: of who yields four times as many, or as many for each `_STEP_S`, as passes make steps long.
 _MAX_BEGUN, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
-_MAX_JOBS, _MAX_PAGES = 6, 128
+_MAX_JOBS, _MAX_PAGES, _STEP_S = 6, 128, 0.005
 _ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
 
 
@@ -56,26 +60,26 @@ class Prefetcher(Movement):
         self._clock = next(tier.clock for tier in context.stores.values())
         self._asked, self._arrivals = dict[str, Asked](), itertools.count()
         self._begun, self._line, self._to_weigh = dict[Asked, None](), dict[Asked, None](), dict[Asked, None]()
-        self._share = HostShare()  # pages that landed for requests that were not admitted
-        self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self._retry_at_s = -math.inf
-        self._num_claimed = self._num_planned = 0  # what a snapshot in another thread may read; pages to be read
+        self._retry_at_s, self._submitted_s = -math.inf, self._clock()
         self._counters = counters = PrefetchCounters(context)
-        self._readers = Readers(context, cost, counters)
-        self._weigher = Weigher(context, cost, counters, requests, self._readers.reads)
+        self._readers = readers = Readers(context, cost, counters)
+        self._room = HostRoom(context, readers.num_pages)
+        self.beside = Beside(context, cost, counters, readers)
+        self._weigher = Weigher(context, cost, counters, requests, readers.reads, self.beside.may_join)
         gauge = context.metrics.gauge
-        help = "host pages that were read, or are, for requests that were not admitted"
-        gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
-        gauge("prefetch.limit_pages", "what prefetch_host_share allows of them", lambda: self._max_pages)
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._asked))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._begun))
 
-    def start(self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode) -> Prefetch:
-        """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway)."""
+    def start(
+        self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, joins: bool = False
+    ) -> Prefetch:
+        """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway).
+        `joins`: the caller computes meanwhile and joins what has come, in mode auto."""
         if request_id in self._asked:
             return self._asked[request_id].handle
-        now_s = self._clock()
-        handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, self._clock)
+        deadline_s = (now_s := self._clock()) + self._context.config.prefetch_timeout_s
+        joins = joins and mode == "auto" and self.beside.is_possible
+        handle = Prefetch(request_id, mode, deadline_s, self._clock, joins=joins)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
         asked = Asked(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
@@ -100,13 +104,38 @@ class Prefetcher(Movement):
         if asked is not None and not asked.handle.ready:
             raise PrefetchPending(f"prefetch of {request_id} is in flight: poll() until it is ready, or cancel it")
 
+    def admit(self, lease: Lease) -> None:
+        """The request of a lease is admitted: what comes for it goes on coming where it will join that."""
+        asked = self._asked.get(lease.request_id)
+        if asked in self._begun and self.beside.begin(asked, lease):
+            self._weigher.stop(asked)
+        else:
+            self.cancel(lease.request_id)
+
+    def joined(self, before: Lease, num_tokens: int, after: Lease) -> None:
+        """See `Beside.joined`. What there was no room for before is read now."""
+        asked = self.beside.joined(before, num_tokens, after)
+        if after.cached_len < asked.end * self._context.tree.page_size:
+            return
+        if not asked.is_short:
+            self.cancel(after.request_id)
+        else:
+            self._room.share.end(after.request_id)
+            self._release(asked)
+            self._begin(asked)
+
+    def release(self, lease: Lease) -> None:
+        """The lease of a request ends."""
+        if self.beside.reads_for(lease):
+            self.cancel(lease.request_id)
+
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless others want the same."""
-        num_pages = self._share.end(request_id)
+        if self._room.share.end(request_id):
+            self._retry_at_s = -math.inf
         if (asked := self._asked.get(request_id)) is not None:
             self._forget(asked)
-        if num_pages:
-            self._num_claimed, self._retry_at_s = self._claimed(), -math.inf
+        self._room.publish()
 
     def poll(self) -> bool:
         """Enter what the readers have answered, and give them more to do; whether there was any of it."""
@@ -124,10 +153,11 @@ class Prefetcher(Movement):
         self.is_torn = True
         for asked in found:
             self._plan(asked)
-        self._weigh(found)
+        self._weigher.decide(found, self._begun)
         has_changed |= self._begin_next()
         has_changed |= self._submit()
-        self._num_claimed, self.is_torn = self._claimed(), False
+        self._room.publish()
+        self.is_torn = False
         return has_changed
 
     def step(self) -> None:
@@ -137,7 +167,7 @@ class Prefetcher(Movement):
             for asked in turn:  # to the end of the line
                 del self._to_weigh[asked]
             self._to_weigh.update({asked: None for asked in turn if asked.handle.waits})
-            self._weigh(turn)
+            self._weigher.decide(turn, self._begun)
 
     def is_busy(self) -> bool:
         may_go_on = any(asked.to_read for asked in self._begun) or any(not asked.is_postponed for asked in self._line)
@@ -168,7 +198,7 @@ class Prefetcher(Movement):
             if not self._has_turn(asked):
                 continue
             if asked.is_postponed:
-                if self._clock() < self._retry_at_s or self._room(asked) <= 0:
+                if self._clock() < self._retry_at_s or self._room.left(asked) <= 0:
                     continue
                 self._retry_at_s = self._clock() + _RETRY_S
                 self._counters.retries.value += 1
@@ -184,7 +214,7 @@ class Prefetcher(Movement):
         prompt = self._prompts.of(asked.tokens, asked.namespace, match, asked.handle.request_id)
         located = Located(context, prompt, match)
         has = StoreAnswers(located, lambda component, key: asked.may_share(component.index.find(key)))
-        if has.is_complete or not self._max_pages:
+        if has.is_complete or not self._room.max_pages:
             self._end(asked)
             return
         self._begun[asked] = None
@@ -192,10 +222,10 @@ class Prefetcher(Movement):
         for component in context.components:
             pages = range(component.first_required(has.num_usable), has.num_usable)
             if component.name == FULL:
-                pages = range(located.device_end, located.host_end)
+                pages = range(located.device_end, located.num_pages if asked.handle.joins else located.host_end)
             asked.lock(component, [part.run for part in located.parts(component, pages)])
         if has.is_open:
-            asked.is_short = self._room(asked) <= 0 or not self._readers.find(asked, 0)
+            asked.is_short = self._room.left(asked) <= 0 or not self._readers.find(asked, 0)
         if asked.is_short and has.has_none:
             self._postpone(asked)
         elif asked.find is None:
@@ -203,7 +233,7 @@ class Prefetcher(Movement):
 
     def _note_answer(self, done: FindDone | Stalled) -> list[Asked]:
         """A store has told what it holds, or is stalled, and the next is asked. Returns who is to be planned for."""
-        find, events = self._readers.finds[done.ticket], self._context.tree.events
+        find = self._readers.finds[done.ticket]
         asked, find.is_stalled = find.asked, True
         if isinstance(done, FindDone):
             del self._readers.finds[done.ticket]
@@ -211,9 +241,7 @@ class Prefetcher(Movement):
             return []  # it has ended, or another store was asked
         asked.find = None
         if isinstance(done, FindDone):
-            tells_removed = self._context.stores[find.store].tells_removed
-            if events is not None and find.store is DISK and done.answered and not tells_removed:
-                events.missed_on_disk(find.keys[done.num_pages :][:1])
+            self._readers.tell_missed(find, done)
             asked.has.add(find.store, done.num_pages, find.others, done.others)
         if self._readers.find(asked, find.number + 1):
             return []
@@ -230,7 +258,7 @@ class Prefetcher(Movement):
         followed = [has.located.prompt.keys[start - 1] for start, _, _ in has.known if start]
         asked.lock(full, [run for key in followed if (run := full.index.get(key)) is not None])
         found_end = end = has.usable_end(has.full_end)
-        limit = has.end_with(min(self._room(asked), full.index.capacity))
+        limit = has.end_with(min(self._room.left(asked), full.index.capacity))
         if limit < found_end:
             end, asked.is_short = has.usable_end(limit), True
         for component in self._context.components[1:]:
@@ -238,12 +266,10 @@ class Prefetcher(Movement):
             asked.lock(component, [part.run for part in has.located.parts(component, pages)])
         found_tokens = handle.landed_tokens + has.num_coming(found_end) * self._context.tree.page_size
         handle.found_tokens = max(handle.found_tokens, found_tokens)
-        asked.plan(end)
+        asked.plan(end, self._clock())
         if any(asked.num_to_read(component) > component.index.capacity for component in self._context.components):
-            asked.to_read.clear()
-            asked.to_come.clear()
-            asked.is_short = True
-        self._note_planned(asked)
+            asked.have_no_room()
+        self._room.note(asked)
         if asked.is_idle:
             self._finish(asked)
 
@@ -252,18 +278,19 @@ class Prefetcher(Movement):
     def _submit(self) -> bool:
         """Reserve host pages and queue jobs that read them, a few, so that the step ends soon; whether any was queued.
         Who finds no room holds up those behind, or is postponed where nothing of its own is in flight."""
-        num_jobs = num_pages = 0
-        has_room = True
+        num_jobs, num_pages, has_room = 0, 0, True
+        now_s = self._clock()
+        num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
         for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
-            had_shared = asked.has_shared
-            while asked.share_next() and has_room and num_jobs < _MAX_JOBS and num_pages < _MAX_PAGES:
+            had_shared, more = asked.has_shared, max(4, int(num_steps)) if asked.handle.yields else 1
+            while asked.share_next() and has_room and num_jobs < more * _MAX_JOBS and num_pages < more * _MAX_PAGES:
                 if self._readers.have_enough(asked):
                     break
                 job = self._readers.read(asked)
                 has_room = job is not None
                 num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
             self._counters.shared.value += asked.has_shared and not had_shared
-            self._note_planned(asked)
+            self._room.note(asked)
             if has_room or asked.runs:
                 self._advance(asked)
             else:
@@ -289,29 +316,19 @@ class Prefetcher(Movement):
                 if job.store is DISK:
                     self._context.page_uses.read(part.keys)
             if job.component.name == FULL and published:
-                self._count_landed(published, job, waiting)
+                num_pages = self._readers.count_landed(job.store, published)
+                if waiting:  # they count for the one that came first
+                    self._room.share.add(min(waiting, key=_ARRIVAL).handle, num_pages)
             lost = (i for i, key in enumerate(keys, first) if not index.is_coming(key))
             gap = None if all(came) else next(lost, None)
             for asked in waiting:
                 del asked.runs[run]
-                if published:
-                    asked.follow(job.component, published[-1])
+                asked.follow(job.component, published, self._clock())
                 if gap is not None:
                     self._readers.cancel(asked.cut(gap))
-                    self._note_planned(asked)
+                    self._room.note(asked)
         for asked in wanted:
             self._advance(asked)
-
-    def _count_landed(self, published: Sequence[HostRun], job: ReadOfRuns, waiting: Iterable[Asked]) -> None:
-        """They count for the request that waits for them and came first."""
-        num_pages, events = sum([len(part.keys) for part in published]), self._context.tree.events
-        self._counters.landed.value += num_pages * self._context.tree.page_size
-        first = min(waiting, key=_ARRIVAL, default=None)
-        if first is not None:
-            self._share.add(first.handle, num_pages)
-        if events is not None:
-            for part in published:
-                events.landed(event_pages_of(part), from_disk=job.store is DISK)
 
     def _advance(self, asked: Asked) -> None:
         """Tell the request what has landed without a gap, and whether anything more comes."""
@@ -326,9 +343,8 @@ class Prefetcher(Movement):
     def _finish(self, asked: Asked) -> None:
         """Nothing of it is in flight, or to be read. What failed is asked for again, once, from whatever store; what
         there was no room for comes next, as long as each attempt brings something."""
-        has_failed = asked.has_failed or bool(asked.to_come)
-        is_again = has_failed and not asked.was_asked_again and self._clock() < asked.until_s
-        if is_again or (asked.is_short and asked.has_landed and self._room(asked) > 0):
+        is_again = (asked.has_failed or asked.lacks) and not asked.was_asked_again and self._clock() < asked.until_s
+        if is_again or (asked.is_short and asked.has_landed and self._room.left(asked) > 0):
             asked.was_asked_again |= is_again
             self._release(asked)
             self._begin(asked)
@@ -339,19 +355,26 @@ class Prefetcher(Movement):
 
     def _postpone(self, asked: Asked) -> None:
         """Wait for free pages. They come from others alone, when they are admitted or gone: a wait has an end only
-        where there are such, and where its mode bounds it."""
+        where there are such, and where its mode bounds it. Who is computed meanwhile does not."""
+        if asked.lease is not None:
+            self._end(asked)
+            return
         self._release(asked)
-        handle = asked.handle
+        handle, room = asked.handle, self._room
         if not asked.is_postponed:
-            self._counters.count_postponed(0 if self._room(asked) > 0 else self._claimed(), self._max_pages)
+            self._counters.count_postponed(0 if room.left(asked) > 0 else room.claimed, room.max_pages)
         asked.is_postponed = True
         self._line[asked] = None
-        others = len(self._begun) or self._share.total > self._share.of(handle.request_id)
+        others = len(self._begun) or room.share.total > room.share.of(handle.request_id)
         if handle.mode == "wait_complete" or not others:
             self._weigher.stop(asked)
 
     def _end(self, asked: Asked) -> None:
-        """Nothing more comes for it."""
+        """Nothing more comes for it. What has come for one that is computed meanwhile stays until it has joined it."""
+        if asked.lease is not None:
+            self._readers.cancel(asked.stop_reading())
+            self._room.note(asked)
+            return
         if asked.handle.waits and asked.decided_s is not None and asked.estimate_s is not None:
             self._counters.estimated_s.value += asked.estimate_s
             self._counters.waited_s.observe(self._clock() - asked.decided_s)
@@ -364,34 +387,10 @@ class Prefetcher(Movement):
         self._release(asked)
         self._line.pop(asked, None)
         self._to_weigh.pop(asked, None)
+        self.beside.forget(asked)
         del self._asked[asked.handle.request_id]
 
     def _release(self, asked: Asked) -> None:
         self._begun.pop(asked, None)
         self._readers.cancel(asked.release())
-        self._note_planned(asked)
-
-    # Who waits, and how much of the host they have
-
-    def _weigh(self, asked: Iterable[Asked]) -> None:
-        """Some of these may stop before the end."""
-        waiting = {a: None for a in asked if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
-        if waiting:
-            in_line = [a for a in waiting if a not in self._begun]
-            self._weigher.decide(waiting, [*sorted(self._begun, key=_TURN), *in_line])
-
-    def _claimed(self) -> int:
-        """Pages that landed for requests that were not admitted, that are read for them, or are to be."""
-        return self._share.total + self._readers.num_pages[FULL] + self._num_planned
-
-    def _note_planned(self, asked: Asked) -> None:
-        """What is to be read for it has changed."""
-        before, asked.num_planned = asked.num_planned, asked.num_to_read(self._context.full)
-        self._num_planned += asked.num_planned - before
-
-    def _room(self, asked: Asked) -> int:
-        """Pages that may be read for a request: of the share, or of the whole pool where no other claims any."""
-        claimed, full = self._claimed(), self._context.full
-        own = self._share.of(asked.handle.request_id) + asked.num_planned
-        own += sum([len(run.keys) for run in asked.runs if run.job.component is full])
-        return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)
+        self._room.note(asked)

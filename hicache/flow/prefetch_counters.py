@@ -29,6 +29,14 @@ class PrefetchCounters:
         self.gave_up = outcome(
             "gave_up", "requests that stopped waiting: computing the rest cost less, or nothing came"
         )
+        self.beside = outcome("beside", "requests computed from their beginning while a store brought their end")
+        self._computed = count(
+            "prefetch.beside_computed_tokens", "tokens that such requests computed until they met what had come"
+        )
+        self._loaded = count("prefetch.beside_loaded_tokens", "tokens that they found there, and did not compute")
+        context.metrics.gauge(
+            "prefetch.beside_loaded_ratio", "share of both that was found there: where they met", self._loaded_ratio
+        )
         self.shared = outcome("shared", "prefetches that joined a read in flight")
         self.postponed = outcome("postponed", "prefetches refused or cut short by host pages or the read queue")
         self.retries = count("prefetch.retries", "attempts to start what was postponed")
@@ -47,6 +55,14 @@ class PrefetchCounters:
         for store in context.stores:
             labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
             self._moved[store] = context.metrics.movement(_METRICS[store], moved, took, **labels)
+
+    def count_joined(self, num_computed: int, num_loaded: int) -> None:
+        """A request met what had come for it, so many tokens, behind as many that it computed."""
+        self._computed.value += num_computed
+        self._loaded.value += num_loaded
+
+    def _loaded_ratio(self) -> float:
+        return self._loaded.value / max(1, self._loaded.value + self._computed.value)
 
     def count_postponed(self, num_claimed: int, max_pages: int) -> None:
         """A request waits for what there is no room for, for `num_claimed` pages are claimed of `max_pages`; 0: for

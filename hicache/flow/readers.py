@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from hicache.flow.asked import Asked, Find, ReadOfRuns
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.prompt import event_pages_of
 from hicache.host import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
-from hicache.tiers import Component, Store
+from hicache.tiers import DISK, Component, Store
 
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
+_LEAST_JOBS = 16  # of a prompt that is computed meanwhile
 _MAX_IN_FLIGHT = 32  # jobs of a store, for who waits and for who does not: many steps' work for its readers
 
 
@@ -50,7 +52,7 @@ class Readers:
             return False
         keys, others = asked.has.keys_to_ask()
         store, tier = self._tiers[number]
-        queue_class = ReadClass.URGENT_FIND if asked.handle.waits else ReadClass.BACKGROUND_FIND
+        queue_class = ReadClass.URGENT_FIND if asked.is_urgent else ReadClass.BACKGROUND_FIND
         ticket = next(self._tickets)
         if not tier.reads.submit(FindJob(ticket, keys, queue_class, others)):
             self._counters.refused.value += 1
@@ -59,9 +61,9 @@ class Readers:
         return True
 
     def have_enough(self, asked: Asked) -> bool:
-        """Whether the store that has the next pages of a request has enough to do, for who waits or for who does
+        """Whether the store that has the next pages of a request has enough to do, for what is urgent or for what is
         not."""
-        store, is_urgent = asked.to_read[0].store, asked.handle.waits
+        store, is_urgent = asked.to_read[0].store, asked.is_urgent
         assert store is not None
         if self._context.stores[store].reads.is_full:
             self._counters.refused.value += 1
@@ -72,22 +74,30 @@ class Readers:
     def read(self, asked: Asked) -> ReadOfRuns | None:
         """Queue a job for the next pages of a request, which nobody brings, as far as they have host pages; None where
         the first has none."""
-        component, store, start, end = piece = asked.to_read[0]
+        component, store, start, _ = piece = asked.to_read[0]
         assert asked.has is not None and store is not None
-        index, prompt, stop = component.index, asked.has.located.prompt, start
-        end = min(end, start + self._job_pages(component, store))
-        while stop < end and asked.must_read(index.find(prompt.key(component.name, stop))):
-            stop += 1
-        runs = index.reserve(index.fitting(prompt.new_pages(component.name, range(start, stop))))
+        index, prompt = component.index, asked.has.located.prompt
+        max_pages = self._job_pages(component, store)
+        if asked.handle.joins:  # what is computed meanwhile, or meets it, ends between two jobs
+            max_pages = min(max_pages, -(-(piece.end - start) // _LEAST_JOBS))
+        pages = asked.next_pages(max_pages)
+        new = index.fitting(prompt.new_pages(component.name, pages))
+        if asked.handle.joins and (num_fit := sum(len(fit.keys) for fit in new)) < len(pages):
+            pages = pages[len(pages) - num_fit :]  # where there is no room for all, the last of them
+            new = prompt.new_pages(component.name, pages)
+        runs = index.reserve(new)
         if not runs:
             return None
-        job, ticket = ReadOfRuns(component, store, runs, asked.handle.waits), next(self._tickets)
+        job, ticket = ReadOfRuns(component, store, runs, asked.is_urgent), next(self._tickets)
         self.reads[ticket] = job
         self.num_pages[component.name] += job.num_pages
         for run in runs:
             run.source, run.job, run.wanted = store, job, {asked: None}
             asked.runs[run] = None
-        asked.to_read[0] = piece._replace(start=start + job.num_pages)
+        if asked.handle.joins:
+            asked.to_read[0] = piece._replace(end=pages.start)
+        else:
+            asked.to_read[0] = piece._replace(start=start + job.num_pages)
         keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs))
         queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
         read = ReadJob(ticket, 0, keys, views, job.cancelled, asked.until_s, queue_class)
@@ -105,6 +115,21 @@ class Readers:
             self._counters.count_read(job.store, num_bytes, done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, job.store)
         return job, [*done.ok, *itertools.repeat(False, job.num_pages - len(done.ok))]
+
+    def count_landed(self, store: Store, published: Sequence[HostRun]) -> int:
+        """Full pages came from `store`: so many."""
+        num_pages, events = sum([len(run.keys) for run in published]), self._context.tree.events
+        self._counters.landed.value += num_pages * self._context.tree.page_size
+        if events is not None:
+            for run in published:
+                events.landed(event_pages_of(run), from_disk=store is DISK)
+        return num_pages
+
+    def tell_missed(self, find: Find, done: FindDone) -> None:
+        """Events are told of the first page that the disk lacks, where it does not tell itself what it removes."""
+        events, tells_removed = self._context.tree.events, self._context.stores[find.store].tells_removed
+        if events is not None and find.store is DISK and done.answered and not tells_removed:
+            events.missed_on_disk(find.keys[done.num_pages :][:1])
 
     def cancel(self, jobs: Iterable[ReadOfRuns]) -> None:
         """Nobody wants what these bring."""

@@ -49,8 +49,10 @@ class Restore(CopyMovement[Load]):
         ahead_bytes = sum(load.op.num_bytes for load in self._in_flight)
         return LoadEstimate(self._cost.load_s(ahead_bytes + num_bytes), self._cost.prefill_s(start, end), num_delayed)
 
-    def count_decision(self, estimate: LoadEstimate) -> None:
-        """A request was admitted by that estimate."""
+    def count_decision(self, estimate: LoadEstimate | None) -> None:
+        """A request was admitted by that estimate; None: there was nothing to decide."""
+        if estimate is None:
+            return
         if estimate.load_s is not None and estimate.compute_s is not None:
             self._estimates_s = (estimate.load_s, estimate.compute_s)
         self._decisions.decide(*estimate)

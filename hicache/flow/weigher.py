@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from operator import attrgetter
 
 from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.context import EngineContext
@@ -14,6 +15,7 @@ from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
 
+_ANSWER_SHARE = 0.02  # of what computing takes, how long a request waits for stores to answer that delays no other
 _STEADY = 2.0  # of what computing costs, how much what is left of a wait may cost that has begun
 
 
@@ -23,7 +25,7 @@ class _Queue:
     def __init__(self, stores: Iterable[Store], jobs: Iterable[ReadOfRuns]) -> None:
         self.num_bytes, self._until = dict.fromkeys(stores, 0), dict[ReadOfRuns, int]()
         for job in jobs:
-            if job.is_urgent and any(asked.handle.waits for asked in job.wanted):
+            if job.is_urgent and any(asked.is_urgent for asked in job.wanted):
                 self.num_bytes[job.store] += job.num_bytes
             self._until[job] = self.num_bytes[job.store]
 
@@ -48,7 +50,7 @@ class _Queue:
 
 class Weigher:
     """By the rule of `LoadEstimate`. Owned by the scheduler thread. `jobs`: that read, in the order in which they were
-    queued."""
+    queued. `may_join`: whether a request may be computed while it reads."""
 
     def __init__(
         self,
@@ -57,22 +59,24 @@ class Weigher:
         counters: PrefetchCounters,
         requests: Requests,
         jobs: Mapping[int, ReadOfRuns],
+        may_join: Callable[[Asked], bool],
     ) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._requests, self._jobs = requests, jobs
+        self._requests, self._jobs, self._may_join = requests, jobs, may_join
         self._clock = next(tier.clock for tier in context.stores.values())
 
-    def decide(self, undecided: Collection[Asked], all_asked: Sequence[Asked]) -> None:
-        """Of `undecided`, which wait in mode auto, some stop: where computing what is missing costs less. What one that
-        stops would have read is not before those that come after it. `all_asked`: with others, whose turn is in this
-        order."""
-        if not undecided:
+    def decide(self, undecided: Iterable[Asked], begun: Collection[Asked]) -> None:
+        """Of `undecided` those that wait in mode auto may stop: where computing what is missing costs less. What one
+        that stops would have read is not before those that come after it. `begun`: those whose turn has come, with
+        others; the rest come after these."""
+        waiting = {a: None for a in undecided if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
+        if not waiting:
             return
         queue, num_delayed = _Queue(self._context.stores, self._jobs.values()), self._requests.num_delayed
-        for asked in all_asked:
-            if asked in undecided:
+        for asked in (*sorted(begun, key=attrgetter("turn")), *(a for a in waiting if a not in begun)):
+            if asked in waiting:
                 num_delayed += self._weigh(asked, queue, num_delayed)
-            if asked.handle.waits:
+            if asked.is_urgent:
                 queue.add(asked)
 
     def stop(self, asked: Asked) -> None:
@@ -81,7 +85,8 @@ class Weigher:
         self._requests.waiting.discard(asked.handle.request_id)
 
     def _weigh(self, asked: Asked, queue: _Queue, num_delayed: int) -> bool:
-        """Compare for one request; whether it stops. `num_delayed`: others that computing would delay now.
+        """Compare for one request; whether it stops. `num_delayed`: others that computing would delay now. Where there
+        are none, one that reads on while it is computed waits for no more than the stores' answers.
 
         A wait that has begun counts the others of its beginning: once all wait the device is idle, and all would stop
         together; and it ends where computing is cheaper by far, for rates swing with the writes beside. Whatever the
@@ -90,10 +95,16 @@ class Weigher:
         """
         page, now_s, has_begun = self._context.tree.page_size, self._clock(), asked.num_delayed is not None
         # Windows and states come last, and nothing is of use without them.
-        landed = asked.landed_end if len(self._context.components) == 1 else 0
-        start, end = max(asked.num_usable, landed) * page, asked.end * page
+        start, end = asked.coming if len(self._context.components) == 1 else (0, asked.end)
+        start, end = max(asked.num_usable, start) * page, end * page
         if start >= end:
             return False
+        if not num_delayed and self._may_join(asked):
+            compute_s = self._cost.longest_wait_s(start, end)
+            if math.isfinite(compute_s) and (asked.is_found or now_s - asked.progress_s > _ANSWER_SHARE * compute_s):
+                asked.handle.yields = True
+                self.stop(asked)
+                return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
         wait_s = self._wait_s(asked, queue)
         estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)

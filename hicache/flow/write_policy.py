@@ -44,7 +44,8 @@ class WriteBack:
 
 
 class Exclusive(WriteBack):
-    """As `WriteBack`, and device and host hold different pages as far as the host needs room."""
+    """As `WriteBack`, and device and host hold different pages as far as the host needs room. An eviction waits only
+    with windows or states, see `hicache.flow.exchange`."""
 
     is_exclusive = True
 

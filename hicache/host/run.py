@@ -137,6 +137,10 @@ class HostRun(CountedRecord):
         shift = skipped - start  # the prompts part within the run
         return start + bisect_left(range(start, last), True, key=lambda i: self.keys[i + shift] != keys[i])
 
+    def common_start(self, keys: Sequence[bytes], start: int, end: int) -> int:
+        """From where on it has pages [start, end) of a prompt with `keys`, of which it has the last."""
+        return max(start, end - 1 - self.keys.index(keys[end - 1]))
+
 
 def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[HostRun]:
     """Runs of at most `run_pages` in which `pages` come, to the next of `ids` in the pool."""

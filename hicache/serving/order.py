@@ -33,6 +33,11 @@ class ServingOrder:
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
 
 
+def yielding_last(requests: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
+    """In their order, but those last that yield to the others."""
+    return sorted(requests, key=lambda req: req.yields)
+
+
 def comes_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:
     """Whether a waiting request gets something of the next passes. Until then it holds no slots: it finds more in the
     cache, and shorter ones that come meanwhile go before it."""

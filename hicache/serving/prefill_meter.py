@@ -47,6 +47,12 @@ class PrefillMeter:
         self._on_cuda = engine.pool.device.type == "cuda"
         self._pace = PrefillPace(max_pass_s, math.inf if self._on_cuda else _FIRST_TOKENS_ON_CPU)
         self._pending: deque[_Pass] = deque()
+        self._last: torch.cuda.Event | None = None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the device has not ended the last pass over prompts."""
+        return self._last is not None and not self._last.query()
 
     @contextmanager
     def measure(self, chunks: Sequence[Chunk]) -> Iterator[None]:
@@ -59,6 +65,7 @@ class PrefillMeter:
         num_tokens = sum(chunk.end - chunk.start for chunk in prompts)
         if not num_tokens or any(not load.completed for chunk in chunks for load in chunk.lease.loads):
             yield
+            self._mark(num_tokens)
             return
         positions = sum((chunk.end - chunk.start) * (chunk.start + chunk.end) / 2 for chunk in prompts)
         if self._on_cuda:
@@ -66,11 +73,18 @@ class PrefillMeter:
             begin.record()
             yield
             end.record()
+            self._last = end
             self._pending.append(_Pass(num_tokens, positions / num_tokens, begin, end))
         else:
             begin_s = self._clock()
             yield
             self._observe(num_tokens, self._clock() - begin_s, positions / num_tokens)
+
+    def _mark(self, num_tokens: int) -> None:
+        """A pass that does not count was launched."""
+        if self._on_cuda and num_tokens:
+            self._last = torch.cuda.Event()
+            self._last.record()
 
     def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
         """Of the next pass, as `PrefillPace.budget`."""

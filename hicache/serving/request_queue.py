@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import bisect
+import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
 
@@ -11,8 +12,10 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.engine import CacheRequest, Hit, Lease, Prefetch
-from hicache.errors import HiCacheError
+from hicache.errors import CallbackFailed, HiCacheError
 from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, TokenLogprobs
+
+log = logging.getLogger(__name__)
 
 
 class ScheduledRequest:
@@ -69,6 +72,30 @@ class ScheduledRequest:
     def is_ready(self) -> bool:
         """Whether it waits for no prefetch."""
         return self.prefetch is None or self.prefetch.ready
+
+    @property
+    def yields(self) -> bool:
+        """Whether it comes behind those that wait for nothing: pages of its prompt may come yet, for which it would
+        have waited beside others."""
+        return self.prefetch is not None and self.prefetch.yields and not self.prefetch.ended
+
+    def hold(self, lease: Lease) -> None:
+        """It was admitted, or has joined what has come."""
+        if self.hit is None:
+            self.hit = lease.hit
+        elif self.lease is not None and (lease.request.is_counted or not self.request.is_counted):
+            self.hit += lease.hit.loaded
+        self.lease, self.kv_len, self.stalled_since_s = lease, lease.cached_len, 0.0
+
+    def tell(self, token: int) -> CallbackFailed | None:
+        """Its caller gets a token; where that raises, this is its outcome."""
+        try:
+            if self.on_token is not None:
+                self.on_token(token)
+        except Exception as error:  # noqa: BLE001 - becomes the outcome of its request
+            log.warning("on_token of request %s raised %r", self.request_id, error)
+            return CallbackFailed(self.request_id, error)
+        return None
 
     @property
     def tokens(self) -> npt.NDArray[np.int64]:

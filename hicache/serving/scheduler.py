@@ -18,7 +18,6 @@ from weakref import ref
 
 from hicache.engine import CacheEngine
 from hicache.errors import (
-    CallbackFailed,
     ConfigError,
     ExchangePending,
     HiCacheError,
@@ -31,7 +30,7 @@ from hicache.errors import (
 )
 from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
-from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
+from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another, yielding_last
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
@@ -192,7 +191,7 @@ class Scheduler:
         """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
         whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
         nothing of the next passes."""
-        for req in self._waiting_queue:
+        for req in yielding_last(self._waiting_queue):
             if not req.is_ready:
                 req.seen_commits = -1
                 continue
@@ -220,9 +219,8 @@ class Scheduler:
         """Acquire a lease. Raises ResourceExhausted, and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
-        lease = self._engine.acquire(req.cache_request(self._chunk_tokens if self._engine.takes_chunks else None))
-        req.lease, req.kv_len = lease, lease.cached_len
-        req.hit, req.stalled_since_s = req.hit or lease.hit, 0.0
+        reserve = self._chunk_tokens if self._engine.takes_chunks else None
+        req.hold(self._engine.acquire(req.cache_request(reserve)))
         self._waiting_queue.discard(req)
         self._running_batch.add(req)
 
@@ -230,18 +228,34 @@ class Scheduler:
 
     def _compose(self) -> list[ScheduledRequest]:
         """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
-        prompts, each by rank, as far as the budget goes."""
+        prompts, last those that yield, each by rank, as far as the budget goes. Of these no pass is launched before the
+        device has ended the last: meanwhile more comes, and less is to be computed."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
         budget = self.prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
-        for req in self._running_batch:
+        for req in yielding_last(self._running_batch):
+            if req.yields and self.prefill_meter.is_behind:
+                continue
+            if not req.is_decoding:
+                self._join(req)
             if req.lease is not None and not req.is_decoding and (share := budget.share_of(req)):
                 limit = min(req.length, req.kv_len + share)
                 if self._add(batch, req, self._engine.next_stop(req.lease, req.kv_len, limit)):
                     budget.take(req)
         return list(batch)
+
+    def _join(self, req: ScheduledRequest) -> None:
+        """What has come behind what is computed of a prompt is loaded; where it finds no room, the request waits."""
+        if req.lease is not None and req.prefetch is not None and req.prefetch.joins:
+            try:
+                lease = self._engine.join(req.lease, req.kv_len)
+            except ResourceExhausted:
+                self._requeue(req)
+            else:
+                if lease is not req.lease:
+                    req.hold(lease)
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
         """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
@@ -303,12 +317,8 @@ class Scheduler:
         req.length += 1
         req.is_decoding = True
         req.ttft_s = req.ttft_s or self._clock() - req.submitted_s
-        if req.on_token is not None:
-            try:
-                req.on_token(token)
-            except Exception as error:  # noqa: BLE001 - becomes the outcome of its request
-                log.warning("on_token of request %s raised %r", req.request_id, error)
-                self._finish(req, "error", CallbackFailed(req.request_id, error))
+        if (error := req.tell(token)) is not None:
+            self._finish(req, "error", error)
         if req.finish_reason:
             self._finish(req, req.finish_reason)
 
@@ -357,7 +367,7 @@ class Scheduler:
 
     def _enqueue(self, req: ScheduledRequest) -> None:
         self._look_up(req)
-        req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace)
+        req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace, joins=True)
         self._waiting_queue.add(req)
 
     def _commit(self, req: ScheduledRequest) -> None:

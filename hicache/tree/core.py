@@ -265,6 +265,19 @@ class RadixTree(Accounts):
             self._prune(node, released)
         return released
 
+    def to_leave(self, node: TreeNode, component: Component) -> list[TreeNode]:
+        """The nodes that `drop` would remove, the deepest first: none where `node` stays without its value."""
+        found, at = list[TreeNode](), node
+        if component == FULL:
+            found, at = [node], node.parent or self.root
+        while at.parent is not None and len(at.children) == len(found[-1:]) and not at.is_locked:
+            lost = component if at is node else None
+            if not any(self._is_dead(other, at, lost) for other in self.components[1:]):
+                break
+            found.append(at)
+            at = at.parent
+        return found
+
     def check(self) -> None:
         """Raise `InvariantError` with every violation of the rules above."""
         found = structure_violations(self.root, self.components, self.page_size, self.num_nodes)
@@ -347,8 +360,10 @@ class RadixTree(Accounts):
         if parent.parent is not None and not parent.children:
             self.account(FULL).order.update(parent.full)
 
-    def _is_dead(self, component: TreeComponent, leaf: TreeNode) -> bool:
-        return component.is_dead(leaf) and (self._is_below is None or not self._is_below(leaf, component.name))
+    def _is_dead(self, component: TreeComponent, leaf: TreeNode, lost: Component | None = None) -> bool:
+        """Whether no match can end in `leaf`, without its value of the component `lost`."""
+        is_dead = component.name == lost or component.is_dead(leaf)
+        return is_dead and (self._is_below is None or not self._is_below(leaf, component.name))
 
     def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
         """Remove `node` where it is an unlocked leaf that no match can end in; then its parents."""

@@ -9,11 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from component_case import EACH_MODEL, FULL, compute, config, prefill, serve
+from component_case import EACH_MODEL, FULL, STATES, WINDOWS, compute, config, prefill, serve
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ExchangePending, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load
 from hicache.metrics import HistogramValue
+from hicache.replay.cache import ReplaySettings
+from memory_store import MemoryPageStore
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -136,7 +138,7 @@ def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_
     assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token behind each prompt
 
 
-@pytest.mark.parametrize("num_polls", range(0, 20, 3))
+@pytest.mark.parametrize("num_polls", (0, 3, 7, 14))
 @pytest.mark.parametrize("end", ["cancelled", "for another", "failed up", "failed down", "stalled"])
 def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_polls: int) -> None:
     """Its request goes, another one comes, a copy fails either way or takes its time: all is accounted for, and both
@@ -211,12 +213,29 @@ def test_room_is_made_before_it_is_asked_for(engine: CacheEngine) -> None:
 
 @pytest.mark.parametrize("model", EACH_MODEL)
 def test_each_kind_of_model_takes_turns(model: ModelGeometry) -> None:
-    """Prompts that fit the two tiers together come back right, windows and states with them: what leaves the device
-    with one of these is not saved, so that the host keeps its copy of it."""
+    """Prompts that fit the two tiers together come back right, windows and states with them, and what leaves the device
+    with one of these."""
     with build_engine(config(**{**SIZES, "host_bytes": 20 * 8 * 256}), model) as engine:
-        assert (engine.inspect.context.exclusive is None) == (model is not FULL)
+        assert engine.inspect.context.exclusive is not None
         for n in range(6):
             tokens = prompt(n % 2, 113)
             lease = serve(engine, f"turn{n}", tokens, model, 8)
             assert n < 2 or lease.hit.host > 0
         settled(engine)
+
+
+def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set() -> None:
+    """Different pages on device and host, unless others have to find them in a store or calls would wait for copies."""
+    sizes = {"device_tokens": 128, "host_bytes": 17 * 8 * 256}
+    for model, store, expected in (
+        (FULL, None, "exclusive"),
+        (FULL, MemoryPageStore(1 << 20), "write_through"),
+        (WINDOWS, None, "write_through"),
+        (STATES, None, "write_through"),
+    ):
+        with build_engine(config(**sizes), model, store=store) as engine:
+            assert engine.inspect.context.config.write_policy == expected
+            assert (engine.inspect.context.exclusive is not None) == (expected == "exclusive")
+        with build_engine(config(**sizes, write_policy="write_back"), model, store=store) as engine:
+            assert engine.inspect.context.write_policy.at_eviction and engine.inspect.context.exclusive is None
+    assert [ReplaySettings(4, 4, disk).write_policy for disk in (0, 4, None)] == ["exclusive", *["write_through"] * 2]

@@ -68,7 +68,7 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
 def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> None:
     """A copy under way loses the lock on its pages, as by a bug. The poll that lands it says so and is the last call
     but for those that end something. What `check` finds ends nothing."""
-    engine = build_engine(plain_config(), GEOMETRY)
+    engine = build_engine(plain_config(write_policy="write_through"), GEOMETRY)
     engine.start()
     with engine.acquire(CacheRequest("a", TOKENS)) as lease:
         engine.commit(lease, TOKENS)

@@ -73,7 +73,8 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
     told has passed, or it was used."""
     clock = Clock()
     host_pages = 0 if tier == "device" else 20
-    settings = config(device_tokens=168 if tier == "device" else 72, host_bytes=host_pages * PAGE_BYTES)
+    sizes = {"device_tokens": 168 if tier == "device" else 72, "host_bytes": host_pages * PAGE_BYTES}
+    settings = config(**sizes, write_policy="write_through")  # so that the host has it when it is told
 
     def held(seed: int) -> bool:
         found = engine.lookup(prompt(seed, 49))
@@ -82,6 +83,7 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
     for used in (True, False):
         with build_engine(settings, GEOMETRY, clock=lambda: clock.now_s) as engine:
             serve(engine, "kept", prompt(1, 49), next_turn_within_s=10)
+            engine.flush()
             for seed in (2, 3, 4, 5):
                 clock.now_s += 9.9
                 engine.poll()

@@ -59,11 +59,11 @@ def _serve(engine: CacheEngine, scheduler: Scheduler, requests: list[Request]) -
     return outputs
 
 
-def test_pages_are_exchanged_while_others_are_served() -> None:
+def test_pages_are_exchanged_while_others_are_served(device: str) -> None:
     """Three long prompts, of which device and host together hold nearly all, come again one after the other beside a
     request that decodes: each is put off until there is room for it, loaded step by step, and answered as without a
-    cache; the other one's tokens come meanwhile."""
-    model = shared(tiny_llama, device="cpu")
+    cache; the other one's tokens come meanwhile. On a GPU the steps are made while it computes one of them."""
+    model = shared(tiny_llama, device=device)
     prompts, short = [prompt(240, seed) for seed in range(3)], prompt(20, 9)
     with tiny_engine(model, device_tokens=384, host_bytes=400 * token_bytes(model)) as engine:
         scheduler = _scheduler(engine, model, chunk_tokens=32)
@@ -82,7 +82,7 @@ def test_pages_are_exchanged_while_others_are_served() -> None:
                 engine.check()
             assert outputs[f"again{at}"].tokens == plain_greedy(model, tokens, 4)
             assert outputs[f"again{at}"].hit.tokens > 150
-        assert num_beside > 3 and engine.stats()["exchange.loads"] > 3
+        assert (num_beside > 3 or device != "cpu") and engine.stats()["exchange.loads"] > 3
         scheduler.abort_all()
         assert_released(engine)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -71,6 +72,8 @@ class EngineFuzz:
         self.faults.attach(self.engine, device)
         # On CUDA a look would wait for the copies whose lateness is the point.
         self.lives = PageLives(self.engine) if device == "cpu" else None
+        if (prefetcher := self.engine.inspect.prefetcher) is not None:
+            prefetcher.beside.least_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
 
     def run(self, num_steps: int, *, is_rough: bool = False) -> None:
@@ -95,6 +98,7 @@ class EngineFuzz:
             self.flush: 2,
             self.forget: 4,
             self.reload: 8,
+            self.read_beside: 3,
             self.measure: 1,
             self.raise_inside: 2,
             self.raise_in_forward: 1,
@@ -132,7 +136,8 @@ class EngineFuzz:
     def arrive(self) -> None:
         """A request comes, expects its prefix to stay and waits for the disk."""
         request, mode = self._request(), str(self.rng.choice(["auto", "best_effort", "wait_complete", "timeout"]))
-        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode)  # type: ignore
+        joins = bool(self.rng.integers(2))
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode, joins=joins)  # type: ignore
         self.engine.expect(request.request_id, request.tokens, request.namespace)
         self.waiting[request.request_id] = (handle, request)
 
@@ -161,6 +166,14 @@ class EngineFuzz:
         if name is None:
             return
         at = self.live[name]
+        try:
+            lease = self.engine.join(at.lease, at.done)
+        except ResourceExhausted:
+            self._end(name)
+            return
+        if lease is not at.lease:
+            assert lease.cached_len > at.done and at.lease.released
+            at.lease, at.done = lease, lease.cached_len
         end = min(len(at.tokens), at.done + int(self.rng.integers(1, 25)))
         end = self.engine.next_stop(at.lease, at.done, end)
         if end > at.done and self._has_slots(at, end):
@@ -267,6 +280,26 @@ class EngineFuzz:
                 self.faults.fail_load()
             if self.rng.random() < 0.2:
                 self.abort()
+
+    def read_beside(self) -> None:
+        """A request comes for what stores alone have, and is computed while they bring it; anything may happen then."""
+        if not self.faults.stores:
+            return
+        for name in list(self.live):
+            self._end(name)
+        for name in list(self.waiting):
+            del self.waiting[name]
+            self.engine.cancel(name)
+        self.faults.move_all()
+        self.flush()
+        self.engine.reset(["device", "host"])
+        request = self._request(known=1.0)
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, "auto", joins=True)
+        self.waiting[request.request_id] = (handle, request)
+        for _ in range(int(self.rng.integers(2, 12))):
+            self.poll()
+            self.grow() if self.live else self.admit_waiting()
+            time.sleep(0.0002)  # the stores' threads have something to do
 
     # Errors that nobody raises on purpose
 

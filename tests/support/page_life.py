@@ -32,13 +32,13 @@ Table = Mapping[Row, str]
 Location = tuple[Component, object]
 """Where a component has something: a slot, a state, a page of the host; what a store has, by its key."""
 
-_LANDS, _ENDS, _EVICTS = "poll flush", "release cancel", "acquire extend commit track"
+_LANDS, _ENDS, _EVICTS = "poll flush", "release join cancel", "acquire join extend commit track"
 
 DEVICE: Table = {
-    ("FREE", "OWNED"): "acquire extend commit track",
+    ("FREE", "OWNED"): "acquire join extend commit track",
     ("OWNED", "CACHED"): "commit",
     ("OWNED", "FREE"): f"commit {_ENDS} {_LANDS}",
-    ("FREE", "LOADING"): f"acquire {_LANDS}",
+    ("FREE", "LOADING"): f"acquire join {_LANDS}",
     ("LOADING", "CACHED"): f"acquire {_LANDS}",
     ("LOADING", "FREE"): f"acquire {_ENDS} {_LANDS}",
     ("CACHED", "FREE"): f"{_EVICTS} {_LANDS} reset",
@@ -64,7 +64,9 @@ STORE: Table = {
     ("STORED", "UNKNOWN"): f"{_EVICTS} {_LANDS} backup reset",
 }
 TABLES = {"device": DEVICE, "host": HOST, "store": STORE}
-_VERBS = "prefetch expect poll acquire extend commit next_stop track begin_forward backup release cancel flush reset"
+_VERBS = (
+    "prefetch expect poll acquire join extend commit next_stop track begin_forward backup release cancel flush reset"
+)
 _OF_THE_MAP = (
     "reserve reserve_second_pages publish abandon lock unlock clear discard count_use touch expect raise_priority"
 )
@@ -118,7 +120,7 @@ class PageLives:
         self._verb = verb
         try:
             result = call(*args, **kwargs)
-            if verb == "acquire":
+            if verb in ("acquire", "join") and result not in self._leases:
                 self._leases.append(result)
             return result
         finally:

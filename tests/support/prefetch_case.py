@@ -24,12 +24,13 @@ class PacedStore(TroubledStore):
     """A store in memory whose reads wait until they are allowed. A read of two pages, the most where it is the disk,
     takes `read_s` of the clock, other reads in proportion.
 
-    `held`: reads that wait; `landed`: how often each page was read; `sizes`: the pages of each read.
+    `held`: reads that wait; `num_ended`: reads that do no more; `landed`: how often each page was read; `sizes`: the
+    pages of each read.
     """
 
     def __init__(self, clock: Clock) -> None:
         super().__init__(MemoryPageStore(1 << 30))
-        self.clock, self.read_s, self.held = clock, 0.0, 0
+        self.clock, self.read_s, self.held, self.num_ended = clock, 0.0, 0, 0
         self.landed: Counter[bytes] = Counter()
         self.sizes: list[int] = []
         self._allowed = threading.Semaphore(1 << 30)
@@ -47,8 +48,11 @@ class PacedStore(TroubledStore):
         assert self._allowed.acquire(timeout=BOUND_S)
         self.held -= 1
         self.clock.now_s += self.read_s * len(keys) / 2
-        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
-        self.landed.update(key for key, verified in zip(keys, ok, strict=True) if verified)
+        try:
+            ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+            self.landed.update(key for key, verified in zip(keys, ok, strict=True) if verified)
+        finally:
+            self.num_ended += 1
         return ok
 
 

@@ -19,6 +19,7 @@ from hicache.layout import ModelGeometry
 from hicache.serving.attention import Attention
 from hicache.serving.runner import Chunk, ModelRunner
 from hicache.serving.support import check_supported
+from hicache.storage import PageStore
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 VOCAB = 97
@@ -81,8 +82,11 @@ def decode(runner: ModelRunner, leases: Sequence[Lease], tokens: Sequence[int]) 
     return runner.forward(chunks)
 
 
-def tiny_engine(model: Any, geometry: ModelGeometry | None = None, **settings: Any) -> CacheEngine:
-    """An engine with pages of 16 tokens (4 on the device) for `model`, whose geometry may be known; not started."""
+def tiny_engine(
+    model: Any, geometry: ModelGeometry | None = None, store: PageStore | None = None, **settings: Any
+) -> CacheEngine:
+    """An engine with pages of 16 tokens (4 on the device) for `model`, whose geometry may be known; not started.
+    `store`: its disk tier."""
     defaults: dict[str, Any] = {
         "device_tokens": 512,
         "page_size": 4,
@@ -97,7 +101,7 @@ def tiny_engine(model: Any, geometry: ModelGeometry | None = None, **settings: A
         "host_bytes": 0,
         "advanced": {"transfer_chunk_tokens": 64, "staging_bytes": 1 << 20},
     }
-    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry or geometry_of(model))
+    return build_engine(EngineConfig.from_dict({**defaults, **settings}), geometry or geometry_of(model), store=store)
 
 
 def assert_released(engine: CacheEngine) -> None:

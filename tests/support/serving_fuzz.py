@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from itertools import zip_longest
@@ -83,6 +84,8 @@ class ServingFuzz:
         with self.faults.patched():
             self.engine = build_engine(self._settings(folder), GEOMETRIES[kind])
         self.faults.attach(self.engine)
+        if (prefetcher := self.engine.inspect.prefetcher) is not None:
+            prefetcher.beside.least_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
         self.scheduler = Scheduler(
             self.engine,
@@ -125,6 +128,8 @@ class ServingFuzz:
     def _step(self) -> None:
         for _ in range(int(self.rng.integers(0, 6))):
             self.faults.move_one()
+        if self.faults.stores and self.rng.random() < 0.3:
+            time.sleep(0.0005)  # the store's threads have something to do
         try:
             for output in self.scheduler.step():
                 self._verify(output)
@@ -144,6 +149,8 @@ class ServingFuzz:
             self.faults.clock.now_s += float(self.rng.choice([0.1, 1.0, 5.0]))
         elif draw < 0.22:
             self.faults.heal()  # an hour passes
+        elif draw < 0.3:  # computing is faster, or slower, than whatever moves bytes
+            self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e-9, 1e6])))
 
     def _submit(self) -> None:
         rng, name = self.rng, next(self.names)
@@ -201,6 +208,7 @@ class ServingFuzz:
         self.faults.clock.now_s += 3600
         self.engine.flush()
         self.engine.check()
+        self.counts["beside"] += int(self.engine.stats().get("prefetch.beside_loaded_tokens", 0))
         for fault in ("restore.failures", "backup.failures", "prefetch.lost_pages", "persist.failed_pages"):
             self.counts[fault] += int(self.engine.stats().get(fault, 0))
         stats, table = self.engine.stats(), self.engine.req_to_token

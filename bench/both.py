@@ -1,0 +1,311 @@
+"""Computing and loading at once, beside the better of the two, through the reference scheduler; 8B geometry on CUDA.
+
+    equal, slow3, ...  first token of a prompt on a store whose rate is that of computing it, or 3 or 10 times slower or
+                       faster; `freezes`: one that stands still after a quarter
+    neighbours         time per output token of streams beside such a request, over that beside one that waits
+    eight              eight such requests at once: until the last has its token
+    restart            first token after a restart, from a real disk, over computing
+    sessions           sessions of agents, over the rule that chooses: mean first token
+
+The store is in memory and sleeps (`throttled.py`), so its rate is what the case says. Computing, loading all and both
+are measured in turns, in one process. On a CPU nothing is computed, passes sleep as long as a fifth of what a GPU takes
+(`sleeping_runner.py`), and sessions are served by a tiny model; there are no targets.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import math
+import shutil
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from hicache.bench.common import Report, percentile
+from hicache.bench.raw_io import drop_caches
+from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
+from hicache.bench.serving_sessions import mean_first_tokens
+from hicache.bench.sleeping_runner import SleepingRunner
+from hicache.bench.throttled import ThrottledStore
+from hicache.serving import Request, Scheduler
+from hicache.serving.warm_up import warm_up
+
+NAME = "both"
+DESCRIPTION = "computing and loading at once over the better of the two: throttled stores, a real disk, sessions"
+
+Way = Literal["compute", "load", "both"]
+PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of prompts and of a pass, samples of a case, requests at once, and steps of streams beside."""
+
+    short: int
+    long: int
+    chunk: int
+    samples: int
+    num_at_once: int
+    stream: int
+    steps: int
+
+
+REAL = Sizes(32768, 98304, 8192, 2, 8, 1024, 512)
+# On a CPU passes sleep, for a fifth of what a GPU takes. Sessions are computed, by a tiny model.
+ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 1, 4, 1024, 512), 5.0
+
+
+@dataclass(frozen=True)
+class Rate:
+    """A case: how many times as long as computing the store takes, and what it is compared with."""
+
+    name: str
+    slowdown: float
+    is_long: bool
+    ways: tuple[Way, ...]
+    target: float
+    freezes: bool = False
+
+
+RATES = (
+    Rate("equal.32k", 1, False, ("compute", "load"), 0.6),
+    Rate("equal.98k", 1, True, ("compute", "load"), 0.6),
+    Rate("slow3", 3, True, ("compute",), 0.85),
+    Rate("fast3", 1 / 3, True, ("load",), 0.85),
+    Rate("slow10", 10, True, ("compute",), 1.02),
+    Rate("fast10", 1 / 10, True, ("load",), 1.02),
+    Rate("freezes", 1, True, ("compute",), 1.03, freezes=True),
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", default="", help=f"parts to run, of: {' '.join(PARTS)}; they get a file of their own")
+    parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    chosen = args.only.split() or list(PARTS)
+    if not {*chosen} <= {*PARTS}:
+        raise SystemExit(f"--only {args.only!r}: choose from {' '.join(PARTS)}")
+    if args.only:
+        report.bench = "-".join([NAME, *chosen])  # a part does not replace the results of all
+    sizes = REAL if args.device.type == "cuda" else ASLEEP
+    bench = _Both(report, random_llama(args.device), sizes, args.folder)
+    for part in chosen:
+        getattr(bench, part)()
+        gc.collect()
+        if args.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+class _Asleep(Served):
+    """Its model sleeps."""
+
+    def scheduler(self, max_running: int = 32, **settings: Any) -> Scheduler:
+        runner = SleepingRunner(self.engine, self.served.vocab, _SPEED)
+        return Scheduler(self.engine, runner, chunk_tokens=self.chunk_tokens, max_running=max_running, **settings)
+
+
+class _Case:
+    """A served model over a throttled store that has prompts, and how long computing the longest takes."""
+
+    def __init__(self, served: Served, store: ThrottledStore, known: Sequence[Tokens]) -> None:
+        self.served, self.store, self.known = served, store, known
+        self._number = 0
+        served.scheduler().run([Request(f"fill {n}", tokens, 1) for n, tokens in enumerate(known)])
+        served.engine.flush()
+        store.keeps = False
+        self.token_bytes = store.num_bytes / sum(len(tokens) for tokens in known)
+
+    def name(self, way: Way) -> str:
+        self._number += 1
+        return f"{way} {self._number}"
+
+    def forget(self) -> None:
+        """All but the store forgets the prompts."""
+        self.served.engine.flush()
+        self.served.engine.reset(["device", "host"])
+        sync(self.served.engine.pool.device)
+
+    def request(self, tokens: Tokens, way: Way, num_new: int = 1) -> Request:
+        """To be submitted at once. One that loads waits for all of it, one that computes finds nothing."""
+        name = self.name(way)
+        if way == "load":
+            self.served.engine.prefetch(name, tokens, mode="wait_complete")
+        return Request(name, tokens, num_new, namespace=name if way == "compute" else "")
+
+    def seconds(self, prompts: Sequence[Tokens], way: Way) -> float:
+        """Until all have their tokens."""
+        self.forget()
+        scheduler, begin_s = self.served.scheduler(), time.perf_counter()
+        for tokens in prompts:
+            scheduler.submit(self.request(tokens, way))
+        while scheduler.num_unfinished:
+            for output in scheduler.step():
+                if output.error is not None:
+                    raise output.error
+        return time.perf_counter() - begin_s
+
+    def measure_store(self, tokens: Tokens) -> None:
+        """Let the engine see how fast the store is now, by a part of a prompt."""
+        self.forget()
+        engine, name = self.served.engine, self.name("load")
+        handle = engine.prefetch(name, tokens[: len(tokens) // 32], mode="wait_complete")
+        while not handle.ready:
+            engine.poll()
+            time.sleep(0.001)
+        engine.cancel(name)
+
+
+class _Both:
+    """The parts of the bench."""
+
+    def __init__(self, report: Report, served: ServedModel, sizes: Sizes, folder: str) -> None:
+        self._report, self._served, self._sizes, self._folder = report, served, sizes, folder
+        self._on_cuda = served.model.device.type == "cuda"
+
+    def rates(self) -> None:
+        sizes = self._sizes
+        with self._case([sizes.short, sizes.long]) as case:
+            for rate in RATES:
+                self._rate(case, rate, case.known[rate.is_long])
+
+    def neighbours(self) -> None:
+        sizes = self._sizes
+        with self._case([sizes.short]) as case:
+            (tokens,) = case.known
+            self._set_rate(case, [tokens], 1)
+            beside = {way: [self._token_s(case, tokens, way) for _ in range(sizes.samples)] for way in ("load", "both")}
+        self._report_case("neighbours", beside["both"], percentile(beside["load"], 50), 1.05, "4 streams")
+
+    def eight(self) -> None:
+        sizes = self._sizes
+        with self._case([sizes.short] * sizes.num_at_once) as case:
+            computed_s = self._set_rate(case, case.known, 1)
+            loaded_s, both_s = (case.seconds(case.known, way) for way in ("load", "both"))
+            note = f"computed {computed_s:.2f} s, loaded {loaded_s:.2f} s; {_met(case.served)}"
+        self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
+
+    def restart(self) -> None:
+        """As `serving.ttft.disk`: the engine is made anew, and nothing of the store is in the kernel's memory."""
+        sizes, store = self._sizes, Path(tempfile.mkdtemp(prefix="hicache-both-", dir=self._folder or None))
+        (tokens,) = prompts(1, sizes.long, self._served.vocab, seed=3)
+        budget = 3 * len(tokens) * self._served.token_bytes
+        disk = {"path": str(store / "store"), "budget_bytes": budget, "level": 0}
+        measured = []
+        try:
+            with self._serving([sizes.long], disk=disk) as served:
+                served.scheduler().run([Request("fill", tokens, 1)])
+                served.engine.flush()
+                computed_s, _ = served.first_token_s("computed", tokens, namespace="another")
+            for turn in range(sizes.samples):
+                for part in store.glob("store/**/*"):
+                    if part.is_file():
+                        drop_caches(part)
+                with self._serving([sizes.long], disk=disk) as served:
+                    seconds, output = served.first_token_s(f"disk {turn}", tokens)
+                    measured.append(seconds)
+                    note = f"{output.hit.disk} of {len(tokens)} tokens from disk; computed {computed_s:.2f} s"
+        finally:
+            shutil.rmtree(store, ignore_errors=True)
+        self._report_case("restart", measured, computed_s, 0.7, note)
+
+    def sessions(self) -> None:
+        for clients, target in ((1, 0.95), (8, 1.0), (32, 1.0)):
+            ours_s, rule_s, note = mean_first_tokens(self._served, clients, self._folder)
+            self._report_case(f"sessions.{clients}", [ours_s], rule_s, target, note)
+
+    # Inside
+
+    def _rate(self, case: _Case, rate: Rate, tokens: Tokens) -> None:
+        self._set_rate(case, [tokens], rate.slowdown)
+        taken: dict[Way, list[float]] = {way: [] for way in (*rate.ways, "both")}
+        for _ in range(self._sizes.samples):
+            for way, seconds in taken.items():
+                if way == "both" and rate.freezes:
+                    case.store.stop_after(len(tokens) * case.token_bytes / 4)
+                seconds.append(case.seconds([tokens], way))
+                case.store.go_on()
+        best_s = min(percentile(taken[way], 50) for way in rate.ways)
+        note = "; ".join(f"{way} {percentile(seconds, 50):.2f} s" for way, seconds in taken.items())
+        note += f"; store {case.store.bytes_per_s / 1e9:.2f} GB/s; {_met(case.served)}"
+        self._report_case(rate.name, taken["both"], best_s, rate.target, note)
+
+    def _set_rate(self, case: _Case, known: Sequence[Tokens], slowdown: float) -> float:
+        """The store takes so many times as long as computing does, and the engine knows; seconds of computing."""
+        case.store.bytes_per_s = math.inf
+        computed_s = case.seconds(known, "compute")
+        num_bytes = sum(len(tokens) for tokens in known) * case.token_bytes
+        case.store.bytes_per_s = num_bytes / (computed_s * slowdown)
+        case.measure_store(known[0])
+        return computed_s
+
+    def _token_s(self, case: _Case, tokens: Tokens, way: Way) -> float:
+        """Seconds of an output token of four streams while a request beside them gets its first."""
+        case.forget()
+        sizes, times = self._sizes, list[float]()
+        scheduler = case.served.scheduler()
+        for n, stream in enumerate(prompts(4, sizes.stream, self._served.vocab, seed=11)):
+            name = case.name(way)
+            request = Request(name, stream, sizes.steps, namespace=name)
+            scheduler.submit(request, None if n else lambda _: times.append(time.perf_counter()))
+        while len(times) < 16:
+            scheduler.step()
+        request, begin = case.request(tokens, way), len(times)
+        scheduler.submit(request)
+        while request.request_id not in {output.request_id for output in scheduler.step()}:
+            pass
+        end = len(times)
+        scheduler.abort_all()
+        return (times[end - 1] - times[begin - 1]) / max(1, end - begin)
+
+    @contextmanager
+    def _case(self, lengths: Sequence[int]) -> Iterator[_Case]:
+        store = ThrottledStore()
+        with self._serving(lengths, store=store) as served:
+            case = _Case(served, store, [*_prompts(lengths, self._served.vocab)])
+            try:
+                yield case
+            finally:
+                store.go_on()
+                store.bytes_per_s = math.inf
+
+    @contextmanager
+    def _serving(self, lengths: Sequence[int], **settings: Any) -> Iterator[Served]:
+        sizes, longest = self._sizes, max(lengths) + 4 * (self._sizes.stream + self._sizes.steps) + 1024
+        values: dict[str, Any] = {
+            "device_tokens": max(longest, min(sum(lengths), sizes.long)),
+            "host_bytes": (sum(lengths) + longest) * self._served.token_bytes,
+            "max_context_len": longest,
+            "prefetch_host_share": 1.0,
+        }
+        with serving(self._served, chunk_tokens=sizes.chunk, **{**values, **settings}) as served:
+            if self._on_cuda:
+                warm_up(served.engine, served.runner, sizes.chunk, 8)
+            kind = Served if self._on_cuda else _Asleep
+            made = kind(served.served, served.engine, served.runner, sizes.chunk)
+            (first,) = prompts(1, sizes.chunk, self._served.vocab, seed=99)
+            made.first_token_s("warm", first, namespace="warm")
+            yield made
+
+    def _report_case(self, name: str, seconds: list[float], best_s: float, target: float, note: str) -> None:
+        aim = target if self._on_cuda else None
+        self._report.case(f"both.{name}", seconds, "s", better="lower", ceiling=best_s, target=aim, note=note)
+
+
+def _prompts(lengths: Sequence[int], vocab: int) -> Iterator[Tokens]:
+    for seed, length in enumerate(lengths):
+        yield from prompts(1, length, vocab, seed=100 + seed)
+
+
+def _met(served: Served) -> str:
+    stats = served.engine.stats()
+    computed, loaded = stats["prefetch.beside_computed_tokens"], stats["prefetch.beside_loaded_tokens"]
+    return f"so far {computed:.0f} tokens computed beside and {loaded:.0f} loaded"

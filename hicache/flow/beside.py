@@ -1,0 +1,128 @@
+"""Compute and load at once: a request is computed from its beginning while its pages come from its end.
+
+    [0, computed)          on the device, computed or loaded
+    [computed, coming[0])  on the host, where a run has come that continues what is computed: it is joined
+    [coming)               is to come, from the right on, or to be computed, from the left on
+    [coming[1], end)       has come to the host, and waits for what is before it
+
+Where the two meet is found: whatever page comes next is on the host, or is computed. A store that brings little, or
+nothing any more, leaves more to compute, and nobody waits for it. docs/decisions/050-compute-and-load-at-once.md.
+"""
+
+from __future__ import annotations
+
+from hicache.flow.asked import Asked
+from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel
+from hicache.flow.lease import Lease
+from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.readers import Readers
+from hicache.host import HostRun
+from hicache.tiers import FULL
+
+# A pass costs as much however little it computes: at least so many pages, however near the run is that comes, and what
+# is less than so many in all is loaded or computed.
+_LEAST_PASS_PAGES, _LEAST_WAY_PAGES = 8, 32
+
+
+class Beside:
+    """The requests that are computed while they read. Owned by the scheduler thread.
+
+    `is_possible`: with the components of the engine. `least_pages`: that are to come, for less is not worth it.
+    """
+
+    def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters, readers: Readers) -> None:
+        self._context, self._cost, self._counters, self._readers = context, cost, counters, readers
+        self._clock = next(tier.clock for tier in context.stores.values())
+        self._asked: dict[str, Asked] = {}
+        self._page, self.least_pages = context.tree.page_size, _LEAST_WAY_PAGES
+        # What a request computed is shared at once, but for states, so that it can be admitted behind that.
+        self.is_possible = not any(part.tree_component.at_node_end for part in context.components)
+
+    def may_join(self, asked: Asked) -> bool:
+        """Whether so much is to come for a request that computing it meanwhile pays."""
+        return asked.handle.joins and asked.end - asked.coming[0] >= self.least_pages
+
+    def begin(self, asked: Asked, lease: Lease) -> bool:
+        """The request is admitted; False where it joins nothing."""
+        if not self.may_join(asked) or asked.is_idle:
+            return False
+        self._asked[lease.request_id] = asked
+        asked.lease, asked.computed_end = lease, lease.cached_len // self._page
+        self._counters.beside.value += 1
+        return True
+
+    def reads_for(self, lease: Lease) -> bool:
+        asked = self._asked.get(lease.request_id)
+        return asked is not None and asked.lease is lease
+
+    def has_come(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether the host has the page behind the first `num_tokens`, which are computed."""
+        page, index = num_tokens // self._page, self._context.full.index
+        return self.reads_for(lease) and page < len(lease.keys) and lease.keys[page] in index
+
+    def joined(self, before: Lease, num_tokens: int, after: Lease) -> Asked:
+        """`after` is in the place of `before`, of which `num_tokens` were computed."""
+        asked = self._asked[after.request_id]
+        asked.lease, asked.computed_end = after, after.cached_len // self._page
+        self._counters.count_joined(num_tokens - before.cached_len, after.cached_len - num_tokens)
+        return asked
+
+    def forget(self, asked: Asked) -> None:
+        if asked.lease is not None:
+            del self._asked[asked.handle.request_id]
+            asked.lease = None
+
+    def stop(self, lease: Lease, start: int, end: int) -> int:
+        """Where a pass from token `start` should end, at most at `end`: where the next run begins that has come, and
+        about where it will meet what comes. Nothing is read any more of what it computes."""
+        if not self.reads_for(lease):
+            return end
+        asked, keys, index = self._asked[lease.request_id], lease.keys, self._context.full.index
+        first, last = start // self._page, min(len(keys), -(-end // self._page))
+        for page in range(first + 1, last):
+            if keys[page] in index and keys[page - 1] not in index:
+                end = page * self._page
+                break
+        if not asked.is_idle:
+            end = min(end, self._meeting(asked, start, end))
+        asked.computed_end = max(asked.computed_end, -(-end // self._page))
+        passed = [run for run in asked.runs if run.job.component.name == FULL and self._is_computed(asked, run)]
+        self._readers.cancel(asked.leave(passed))
+        return end
+
+    @staticmethod
+    def _is_computed(asked: Asked, run: HostRun) -> bool:
+        return run.first + len(run.keys) <= asked.computed_end
+
+    def _meeting(self, asked: Asked, start: int, end: int) -> int:
+        """Where a pass to `end` should end, so that what comes meanwhile ends there too: the way between is divided by
+        the rates at which both go. A store that has brought less than it did, or should, counts as it does now."""
+        way = asked.coming[1] * self._page - start
+        compute_s = self._cost.prefill_s(start, start + way) if way > 0 else None
+        if not compute_s or not asked.to_come:
+            return end
+        read_s = self._read_s(asked, way)
+        if not (read_s or asked.num_came):
+            return end
+        read_s = max(read_s, self._observed_s(asked, way))
+        num_tokens = max(_LEAST_PASS_PAGES * self._page, int(way * read_s / (read_s + compute_s)))
+        return (start + num_tokens) // self._page * self._page
+
+    def _read_s(self, asked: Asked, num_tokens: int) -> float:
+        """By the rate of the store that it reads from; 0 where that is not known."""
+        store = next((run.job.store for run in asked.runs), None)
+        if store is None:
+            store = next((piece.store for piece in asked.to_read if piece.store is not None), None)
+        if store is None:
+            return 0.0
+        num_bytes = num_tokens // self._page * self._context.full.host.page_bytes
+        job_bytes = self._context.stores[store].job_pages * self._context.full.host.page_bytes
+        return self._cost.read_s(num_bytes, -(-num_bytes // job_bytes), store) or 0.0
+
+    def _observed_s(self, asked: Asked, num_tokens: int) -> float:
+        """By what has come since its reads began, if the first job under way came now."""
+        num_pages = asked.num_came + next((run.job.num_pages for run in asked.runs), 0)
+        if not num_pages:
+            return 0.0
+        return (self._clock() - asked.begun_s) * num_tokens / (num_pages * self._page)

@@ -1,0 +1,278 @@
+"""Compute and load at once: a request is computed from its beginning while a store brings its pages from the end.
+
+A store reads as many pages as a test allows between two steps, so where both meet follows from the test alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+
+from component_case import MODELS, config
+from disk_case import Clock, TroubledStore, failing
+from family_case import tiny_family
+from hash_runner import HashRunner, answer
+from hicache import AdvancedConfig, build_engine
+from hicache.engine import CacheEngine, CacheRequest
+from hicache.serving.request import Request, RequestOutput
+from hicache.serving.scheduler import Scheduler
+from memory_store import MemoryPageStore
+from prefetch_case import PacedStore
+from serving_case import (
+    assert_released,
+    geometry_of,
+    plain_greedy,
+    prompt,
+    shared,
+    tiny_engine,
+    tiny_llama,
+    tiny_runner,
+)
+from waiting import eventually
+
+PAGE, CHUNK, NEW = 16, 32, 4
+NUM_PAGES = 40
+FAMILIES = {"full": None, "latent": "deepseek_v3", "window": "mistral", "hybrid": "qwen3_next"}
+
+
+def _model(family: str) -> Any:
+    row = FAMILIES[family]
+    return shared(tiny_llama, device="cpu") if row is None else tiny_family(row)
+
+
+def _engine(model: Any, store: PacedStore, **settings: Any) -> CacheEngine:
+    """One reader, which is given two pages at a time, and room for all."""
+    advanced = {"transfer_chunk_tokens": 2 * PAGE, "staging_bytes": 1 << 20, "disk_reader_threads": 1}
+    defaults = {"prefetch_mode": "auto", "prefill_tokens_per_s": "auto", "host_bytes": 8 << 20, "device_tokens": 1024}
+    return tiny_engine(model, store=store, **{**defaults, "advanced": advanced, **settings})
+
+
+def _scheduler(engine: CacheEngine, model: Any) -> Scheduler:
+    return Scheduler(engine, tiny_runner(model, engine), chunk_tokens=CHUNK)
+
+
+@contextmanager
+def _restarted(model: Any, *prompts: np.ndarray, **settings: Any) -> Iterator[tuple[CacheEngine, PacedStore]]:
+    """An engine over a store that has the pages of these prompts, and reads none that is not allowed."""
+    store = PacedStore(Clock())
+    with _engine(model, store) as engine:
+        _scheduler(engine, model).run([Request(f"f{n}", tokens, 1) for n, tokens in enumerate(prompts)])
+        engine.flush()
+    store.landed.clear()
+    store.hold()
+    with _engine(model, store, **settings) as engine:
+        try:
+            yield engine, store
+            store.allow()
+            assert_released(engine)
+        finally:
+            store.allow()
+
+
+def _serve(
+    engine: CacheEngine, store: PacedStore, scheduler: Scheduler, reads: Iterable[int]
+) -> dict[str, RequestOutput]:
+    """Step to the end, with so many reads between steps; every account is proved after each."""
+    outputs, prefetcher = dict[str, RequestOutput](), engine.inspect.prefetcher
+    assert prefetcher is not None
+    for num_reads in reads:
+        outputs.update({output.request_id: output for output in scheduler.step()})
+        engine.check()
+        if not scheduler.num_unfinished:
+            return outputs
+        for _ in range(num_reads):
+            eventually(lambda: engine.poll() or store.held or not prefetcher.is_busy())
+            if not store.held:
+                break
+            before = store.num_ended
+            store.allow(1)
+            eventually(lambda before=before: store.num_ended > before)
+    raise AssertionError("a request has not ended")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_computing_meets_what_comes(family: str) -> None:
+    """The tokens are those of no cache. Where the store brings as much as is computed, about half of the prompt is, and
+    no page is read twice. With recurrent states it waits, or computes all, by the rule."""
+    model, tokens = _model(family), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    with _restarted(model, tokens) as (engine, store):
+        scheduler = _scheduler(engine, model)
+        scheduler.submit(Request("a", tokens, NEW))
+        output = _serve(engine, store, scheduler, itertools.repeat(1, 200))["a"]
+        assert output.tokens == plain_greedy(model, tokens, NEW)
+        assert max(store.landed.values(), default=0) <= 1
+        stats = engine.stats()
+        if family != "hybrid":
+            assert stats["prefetch.beside_requests"] == 1
+            assert output.hit.disk + output.computed_tokens == len(tokens)
+            assert 0.25 <= output.hit.disk / len(tokens) <= 0.75
+            assert stats["prefetch.beside_loaded_tokens"] == output.hit.disk == stats["admit.disk_hit_tokens"]
+
+
+def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
+    """From the beginning or from some moment on: what has come is joined, all else computed, in as many passes."""
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    for reads in ([0] * 50, [0, 1, 0] + [0] * 50):
+        with _restarted(model, tokens) as (engine, store):
+            scheduler = _scheduler(engine, model)
+            scheduler.submit(Request("a", tokens, NEW))
+            output = _serve(engine, store, scheduler, reads)["a"]
+            assert output.tokens == plain_greedy(model, tokens, NEW)
+            assert output.hit.disk == PAGE * sum(store.landed.values()) == len(tokens) - output.computed_tokens
+            assert bool(output.hit.disk) == any(reads)
+
+
+def test_a_page_that_cannot_be_read_is_computed() -> None:
+    """What has come before it and behind it is joined, each on its side."""
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    with _restarted(model, tokens) as (engine, store):
+        scheduler, calls = _scheduler(engine, model), itertools.count()
+
+        def trouble(verb: str) -> None:
+            if verb == "get_into" and next(calls) in (3, 10, 11):
+                failing(OSError(5, "I/O error"), verb)(verb)
+
+        store.trouble = trouble
+        scheduler.submit(Request("a", tokens, NEW))
+        output = _serve(engine, store, scheduler, itertools.repeat(3, 200))["a"]
+        assert output.tokens == plain_greedy(model, tokens, NEW)
+        assert output.hit.disk + output.computed_tokens == len(tokens)
+
+
+def test_of_two_with_one_prefix_one_computes_and_one_reads() -> None:
+    """Each page is read once, and computed once, but for a pass's worth where they meet."""
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    with _restarted(model, tokens) as (engine, store):
+        scheduler = _scheduler(engine, model)
+        for name in "ab":
+            scheduler.submit(Request(name, tokens, NEW))
+        outputs = _serve(engine, store, scheduler, itertools.repeat(1, 200))
+        assert {output.tokens for output in outputs.values()} == {plain_greedy(model, tokens, NEW)}
+        assert max(store.landed.values()) == 1
+        assert sum(output.computed_tokens for output in outputs.values()) <= len(tokens) * 0.75 + 2 * PAGE
+
+
+def test_beside_others_the_rule_decides() -> None:
+    """While another request decodes, one whose prefix is read as fast as it is computed waits for it and computes
+    nothing; once alone it computes."""
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    with _restarted(model, tokens) as (engine, store):
+        engine.observe_prefill(1000, 1e6)
+        engine.acquire(CacheRequest("other", prompt(20, seed=2)))
+        scheduler = _scheduler(engine, model)
+        scheduler.submit(Request("a", tokens, NEW))
+        for _ in range(10):
+            scheduler.step()
+        assert not scheduler.num_running
+        engine.cancel("other")
+        eventually(lambda: scheduler.step() or scheduler.num_running == 1)
+        output = _serve(engine, store, scheduler, itertools.repeat(1, 200))["a"]
+        assert output.tokens == plain_greedy(model, tokens, NEW) and output.hit.disk > 0
+
+
+@pytest.mark.parametrize("num_steps", range(1, 9, 2))
+def test_an_abort_at_any_moment_leaves_nothing(num_steps: int) -> None:
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    with _restarted(model, tokens) as (engine, store):
+        scheduler = _scheduler(engine, model)
+        scheduler.submit(Request("a", tokens, NEW))
+        for _ in range(num_steps):
+            scheduler.step()
+            store.allow(1)
+        scheduler.abort("a")
+        store.allow()
+        assert_released(engine)
+        assert engine.stats()["prefetch.claimed_pages"] == 0
+        assert scheduler.run([Request("b", tokens, NEW)])[-1].tokens == plain_greedy(model, tokens, NEW)
+
+
+def test_a_prompt_longer_than_the_room_on_the_host_joins_it_in_parts() -> None:
+    """What there was no room for is read once the first part is on the device."""
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    page_bytes = geometry_of(model).layer_num * 2 * 2 * 16 * 4 * PAGE
+    with _restarted(model, tokens, host_bytes=37 * page_bytes) as (engine, store):
+        scheduler = _scheduler(engine, model)
+        scheduler.submit(Request("a", tokens, NEW))
+        output = _serve(engine, store, scheduler, itertools.repeat(3, 200))["a"]
+        assert output.tokens == plain_greedy(model, tokens, NEW)
+        assert output.hit.disk > 4 * PAGE
+
+
+class _DrawnStore(TroubledStore):
+    """Reads are late, fail or lack pages, by a draw, unless it is `calm`."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(MemoryPageStore(1 << 30))
+        self._draws, self.calm = random.Random(seed), True
+
+    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
+        draw = 1.0 if self.calm else self._draws.random()
+        if draw < 0.03:
+            raise OSError(5, "I/O error")
+        time.sleep(0.02 if draw < 0.05 else 0.001 if draw < 0.6 else 0.0)
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        return [came and (draw > 0.15 or self._draws.random() > 0.3) for came in ok]
+
+
+def _history(kind: str, seed: int, num_requests: int) -> float:
+    """Requests for what the store alone has, one to three at a time, some of which are aborted; tokens that were found
+    beside."""
+    rng, store, geometry = np.random.default_rng(seed), _DrawnStore(seed), MODELS[kind]
+    advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01)
+    settings = {"device_tokens": 2048, "max_context_len": 1024, "window_tokens": 512, "advanced": advanced}
+    with build_engine(
+        config(**settings, host_bytes=int(rng.choice([60, 300])) * 8 * 256), geometry, store=store
+    ) as engine:
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 4
+        chunk = int(rng.choice([16, 40, 64]))
+        scheduler = Scheduler(engine, HashRunner(engine, geometry), chunk_tokens=chunk)
+        stems = [rng.integers(0, 4, 320) for _ in range(3)]
+        scheduler.run([Request(f"f{n}", stem, 1) for n, stem in enumerate(stems)])
+        for number in range(num_requests):
+            engine.flush()
+            engine.reset(["device", "host"])
+            store.calm = False
+            requests = dict[str, Request]()
+            for n in range(int(rng.choice([1, 1, 1, 2, 3]))):
+                stem = stems[rng.integers(3)][: rng.integers(40, 320)]
+                tokens = np.concatenate([stem, rng.integers(0, 4, rng.integers(1, 30))])
+                requests[f"{number} {n}"] = Request(f"{number} {n}", tokens, 2)
+                scheduler.submit(requests[f"{number} {n}"])
+            abort_at = int(rng.integers(0, 60))
+            for step in itertools.count():
+                if step == abort_at:
+                    scheduler.abort(f"{number} 0")
+                for output in scheduler.step():
+                    whole = answer(requests[output.request_id])
+                    assert output.tokens == whole[: len(output.tokens)] and output.error is None
+                    assert len(output.tokens) == len(whole) or output.finish_reason == "abort"
+                engine.check()
+                if not scheduler.num_unfinished:
+                    break
+            store.calm = True
+        assert_released(engine)
+        return engine.stats()["prefetch.beside_loaded_tokens"]
+
+
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_random_histories(kind: str) -> None:
+    """Over a store that answers late, fails and lacks pages all tokens are those of no cache, all accounts hold after
+    each step, and nothing is left."""
+    assert _history(kind, 1, 6) > 0
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("kind", ["full", "window"])
+def test_ten_thousand_requests(kind: str) -> None:
+    """Half of them, at least, in histories of 60."""
+    assert sum(_history(kind, seed, 60) for seed in range(100, 160)) > 10_000
