@@ -296,12 +296,16 @@ class StoreService:
             self._require_writable(token)
             return _one_each(self.store.put(items, lag=lag), items)
 
-        begin_s = self.clock()
+        begin_s, num_puts = self.clock(), self.store.stats().puts
         stored = self._ask_to_write(put, token) or [False] * len(items)
+        num_puts_now = self.store.stats().puts
+        num_new = num_puts_now - num_puts if num_puts_now else len(items)
         page_s = (self.clock() - begin_s) / max(1, len(items))
         answers, start = [], 0
         for job in jobs:
             end = start + len(job.keys)
+            num_new_here = min(num_new, sum(stored[start:end]))
+            num_new -= num_new_here
             answers.append(
                 WriteDone(
                     job.ticket,
@@ -309,6 +313,7 @@ class StoreService:
                     job.batch,
                     seconds=page_s * len(job.keys),
                     removed=tuple(self._removed),
+                    num_new=num_new_here,
                 )
             )
             self._removed.clear()

@@ -13,7 +13,7 @@ from toy_model import GEOMETRY, config, prompt, serve, settled
 from waiting import eventually
 
 PAGE_BYTES = 8 * 192
-WRITE_POLICIES = ["write_through", "write_through_selective", "write_back", "exclusive"]
+WRITE_POLICIES = ["write_through", "write_back", "exclusive"]
 
 
 def stored(engine: CacheEngine, tokens: np.ndarray) -> int:
