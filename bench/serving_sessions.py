@@ -53,7 +53,7 @@ class SessionSizes:
 
 
 REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
-SHORT = replace(REAL, scale=replace(REAL.scale, requests=100))
+SHORT = replace(REAL, scale=replace(REAL.scale, requests=80))
 TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
 
 

@@ -209,6 +209,7 @@ class CacheEngine(EngineLife):
             lease.drop_hints()  # its request goes on
             self._end(lease)
             joined = self._admitted(lease.request, joins=True)
+            lease.successor = joined
             self._prefetcher.joined(lease, num_tokens, joined)
         except BaseException:
             self._prefetcher.cancel(request_id)

@@ -95,7 +95,8 @@ class CacheRequest:
 class Lease:
     """A request's hold on the cache: a pinned prefix, a row of the request table and the slots of the rest.
 
-    Made by `acquire`, ended by `release` (or by leaving its `with`). Intervals of positions:
+    Made by `acquire`, ended by `release` (or by leaving its `with`), or by `join`, which makes its `successor`.
+    Intervals of positions:
 
         [0, cached_len)          needed no computing when the lease was made; its loads are `load_ids`
         [0, tree_len)            slots belong to the tree, pinned through `node`
@@ -135,6 +136,7 @@ class Lease:
         self.loads: list[Load] = []
         self.state_load: Load | None = None
         self.released = False
+        self.successor: Lease | None = None
         self.on_exit: Callable[[Lease], None] = _no_owner
 
     def drop_hints(self) -> None:
@@ -195,7 +197,10 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.on_exit(self)
+        lease = self
+        while lease.successor is not None:
+            lease = lease.successor
+        lease.on_exit(lease)
 
 
 def _on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

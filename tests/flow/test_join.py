@@ -1,0 +1,36 @@
+"""`CacheEngine.join`, as a caller with a scheduler of its own uses it."""
+
+from __future__ import annotations
+
+from hicache import CacheRequest
+from prefetch_case import PAGE, PacedStore, engine_of, fill, tokens_of
+from toy_model import compute, expected_kv, read, settled
+from waiting import eventually
+
+
+def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> None:
+    """A request that is alone is ready at once. Behind two computed pages it finds all others, byte for byte; leaving
+    the `with` of the first lease ends the one that took its place."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store) as engine:
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 8
+        store.hold()
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ready)
+        with engine.acquire(CacheRequest("a", tokens)) as first:
+            assert not handle.ended and engine.join(first, 0) is first
+            end = engine.next_stop(first, 0, 2 * PAGE)
+            assert first.cached_len == 0 and end == 2 * PAGE
+            compute(engine, first, tokens, 0, end)
+            engine.commit(first, tokens[:end])
+            store.allow()
+            eventually(lambda: engine.poll() or handle.ended)
+            lease = engine.join(first, end)
+            assert first.released and lease.cached_len == 192 and engine.join(lease, 192) is lease
+            assert (read(engine, lease, 192) == expected_kv(tokens[:192])).all()
+            engine.check()
+        assert lease.released and lease.hit.device == 2 * PAGE
+        settled(engine)
+        assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
