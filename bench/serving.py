@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="parts to run, of: decode prefill host disk conversations sessions sessions-host stream compiled; they get "
-        "a file of their own",
+        help="parts to run, of: decode prefill host disk conversations sessions sessions-host stream compiled; they "
+        "get a file of their own",
     )
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
     parser.add_argument("--trace", type=Path, help="agent sessions, as `hicache replay` reads; default: generated ones")
