@@ -111,6 +111,7 @@ class Asked:
             before = [(start, min(stop, end)) for start, stop in self.to_come]
             coming = spans(sorted({index for interval in (*before, *coming) for index in range(*interval)}))
         self.to_come = deque(coming)
+        self.coming = (self.coming[0], end)
 
     def num_to_read(self, component: CacheComponent) -> int:
         """Pages of a component that it is to read itself."""
@@ -280,6 +281,7 @@ class Asked:
             located = self.has.located
             located.context.full.index.unlock([self.tail] if self.tail is not None else [])
             self.is_found, self.end = False, located.num_pages
+            self.coming = (self.coming[0], self.end)
         self.locked, self.tail, self.has, self.find = [], None, None, None
         self.to_read.clear()
         return self.leave([*self.runs])

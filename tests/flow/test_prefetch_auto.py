@@ -254,3 +254,18 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
             assert (engine.stats()["cost.load_bytes_per_second"] > 0) == is_undelayed
             assert engine.stats()["restore.bytes"] > 0
         engine.check()
+
+
+def test_what_no_store_has_does_not_count_for_waiting(store: PacedStore) -> None:
+    """Of a prompt of 24 pages a store has eight. Computing these costs less than reading them, computing all more."""
+    one, two = tokens_of(1), tokens_of(2)
+    fill(store, one, two[: 8 * PAGE + 1])
+    with engine_of(store) as engine:
+        engine.observe_prefill(100, 100.0)
+        measure_disk(engine, store, one, 25.0)  # of two pages: 100 s for eight, which are computed in 64 s
+        store.hold()
+        handle = engine.prefetch("a", two)
+        until_ready(engine, handle)
+        assert not handle.ended and engine.stats()["prefetch.skipped_requests"] == 1
+        engine.cancel("a")
+        store.allow()
