@@ -72,6 +72,7 @@ class Setup:
             dtype="bfloat16",
             kv_packing=kv_packing,
             model_id="bench",
+            write_policy="write_through",  # the host has what the device forgets
             prefill_tokens_per_s=0,
             prefetch_mode="wait_complete",
             prefetch_host_share=1.0,

@@ -32,7 +32,7 @@ import torch
 from hicache.bench.common import Report, interleave, percentile, timer_for
 from hicache.bench.raw_io import drop_caches, raw_read_s
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
-from hicache.bench.serving_sessions import measure_sessions
+from hicache.bench.serving_sessions import measure_sessions, measure_sessions_host
 from hicache.bench.serving_streams import measure_streams
 from hicache.engine import CacheRequest
 from hicache.serving import Chunk, Request
@@ -71,8 +71,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="parts to run, of: decode prefill host disk conversations sessions stream compiled; they get a file of "
-        "their own",
+        help="parts to run, of: decode prefill host disk conversations sessions sessions-host stream compiled; they "
+        "get a file of their own",
     )
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
     parser.add_argument("--trace", type=Path, help="agent sessions, as `hicache replay` reads; default: generated ones")
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "disk": lambda: _first_token_from_disk(report, served, sizes, args.folder),
         "conversations": lambda: _conversations(report, served, sizes),
         "sessions": lambda: measure_sessions(report, served, args.trace, args.folder),
+        "sessions-host": lambda: measure_sessions_host(report, served, args.trace, args.folder),
         "stream": lambda: measure_streams(report, served),
         # Last, so that what torch.compile leaves in the process is in no other figure.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),

@@ -84,13 +84,16 @@ class SessionRun:
 
 
 def measure_sessions(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
-    """All cases. `trace`: of agent sessions; None for generated ones. `folder`: where stores lie."""
-    sizes = REAL if served.model.device.type == "cuda" else TINY
-    turns = read_turns(trace, sizes.scale) if trace else generated_turns(sizes.scale)
-    bench = _SessionsBench(report, served, sizes, turns, folder)
+    """The cases of the disk and of the order. `trace`: of agent sessions; None for generated ones. `folder`: where
+    stores lie."""
+    bench = _SessionsBench.of(report, served, trace, folder)
     bench.tiers()
     bench.order()
-    bench.host()
+
+
+def measure_sessions_host(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
+    """The case of a small host, of the same turns."""
+    _SessionsBench.of(report, served, trace, folder).host()
 
 
 def mean_first_tokens(served: ServedModel, clients: int, folder: str) -> tuple[float, float, str]:
@@ -106,6 +109,13 @@ def mean_first_tokens(served: ServedModel, clients: int, folder: str) -> tuple[f
 
 class _SessionsBench:
     """The runs over one list of turns."""
+
+    @classmethod
+    def of(cls, report: Report, served: ServedModel, trace: Path | None, folder: str) -> _SessionsBench:
+        """At the device's size, over a trace or what is generated."""
+        sizes = REAL if served.model.device.type == "cuda" else TINY
+        turns = read_turns(trace, sizes.scale) if trace else generated_turns(sizes.scale)
+        return cls(report, served, sizes, turns, folder)
 
     def __init__(
         self, report: Report, served: ServedModel, sizes: SessionSizes, turns: Sequence[Turn], folder: str
@@ -137,7 +147,7 @@ class _SessionsBench:
         sizes = self._sizes
         host_bytes, clients = sizes.device_tokens * self._served.token_bytes, sizes.clients[1]
         none = self.run(clients, host_bytes=0)
-        copies = self.run(clients, host_bytes=host_bytes)
+        copies = self.run(clients, host_bytes=host_bytes, write_policy="write_through")
         ours = self.run(clients, host_bytes=host_bytes, write_policy="exclusive")
         note = f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}"
         self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)

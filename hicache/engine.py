@@ -311,11 +311,9 @@ class CacheEngine(EngineLife):
             if lease is not None:
                 self._end(lease)
 
-    # Upkeep
-
     @exclusive
     def flush(self) -> None:
-        """Wait until everything under way has ended and landed: after it, what was committed is where it should be.
+        """Wait until everything under way has landed, and the disk, whatever its budget, has all that the host has.
 
         Raises `InvariantError` when that cannot be: an exception inside an earlier call, like that of Ctrl-C, may leave
         something counted as under way that never ends. Close the engine then.
@@ -327,10 +325,11 @@ class CacheEngine(EngineLife):
             self._events.publish()
 
     def _settle(self) -> bool:
-        """Land what is under way. False: nothing has landed for twice the time that any job may take."""
-        advanced = self._context.config.advanced
-        patience_s = 2 * max(advanced.disk_io_timeout_s, *(tier.patience_s for tier in self._stores), 0.0)
-        return settle(self._movements, patience_s)
+        """Land all that is to move. False: nothing has landed for twice the time that any job may take."""
+        for persist in self._persists:
+            persist.drain(anew=False)
+        timeout_s = self._context.config.advanced.disk_io_timeout_s
+        return settle(self._movements, 2 * max(timeout_s, *(tier.patience_s for tier in self._stores), 0.0))
 
     @exclusive
     def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:

@@ -131,14 +131,11 @@ class EngineConfig:
     write_policy: Annotated[
         str,
         Text(
-            "when pages are backed up to the host: write_through, write_through_selective, write_back, exclusive",
+            "when pages are backed up to the host: write_through, write_back, exclusive",
             computed_from="the tiers and the model: exclusive where full attention has a host and no store below it, "
             "else write_through",
         ),
     ] = "auto"
-    selective_hits: Annotated[
-        int, Whole("hits after which write_through_selective backs a page up", 1, unit="hits")
-    ] = 2
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(

@@ -13,8 +13,10 @@ from hicache.errors import ConfigError
 Durability = Literal["relaxed", "commit"]
 Backup = Literal["all", "none"]
 Transport = Literal["process", "inline"]
+Auto = Literal["auto"]
 
 MAX_S = 1e9
+_YEAR_S = 365.25 * 86400
 # A store maps its tables into the 128 TiB of addresses that a process has.
 MAX_STORE_BYTES = 1 << 46
 
@@ -34,6 +36,24 @@ class DiskConfig:
         str, FilePath("directory of the stores, one for each model", may_be_empty=False, may_be_socket=True)
     ]
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
+    write_budget: Annotated[
+        int | Auto,
+        Size(
+            "bytes a second that may be written, like 40MB, of which 30 seconds may be written at once",
+            1,
+            computed_from="endurance_tb where that is set, else half of what the store was measured to write",
+        ),
+    ] = "auto"
+    endurance_tb: Annotated[
+        float,
+        Number(
+            "terabytes (10^12) that may be written to the drive in its life, as its maker says; 0: not known",
+            0,
+            MAX_S,
+            unit="TB",
+        ),
+    ] = 0.0
+    endurance_years: Annotated[float, Number("that life", 0.01, 1000, unit="years")] = 5.0
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
@@ -44,6 +64,16 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         settle(self, "disk ")
+        if self.endurance_tb and self.write_budget != "auto":
+            given = f"disk write_budget={self.write_budget} with endurance_tb={self.endurance_tb}"
+            raise ConfigError(f"{given}: give one of them")
+
+    @property
+    def write_bytes_per_s(self) -> float:
+        """What may be written; 0: what is measured says."""
+        if self.write_budget != "auto":
+            return self.write_budget
+        return self.endurance_tb * 1e12 / (self.endurance_years * _YEAR_S)
 
     @property
     def url(self) -> str:

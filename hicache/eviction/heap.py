@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import heapq
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 NO_ENTRY = -1
@@ -88,3 +89,14 @@ class Heap(Generic[I]):
             at = (at - 1) >> 1
         heap[at] = entry
         entry[-1].at = at
+
+
+def lowest_first(entries: list[Entry], freed: Callable[[Any], Iterable[Entry]]) -> Iterator[Any]:
+    """The items of `entries`, which it takes over, the lowest first; `freed(item)`: those that come in once it has
+    gone."""
+    heapq.heapify(entries)
+    while entries:
+        item = heapq.heappop(entries)[-1]
+        yield item
+        for entry in freed(item):
+            heapq.heappush(entries, entry)

@@ -16,7 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
-from hicache.eviction.heap import NO_ENTRY, Entry, Heap
+from hicache.eviction.heap import NO_ENTRY, Entry, Heap, lowest_first
 
 Priority = float | tuple[float, ...]
 
@@ -217,11 +217,9 @@ class EvictionOrder(Generic[R]):
         prompt that was kept has come."""
         record.has_ended = False
         self.set_keep(record, None)
-        if record.at != NO_ENTRY:
+        if record in self:
             self.policy.use(record)
             self._move(record)
-        elif record in self._aside:
-            self.policy.use(record)
 
     def expect(self, record: R, change: int) -> None:
         """`change` more queued requests will need it, or fewer. That is no use."""
@@ -306,6 +304,11 @@ class EvictionOrder(Generic[R]):
             self._aside[record] = None
         return None
 
+    def leaving(self, freed: Callable[[R], R | None]) -> Iterator[R]:
+        """All by rank as of now, and once one has gone which others followed, it too: `freed` says after which."""
+        entries = [own.records.entry_of(record) for own in self._owns.values() for record in own.records]
+        return lowest_first(entries, lambda gone: [self._entry(up) for up in (freed(gone),) if up in self._aside])
+
     def __contains__(self, record: R) -> bool:
         return record.at != NO_ENTRY or record in self._aside
 
@@ -370,8 +373,7 @@ class EvictionOrder(Generic[R]):
             self._aside[record] = None
             return
         namespace = record.owner.namespace
-        own = self._owns.get(namespace)
-        if own is None:
+        if (own := self._owns.get(namespace)) is None:
             own = self._owns[namespace] = _Own(namespace)
         own.records.push(self._entry(record))
         if record.keep is not None:

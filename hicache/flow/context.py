@@ -10,6 +10,7 @@ from functools import cached_property
 
 import torch
 
+from hicache.eviction.write_budget import PageUses
 from hicache.flow.components import CacheComponent, EngineParts, FullAttention
 from hicache.flow.write_policy import WritePolicy
 from hicache.host import ExclusiveIndex
@@ -22,11 +23,13 @@ from hicache.tree.node import TreeNode
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
     """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
-    them. `clock`: seconds, by which next turns are awaited."""
+    them. `page_uses`: of pages that the disk has or may get. `clock`: seconds, by which next turns are awaited, and
+    writes have their budget."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
+    page_uses: PageUses = field(default_factory=PageUses)
     clock: Callable[[], float] = time.monotonic
     _dropped: list[TreeNode] = field(default_factory=list)  # of which the host has not been told
 

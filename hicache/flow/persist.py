@@ -1,8 +1,7 @@
 """Host to a store: to the disk, and on its own to the remote tier.
 
-What reached the host goes to the writer thread in batches, locked on the host until the store has acknowledged it. At
-most a share of a component's host pool is locked so; what comes beyond that waits without a lock, and is lost to the
-store only if the host evicts it before its turn. What the store refuses stays on the host, and is sent again when a
+What is sent, and when, `WriteAhead` chooses in rounds. A round is locked on the host until the store has acknowledged
+it: at most a share of a component's host pool. What the store refuses stays on the host, and is sent again when a
 request that used it ends. Pages that a stalled writer has stay locked until it returns; nothing else waits for that.
 A raw page stays on the host, and what follows it in a prompt is sent: a read finds that while memory has the raw one.
 """
@@ -12,21 +11,24 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
 
 import torch
 
+from hicache.eviction.write_budget import WriteBudget
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import event_pages_of
-from hicache.host import HostRun, path_of
+from hicache.host import ROUND_SHARE, HostRun, WriteAhead, WrittenIndex, path_of
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
-_DISK_SHARE, _REMOTE_SHARE = 0.5, 0.25  # of a host pool, locked until the store has it
+_REMOTE_SHARE = 0.25  # of a host pool, locked until the store has it
 _MAX_SENT_JOBS = 6  # of one step, so that it ends soon
 _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most, of several runs
 _STORE_SHARE = 0.25  # of its budget, on its way at a time
+_MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5  # of writes that are timed, and of what they reach
 _METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
@@ -61,36 +63,54 @@ class Persist(Movement):
     """Owned by the scheduler thread; the writer thread sees frozen jobs only. `into`: the store; `share`: how much of a
     component's host pool may be locked on its way there."""
 
-    def __init__(self, context: EngineContext, store: Store, share: float) -> None:
+    def __init__(self, context: EngineContext, store: Store, share: float, budget: WriteBudget) -> None:
         self._context, self.into, self._share, self._tier = context, store, share, context.stores[store]
+        self._budget, self._is_measured = budget, store is DISK and not budget.bytes_per_s
+        self._measured_bytes = self._measured_s = 0.0
+        # States and windows first: the store evicts them first.
+        self._indexes = {
+            component.name: WrittenIndex(component.index, component.host.page_bytes, 0)
+            for component in reversed(context.components)
+        }
+        self._uses = context.page_uses if store is DISK else None
+        self._ahead = WriteAhead([*self._indexes.values()], store, budget, self._uses)
+        self._names = {at: name for name, at in self._indexes.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
-        self._sent: set[HostRun] = set()
         self._times_lost = 0  # its process, as events know
         self._backlog = deque[tuple[CacheComponent, HostRun]]()  # locked, and not sent yet
+        self._landed = list[HostRun]()  # full ones, of this round
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
-        self._waiting: deque[tuple[CacheComponent, list[bytes]]] = deque()  # of each run its keys
-        name = _METRICS[store]
-        count, gauge = context.metrics.counter, context.metrics.gauge
+        self._register(_METRICS[store])
+
+    def _register(self, name: str) -> None:
+        count, gauge = self._context.metrics.counter, self._context.metrics.gauge
         moved, took = (
             "bytes, before compression, of pages of a job that the store took",
-            "time that job took the writer",
+            "time that job took the writer, its share of a batch",
         )
-        labels = {"movement": "write", "direction": f"host_to_{store.name.lower()}"}
-        self._bytes, self._seconds = context.metrics.movement(name, moved, f"{took}, its share of a batch", **labels)
+        labels = {"movement": "write", "direction": f"host_to_{self.into.name.lower()}"}
+        self._bytes, self._seconds = self._context.metrics.movement(name, moved, took, **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
-        gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", self._waiting.__len__)
+        gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
         help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
         gauge(f"{name}.queued_jobs", help, self._backlog.__len__)
+        self._written = count(
+            f"{name}.written_bytes", "bytes, before compression, of pages that the store lacked and took"
+        )
+        if (uses := self._uses) is not None:
+            budget = self._budget
+            gauge(
+                f"{name}.budget_bytes_per_second", "what may be written; 0: not known yet", lambda: budget.bytes_per_s
+            )
+            gauge(f"{name}.budget_left_ratio", "what is left of 30 seconds of it", lambda: budget.level)
+            help = "pages that the store took, and that no request has read from it since"
+            gauge(f"{name}.unread_pages", help, lambda: uses.num_written - uses.num_read)
 
     def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
-        """Send what is on the host and not yet in the store, or let it wait for its turn."""
-        for run in runs:
-            if self._waiting or not self._fits(run, component):
-                self._waiting.append((component, [*run.keys]))
-            else:
-                self._send(run, component)
+        """What of these the store lacks is to be sent."""
+        self._ahead.come(self._indexes[component.name], runs)
 
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
@@ -100,47 +120,46 @@ class Persist(Movement):
         """
         self._tier.used([key for of_component in keys.values() for key in of_component])
         # While others wait for their turn, so may these: a run is to wait once, however often it is used.
-        if not self._waiting and not self._tier.writes.refuses():
-            for component in reversed(self._context.components):
-                runs = component.index.runs_of(keys[component.name])
-                self.store(component, [run for run in runs if self._is_unstored(run)])
+        is_again = not self.num_waiting and not self._tier.writes.refuses()
+        for name, at in self._indexes.items():
+            self._ahead.use(at, keys[name])
+            if is_again:
+                self._ahead.come(at, at.index.runs_of(keys[name]))
 
-    def send_again(self) -> None:
-        """Send what is on the host and the store did not take, what others follow before them."""
-        for component in reversed(self._context.components):
-            runs = [run for run in component.index.runs_of([*component.index]) if self._is_unstored(run)]
-            paths = dict.fromkeys(above for run in runs if run.source is None for above in path_of(run))
-            self.store(component, [run for run in paths if self._is_unstored(run)])
+    def drain(self, *, anew: bool) -> None:
+        """Send what is on the host and was not sent for want of budget, now, and whatever the budget. `anew`: what the
+        store did not take before, too."""
+        self._ahead.drain(anew=anew)
 
     def poll(self) -> bool:
-        """Enter what the writer has answered, and send what waits; whether there was an answer."""
+        """Enter what the writer has answered, and send what has its turn; whether there was an answer."""
         outcomes = self._tier.writes.poll()
         self._note_loss()
         self.is_torn = bool(outcomes)
-        landed = list[HostRun]()
         for done in outcomes:
             write = self._writes[done.ticket]
             if not write.is_stalled:
                 self._locked_pages[write.component.name] -= write.num_held
             if isinstance(done, Stalled):
                 write.is_stalled = True
+                for run in write.runs:
+                    self._ahead.is_stalled(run)
             else:
                 self._take(self._writes.pop(done.ticket), done)
-                landed += write.runs if write.component.name == FULL else []
-        self._use_prefixes(landed)
         self.is_torn = False
-        if outcomes:  # which alone make room: what waits, waits for one
-            self._send_waiting()
+        if (self._landed or not self._ahead.is_idle) and not self._backlog and not any(self._locked_pages.values()):
+            self._use_prefixes()
+            self._begin_round()
         self._push()
         return bool(outcomes)
 
     @property
     def num_waiting(self) -> int:
         """Runs that wait for their turn."""
-        return len(self._waiting)
+        return self._ahead.num_waiting
 
     def is_busy(self) -> bool:
-        return bool(self._waiting) or any(self._locked_pages.values())
+        return not self._ahead.is_done or any(self._locked_pages.values())
 
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         yield from (run for held, run in self._backlog if held.name == component)
@@ -153,34 +172,35 @@ class Persist(Movement):
             events.disk_lost()
         self._times_lost = num_lost
 
-    def _use_prefixes(self, landed: Sequence[HostRun]) -> None:
-        """What these continue counts as used after them: of a prompt that is larger than the store the end leaves."""
-        followed = {run.parent_run for run in landed}
-        for run in landed:
+    def _use_prefixes(self) -> None:
+        """What the pages of the last round continue counts as used after them: of a prompt that is larger than the
+        store the end leaves."""
+        followed = {run.parent_run for run in self._landed}
+        for run in self._landed:
             if run.parent_run is not None and run not in followed:
                 self._tier.used([key for above in path_of(run) for key in above.keys])
+        self._landed.clear()
 
-    def _is_unstored(self, run: HostRun) -> bool:
-        """And worth it, for its session has not ended."""
-        return run.is_published and not run.stored & self.into and run not in self._sent and not run.has_ended
-
-    def _send_waiting(self) -> None:
-        """Send what waits and is still there, as far as it fits; a run may have been divided meanwhile."""
-        while self._waiting:
-            component, keys = self._waiting[0]
-            for run in component.index.runs_of(keys):
-                if self._is_unstored(run) and not self._fits(run, component):
-                    first = next(at for at, key in enumerate(keys) if key in run.keys)
-                    self._waiting[0] = component, keys[first:]
-                    return
-                self._send(run, component)
-            self._waiting.popleft()
+    def _begin_round(self) -> None:
+        """Lock what is sent next. Beside that the rest of the host pool stays free of such locks, and the store has
+        room for what is on its way beside what that continues; one run alone always may be sent."""
+        budget_bytes = self._tier.stats().budget_bytes
+        for name, at in self._indexes.items():
+            at.max_pages = self._share * self._context.by_name[name].host.num_pages
+            if budget_bytes:
+                at.max_pages = min(at.max_pages, _STORE_SHARE * budget_bytes / at.page_bytes)
+        for at, run in self._ahead.next_round():
+            component = self._context.by_name[self._names[at]]
+            component.index.lock([run])
+            self._locked_pages[component.name] += run.num_held
+            self._backlog.append((component, run))
 
     def _take(self, write: _Write, done: WriteDone) -> None:
         component, written = write.component, sum(done.ok)
         if written:
             self._bytes.observe(written * component.host.page_bytes)
             self._seconds.observe(done.seconds)
+        self._count_new(write, done)
         self._failures.value += len(done.ok) - written
         events = self._context.tree.events
         if events is not None and self.into is DISK:
@@ -191,27 +211,25 @@ class Persist(Movement):
             if events is not None and self.into is DISK and component.name == FULL:
                 events.stored(event_pages_of(run), "DISK", [came.get(key, False) for key in run.keys])
             run.stored = run.stored | self.into if all(came.values()) else run.stored & ~self.into
-            self._sent.remove(run)
+            self._ahead.is_answered(run)
+        self._landed += write.runs if component.name == FULL else []
         component.index.unlock(write.runs)
 
-    def _fits(self, run: HostRun, component: CacheComponent) -> bool:
-        """Whether the rest of the host pool stays free of such locks, and the store has room for what is on its way
-        beside what that continues; one run alone always may be sent."""
-        locked, most = self._locked_pages[component.name], self._share * component.host.num_pages
-        if budget_bytes := self._tier.stats().budget_bytes:
-            most = min(most, _STORE_SHARE * budget_bytes / component.host.page_bytes)
-        return not locked or locked + run.num_held <= most
-
-    def _send(self, run: HostRun, component: CacheComponent) -> None:
-        if not self._is_unstored(run):
-            return
-        if len(run.second_pages) == len(run.keys):
-            run.stored |= self.into  # all of it that goes there
-            return
-        component.index.lock([run])
-        self._locked_pages[component.name] += run.num_held
-        self._sent.add(run)
-        self._backlog.append((component, run))
+    def _count_new(self, write: _Write, done: WriteDone) -> None:
+        """What the store lacked costs budget. Where none is set, half of what the store was measured to write is one:
+        reads have the other half."""
+        page_bytes, num_pages = write.component.host.page_bytes, len(done.ok)
+        num_bytes = done.num_new * page_bytes
+        self._budget.spend(num_bytes, num_pages * page_bytes)
+        self._written.value += num_bytes
+        if self._uses is not None and done.num_new:
+            keys = itertools.chain(*write.keys)
+            self._uses.write([*compress(keys, done.ok)], done.num_new)
+        if self._is_measured and done.num_new == num_pages:
+            self._measured_bytes, self._measured_s = self._measured_bytes + num_bytes, self._measured_s + done.seconds
+            if self._measured_bytes >= _MEASURED_BYTES and self._measured_s:
+                self._budget.bytes_per_s = _BUDGET_SHARE * self._measured_bytes / self._measured_s
+                self._measured_bytes, self._measured_s = self._measured_bytes / 2, self._measured_s / 2
 
     def _push(self) -> None:
         """Send what has its turn, so much in a step that this ends soon."""
@@ -240,9 +258,11 @@ class Persist(Movement):
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:
     """One for each store that this engine writes to."""
     remote = context.config.remote
-    shares = {DISK: _DISK_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
+    disk = context.config.disk
+    rates = {DISK: 0.0 if disk is None else disk.write_bytes_per_s, REMOTE: 0.0}
+    shares = {DISK: ROUND_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
     return tuple(
-        Persist(context, store, shares[store])
+        Persist(context, store, shares[store], WriteBudget(rates[store], context.clock))
         for store in context.stores
         if store is DISK or remote is None or remote.backup == "all"
     )

@@ -41,7 +41,7 @@ from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
 from hicache.host import HostRun
 from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
-from hicache.tiers import FULL, Component
+from hicache.tiers import DISK, FULL, Component
 from hicache.tree.key import Tokens
 
 _RETRY_S = 0.05  # between two looks whether there is room for who was postponed
@@ -313,6 +313,8 @@ class Prefetcher(Movement):
             published = index.publish(run, came)
             for part in published:
                 part.stored |= job.store
+                if job.store is DISK:
+                    self._context.page_uses.read(part.keys)
             if job.component.name == FULL and published:
                 num_pages = self._readers.count_landed(job.store, published)
                 if waiting:  # they count for the one that came first

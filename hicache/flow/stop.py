@@ -43,7 +43,7 @@ def store_promised(
 ) -> None:
     """Nothing is under way, and no lease is held. `settle`: lands what is under way, and says whether all of it has."""
     for persist in persists:
-        persist.send_again()
+        persist.drain(anew=True)
     tiers = [context.stores[persist.into] for persist in persists]
     pieces = [piece for node in _promised(context) for piece in _pieces(backup, node, _limits(context, tiers))]
     pieces.sort(key=lambda piece: (piece.pages.first, -piece.node.last_access_time))

@@ -34,18 +34,6 @@ class WriteThrough:
         return True
 
 
-class WriteThroughSelective:
-    """What `hits` requests have used, its maker included."""
-
-    at_eviction = is_exclusive = False
-
-    def __init__(self, hits: int) -> None:
-        self._hits = hits
-
-    def wants(self, node: TreeNode) -> bool:
-        return node.hit_count >= self._hits
-
-
 class WriteBack:
     """Nothing until the device evicts it, which then waits for the copy."""
 
@@ -65,7 +53,6 @@ class Exclusive(WriteBack):
 # What the setting `write_policy` may name.
 POLICIES: dict[str, Callable[[EngineConfig], WritePolicy]] = {
     "write_through": lambda config: WriteThrough(),
-    "write_through_selective": lambda config: WriteThroughSelective(config.selective_hits),
     "write_back": lambda config: WriteBack(),
     "exclusive": lambda config: Exclusive(),
 }

@@ -19,8 +19,10 @@ from hicache.host.run import (
     used_alike,
     within,
 )
+from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 
 __all__ = [
+    "ROUND_SHARE",
     "RUN_TOKENS",
     "CudaRegistry",
     "ExclusiveIndex",
@@ -31,6 +33,8 @@ __all__ = [
     "PinnedArena",
     "PinnedRows",
     "RunPart",
+    "WriteAhead",
+    "WrittenIndex",
     "allocate_pinned",
     "end_of",
     "held_by",

@@ -128,7 +128,16 @@ class PageIndex(PageHints):
         """Pages that are free or evictable."""
         return self.pool.available() + self.num_evictable
 
-    # Coming
+    def leaving(self) -> Iterator[HostRun]:
+        """The runs that nobody has locked, in the order in which they would leave if nothing changed from now on."""
+        num_gone = Counter[HostRun]()
+
+        def freed(run: HostRun) -> HostRun | None:
+            if (parent := run.parent_run) is not None:
+                num_gone[parent] += 1
+            return parent if parent is not None and num_gone[parent] == len(parent.after) else None
+
+        return self._order.leaving(freed)
 
     def fitting(self, new: Sequence[NewPages]) -> list[NewPages]:
         """Of `new`, from its first page on, what there is room for beside what it follows."""
@@ -219,8 +228,6 @@ class PageIndex(PageHints):
             if lower.run.parent_run is None and lower.start == upper.end:
                 self._follow(lower.run, upper.run)
 
-    # Use
-
     def count_use(self, parts: list[RunPart]) -> list[RunPart]:
         """One more request uses these pages of its prompt, from wherever: it counts when it ends, see `touch`. A run
         that it uses the beginning of is divided there, for the rest was used less often; returns where they are now."""
@@ -285,8 +292,6 @@ class PageIndex(PageHints):
         if found:
             raise InvariantError("host index", found)
         self.pool.check()
-
-    # Inside
 
     def _needed_by(self, pages: NewPages) -> list[HostRun]:
         parent = self._runs.get(pages.previous_key) if pages.previous_key else None

@@ -17,18 +17,18 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hicache.config import default_write_policy, host_order
-from hicache.config.settings import short_repr
-from hicache.errors import ConfigError
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
-from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.host import (
+    ROUND_SHARE,
     RUN_TOKENS,
     ExclusiveIndex,
     HostRun,
     NewPages,
     PageIndex,
     RunPart,
+    WriteAhead,
+    WrittenIndex,
     end_of,
     spans,
     used_alike,
@@ -36,62 +36,17 @@ from hicache.host import (
 )
 from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
-from hicache.replay.hints import HINTS, NO_HINT, Hint, HintName
+from hicache.replay.hints import NO_HINT, Hint
+from hicache.replay.settings import ReplaySettings
 from hicache.stores.tier import JOB_PAGES
-from hicache.tiers import FULL
+from hicache.tiers import DISK, FULL
 from hicache.tree import RadixTree, TreeNode
 from hicache.tree.key import Tokens
 
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
+_BLOCKS_PER_S = 100.0  # that requests ask for
 
-WRITE_POLICIES = ("write_through", "write_through_selective", "write_back", "exclusive")
 _AT_EVICTION = ("write_back", "exclusive")
-
-
-@dataclass(frozen=True)
-class ReplaySettings:
-    """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
-    order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
-    `write_policy`: empty for what an engine takes. `hints`: which of `HINTS` requests give. ConfigError for what no
-    cache can have."""
-
-    device_blocks: int | None
-    host_blocks: int | None = 0
-    disk_blocks: int | None = 0
-    policy: str = "lru"
-    write_policy: str = ""
-    selective_hits: int = 2
-    host_policy: str = ""
-    hints: tuple[HintName, ...] = ()
-
-    def __post_init__(self) -> None:
-        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0), ("selective_hits", 1)):
-            value = vars(self)[name]
-            is_unlimited = value is None and name != "selective_hits"
-            if not is_unlimited and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
-        if self.disk_blocks != 0 and self.host_blocks == 0:
-            raise ConfigError("the disk tier needs a host tier; give host_blocks")
-        if not self.write_policy:
-            chosen = default_write_policy(has_stores=self.disk_blocks != 0)
-            object.__setattr__(self, "write_policy", chosen)
-        orders = tuple(EVICTION_POLICIES)
-        for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
-            if vars(self)[name] not in words:
-                raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
-        if not {*self.hints} <= {*HINTS}:
-            raise ConfigError(f"hints={short_repr(self.hints)} are unknown; use some of {', '.join(HINTS)}")
-
-    @property
-    def host_order(self) -> str:
-        """The eviction order of the host."""
-        return self.host_policy or host_order(self.policy, self.write_policy)
-
-    @property
-    def total_blocks(self) -> int | None:
-        """Of all tiers; None where one is unlimited."""
-        sizes = (self.device_blocks, self.host_blocks, self.disk_blocks)
-        return None if None in sizes else sum(size for size in sizes if size is not None)
 
 
 class BlockHits(NamedTuple):
@@ -119,9 +74,13 @@ class CacheSimulation:
     and a read from disk have as many as make the tokens of the engine's."""
 
     def __init__(
-        self, settings: ReplaySettings, block_tokens: int = _PAGE_TOKENS, page_tokens: int = _PAGE_TOKENS
+        self,
+        settings: ReplaySettings,
+        block_tokens: int = _PAGE_TOKENS,
+        page_tokens: int = _PAGE_TOKENS,
+        blocks_per_s: float = _BLOCKS_PER_S,
     ) -> None:
-        self.settings = settings
+        self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
         self._names = BlockKeys()
         self.tree = RadixTree(1, self._names, policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
@@ -134,12 +93,21 @@ class CacheSimulation:
                 self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
             else:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
+        self._ahead: WriteAhead | None = None
+        if self.disk is not None and self.host is not None:
+            self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._asked_s)
+            self._written = WrittenIndex(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
+            self._ahead = WriteAhead([self._written], DISK, self._budget, PageUses())
         self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         sizes = (settings.device_blocks, settings.host_blocks)
         self._keeps = [Keeps(math.inf if blocks is None else KEPT_SHARE * blocks) for blocks in sizes]
         self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
+
+    def _asked_s(self) -> float:
+        """Where all requests ask for as many blocks a second."""
+        return self._num_asked / self._blocks_per_s
 
     @property
     def copies(self) -> Copies:
@@ -175,6 +143,7 @@ class CacheSimulation:
         node = self._commit(node, blocks[length:], keys)
         tree.touch(node)
         tree.unlock(node)
+        self._num_asked += len(blocks)
         self._touch_below(blocks, keys, node, hint, now_s)
         num_disk = bisect_left(read, length)
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
@@ -214,19 +183,12 @@ class CacheSimulation:
         most, jobs = self._job_blocks, list[NewPages]()
         for start, end in spans(read):
             jobs += [_piece(keys, at, min(end, at + most)) for at in range(start, end, most)]
-        for run in host.reserve(jobs) or ():
+        for run in [run for job in jobs for run in host.reserve([job]) or ()]:  # what leaves, leaves for one job
+            run.stored |= DISK
             host.publish(run)
         host.unlock(followed)
         disk.read(blocks[read])
         return read
-
-    def _enter(self, pieces: Sequence[NewPages]) -> None:
-        """What the host lacks of `pieces`, as far as it fits."""
-        assert self.host is not None
-        absent = [new for piece in pieces for new in self.host.absent(piece)]
-        for run in reversed(self.host.reserve(self.host.fitting(absent)) or ()):
-            self.host.publish(run)
-            self._backed_up += len(run.keys)
 
     def _admit(
         self, node: TreeNode, blocks: Tokens, keys: Sequence[bytes], length: int, parts: Sequence[RunPart]
@@ -309,8 +271,23 @@ class CacheSimulation:
         shared = self._end_session(node, keys) if hint.session_end else node
         if hint.next_turn_within_s is not None:
             self._keep(node, keys, now_s, hint.next_turn_within_s)
-        if self.disk is not None:
+        if self.disk is not None and self._ahead is not None:
             self.disk.touch(blocks[: shared.depth_tokens])
+            self._ahead.use(self._written, keys[: shared.depth_tokens])
+            self._write_ahead(self.disk, self._ahead)
+
+    def _write_ahead(self, disk: DiskOrder, ahead: WriteAhead) -> None:
+        """Host to disk: what it gets by now."""
+        while (chosen := ahead.next_round()) or not ahead.is_done:
+            runs = [run for _, run in chosen]
+            for run in runs:
+                num_before = disk.num_written
+                disk.put(ids_of([run.keys]))
+                run.stored |= DISK
+                ahead.is_answered(run)
+                self._budget.spend(disk.num_written - num_before, len(run.keys))
+            for path in _paths(runs):
+                disk.touch(ids_of(run.keys for run in path))
 
     def _end_session(self, node: TreeNode, keys: Sequence[bytes]) -> TreeNode:
         """Returns the end of what others share."""
@@ -336,9 +313,7 @@ class CacheSimulation:
         host = self.host
         if host is None or self.settings.write_policy in _AT_EVICTION:
             return
-        hits = self.settings.selective_hits if self.settings.write_policy == "write_through_selective" else 0
-        lacking = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
-        wanted = list(takewhile(lambda at: at.hit_count >= hits, lacking))
+        wanted = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
         pieces = [_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted]
         self._save([self._used_as(piece, at) for piece, at in zip(pieces, wanted, strict=True)])
 
@@ -350,11 +325,13 @@ class CacheSimulation:
         host = self.host
         if not pieces or host is None:
             return
-        self._enter(pieces)
-        if self.disk is not None:
-            self.disk.put(ids_of(part.keys for piece in pieces for part in host.parts(piece.keys)))
-            for path in _paths([run for piece in pieces if (run := host.get(piece.keys[-1])) is not None]):
-                self.disk.touch(ids_of(run.keys for run in path))
+        absent = [new for piece in pieces for new in host.absent(piece)]
+        came = host.reserve(host.fitting(absent)) or ()
+        for run in reversed(came):
+            host.publish(run)
+            self._backed_up += len(run.keys)
+        if self._ahead is not None:
+            self._ahead.come(self._written, came)
 
     # Capacity
 

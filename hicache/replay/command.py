@@ -14,12 +14,12 @@ from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.console import counted, path_of, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.replay.cache import WRITE_POLICIES, ReplaySettings
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.curve import CurvePoint, miss_ratio_curve
 from hicache.replay.flags import add_trace_flags, trace_of
 from hicache.replay.hints import HINTS, HintName
 from hicache.replay.rows import UNLIMITED, copy_rows, curve_rows, hit_rates_svg, hit_rows, work_rows
+from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.simulation import ReplayResult
 from hicache.replay.sweep import Case, cases_of, sweep, with_beside
 from hicache.replay.trace import Trace
@@ -67,8 +67,9 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="when the host gets blocks (default: exclusive, with a disk write_through, as an engine)",
     )  # fmt: skip
     rules.add_argument(
-        "--selective-hits", type=as_flag(_COUNT), default=2, metavar="N", help="of write_through_selective (default 2)"
-    )
+        "--disk-write-budget", type=as_flag(Number("blocks", 1e-6)), metavar="BLOCKS",
+        help="blocks that may be written to the disk for each block that is asked for (default: no limit)",
+    )  # fmt: skip
     rules.add_argument(
         "--hints", type=_hints, default=(), metavar="NAMES",
         help="what requests say of later ones, which the trace knows: session (nobody goes on from it), next (when "
@@ -160,7 +161,7 @@ def _hints(text: str) -> tuple[HintName, ...]:
 def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
     """One for every combination of sizes."""
     device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
-    rules = {name: vars(flags)[name] for name in ("write_policy", "selective_hits", "host_policy", "hints")}
+    rules = {name: vars(flags)[name] for name in ("write_policy", "host_policy", "hints", "disk_write_budget")}
     return [
         ReplaySettings(*blocks, **rules) for blocks in product(device or _DEVICE_BLOCKS, host or (0,), disk or (0,))
     ]

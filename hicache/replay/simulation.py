@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from hicache.replay.cache import BlockHits, CacheSimulation, Copies, ReplaySettings
+from hicache.replay.cache import BlockHits, CacheSimulation, Copies
 from hicache.replay.cost import TierCosts
 from hicache.replay.hints import hints_of
 from hicache.replay.optimal import optimal_hits
+from hicache.replay.settings import ReplaySettings
 from hicache.replay.trace import Trace
 from hicache.tree.key import Tokens
 
@@ -178,7 +179,8 @@ def _replay(
     on_progress: Progress | None,
     costs: TierCosts | None,
 ) -> ReplayResult:
-    cache = CacheSimulation(settings, trace.block_tokens)
+    blocks_per_s = trace.num_blocks / (trace.requests[-1].time_s or 1)
+    cache = CacheSimulation(settings, trace.block_tokens, blocks_per_s=blocks_per_s)
     hits = np.zeros((len(BlockHits._fields), len(prompts)), np.int64)
     hints = hints_of(trace, settings.hints)
     for at, blocks in enumerate(prompts):

@@ -45,7 +45,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 3
+VERSION = 4
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
 _MAX_SHORT_BYTES = 1 << 20  # of frames that bring no keys
@@ -155,7 +155,7 @@ def outcome(done: Outcome, *, is_write: bool) -> bytes:
     elif isinstance(done, ReadDone):
         kind, number, seconds, ok = Kind.READ_DONE, done.asked, done.seconds, done.ok
     elif isinstance(done, WriteDone):
-        kind, seconds, ok, removed = Kind.WRITTEN, done.seconds, done.ok, done.removed
+        kind, number, seconds, ok, removed = Kind.WRITTEN, done.num_new, done.seconds, done.ok, done.removed
     else:
         kind = Kind.STALLED
     head = _OUTCOME.pack(done.ticket, done.batch, flag, number, seconds)
@@ -253,7 +253,7 @@ class Body:
         if kind is Kind.READ_DONE:
             return ReadDone(ticket, batch, ok, number, seconds), False
         if kind is Kind.WRITTEN:
-            return WriteDone(ticket, ok, batch, seconds, removed), True
+            return WriteDone(ticket, ok, batch, seconds, removed, number), True
         if kind is Kind.STALLED:
             return Stalled(ticket, batch), bool(flag)
         raise FrameError(f"a frame of kind {kind} brings no outcome")

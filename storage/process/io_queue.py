@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from hicache.storage.process.health import Breaker, Limits, Watchdog
 from hicache.storage.process.jobs import Job, Stalled
@@ -27,6 +27,14 @@ class Queued(Generic[J, D]):
     job: J = field(compare=False)
     num_bytes: int = field(compare=False)
     reply: Callable[[Any], None] = field(compare=False)
+
+
+class _Worker(NamedTuple, Generic[J, D]):
+    """A thread that does jobs up to `last_class`."""
+
+    thread: threading.Thread
+    watchdog: Watchdog[Queued[J, D]]
+    last_class: float
 
 
 class IoQueue(Generic[J, D]):
@@ -49,7 +57,7 @@ class IoQueue(Generic[J, D]):
         self.name, self._tier, self._capacity = name, tier, capacity
         self.breaker = Breaker(name, limits, clock, tier)
         self._unserved, self._limits, self._clock = unserved, limits, clock
-        self._threads: list[tuple[threading.Thread, Watchdog[Queued[J, D]]]] = []
+        self._threads: list[_Worker[J, D]] = []
         self._changed = threading.Condition()
         self._waiting: list[Queued[J, D]] = []  # a heap
         self._waiting_bytes = 0
@@ -57,34 +65,44 @@ class IoQueue(Generic[J, D]):
         self._refused = self._stalled = 0
         self._stopped = False
 
-    def start(self, num_threads: int, loop: Callable[[Watchdog[Queued[J, D]]], None]) -> None:
-        for n in range(num_threads):
+    def start(
+        self,
+        num_threads: int,
+        loop: Callable[[Watchdog[Queued[J, D]]], None],
+        last_class: float = math.inf,
+    ) -> None:
+        """Threads whose `loop` takes jobs up to `last_class`."""
+        for _ in range(num_threads):
             watchdog: Watchdog[Queued[J, D]] = Watchdog(self._clock, self._limits.io_timeout_s)
-            name = f"hicache-{self._tier}-{self.name}-{n}"
+            name = f"hicache-{self._tier}-{self.name}-{len(self._threads)}"
             thread = threading.Thread(target=loop, args=(watchdog,), name=name, daemon=True)
             thread.start()
-            self._threads.append((thread, watchdog))
+            self._threads.append(_Worker(thread, watchdog, last_class))
 
     def submit(self, job: J, reply: Callable[[Any], None]) -> None:
         """Queue a job, or refuse it where no thread would do it."""
         num_bytes = sum(page.nbytes for page in job.pages)
         item: Queued[J, D] = Queued(job.queue_class, next(self._order), job, num_bytes, reply)
-        if self.refuses():
+        if self.refuses(job.queue_class):
             self.refuse(item)
             return
         with self._changed:
             heapq.heappush(self._waiting, item)
             self._waiting_bytes += num_bytes
-            self._changed.notify()
+            self._changed.notify_all()  # not all threads do this one
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def take(self, wait_s: float | None = None) -> Queued[J, D] | None:
-        """Wait for a job. None: there was none for `wait_s`, or the queue `is_stopped` and empty."""
+    def take(self, wait_s: float | None = None, last_class: float = math.inf) -> Queued[J, D] | None:
+        """Wait for a job up to `last_class`. None: there was none for `wait_s`, or the queue `is_stopped` without."""
+
+        def has_one() -> bool:
+            return bool(self._waiting) and self._waiting[0].queue_class <= last_class
+
         with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._stopped, wait_s)
-            return self._pop() if self._waiting else None
+            self._changed.wait_for(lambda: has_one() or self._stopped, wait_s)
+            return self._pop() if has_one() else None
 
     @property
     def is_stopped(self) -> bool:
@@ -103,9 +121,9 @@ class IoQueue(Generic[J, D]):
         with self._changed:
             return min(1.0, max(len(self._waiting) / self._capacity, self._waiting_bytes / full_bytes))
 
-    def refuses(self) -> bool:
-        """Whether a job submitted now would not be done: the breaker is open, or no thread is left."""
-        return self.breaker.refuses() or self._stopped or all(watchdog.is_stalled for _, watchdog in self._threads)
+    def refuses(self, queue_class: float = math.inf) -> bool:
+        """Whether a job submitted now would not be done: the breaker is open, or no thread is left for it."""
+        return self.breaker.refuses() or self._stopped or self._are_stalled(queue_class)
 
     def refuse(self, item: Queued[J, D]) -> None:
         with self._changed:
@@ -118,8 +136,8 @@ class IoQueue(Generic[J, D]):
         A job whose thread does not return in time has two outcomes: `Stalled`, and its answer once no thread uses its
         pages.
         """
-        for _, watchdog in self._threads:
-            token = watchdog.report(self._announce)
+        for worker in self._threads:
+            token = worker.watchdog.report(self._announce)
             if token is not None:
                 why = f"a job takes longer than io_timeout_s={self._limits.io_timeout_s:g}"
                 self.breaker.failed(token, why, at_once=True)
@@ -130,23 +148,26 @@ class IoQueue(Generic[J, D]):
     @property
     def is_busy(self) -> bool:
         """Whether a job waits or is under way."""
-        return len(self._waiting) > 0 or any(watchdog.is_working for _, watchdog in self._threads)
+        return len(self._waiting) > 0 or any(worker.watchdog.is_working for worker in self._threads)
 
     def stop(self) -> None:
         """Let the threads finish what is queued, and wait for them."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
-        for thread, _ in self._threads:
-            thread.join()
+        for worker in self._threads:
+            worker.thread.join()
 
     def numbers(self) -> tuple[float, ...]:
         """The `QUEUE_NUMBERS` of the shared status, and until when jobs are refused."""
         breaker = self.breaker
         counts = breaker.state, breaker.opens, breaker.failures, self._refused, self._stalled
-        are_stalled = all(watchdog.is_stalled for _, watchdog in self._threads)
-        until_s = math.inf if are_stalled else breaker.refuses_until_s
+        until_s = math.inf if self._are_stalled() else breaker.refuses_until_s
         return (*counts, len(self._waiting), self._waiting_bytes, until_s)
+
+    def _are_stalled(self, queue_class: float = math.inf) -> bool:
+        """All threads that do jobs of the class."""
+        return all(worker.watchdog.is_stalled for worker in self._threads if worker.last_class >= queue_class)
 
     def _pop(self) -> Queued[J, D]:
         item = heapq.heappop(self._waiting)

@@ -45,12 +45,13 @@ FIND = -1  # the `batch` of a ticket's first find, those of others lie below
 
 
 class ReadClass(enum.IntEnum):
-    """The queue classes of reads, by priority. Lookup: the scheduler waits for it. Urgent: a request waits for it."""
+    """The queue classes of reads, by priority: finds first, which read no page. Lookup: the scheduler waits for it.
+    Urgent: a request waits for it."""
 
     LOOKUP = -1
     URGENT_FIND = 0
-    URGENT_READ = 1
-    BACKGROUND_FIND = 2
+    BACKGROUND_FIND = 1
+    URGENT_READ = 2
     BACKGROUND_READ = 3
 
 
@@ -129,7 +130,8 @@ class RemoveJob:
 @dataclass(frozen=True)
 class WriteDone:
     """`ok[i]`: page i is in the store, as durable as its durability setting says. `seconds`: the job's share, by pages,
-    of the time that its batch took to write, on the store's clock.
+    of the time that its batch took to write, on the store's clock. `num_new`: pages that the store lacked before; one
+    that does not count its puts is taken to have lacked all.
 
     `removed`: keys that the store was known to lose until then, before `ok` held; those of a group of jobs come with
     the first."""
@@ -139,6 +141,7 @@ class WriteDone:
     batch: int = 0
     seconds: float = field(default=0.0, compare=False)
     removed: tuple[bytes, ...] = ()
+    num_new: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,10 @@
-"""The threads of one store: one writes, several read; for all clients of the store.
+"""The threads of one store: one writes, several read, one more looks up; for all clients of the store.
 
 The serving thread puts frozen jobs on bounded queues; the thread that does a job hands its outcome to the job's
-`reply`. Reads that a request waits for go before background reads, finds before reads; writes that wait at the same
-time are put together. Whatever a store raises becomes a miss or a failed write. A store that fails or stalls is not
-used for a while (see `health`).
+`reply`. Finds go before reads, and reads that a request waits for before others. A find waits for no read: readers
+are busy for tenths of a second, and a server that asks what there is delays a prompt meanwhile. Writes that wait at the
+same time are put together. Whatever a store raises becomes a miss or a failed write. A store that fails or stalls is
+not used for a while (see `health`).
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from hicache.storage.process.io_queue import IoQueue, Queued
 from hicache.storage.process.jobs import (
     FindDone,
     FindJob,
+    ReadClass,
     ReadDone,
     ReadJob,
     RemoveJob,
@@ -37,6 +39,7 @@ from hicache.storage.process.settings import ServiceSettings
 log = logging.getLogger(__name__)
 
 _GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
+_LAST_FIND = ReadClass.BACKGROUND_FIND
 _IDLE_S = 10.0  # without a write, after which it is looked whether other stores need space
 _GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
@@ -80,6 +83,7 @@ class StoreService:
         self.writes = IoQueue("writes", queue_jobs, unserved_write, limits, clock, name)
         try:
             self.reads.start(settings.readers, self._read_loop)
+            self.reads.start(1, self._find_loop, _LAST_FIND)
             self.writes.start(1, self._write_loop)
         except BaseException:  # no thread is left on the machine
             self.writes.stop()
@@ -157,10 +161,14 @@ class StoreService:
         while self._do_read(watchdog):
             continue
 
-    def _do_read(self, watchdog: Watchdog[_Read]) -> bool:
-        """Do the next read; False where none comes any more."""
+    def _find_loop(self, watchdog: Watchdog[_Read]) -> None:
+        while self._do_read(watchdog, _LAST_FIND):
+            continue
+
+    def _do_read(self, watchdog: Watchdog[_Read], last_class: float = math.inf) -> bool:
+        """Do the next read up to a class; False where none comes any more."""
         reads = self.reads
-        if (item := reads.take()) is None:
+        if (item := reads.take(last_class=last_class)) is None:
             return False
         job = item.job
         if isinstance(job, ReadJob) and self._is_void(job):
@@ -288,12 +296,16 @@ class StoreService:
             self._require_writable(token)
             return _one_each(self.store.put(items, lag=lag), items)
 
-        begin_s = self.clock()
+        begin_s, num_puts = self.clock(), self.store.stats().puts
         stored = self._ask_to_write(put, token) or [False] * len(items)
+        num_puts_now = self.store.stats().puts
+        num_new = num_puts_now - num_puts if num_puts_now else len(items)
         page_s = (self.clock() - begin_s) / max(1, len(items))
         answers, start = [], 0
         for job in jobs:
             end = start + len(job.keys)
+            num_new_here = min(num_new, sum(stored[start:end]))
+            num_new -= num_new_here
             answers.append(
                 WriteDone(
                     job.ticket,
@@ -301,6 +313,7 @@ class StoreService:
                     job.batch,
                     seconds=page_s * len(job.keys),
                     removed=tuple(self._removed),
+                    num_new=num_new_here,
                 )
             )
             self._removed.clear()

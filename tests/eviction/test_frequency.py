@@ -12,7 +12,8 @@ import torch
 from hicache.eviction.frequency import FadingFrequency
 from hicache.eviction.orders import CountedRecord
 from hicache.eviction.policy import make_order
-from hicache.replay.cache import CacheSimulation, ReplaySettings
+from hicache.replay.cache import CacheSimulation
+from hicache.replay.settings import ReplaySettings
 from hicache.tiers import FULL
 from hicache.tree import PageHasher, RadixTree
 from hicache.tree.key import Tokens

@@ -26,7 +26,7 @@ from waiting import BOUND_S, eventually
 
 PAGE = 8
 MAX_JOBS = 8  # that a poll gives to a store
-IDLE_POLL_CALLS = 64  # what a poll costs at most that finds no answer
+IDLE_POLL_CALLS = 96  # what a poll costs at most that finds no answer
 
 
 def engine_of(

@@ -92,7 +92,7 @@ def test_an_expectation_follows_what_came_meanwhile() -> None:
         engine.check()
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back", "exclusive"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
 def test_what_makes_room_is_on_the_host(policy: str) -> None:
     """A request that is backed up and released, and whose slots are taken, finds its whole pages on the host."""
     settings = config(device_tokens=64, write_policy=policy)

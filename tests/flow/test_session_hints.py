@@ -10,16 +10,18 @@ from disk_case import Clock
 from hicache import CacheEngine, build_engine
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, prompt, serve, settled
+from waiting import eventually
 
 PAGE_BYTES = 8 * 192
-WRITE_POLICIES = ["write_through", "write_through_selective", "write_back", "exclusive"]
+WRITE_POLICIES = ["write_through", "write_back", "exclusive"]
 
 
 def stored(engine: CacheEngine, tokens: np.ndarray) -> int:
     """Tokens of it that memory no longer has, and the store does."""
     assert engine.reset()
+    eventually(lambda: engine.lookup(tokens, disk_wait_s=10.0).disk_known)
     found = engine.lookup(tokens, disk_wait_s=10.0)
-    assert found.disk_known and not found.device and not found.host
+    assert not found.device and not found.host
     return found.disk
 
 

@@ -173,7 +173,7 @@ def test_a_disk_whose_process_died_is_told_as_it_is_found(tmp_path: Path) -> Non
         assert len(_index_of(engine, stream).held["DISK"]) == found.landed_tokens // 8 == 11
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back", "exclusive"])
+@pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
 def test_parents_come_before_children_on_every_medium(policy: str, tmp_path: Path) -> None:
     """A long prompt that is computed, evicted, read again and grown is told in its order, of each medium."""
     stream, prompt, order = tmp_path / "events", range(240), dict[str, list[int]]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict
 from itertools import product
 
@@ -11,35 +12,48 @@ import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
+from hicache.eviction.write_budget import BUCKET_S, Clock, WriteBudget
+from hicache.flow.movement import settle
+from hicache.replay.cache import BlockHits, CacheSimulation
 from hicache.replay.hints import NO_HINT, Hint
+from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.trace import prefix_ids
 from hicache.tree.key import Tokens
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 TOKEN_BYTES = 192
 NO_LIMIT = 8 << 20  # of the disk, in bytes
 
 
-def serve(engine: CacheEngine, request_id: str, blocks: list[int], hint: Hint) -> BlockHits:
-    """One request, alone: a token behind the blocks is computed and not committed, for the engine computes the last."""
-    tokens = np.array([*blocks, 1 << 20])
+def serve(
+    engine: CacheEngine,
+    request_id: str,
+    blocks: list[int],
+    hint: Hint = NO_HINT,
+    pass_time: Callable[[], None] = lambda: None,
+) -> BlockHits:
+    """One request, alone: a token behind the blocks is computed and not committed, for the engine computes the last.
+    The disk is written at its end, when `pass_time` was called."""
+    seen, tokens = engine.inspect, np.array([*blocks, 1 << 20])
+    copies = [movement for movement in (seen.backup, seen.restore) if movement is not None]
     engine.poll()  # by its clock
     handle = engine.prefetch(request_id, tokens)
-    eventually(lambda: engine.poll() or handle.ended)
-    is_exclusive = engine.inspect.context.exclusive is not None
+    if (prefetcher := seen.prefetcher) is not None:
+        eventually(lambda: (prefetcher.poll(), prefetcher.step()) and handle.ended)
+    is_exclusive = seen.context.exclusive is not None
     reserve = 0 if is_exclusive else None
     lease = engine.acquire(CacheRequest(request_id, tokens, reserve_tokens=reserve, **asdict(hint)))
     hit = lease.hit
-    engine.flush()
+    assert settle(copies, BOUND_S)
     if is_exclusive:  # what is computed gets its room once the load has ended
         engine.extend(lease, len(blocks) - lease.length)
     engine.commit(lease, tokens[:-1])
-    engine.flush()
+    assert settle(copies, BOUND_S)
     engine.release(lease)
-    engine.flush()
+    pass_time()
+    assert settle([*copies, *seen.persists], BOUND_S)
     return BlockHits(hit.device, hit.host, hit.disk)
 
 
@@ -65,7 +79,7 @@ def branching_prompts(seed: str, num_requests: int, most_blocks: int) -> list[To
     return prompts
 
 
-# Between two evictions of one request, what these send to the disk is locked on the host.
+# What a read brings is locked on the host between two evictions of one request.
 AT_EVICTION = ("write_back", "exclusive")
 WRITING = [case for case in product(WRITE_POLICIES, (False, True)) if not (case[1] and case[0] in AT_EVICTION)]
 # By default each order once, and each way of writing with some of them.
@@ -76,18 +90,28 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("hinted", [False, True])
-@pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
-def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, hinted: bool) -> None:
-    """Pages of one token, requests one after the other, each copy ended before the next step; a read from the disk is
-    several jobs. With hints, one request a second."""
+def sizes_and_rules(
+    policy: str, write_policy: str, *, has_disk: bool
+) -> tuple[int, int, dict[str, int], dict[str, str]]:
+    """Blocks of device and host, and the settings of an engine."""
     device, host = (26, 26) if write_policy == "exclusive" else (30, 40)
-    store = MemoryPageStore(NO_LIMIT) if has_disk else None
     num_slots = device + (write_policy != "exclusive")  # for the token behind
     sizes = {"device_tokens": num_slots, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
     rules = {"eviction_policy": policy, "write_policy": write_policy, "prefetch_mode": "wait_complete"}
     if write_policy == "exclusive" and policy != "auto":  # whose host has lru
         rules["host_eviction_policy"] = "auto"
+    if has_disk and policy == "auto":  # which ranks anew what was locked on its way to the disk
+        rules["host_eviction_policy"] = "lru"
+    return device, host, sizes, rules
+
+
+@pytest.mark.parametrize("hinted", [False, True])
+@pytest.mark.parametrize(("policy", "write_policy", "has_disk"), CASES)
+def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool, hinted: bool) -> None:
+    """Pages of one token, requests one after the other, each copy ended before the next step, and the disk written as
+    each request ends; a read from it is several jobs. With hints, one request a second."""
+    device, host, sizes, rules = sizes_and_rules(policy, write_policy, has_disk=has_disk)
+    store = MemoryPageStore(NO_LIMIT) if has_disk else None
     order = rules.get("host_eviction_policy", "")
     simulation = CacheSimulation(
         ReplaySettings(device, host, None if has_disk else 0, policy, write_policy, host_policy=order), 1, 1
@@ -102,3 +126,35 @@ def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool,
     on_device, on_host, on_disk = (sum(tier) for tier in zip(*hits, strict=True))
     assert on_device > 0 and on_host + on_disk > 0
     assert on_disk > 0 or not has_disk or write_policy != "write_through"
+
+
+@pytest.mark.parametrize("policy", ["lru", "slru"])
+@pytest.mark.parametrize("budget", [0.125, 0.5])
+def test_the_engine_writes_as_much_within_a_budget(policy: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same hits, and the same blocks on the disk after each request, where the bucket has a few blocks and the
+    budget is less than what comes. Time is what requests have asked for."""
+    device, host, sizes, rules = sizes_and_rules(policy, "write_through", has_disk=True)
+    num_asked, num_held = 0, list[int]()
+
+    def limited(bytes_per_s: float, clock: Clock) -> WriteBudget:
+        return WriteBudget(budget * TOKEN_BYTES, clock)
+
+    monkeypatch.setattr("hicache.flow.persist.WriteBudget", limited)
+    settings = ReplaySettings(device, host, None, policy, "write_through", disk_write_budget=budget)
+    simulation, store = CacheSimulation(settings, 1, 1, blocks_per_s=1.0), MemoryPageStore(NO_LIMIT)
+    with build_engine(config(**sizes, **rules), GEOMETRY, store=store, clock=lambda: num_asked) as engine:
+        for now, blocks in enumerate(prefix_ids(branching_prompts("budget", 200, 24))):
+
+            def pass_time(num_blocks: int = len(blocks)) -> None:
+                nonlocal num_asked
+                num_asked += num_blocks
+
+            expected = simulation.serve(blocks)
+            assert serve(engine, f"r{now}", blocks.tolist(), pass_time=pass_time) == expected, (
+                f"request {now}: {blocks}"
+            )
+            assert store.stats().puts == simulation.copies.written, f"request {now}"
+            num_held.append(store.stats().puts)
+    written, asked = num_held[-1], num_asked
+    assert 0 < written <= budget * (asked + BUCKET_S)
+    assert len({*num_held}) > 20, "the bucket filled again and again"

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.replay.cache import ReplaySettings
 from hicache.replay.recorder import TraceRecorder
+from hicache.replay.settings import ReplaySettings
 from hicache.replay.simulation import replay
 from hicache.replay.trace import read_trace
 

@@ -14,12 +14,13 @@ import pytest
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.replay.blocks import BlockKeys
-from hicache.replay.cache import WRITE_POLICIES, BlockHits, CacheSimulation, ReplaySettings
+from hicache.replay.cache import BlockHits, CacheSimulation
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
 from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint, hints_of
 from hicache.replay.optimal import lru_hits_by_size, optimal_hits
+from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.simulation import Copies, ReplayResult, one_tier, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, prefix_ids
 from hicache.tree.key import Tokens
@@ -86,9 +87,7 @@ def test_tiers_add_up(policy: str, write_policy: str) -> None:
     assert whole.tier_hit_rates["device"] == whole.hit_rate
 
 
-@pytest.mark.parametrize(
-    "wrong", [{"disk_blocks": 1.5}, {"disk_blocks": 10}, {"host_blocks": -1}, {"selective_hits": 0}]
-)
+@pytest.mark.parametrize("wrong", [{"disk_blocks": 1.5}, {"disk_blocks": 10}, {"host_blocks": -1}])
 def test_what_no_cache_can_have_is_refused(wrong: dict[str, object]) -> None:
     """The message names the setting. What flags can give is in tests/cli/test_wrong_input.py."""
     with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):

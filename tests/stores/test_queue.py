@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from disk_case import PATIENCE_S, Clock, Gate, blank, num_held, pages, started_tier, wait_for_reads, wait_for_writes
 from hicache.storage.process.health import Limits
 from hicache.storage.process.io_queue import IoQueue
-from hicache.storage.process.jobs import FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
+from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.stores import StoreTier
 from waiting import eventually
@@ -55,34 +55,36 @@ def test_a_queue_keeps_class_then_number(offers: list[tuple[ReadClass, int]], ca
     assert group + rest == order and len(queue) == 0 and queue.fullness(1) == 0
 
 
-def test_reads_that_somebody_waits_for_go_first(tmp_path: Path) -> None:
-    """One reader: urgent jobs go before background jobs, finds before reads, and jobs of one class in submission
-    order."""
-    disk, store = started_tier(tmp_path / "s", clock=Clock())
-    gate = store.trouble = Gate("contains")
-    keys = [pages(n, 1)[0] for n in range(9)]
-    disk.reads.submit(FindJob(0, keys[0]))
-    eventually(lambda: gate.held == 1)
+def test_finds_wait_for_no_read_and_urgent_reads_go_first(tmp_path: Path) -> None:
+    """The one reader is busy: finds are answered meanwhile, in submission order. Then urgent reads go before background
+    reads, and reads of one class in submission order."""
+    keys, data = [pages(n, 1)[0] for n in range(8)], [pages(n, 1)[1] for n in range(8)]
+    disk, store = started_tier(tmp_path / "s", keys[0], data[0], clock=Clock(), readers=1)
+    gate = store.trouble = Gate("get_into")
 
-    def read(n: int, batch: int, urgent: bool) -> ReadJob:
-        queue_class = ReadClass.URGENT_READ if urgent else ReadClass.BACKGROUND_READ
+    def read(n: int, batch: int, queue_class: ReadClass) -> ReadJob:
         return ReadJob(n, batch, keys[n], blank(1), threading.Event(), queue_class=queue_class)
 
+    urgent, background = ReadClass.URGENT_READ, ReadClass.BACKGROUND_READ
+    disk.reads.submit(read(0, 0, background))
+    eventually(lambda: gate.held == 1)
     for job in (
-        read(7, 0, False),
-        FindJob(6, keys[6], ReadClass.BACKGROUND_FIND),
-        read(8, 1, False),
-        read(3, 0, True),
-        FindJob(1, keys[1]),
-        read(4, 1, True),
-        read(5, 0, True),
-        FindJob(2, keys[2]),
+        read(6, 0, background),
+        FindJob(1, keys[0]),
+        read(7, 1, background),
+        read(3, 0, urgent),
+        FindJob(2, keys[1], ReadClass.BACKGROUND_FIND),
+        read(4, 1, urgent),
+        read(5, 0, urgent),
     ):
         assert disk.reads.submit(job)
-    until_queued(disk, "reads", 8)
+    assert wait_for_reads(disk, 2) == [FindDone(1, 1), FindDone(2, 0)]
+    until_queued(disk, "reads", 5)
+    assert gate.held == 1
     gate.open()
-    wait_for_reads(disk, 9)
-    assert [call[1] for call in store.calls] == keys
+    wait_for_reads(disk, 6)
+    order = [call[1] for call in store.calls if call[0] == "get_into"]
+    assert order == [keys[n] for n in (0, 3, 4, 5, 6, 7)]
     disk.close()
 
 

@@ -29,7 +29,7 @@ WITH_COMPONENTS = EACH_MODEL[1:]
 # The same with rows of 16 channels, which take as many bytes in bfloat16, and settings with which they can be packed.
 WIDER = {kind: replace(model, head_dim=8) for kind, model in MODELS.items()}
 PACKABLE = {"dtype": "bfloat16", "host_page_size": 16}
-POLICIES = ("write_through", "write_through_selective", "write_back", "exclusive")
+POLICIES = ("write_through", "write_back", "exclusive")
 
 
 def config(**changes: object) -> EngineConfig:

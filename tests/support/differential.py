@@ -208,7 +208,7 @@ class History:
             "device_tokens": 256,
             "max_context_len": 320,
             "prefetch_host_share": 1.0,
-            "write_policy": str(rng.choice(["write_through", "write_through_selective", "write_back", "exclusive"])),
+            "write_policy": str(rng.choice(["write_through", "write_back", "exclusive"])),
             "eviction_policy": str(rng.choice(["auto", "lru", "lfu", "fifo", "slru", "priority"])),
             "page_size": int(rng.choice([1, 2, 4, 8])),
             "host_bytes": int(rng.choice([30, 60, 120])) * PAGE * 256,

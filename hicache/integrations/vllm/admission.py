@@ -37,13 +37,12 @@ class Admission:
         chunk has, it is read."""
         gate, request = self._gate, req_context.req_id
         candidate = gate.candidate(request)
-        if candidate is None:
+        if candidate is None or not candidate.loads:
             span = self.span([chunk], req_context)
             if span is None:
                 return True
-            # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
-            prompt_end = max(req_context._offload_key_positions.values())
-            candidate = gate.asked(request, span[0], prompt_end)
+            if candidate is None or gate.asks_more(candidate, span[0]):
+                candidate = self._asked(chunk, span[0], req_context)
         if gate.is_due(candidate):
             held = self._lookups.held(request)
             if held is None:
@@ -73,6 +72,16 @@ class Admission:
         it, or there are none."""
         spans = self._spans(chunks, req_context)
         return (min(start for start, _ in spans), spans[-1][1]) if spans else None
+
+    def _asked(self, chunk: OffloadKey, start: int, req_context: ReqContext) -> Candidate:
+        """The request asks for the first time; or for more than before, for while it waited the CPU tier lost chunks
+        that it had. What was decided, or not answered, without them says nothing of them."""
+        request = req_context.req_id
+        if self._gate.candidate(request) is not None:
+            self._lookups.forget(request)
+            self._lookups.lookup(chunk, request)
+        # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
+        return self._gate.asked(request, start, max(req_context._offload_key_positions.values()))
 
     def _weigh(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
         # What another request has read meanwhile, or is about to, needs no row and no read.

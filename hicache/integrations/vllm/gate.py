@@ -194,6 +194,16 @@ class LoadGate(ServerLoadDecisions):
         candidate = self._candidates[request] = Candidate(self._clock(), self._step, start, end)
         return candidate
 
+    def asks_more(self, candidate: Candidate, start: int) -> bool:
+        """Whether the tier is asked for tokens from `start` on where it was asked for fewer in an earlier step. Within
+        one step vLLM may look up from the end."""
+        if start >= candidate.start:
+            return False
+        if candidate.step < self._step:
+            return True
+        candidate.start = start
+        return False
+
     def is_due(self, candidate: Candidate) -> bool:
         """Whether it is to be weighed: once a step, not before all chunks of the prompt were asked for, and not while
         it waits behind another for rows."""

@@ -108,6 +108,25 @@ def test_a_load_is_weighed_by_all_that_computing_delays(
         assert server.load(PROMPT) == [False] * 20
 
 
+def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+) -> None:
+    """A request lacks its last chunk, which does not pay, and waits for the GPU. Before it runs the CPU tier loses what
+    it had of the prompt. That is weighed as for a new request: beside two others all of it is read."""
+    SlowReads(monkeypatch, clock, 0.25)
+    with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
+        server.store(PROMPT)
+        server.reset()
+        assert server.load(PROMPT[:19]) == [True] * 19  # which shows the speed of the disk
+        with server.request() as context:
+            assert server.lookup(PROMPT, context) == [True] * 19 + [False]
+            server.reset()
+            with server.request() as one, server.request() as two:
+                server.step(one.req_id, two.req_id)
+                assert server.lookup(PROMPT, context) == [True] * 20
+        assert server.tiers[0].gate.declined.value == 1
+
+
 def test_the_speed_of_prefill_outlives_the_server(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:

@@ -1,0 +1,62 @@
+"""The tiers of a replay: sizes, orders, and what is said of writes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from hicache.config import default_write_policy, host_order
+from hicache.config.settings import short_repr
+from hicache.errors import ConfigError
+from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.replay.hints import HINTS, HintName
+
+WRITE_POLICIES = ("write_through", "write_back", "exclusive")
+
+
+@dataclass(frozen=True)
+class ReplaySettings:
+    """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
+    order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
+    `write_policy`: empty for what an engine takes. `hints`: which of `HINTS` requests give. `disk_write_budget`: blocks
+    that may be written for each one that is asked for; None: no limit. ConfigError for what no cache can have."""
+
+    device_blocks: int | None
+    host_blocks: int | None = 0
+    disk_blocks: int | None = 0
+    policy: str = "lru"
+    write_policy: str = ""
+    host_policy: str = ""
+    hints: tuple[HintName, ...] = ()
+    disk_write_budget: float | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0)):
+            value = vars(self)[name]
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
+                raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
+        if self.disk_blocks != 0 and self.host_blocks == 0:
+            raise ConfigError("the disk tier needs a host tier; give host_blocks")
+        budget = self.disk_write_budget
+        if budget is not None and not (isinstance(budget, float | int) and 0 < budget < math.inf):
+            raise ConfigError(f"disk_write_budget={short_repr(budget)} is no number of blocks above 0")
+        if not self.write_policy:
+            chosen = default_write_policy(has_stores=self.disk_blocks != 0)
+            object.__setattr__(self, "write_policy", chosen)
+        orders = tuple(EVICTION_POLICIES)
+        for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
+            if vars(self)[name] not in words:
+                raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")
+        if not {*self.hints} <= {*HINTS}:
+            raise ConfigError(f"hints={short_repr(self.hints)} are unknown; use some of {', '.join(HINTS)}")
+
+    @property
+    def host_order(self) -> str:
+        """The eviction order of the host."""
+        return self.host_policy or host_order(self.policy, self.write_policy)
+
+    @property
+    def total_blocks(self) -> int | None:
+        """Of all tiers; None where one is unlimited."""
+        sizes = (self.device_blocks, self.host_blocks, self.disk_blocks)
+        return None if None in sizes else sum(size for size in sizes if size is not None)

@@ -1,0 +1,68 @@
+"""What may be written to a drive, and what is remembered of its pages."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+
+import pytest
+
+from hicache.eviction.write_budget import BUCKET_S, PageUses, WriteBudget
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_no_interval_has_more_than_its_budget(seed: int) -> None:
+    """Whoever writes whatever fits, whenever: in no interval more is written than its seconds and the bucket allow, and
+    of a minute that is one and a half. What the store had already costs nothing, and all is used in the long run."""
+    dice, now_s, rate = random.Random(seed), 0.0, 100.0
+    budget, written, on_its_way = WriteBudget(rate, lambda: now_s), list[tuple[float, int]](), list[int]()
+    for _ in range(2000):
+        now_s += dice.choice((0.0, 0.01, 0.5, 3.0, 40.0)) * dice.random()
+        for num_bytes in (dice.randrange(1, 400) for _ in range(dice.randrange(8))):
+            if budget.has_room(num_bytes):
+                budget.reserve(num_bytes)
+                on_its_way.append(num_bytes)
+        while on_its_way and dice.random() < 0.8:
+            num_bytes = on_its_way.pop()
+            num_new = num_bytes if dice.random() < 0.7 else dice.randrange(num_bytes + 1)
+            budget.spend(num_new, num_bytes)
+            written.append((now_s, num_new))
+        assert 0 <= budget.level <= 1
+    start, in_window = 0, 0
+    for end_s, num_bytes in written:
+        in_window += num_bytes
+        while end_s - written[start][0] > 60:
+            in_window -= written[start][1]
+            start += 1
+        assert in_window <= rate * (end_s - written[start][0] + BUCKET_S) + 1e-6 <= rate * 1.5 * 60 + 1e-6
+    assert sum(num_bytes for _, num_bytes in written) <= rate * (now_s + BUCKET_S)
+
+
+def test_uses_outlive_the_pages_and_the_table_is_bounded() -> None:
+    """A page counts as used twice from its second use on, whatever came between as long as its place is its own; where
+    more pages come than the table has places, it forgets, and never takes one page for another."""
+    keys = [hashlib.sha256(bytes([n // 256, n % 256])).digest() for n in range(3000)]
+    uses = PageUses(1 << 16)
+    uses.use(keys[:100])
+    assert not any(map(uses.used_twice, keys[:200]))
+    uses.use(keys[50:1000])
+    assert sum(map(uses.used_twice, keys[50:100])) >= 48 and not any(map(uses.used_twice, keys[100:]))
+    small = PageUses(64)
+    small.use(keys[:1000])
+    assert not any(map(small.used_twice, keys))
+    small.use(keys[990:1000])
+    assert 1 <= sum(map(small.used_twice, keys)) <= 10 and any(map(small.used_twice, keys[990:1000]))
+
+
+def test_a_page_that_is_read_was_not_written_in_vain() -> None:
+    """Each page that was written counts as read once, however often it is; a use of it changes nothing."""
+    keys = [hashlib.sha256(bytes([n])).digest() for n in range(20)]
+    uses = PageUses()
+    uses.write(keys, 15)
+    uses.use(keys)
+    for _ in range(2):
+        uses.read(keys[:5])
+    assert (uses.num_written, uses.num_read) == (15, 5)
+    uses.count_anew()
+    uses.read(keys)
+    assert (uses.num_written, uses.num_read) == (0, 0)
