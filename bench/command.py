@@ -31,7 +31,7 @@ SETS: dict[str, dict[str, list[str]]] = {
         "transfer": ["--geometry", "gqa8b", "--samples", "5"],
         "disk": ["--gib", "0.25", "--small-pages", "50000", "--samples", "3", "--document-tokens", "128"],
         "device": [],
-        "both": ["--only", "rates neighbours eight restart"],
+        "both": [],
     },
 }
 

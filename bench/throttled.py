@@ -13,6 +13,11 @@ from collections.abc import Sequence
 from hicache.storage import PageBuffer
 from hicache.storage.base import StoreStats
 
+_LATE_S, _AHEAD_S = (
+    0.01,
+    0.002,
+)  # sleeps are late, which is made up for; short ones would be late by more than they take
+
 
 class ThrottledStore:
     """See `hicache.storage.base.PageStore`. Any thread may call any method.
@@ -102,11 +107,11 @@ class ThrottledStore:
         """Return when so many bytes have come at the rate, behind those of other threads."""
         with self._lock:
             now_s = time.monotonic()
-            self._free_at_s = max(self._free_at_s, now_s) + num_bytes / self.bytes_per_s
+            self._free_at_s = max(self._free_at_s, now_s - _LATE_S) + num_bytes / self.bytes_per_s
             wait_s = self._free_at_s - now_s
             self._left_bytes -= num_bytes
             if self._left_bytes < 0:
                 self._goes.clear()
-        if wait_s > 0:
+        if wait_s > _AHEAD_S:
             time.sleep(wait_s)
         self._goes.wait()
