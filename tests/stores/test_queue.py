@@ -157,7 +157,10 @@ def test_writes_that_wait_are_put_together(tmp_path: Path) -> None:
     store.inner.put = picky  # type: ignore[method-assign, assignment]
     gate.open()
     answers = wait_for_writes(disk, 5)
-    assert answers == [WriteDone(job.ticket, tuple(key not in left_out for key in job.keys), job.batch) for job in jobs]
+    stored = [tuple(key not in left_out for key in job.keys) for job in jobs]
+    assert answers == [
+        WriteDone(job.ticket, ok, job.batch, num_new=sum(ok)) for job, ok in zip(jobs, stored, strict=True)
+    ]
     assert [call[1] for call in store.calls] == [jobs[0].keys, sum((job.keys for job in jobs[1:]), ())]
     disk.close()
 
