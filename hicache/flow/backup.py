@@ -15,7 +15,7 @@ import logging
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from itertools import islice, takewhile
+from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
 import torch
@@ -105,16 +105,17 @@ class Backup(CopyMovement[_Copy]):
         pages stay on the device."""
         return self._unsaved([node], component)
 
-    def save(self, unsaved: Sequence[Unsaved], released: list[Released] | None = None) -> None:
+    def save(self, unsaved: Sequence[Unsaved], released: list[Released], nodes: Sequence[TreeNode] = ()) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
         has not room for all, what left last stays, and of that the beginning. `released`: its values, which leave the
-        list where they are freed when the copy has ended; where nothing is copied they stay in it."""
+        list where they are freed when the copy has ended; where nothing is copied they stay in it. `nodes`: those that
+        stay without one, whose slots the copy needs as long."""
         by_component: dict[Component, Unsaved] = {}
         for component, pages, values in reversed(unsaved):
             known = by_component.setdefault(component.name, Unsaved(component, [], []))
             known.pages.extend(pages)
             known.values.extend(values)
-        self._submit([by_component[name] for name in self._context.by_name if name in by_component], (), released)
+        self._submit([by_component[name] for name in self._context.by_name if name in by_component], nodes, released)
 
     def wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
@@ -174,7 +175,7 @@ class Backup(CopyMovement[_Copy]):
         self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode], released: list[Released] | None = None
     ) -> None:
         """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity. Or
-        of what has left the device, whose values, `released`, are then freed with their end."""
+        of what has left the device, some of it `nodes` that stay; its values, `released`, are freed with their end."""
         if not unsaved:
             return
         tree, leaving = self._context.tree, values_of(released or ())
@@ -186,7 +187,7 @@ class Backup(CopyMovement[_Copy]):
                 undo.callback(tree.unlock, node)
             try:
                 for each in unsaved:
-                    self._skip(each.component, self._start(copy, each), stays=bool(nodes))
+                    self._skip(each.component, self._start(copy, each), stays=released is None)
             finally:
                 if copy.op.parts:
                     undo.pop_all()
@@ -378,18 +379,17 @@ class DeviceEviction:
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name
         released, leaving = list[Released](), list[Released]()  # what is free at once, and what is copied before
-        unsaved, victims = list[Unsaved](), list[TreeNode]()
+        victims = dict[TreeNode, list[Unsaved]]()
         try:
             while short > 0 and (node := component.device_victim(short)) is not None:
-                lacking = self._unsaved(node, name)
-                unsaved += lacking
-                victims.append(node)
+                victims[node] = lacking = self._unsaved(node, name)
                 left = self._context.drop(node, name)
                 (leaving if lacking else released).extend(left)
                 short -= sum(item.size for item in left if item.component == name)
             self._context.tell_host()
             if self._backup is not None:
-                self._backup.save(unsaved, leaving)
+                stay = [node for node, lacking in victims.items() if lacking and node.has(FULL)]
+                self._backup.save([*chain(*victims.values())], leaving, stay)
             for node in victims:
                 component.count_eviction(node)
         except BaseException:  # where the copy of one component raises, that of another may be under way

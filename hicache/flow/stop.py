@@ -52,7 +52,7 @@ def store_promised(
     for batch in _batches(pieces, _limits(context, tiers)) if is_settled else ():
         for component in context.components:
             component.index.clear()
-        backup.save([piece.unsaved for piece in reversed(batch)])
+        backup.save([piece.unsaved for piece in reversed(batch)], [])
         if not settle():
             break
         for piece in batch:

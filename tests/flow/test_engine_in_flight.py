@@ -15,6 +15,7 @@ from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, WITH_COMPO
 from engine_fuzz import EngineFuzz, run
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted, TransferBusy, TransferError
+from hicache.flow.backup import DeviceEviction
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.movement import JointOp
 from hicache.tiers import FULL as FULL_KV
@@ -255,6 +256,25 @@ def test_many_random_histories(kind: str, packing: str, first_seed: int) -> None
     """The same, longer: 50 histories in the thorough profile."""
     for seed in range(first_seed, first_seed + settings.default.max_examples // 3):
         run(kind, seed, 240, is_rough=True, packing=packing)
+
+
+@pytest.mark.parametrize("policy", ["write_back", "exclusive"])
+def test_full_pages_that_stay_stay_while_their_windows_are_copied(policy: str) -> None:
+    """With these they are copied too, or the slots of both are one number: nobody gets them before the copy has ended,
+    however much room is needed."""
+    engine, transfers = stepped(WINDOWS, write_policy=policy)
+    tokens = prompt(1, 41)
+    serve(engine, transfers, "a", tokens, WINDOWS)
+    tree, (full, windows) = engine.inspect.context.tree, engine.inspect.context.components
+    eviction = DeviceEviction(engine.inspect.context, engine.inspect.backup)
+    eviction.prepare(windows, windows.available() + 8)
+    assert not eviction.prepare(full, full.capacity) and transfers.links
+    assert tree.protected(FULL_KV) == 8 == len(tree.nodes()[0].value_of(FULL_KV))
+    transfers.finish()
+    engine.flush()
+    assert eviction.make_available(full, full.capacity)
+    serve(engine, transfers, "b", tokens, WINDOWS)
+    close(engine)
 
 
 def test_window_slots_of_an_abandoned_load_are_not_written_later() -> None:
