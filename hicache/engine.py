@@ -32,7 +32,7 @@ from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.flow.stop import store_promised
+from hicache.flow.stop import flush_device, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
     valid_count,
@@ -313,13 +313,14 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def flush(self) -> None:
-        """Wait until everything under way has landed, and the disk, whatever its budget, has all that the host has.
+        """Wait until everything under way has landed, and the disk, whatever its budget, has all that the host has, and
+        under write policies that copy at eviction all that the device has.
 
         Raises `InvariantError` when that cannot be: an exception inside an earlier call, like that of Ctrl-C, may leave
         something counted as under way that never ends. Close the engine then.
         """
         self._require_running()
-        if not self._settle():
+        if not (self._settle() and flush_device(self._context, self._backup, self._persists, self._settle)):
             raise InvariantError("engine", ["nothing lands any more, and something counts as under way"])
         if self._events is not None:
             self._events.publish()

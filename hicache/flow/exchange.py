@@ -215,7 +215,7 @@ class Exchange(Movement):
             wanted.parts, wanted.done = rest, done  # these locks are the load's now
             undo.pop_all()
         wanted.lease.read([wanted.load])
-        wanted.sources += sources_of(step)
+        wanted.sources += sources_of(step, rest)
         self._steps.value += 1
         page = self._context.tree.page_size
         wanted.step_end = self._step_end(done, end, -(-wanted.num_behind // page))
@@ -238,11 +238,13 @@ class Exchange(Movement):
             steps.callback(self._context.full.index.unlock, [part.run for part in parts])
 
 
-def sources_of(parts: Sequence[RunPart]) -> Counter[Store]:
-    """Of pages that a request uses those that a read had brought, by its store. They count once as that."""
-    found = Counter[Store]()
+def sources_of(parts: Sequence[RunPart], rest: Sequence[RunPart] = ()) -> Counter[Store]:
+    """Of pages that a request uses those that a read had brought, by its store. They count once as that. `rest`: what
+    the request loads later, of the last run perhaps."""
+    found, later = Counter[Store](), {part.run for part in rest[:1]}
     for part in parts:
         if part.run.source is not None:
             found[part.run.source] += part.end - part.start
-            part.run.source = None
+            if part.run not in later:
+                part.run.source = None
     return found

@@ -1,15 +1,15 @@
-"""What an orderly stop takes to the stores: what the write policy promised, and the device alone has.
+"""What the device alone has is taken to the stores: by an orderly stop, and by a flush where that waits for eviction.
 
 The beginnings of all prompts go before their ends, so that what a store has can be read, whatever ends this before it
-is done and however little the store has room for. Nobody needs the host any more: it is emptied before each batch, when
-the stores have what was there.
+is done and however little the store has room for. At a stop nobody needs the host any more: it is emptied before each
+batch, when the stores have what was there. A flush goes in steps, each of which takes the places of the one before.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hicache.flow.backup import Backup, Unsaved
@@ -24,6 +24,7 @@ from hicache.tree.node import TreeNode
 log = logging.getLogger(__name__)
 
 _PIECE_PAGES, _ANSWER_S = 16, 5.0
+_STEP_PAGES, _STEP_SHARE = 64, 32  # of a flush, and of a host, one part in so many
 _HOST_PARTS, _STORE_PARTS = 2, 8  # a batch takes one of them: raw pages have two places; what a put evicts is no head
 
 
@@ -45,14 +46,13 @@ def store_promised(
     for persist in persists:
         persist.drain(anew=True)
     tiers = [context.stores[persist.into] for persist in persists]
-    pieces = [piece for node in _promised(context) for piece in _pieces(backup, node, _limits(context, tiers))]
-    pieces.sort(key=lambda piece: (piece.pages.first, -piece.node.last_access_time))
+    pieces = _all_pieces(context, backup, _limits(context, tiers))
     full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
     is_settled = settle()
     for batch in _batches(pieces, _limits(context, tiers)) if is_settled else ():
         for component in context.components:
             component.index.clear()
-        backup.save([piece.unsaved for piece in reversed(batch)], [])
+        backup.save([piece.unsaved for piece in reversed(batch) if not _is_stored(piece, tiers)], [])
         if not settle():
             break
         for piece in batch:
@@ -65,6 +65,30 @@ def store_promised(
             break
     if num_left:
         log.warning("the stores take no more: %d of %d parts of prompts are not stored", num_left, len(pieces))
+
+
+def flush_device(
+    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], bool]
+) -> bool:
+    """Under a policy that copies at eviction: all but the full pages that the stores have, as far as they take it. What
+    was copied stays on the device. Everything has landed; `settle` as above, whether it always could."""
+    tiers = [context.stores[persist.into] for persist in persists]
+    if backup is None or not tiers or not context.write_policy.at_eviction:
+        return True
+    limits = {at.name: max(1, min(_STEP_PAGES, at.host.num_pages // _STEP_SHARE)) for at in context.components}
+    for batch in _batches(
+        (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
+    ):
+        if all(tier.writes.refuses() for tier in tiers):
+            break
+        backup.save([piece.unsaved for piece in reversed(batch)], [])
+        if not settle():
+            return False
+        if (index := context.exclusive) is not None:
+            for piece in batch:
+                if piece.unsaved.component.name == FULL:
+                    index.came_to_device(index.parts(piece.pages.keys))
+    return True
 
 
 def _promised(context: EngineContext) -> Iterator[TreeNode]:
@@ -88,6 +112,12 @@ def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Componen
     return {component.name: limit(component) for component in context.components}
 
 
+def _all_pieces(context: EngineContext, backup: Backup, limits: dict[Component, int]) -> list[_Piece]:
+    """Beginnings first, of these what was used last."""
+    pieces = [piece for node in _promised(context) for piece in _pieces(backup, node, limits)]
+    return sorted(pieces, key=lambda piece: (piece.pages.first, -piece.node.last_access_time))
+
+
 def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Iterator[_Piece]:
     """What the host lacks of `node`. Of a window or state its full pages may be in the stores already."""
     for component, pages, values in backup.unsaved(node):
@@ -103,7 +133,7 @@ def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Ite
                 yield _Piece(node, Unsaved(component, [piece], [value]))
 
 
-def _batches(pieces: Sequence[_Piece], limits: dict[Component, int]) -> Iterator[list[_Piece]]:
+def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator[list[_Piece]]:
     batch, held = list[_Piece](), Counter[Component]()
     for piece in pieces:
         name, num_pages = piece.unsaved.component.name, len(piece.pages.keys)
@@ -114,6 +144,13 @@ def _batches(pieces: Sequence[_Piece], limits: dict[Component, int]) -> Iterator
         held[name] += num_pages
     if batch:
         yield batch
+
+
+def _is_stored(piece: _Piece, tiers: Sequence[StoreTier]) -> bool:
+    """Whether all stores have these full pages already."""
+    keys = piece.pages.keys
+    answers = [tier.find(keys, _ANSWER_S) for tier in tiers] if piece.unsaved.component.name == FULL else [None]
+    return all(found is not None and found.num_pages == len(keys) for found in answers)
 
 
 def _keeps(tier: StoreTier, full_keys: Sequence[bytes], others: Sequence[bytes]) -> bool:

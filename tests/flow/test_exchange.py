@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from component_case import EACH_MODEL, FULL, STATES, WINDOWS, compute, config, prefill, serve
+from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ExchangePending, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load
@@ -50,6 +51,27 @@ def test_two_tiers_hold_what_one_as_large_as_both_would(engine: CacheEngine) -> 
     stats = engine.stats()
     assert stats["evict.host_lost_tokens"] == stats["evict.device_lost_tokens"] == 0
     assert stats["host.duplicate_tokens"] <= 2 * 8 < 3 * 120 - 2 * 8 <= stats["host.returned_tokens"]
+
+
+@pytest.mark.parametrize("write_policy", ["exclusive", "write_back"])
+def test_a_flush_stores_what_the_device_alone_has(write_policy: str) -> None:
+    """In steps of a page, so that two tiers go on to hold what they held but for that; a second one copies nothing."""
+    store, prompts = MemoryPageStore(1 << 20), [prompt(n, 121) for n in range(2)]
+    with build_engine(config(**SIZES | {"write_policy": write_policy}), FULL, store=store) as engine:
+        for n, tokens in enumerate(prompts):
+            with engine.acquire(CacheRequest(f"first{n}", tokens)) as lease:
+                prefill(engine, lease, tokens, FULL)
+        keys = [key for tokens in prompts for key in page_keys(engine, tokens[:120])]
+        assert not any(store.contains(page_keys(engine, prompts[1][:120])))
+        engine.flush()
+        assert all(store.contains(keys))
+        assert engine.lookup(prompts[1]).device == 120
+        assert write_policy != "exclusive" or len([*engine.inspect.context.full.index]) >= 15
+        assert write_policy != "exclusive" or engine.stats()["host.duplicate_tokens"] <= 2 * 8
+        num_copied = engine.stats()["backup.bytes"]
+        engine.flush()
+        assert (engine.stats()["backup.bytes"], store.stats().puts) == (num_copied, 30)
+        settled(engine)
 
 
 def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEngine) -> None:
