@@ -55,7 +55,8 @@ class HostLink:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them."""
+    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them. `leaving`:
+    of each component what `CacheComponent.leaving` is."""
 
     config: EngineConfig
     pool: KVCache
@@ -63,6 +64,7 @@ class EngineParts:
     allocator: BaseTokenToKVPoolAllocator
     tree: RadixTree
     metrics: Metrics
+    leaving: dict[Component, dict[object, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class CacheComponent(ABC):
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
         # Device values that have left the tree, by the copy to the host that has to end before they are free.
-        self.leaving: dict[object, torch.Tensor] = {}
+        self.leaving = parts.leaving.setdefault(self.name, {})
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""

@@ -39,7 +39,7 @@ class SlidingWindow(CacheComponent):
     def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         super().__init__(parts, tree_component, link)
         assert isinstance(parts.allocator, SWATokenToKVPoolAllocator)
-        self._allocator = parts.allocator
+        self._allocator, self._full_leaving = parts.allocator, parts.leaving.setdefault(FULL, {})
         self._evicted = parts.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
@@ -136,9 +136,9 @@ class SlidingWindow(CacheComponent):
             self.free(self.tree.detach(node, SWA).value)
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Window slots of the nodes that hold them, and those of leases' full slots."""
+        """Window slots of the nodes that hold them, and those of full slots that leases have, or that leave."""
         held = [self.device_ids(value) for value in self.tree.values(SWA)]
-        owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
+        owned = [self.device_ids(slots) for slots in (*owned_slots(leases, loads), *self._full_leaving.values())]
         owned = [slots[slots > 0] for slots in owned] + [*map(self.device_ids, self.leaving.values())]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
         return account_violations("window slots", sums, self._capacity, [*held, *owned])
