@@ -203,14 +203,16 @@ class Exchange(Movement):
 
     def _load_step(self, wanted: _Wanted, num_slots: int) -> None:
         """What has to leave for the step behind it goes meanwhile."""
-        full, done, end = self._context.full, wanted.step_end, wanted.end
+        full, index, done, end = self._context.full, self._context.exclusive, wanted.step_end, wanted.end
+        assert index is not None
+        wanted.parts = index.divided(wanted.parts, done)
         step, rest = within(wanted.parts, range(wanted.done, done)), within(wanted.parts, range(done, end))
         divided = [step[-1].run] if rest and rest[0].run is step[-1].run else []
         slots = full.alloc(num_slots)
         with ExitStack() as undo:
             undo.callback(full.free, slots)
-            full.index.lock(divided)  # once for each step
-            undo.callback(full.index.unlock, divided)
+            index.lock(divided)  # others have it too: once for each step
+            undo.callback(index.unlock, divided)
             wanted.load = self._restore.start(wanted.lease, wanted.prompt, {FULL: step}, slots)
             wanted.parts, wanted.done = rest, done  # these locks are the load's now
             undo.pop_all()

@@ -8,8 +8,10 @@ is loading right now is locked, and no duplicate before its copy has ended.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from operator import attrgetter
 
 from hicache.host.index import PageIndex
 from hicache.host.run import RUN_PAGES, HostRun, Pages, RunPart
@@ -66,6 +68,17 @@ class ExclusiveIndex(PageIndex):
         if num_free + self.pool.available() + self.num_duplicates >= end - start + num_behind:
             return end
         return min(end, start + max(1, num_free, min(_STEP_PAGES, self.pool.num_pages // _STEP_SHARE)))
+
+    def divided(self, parts: list[RunPart], end: int) -> list[RunPart]:
+        """`parts` of a prompt, whose runs the caller has locked once, with one that ends with page `end`, so that what
+        is before that may leave alone: for that a run is divided, unless others have locked it too."""
+        at = bisect_left(parts, end, key=attrgetter("end"))
+        run, skipped, start, last = parts[at]
+        num_followers = sum(child.needs is run for child in run.after if child.locks)
+        if not start < end < last or run.locks > 1 + num_followers:
+            return parts
+        first = self._divide(run, skipped + end - start)
+        return [*parts[:at], RunPart(first, skipped, start, end), RunPart(run, 0, end, last), *parts[at + 1 :]]
 
     # Inside
 

@@ -377,17 +377,17 @@ class PageIndex(PageHints):
             self._on_come(run)
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
-        """The first pages of a run become a run of their own, before it: of one in flight, or that nobody has
-        locked."""
+        """The first pages of a run become a run of their own, before it: of one that nobody has locked, or of one that
+        one alone has, who brings it or has both parts locked from now on."""
         first, parent = run.take_first(num_pages), run.parent_run
-        first.locks = 0 if run.is_published else 2  # its writer's, and that of the run behind it
         if parent is not None:
             parent.after.remove(run)
             parent.after.add(first)
         first.parent_run, run.parent_run = parent, first
         first.after.add(run)
+        first.locks = 1 + (run.needs is first) if run.locks else 0
         self._runs.update((key, first) for key in first.keys if self._runs.get(key) is run)
-        if run.is_published:
+        if run.is_published and not run.locks:
             self._order.split(first, run)
         return first
 

@@ -224,9 +224,7 @@ class CacheSimulation:
         self.tree.move_lock(node, end)
         return end
 
-    def _load_in_steps(
-        self, host: ExclusiveIndex, node: TreeNode, blocks: Tokens, parts: Sequence[RunPart]
-    ) -> TreeNode:
+    def _load_in_steps(self, host: ExclusiveIndex, node: TreeNode, blocks: Tokens, parts: list[RunPart]) -> TreeNode:
         """As `_load`, making room on the device step by step, so that what goes down takes the places of what has come
         up, which is all but the last step."""
         done, under_way = node.depth_tokens, deque[list[RunPart]]()
@@ -235,9 +233,8 @@ class CacheSimulation:
             if len(under_way) > 1:
                 self._land(host, under_way.popleft())
             last = host.step_end(done, end, self._free(), 0)
+            parts = host.divided(parts, last)
             step = within(parts, range(done, last))
-            if last < end and (split := within(parts, range(last, end))[0].run) is step[-1].run:
-                host.lock([split])  # once for each step
             self._make_available(last - done)
             node, done = self._load(node, blocks, step), last
             under_way.append(step)

@@ -147,8 +147,15 @@ class Model:
             assert all(part.event_pages[part.offset :][: len(part.keys)] == part.keys for part in published)
 
     def lock(self) -> None:
-        self.locked.append(self.index.runs_of(self.prompt()))
-        self.index.lock(self.locked[-1])
+        parts = self.index.parts(self.prompt())
+        self.index.lock([part.run for part in parts])
+        if parts and isinstance(self.index, ExclusiveIndex):
+            end, keys = self.dice.randrange(1, parts[-1].end + 1), [key for part in parts for key in part.keys]
+            others = {run for runs in self.locked for run in runs}
+            parts = self.index.divided(parts, end)
+            assert [key for part in parts for key in part.keys] == keys
+            assert all(part.run in others for part in parts if part.start < end < part.end)
+        self.locked.append([part.run for part in parts])
 
     def unlock(self) -> None:
         if self.locked:
