@@ -114,6 +114,8 @@ MUTATIONS = (
              "if not num_pages:", "tests/host"),
     Mutation("hicache/flow/backup.py", "self._backup.save([*chain(*victims.values())], leaving, stay)", "pass",
              "tests/flow"),
+    Mutation("hicache/flow/commit.py", "if inserted.adopted and self._windows.leaving:", "if False:",
+             "tests/flow/test_engine_in_flight.py"),
     Mutation("hicache/flow/backup.py", "if lacking and node.has(FULL)]", "if False]",
              "tests/flow/test_engine_in_flight.py"),
     # Transfer

@@ -261,7 +261,7 @@ def test_many_random_histories(kind: str, packing: str, first_seed: int) -> None
 @pytest.mark.parametrize("policy", ["write_back", "exclusive"])
 def test_full_pages_that_stay_stay_while_their_windows_are_copied(policy: str) -> None:
     """With these they are copied too, or the slots of both are one number: nobody gets them before the copy has ended,
-    however much room is needed."""
+    however much room is needed, and nobody else's windows come to them."""
     engine, transfers = stepped(WINDOWS, write_policy=policy)
     tokens = prompt(1, 41)
     serve(engine, transfers, "a", tokens, WINDOWS)
@@ -270,6 +270,10 @@ def test_full_pages_that_stay_stay_while_their_windows_are_copied(policy: str) -
     eviction.prepare(windows, windows.available() + 8)
     assert not eviction.prepare(full, full.capacity) and transfers.links
     assert tree.protected(FULL_KV) == 8 == len(tree.nodes()[0].value_of(FULL_KV))
+    with engine.acquire(CacheRequest("again", tokens, max_cached_tokens=0)) as lease:  # computes these windows too
+        compute(engine, lease, tokens, 0, 41, WINDOWS)
+        engine.commit(lease, tokens)
+        engine.check()
     transfers.finish()
     engine.flush()
     assert eviction.make_available(full, full.capacity)
