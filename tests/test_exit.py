@@ -34,7 +34,8 @@ engines = {}
 for tier in tiers:
     disk = DiskConfig(path=folder, budget_bytes=32 << 20) if tier == "disk" else None
     config = EngineConfig(device_tokens=8192, host_bytes=24 << 20, page_size=16, host_page_size=64, max_requests=8,
-                          max_context_len=4096, dtype="float32", model_id="m", disk=disk)
+                          max_context_len=4096, dtype="float32", model_id="m", disk=disk,
+                          write_policy="write_through")
     engines[tier] = engine = build_engine(config, ModelGeometry(layer_num=8, head_num=2, head_dim=16))
     if ending == "atexit close":
         atexit.register(engine.close)

@@ -119,7 +119,7 @@ class Backup(CopyMovement[_Copy]):
 
     def wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
-        while component.leaving and component.available() < size:
+        while component.num_leaving and component.available() < size:
             start_s = time.perf_counter()
             self._in_flight[0].op.wait()
             self._exposed_s = time.perf_counter() - start_s

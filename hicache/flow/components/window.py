@@ -67,6 +67,16 @@ class SlidingWindow(CacheComponent):
     def available(self) -> int:
         return self._allocator.swa_available_size()
 
+    @property
+    def num_leaving(self) -> int:
+        return len(self._leaving_ids())
+
+    def _leaving_ids(self) -> torch.Tensor:
+        """The window slots that are free when copies have ended: of windows that leave alone, and of full slots."""
+        slots = [*self.leaving.values(), *self._full_leaving.values()]
+        ids = self.device_ids(joined(slots).unique()) if slots else torch.empty(0, dtype=torch.int64)
+        return ids[ids > 0]
+
     def free(self, value: torch.Tensor) -> None:
         self._allocator.free_swa(value)
 
@@ -138,7 +148,7 @@ class SlidingWindow(CacheComponent):
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
         """Window slots of the nodes that hold them, and those of full slots that leases have, or that leave."""
         held = [self.device_ids(value) for value in self.tree.values(SWA)]
-        owned = [self.device_ids(slots) for slots in (*owned_slots(leases, loads), *self._full_leaving.values())]
-        owned = [slots[slots > 0] for slots in owned] + [*map(self.device_ids, self.leaving.values())]
+        owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
+        owned = [slots[slots > 0] for slots in owned] + [self._leaving_ids()]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
         return account_violations("window slots", sums, self._capacity, [*held, *owned])
