@@ -64,7 +64,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
     rules.add_argument(
         "--write-policy", choices=WRITE_POLICIES, default="",
-        help="when the host gets blocks (default: exclusive, with a disk write_through, as an engine)",
+        help="when the host gets blocks (default: exclusive, as an engine of full attention)",
     )  # fmt: skip
     rules.add_argument(
         "--disk-write-budget", type=as_flag(Number("blocks", 1e-6)), metavar="BLOCKS",
