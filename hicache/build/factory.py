@@ -76,7 +76,7 @@ def build_engine(
     present = _present(config, model, components)
     has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     if config.write_policy == "auto":
-        chosen = default_write_policy(is_shared=_may_share(config, store, remote), num_components=len(present))
+        chosen = default_write_policy(has_stores=has_stores, num_components=len(present))
         config = dataclasses.replace(config, write_policy=chosen)
     write_policy = make_write_policy(config)
     table = _table(config, model, device)
@@ -110,12 +110,6 @@ def build_engine(
         engine = CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
         opened.pop_all()
     return engine
-
-
-def _may_share(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> bool:
-    """Whether other engines may have a store below the host as well."""
-    is_given = any(given is not None for given in (store, remote, config.remote))
-    return is_given or (config.disk is not None and config.disk.is_shared)
 
 
 def _publisher(config: EngineConfig, events: EventLog, metrics: Metrics) -> EventPublisher:

@@ -76,14 +76,9 @@ class DiskConfig:
         return self.endurance_tb * 1e12 / (self.endurance_years * _YEAR_S)
 
     @property
-    def is_shared(self) -> bool:
-        """Whether it is a socket, of a store that other engines may use."""
-        return self.path.startswith(SOCKET)
-
-    @property
     def url(self) -> str:
         """Of the store, for `hicache.storage.open_store`, or unix:/path/of/socket."""
-        if self.is_shared:
+        if self.path.startswith(SOCKET):
             return self.path
         path = quote(os.fsencode(os.path.abspath(self.path)))
         return f"lmdb://{path}?budget={self.budget_bytes}&durability={self.durability}&level={self.level}"

@@ -41,7 +41,7 @@ class ReplaySettings:
         if budget is not None and not (isinstance(budget, float | int) and 0 < budget < math.inf):
             raise ConfigError(f"disk_write_budget={short_repr(budget)} is no number of blocks above 0")
         if not self.write_policy:
-            chosen = default_write_policy(is_shared=False)
+            chosen = default_write_policy(has_stores=self.disk_blocks != 0)
             object.__setattr__(self, "write_policy", chosen)
         orders = tuple(EVICTION_POLICIES)
         for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):

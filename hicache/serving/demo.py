@@ -181,7 +181,6 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
         # What the tiers bring is shown, however fast this machine computes.
         "prefetch_mode": "wait_complete",
         "prefill_tokens_per_s": 0,
-        "write_policy": "write_through",  # device and host, if they hold different pages, have too much to ask the disk
         "model_id": workload.loaded.model_id,
     }
     sources = EngineConfig.sources_of(flags)

@@ -35,13 +35,7 @@ def engine_of(
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
     advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_queue_jobs=queue_jobs)
     tokens = (num_pages + 16) * PAGE
-    sizes = {
-        "device_tokens": tokens,
-        "host_bytes": tokens * 192,
-        "max_context_len": tokens,
-        "write_policy": "write_through",
-        **more,
-    }
+    sizes = {"device_tokens": tokens, "host_bytes": tokens * 192, "max_context_len": tokens, **more}
     return build_engine(config(**sizes, disk=disk, prefetch_mode="wait_complete", advanced=advanced), model)
 
 

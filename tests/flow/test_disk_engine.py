@@ -32,12 +32,7 @@ def tokens_of(seed: int) -> np.ndarray:
 
 def engine_at(path: Path, **changes: object) -> CacheEngine:
     disk = DiskConfig(path=str(path), budget_bytes=4 << 20)
-    changes = {
-        "prefetch_mode": "wait_complete",
-        "write_policy": "write_through",
-        "advanced": AdvancedConfig(disk_reader_threads=1),
-        **changes,
-    }
+    changes = {"prefetch_mode": "wait_complete", "advanced": AdvancedConfig(disk_reader_threads=1), **changes}
     return build_engine(config(disk=disk, **changes), GEOMETRY)
 
 
@@ -367,7 +362,7 @@ def test_the_scheduler_never_waits_for_the_disk(tmp_path: Path, clock: Clock, st
     return; when the store answers again, a later close finishes and the next engine finds what was acknowledged."""
     settings = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20)
     advanced = AdvancedConfig(disk_reader_threads=1)
-    engine = build_engine(config(disk=settings, advanced=advanced, write_policy="write_through"), GEOMETRY)
+    engine = build_engine(config(disk=settings, advanced=advanced), GEOMETRY)
     engine.start()
     serve(engine, "a", tokens_of(0))
     engine.flush()

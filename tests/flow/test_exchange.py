@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +11,7 @@ import pytest
 
 from component_case import EACH_MODEL, FULL, STATES, WINDOWS, compute, config, prefill, serve
 from disk_case import page_keys
-from hicache import CacheEngine, CacheRequest, DiskConfig, Lease, ModelGeometry, build_engine
+from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import ExchangePending, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load
 from hicache.metrics import HistogramValue
@@ -262,14 +261,9 @@ def test_each_kind_of_model_takes_turns(model: ModelGeometry) -> None:
         settled(engine)
 
 
-def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set(tmp_path: Path) -> None:
-    """Different pages on device and host, unless others may have to find them in a store or calls would wait for
-    copies."""
-    disk = DiskConfig(path=str(tmp_path), budget_bytes=1 << 22)
+def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set() -> None:
+    """Different pages on device and host, unless others have to find them in a store or calls would wait for copies."""
     sizes = {"device_tokens": 128, "host_bytes": 17 * 8 * 256}
-    with build_engine(config(**sizes, disk=disk), FULL) as engine:
-        assert engine.inspect.context.exclusive is not None
-    assert [DiskConfig(path=path).is_shared for path in ("pages", "unix:/run/pages")] == [False, True]
     for model, store, expected in (
         (FULL, None, "exclusive"),
         (FULL, MemoryPageStore(1 << 20), "write_through"),
@@ -281,4 +275,4 @@ def test_the_engine_and_the_replay_choose_the_policy_that_is_not_set(tmp_path: P
             assert (engine.inspect.context.exclusive is not None) == (expected == "exclusive")
         with build_engine(config(**sizes, write_policy="write_back"), model, store=store) as engine:
             assert engine.inspect.context.write_policy.at_eviction and engine.inspect.context.exclusive is None
-    assert {ReplaySettings(4, 4, disk_blocks).write_policy for disk_blocks in (0, 4, None)} == {"exclusive"}
+    assert [ReplaySettings(4, 4, disk).write_policy for disk in (0, 4, None)] == ["exclusive", *["write_through"] * 2]

@@ -48,10 +48,7 @@ def forget(engine: CacheEngine, *tiers: str) -> None:
 def test_every_bit_comes_back(tmp_path: Path, device: str, name: str, bits: str, kind: Kind) -> None:
     """From the host, and what fits from the disk, and from the disk after a restart. Pages that do not fit are counted;
     two places hold each of them, and no store."""
-    settings, model = (
-        config(kv_packing=bits, disk=disk_at(tmp_path), device=device, write_policy="write_through"),
-        MODELS[name],
-    )
+    settings, model = config(kv_packing=bits, disk=disk_at(tmp_path), device=device), MODELS[name]
     misfits, stored = {"fit": 0, "some": 3, "none": 6}[kind], 6 * PAGE * (kind == "fit")  # the first page is raw
     with build_engine(settings, model) as engine:
         assert serve(engine, "a", TOKENS, kind).cached_len == 0

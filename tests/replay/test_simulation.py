@@ -33,7 +33,7 @@ def hits_of(result: ReplayResult) -> list[BlockHits]:
 
 def test_blocks_come_from_the_tier_that_held_them() -> None:
     """Two blocks on the device, four on the host, all on disk: each prompt comes back from where it had gone."""
-    settings = ReplaySettings(2, 4, None, write_policy="write_through")
+    settings = ReplaySettings(2, 4, None)
     result = replay(trace_of([1, 2], [3, 4], [1, 2], [5, 6], [7, 8], [3, 4], [7, 8], [7, 9]), settings)
     expected = [(0, 0, 0), (0, 0, 0), (0, 2, 0), (0, 0, 0), (0, 0, 0), (0, 0, 2), (0, 2, 0), (1, 0, 0)]
     assert hits_of(result) == [BlockHits(*hits) for hits in expected]
@@ -56,10 +56,9 @@ def test_a_scan_has_known_answers() -> None:
         return tuple(replay(trace, ReplaySettings(*blocks, write_policy=write_policy)).tier_hit_rates.values())
 
     assert rates(49) == (0, 0, 0) and rates(50) == rates(None) == (repeated, 0, 0)
-    assert rates(10, 39) == rates(10, 49, write_policy="write_through") == (0, 0, 0)
-    assert rates(10, 20, 49, write_policy="write_through") == (0, 0, 0)
+    assert rates(10, 39) == rates(10, 49, write_policy="write_through") == rates(10, 20, 49) == (0, 0, 0)
     assert rates(10, 41) == rates(10, 50) == rates(49, 50, 49) == (0, repeated, 0)
-    assert rates(10, 20, 50) == rates(1, 1, None, write_policy="write_through") == (0, 0, repeated)
+    assert rates(10, 20, 50) == rates(1, 1, None) == (0, 0, repeated)
     for blocks in (10, 49, 50):
         kept = (blocks - 1) / (documents - 1)
         assert optimal(trace, ReplaySettings(blocks)).hit_rate == pytest.approx(repeated * kept, rel=0.04)
@@ -176,10 +175,7 @@ def test_copies_are_counted_by_link() -> None:
     """By hand: what was written and never read is what no later request asked for; the warm-up counts in nothing."""
     prompts = [[1, 2], [3, 4], [5, 6], [1, 2], [1, 2]]
     trace = trace_of(*prompts)
-    settings, costs = (
-        ReplaySettings(2, 2, None, write_policy="write_through"),
-        TierCosts(bytes_per_token=10.0, host_bytes_per_token=5.0),
-    )
+    settings, costs = ReplaySettings(2, 2, None), TierCosts(bytes_per_token=10.0, host_bytes_per_token=5.0)
     result = replay(trace, settings, costs=costs)
     assert result.copies == Copies(loaded=2, backed_up=6, read=2, written=6, never_read=4)
     assert result.copied_bytes == {"loaded": 40, "backed_up": 120, "read": 40, "written": 120, "never_read": 80}
@@ -263,7 +259,7 @@ def test_a_prefix_has_one_id() -> None:
 @pytest.mark.parametrize(("block_tokens", "run_blocks"), [(16, 64), (64, 16), (512, 2), (4096, 1)])
 def test_runs_have_1024_tokens_whatever_the_block(block_tokens: int, run_blocks: int) -> None:
     """Of what was backed up, and of what came back from the disk in jobs of half as much."""
-    simulation = CacheSimulation(ReplaySettings(256, 256, None, write_policy="write_through"), block_tokens)
+    simulation = CacheSimulation(ReplaySettings(256, 256, None), block_tokens)
     assert simulation.host is not None
     for first, of_disk in ((0, 1), (256, 1), (512, 1), (0, 2)):
         prompt = np.arange(first, first + 256)

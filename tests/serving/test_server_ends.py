@@ -52,8 +52,7 @@ def chat(server: Server, **more: Any) -> tuple[str, int]:
 def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
     """What a killed server had on disk, the next one serves: cached tokens, and the same text. At SIGTERM, running
     requests are answered to their end, and new ones get 503; a second signal ends those that run; the status is 0."""
-    sizes = ("--device-tokens", "65536", "--host-bytes", "8MiB", "--disk-path", str(tmp_path / "d"))
-    flags = (str(model), *TINY, *sizes, "--write-policy", "write_through")  # of a kill only that loses nothing
+    flags = (str(model), *TINY, "--device-tokens", "65536", "--host-bytes", "8MiB", "--disk-path", str(tmp_path / "d"))
     import openai
 
     (tmp_path / "first").mkdir()
