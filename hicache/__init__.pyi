@@ -37,6 +37,7 @@ from hicache.errors import ConcurrentCall as ConcurrentCall
 from hicache.errors import ConfigError as ConfigError
 from hicache.errors import DoubleFree as DoubleFree
 from hicache.errors import DuplicateRequest as DuplicateRequest
+from hicache.errors import ExchangePending as ExchangePending
 from hicache.errors import ForeignLease as ForeignLease
 from hicache.errors import HiCacheError as HiCacheError
 from hicache.errors import IdentityError as IdentityError
