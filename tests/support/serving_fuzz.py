@@ -208,7 +208,6 @@ class ServingFuzz:
         self.faults.clock.now_s += 3600
         self.engine.flush()
         self.engine.check()
-        self.counts["beside"] += int(self.engine.stats().get("prefetch.beside_loaded_tokens", 0))
         for fault in ("restore.failures", "backup.failures", "prefetch.lost_pages", "persist.failed_pages"):
             self.counts[fault] += int(self.engine.stats().get(fault, 0))
         stats, table = self.engine.stats(), self.engine.req_to_token
