@@ -235,11 +235,16 @@ def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
     return torch.tensor([page for run in runs for page in run.ids], dtype=torch.int64)
 
 
-def path_of(run: HostRun) -> list[HostRun]:
-    """What `run` follows on the host, from the first on, and itself."""
-    path = [run]
-    while (parent := path[-1].parent_run) is not None:
-        path.append(parent)
+def path_of(run: HostRun, seen: set[HostRun] | None = None) -> list[HostRun]:
+    """What `run` follows on the host, from the first on, and itself; with `seen` only what that lacks, and gets."""
+    path, at = list[HostRun](), run
+    while seen is None or at not in seen:
+        path.append(at)
+        if at.parent_run is None:
+            break
+        at = at.parent_run
+    if seen is not None:
+        seen.update(path)
     return path[::-1]
 
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.host.index import PageIndex
-from hicache.host.run import HostRun
+from hicache.host.run import HostRun, path_of
 from hicache.tiers import Store
 
 _MAX_LOOKED_AT = 128  # runs of one order in one round
@@ -56,13 +56,7 @@ class WrittenIndex:
         seen, pool = set[HostRun](), self.index.pool
         num_left = pool.num_pages // 2 - pool.available()
         for leaving in self.index.leaving() if num_left > 0 else ():
-            path = list[HostRun]()
-            run: HostRun | None = leaving
-            while run is not None and run not in seen:
-                seen.add(run)
-                path.append(run)
-                run = run.parent_run
-            yield from reversed(path)
+            yield from path_of(leaving, seen)
             num_left -= len(leaving.keys)
             if num_left <= 0:
                 return

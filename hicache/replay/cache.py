@@ -30,6 +30,7 @@ from hicache.host import (
     WriteAhead,
     WrittenIndex,
     end_of,
+    path_of,
     spans,
     used_alike,
     within,
@@ -357,16 +358,8 @@ class CacheSimulation:
 def _paths(ends: Sequence[HostRun]) -> list[list[HostRun]]:
     """Of each of `ends` the runs up to it, from the first on, but those that a later one follows as well: the use of
     that path counts last."""
-    paths, seen = list[list[HostRun]](), set[HostRun]()
-    for end in reversed(ends):
-        path = list[HostRun]()
-        run: HostRun | None = end
-        while run is not None and run not in seen:
-            path.append(run)
-            seen.add(run)
-            run = run.parent_run
-        paths.append(path[::-1])
-    return paths[::-1]
+    seen = set[HostRun]()
+    return [path_of(end, seen) for end in reversed(ends)][::-1]
 
 
 def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:
