@@ -62,6 +62,19 @@ def test_the_end_waits_for_no_reader(pipe: tuple[int, int]) -> None:
     assert b"child" not in os.read(pipe[0], 1 << 20)
 
 
+def test_what_was_logged_is_written_behind_a_flush(pipe: tuple[int, int]) -> None:
+    """So a server's log says why before it says that it listens. Behind the end there is nothing to wait for."""
+    reader, fd = pipe
+    os.set_blocking(reader, False)
+    writer = LineWriter(fd)
+    for number in range(100):
+        writer.emit(record(f"line {number}"))
+        writer.flush()
+        assert f"line {number}\n" in os.read(reader, 1 << 16).decode()
+    writer.close()
+    writer.flush()
+
+
 def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     """Libraries that have a handler of their own, warnings, threads that end, fields that are no JSON and messages that
     do not fit their arguments; none quotes an exception. Behind it all is as before."""

@@ -66,7 +66,7 @@ class LineWriter(logging.Handler):
         super().__init__()
         is_closed = descriptor == _STDERR and sys.__stderr__ is None  # its number may be that of another file
         self._descriptor, self._process = -1 if is_closed else descriptor, os.getpid()
-        self._lines = queue.Queue[bytes | None](max_lines)
+        self._lines = queue.Queue[bytes | threading.Event | None](max_lines)  # an event: of a `flush`
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write_all, name="hicache-logs", daemon=True)
         self._thread.start()
@@ -79,6 +79,15 @@ class LineWriter(logging.Handler):
             self._lines.put_nowait(self._line(record))
         except queue.Full:
             self._num_dropped += 1
+
+    def flush(self) -> None:
+        """What was logged is written, unless nobody reads it."""
+        if os.getpid() != self._process or not self._thread.is_alive():
+            return
+        written = threading.Event()
+        with contextlib.suppress(queue.Full):
+            self._lines.put_nowait(written)
+            written.wait(_LEFT_S)
 
     def close(self) -> None:
         """Write what waits, unless nobody reads it."""
@@ -103,7 +112,10 @@ class LineWriter(logging.Handler):
 
     def _write_all(self) -> None:
         while (line := self._lines.get()) is not None:
-            self._write(line)
+            if isinstance(line, threading.Event):
+                line.set()
+            else:
+                self._write(line)
 
     def _write(self, line: bytes) -> None:
         while line:

@@ -244,6 +244,8 @@ async def _until_stopped(
         if not context.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
+        for handler in logging.getLogger().handlers:  # whoever reads that it listens finds why above it
+            handler.flush()
         on_listening(url)
         await _any(serving, signals.get())
     log.info("stopping", extra={"fields": {"grace_s": grace_s}})
