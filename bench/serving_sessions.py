@@ -41,19 +41,18 @@ _EXPOSED_BOUND_S = 5e-3
 
 @dataclass(frozen=True)
 class SessionSizes:
-    """`device_tokens`, `host_tokens`: of the tiers. `answer`: tokens. `clients`: in the case of the disk and in that of
-    the order."""
+    """`device_tokens`, `host_tokens`: of the tiers. `answer`: tokens. `clients`: of each case; here in that of the disk
+    and in that of the order."""
 
     scale: Scale
     device_tokens: int
     host_tokens: int
     chunk: int
     answer: int
-    clients: tuple[int, int]
+    clients: tuple[int, ...]
 
 
 REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
-SHORT = replace(REAL, scale=replace(REAL.scale, requests=80))
 TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
 
 
@@ -94,17 +93,6 @@ def measure_sessions(report: Report, served: ServedModel, trace: Path | None, fo
 def measure_sessions_host(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
     """The case of a small host, of the same turns."""
     _SessionsBench.of(report, served, trace, folder).host()
-
-
-def mean_first_tokens(served: ServedModel, clients: int, folder: str) -> tuple[float, float, str]:
-    """Seconds to the first token, the mean of all turns, with a disk: computing and loading at once, and choosing one
-    by the rule; and what to say of both."""
-    sizes = SHORT if served.model.device.type == "cuda" else TINY
-    bench = _SessionsBench(
-        Report.start("", served.model.device, ""), served, sizes, generated_turns(sizes.scale), folder
-    )
-    rule, ours = (bench.run(clients, has_disk=True, computes_beside=beside) for beside in (False, True))
-    return ours.mean_s, rule.mean_s, f"{clients} clients; both {ours}; the rule {rule}"
 
 
 class _SessionsBench:
@@ -174,7 +162,6 @@ class _SessionsBench:
         *,
         has_disk: bool = False,
         max_overtake_s: float = _OVERTAKE_S,
-        computes_beside: bool = True,
         **settings: Any,
     ) -> SessionRun:
         sizes, token_bytes = self._sizes, self._served.token_bytes
@@ -186,8 +173,6 @@ class _SessionsBench:
         settings |= {"device_tokens": sizes.device_tokens, "max_context_len": sizes.scale.longest + sizes.answer}
         try:
             with serving(self._served, chunk_tokens=sizes.chunk, **settings) as engine:
-                if (prefetcher := engine.engine.inspect.prefetcher) is not None:
-                    prefetcher.beside.is_possible &= computes_beside
                 if engine.engine.pool.device.type == "cuda":
                     warm_up(engine.engine, engine.runner, sizes.chunk, _MAX_RUNNING)
                 engine.first_token_s("warm", np.zeros(sizes.chunk, np.int64), "warm")
