@@ -95,7 +95,7 @@ class Asked:
     def begin(self, has: StoreAnswers) -> None:
         """It is known which of its pages are here, or come for others."""
         self.has, self.num_usable, self.end = has, has.num_usable, has.located.num_pages
-        self.coming = (has.start, self.end)
+        self.coming = (has.first_gap, self.end)
         self.is_found = self.is_short = self.has_failed = self.has_landed = False
 
     def plan(self, end: int, now_s: float) -> None:

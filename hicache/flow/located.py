@@ -141,7 +141,7 @@ class StoreAnswers:
         keys = located.prompt.keys
         lacking = full.index.lacking(keys, located.device_end)
         read = {index for index in lacking if is_read(full, keys[index])} if full.index.num_in_flight else set()
-        self.start = lacking[0] if lacking else located.num_pages
+        self.first_gap = lacking[0] if lacking else located.num_pages
         self.to_ask = deque(spans([index for index in lacking if index not in read] if read else lacking))
         self.known: list[tuple[int, int, Store | None]] = [(start, end, None) for start, end in spans(sorted(read))]
         self._others: dict[bytes, Store] = {}

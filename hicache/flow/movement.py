@@ -25,34 +25,34 @@ class JointOp:
     count from then on."""
 
     def __init__(self) -> None:
-        self.parts: list[TransferOp] = []
+        self.copies: list[TransferOp] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(op.num_bytes for op in self.parts)
+        return sum(op.num_bytes for op in self.copies)
 
     @property
     def error(self) -> Exception | None:
-        return next((op.error for op in self.parts if op.error is not None), None)
+        return next((op.error for op in self.copies if op.error is not None), None)
 
     def done(self) -> bool:
-        return all(op.done() for op in self.parts)
+        return all(op.done() for op in self.copies)
 
     def wait(self) -> None:
-        for op in self.parts:
+        for op in self.copies:
             op.wait()
 
     def wait_outcome(self) -> None:
-        for op in self.parts:
+        for op in self.copies:
             op.wait_outcome()
 
     @property
     def is_undelayed(self) -> bool:
-        return all(op.is_undelayed for op in self.parts)
+        return all(op.is_undelayed for op in self.copies)
 
     def seconds(self) -> float:
         """Of the longest."""
-        return max(op.seconds() for op in self.parts)
+        return max(op.seconds() for op in self.copies)
 
 
 class Load:

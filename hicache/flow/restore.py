@@ -58,16 +58,16 @@ class Restore(CopyMovement[Load]):
         self._decisions.decide(*estimate)
 
     def complete(self, loads: Sequence[Load]) -> None:
-        """Wait until these have ended, and another may start."""
-        while self._in_flight and (any(not load.completed for load in loads) or not self.can_start()):
+        """Wait until these have ended, and another may be submitted."""
+        while self._in_flight and (any(not load.completed for load in loads) or not self.can_submit()):
             self._in_flight[0].op.wait()
             self._end_first()
 
-    def can_start(self) -> bool:
-        """Whether a load may start now, whatever it brings."""
+    def can_submit(self) -> bool:
+        """Whether a load may be submitted now, whatever it brings."""
         return all(component.counter.can_begin() for component in self._context.components)
 
-    def start(
+    def submit_load(
         self,
         lease: Lease,
         prompt: Prompt,
@@ -151,7 +151,7 @@ class Restore(CopyMovement[Load]):
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
         op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
         undo.callback(op.wait)
-        load.op.parts.append(op)
+        load.op.copies.append(op)
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name

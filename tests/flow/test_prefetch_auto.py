@@ -248,7 +248,7 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
             with engine.acquire(CacheRequest(f"s{is_undelayed}", prompts[is_undelayed])) as lease:
                 assert lease.hit.host > 0
                 for load in engine.inspect.restore.in_flight():
-                    for op in load.op.parts:
+                    for op in load.op.copies:
                         op.is_undelayed = is_undelayed
                 engine.flush()
             assert (engine.stats()["cost.load_bytes_per_second"] > 0) == is_undelayed
