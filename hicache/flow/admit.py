@@ -14,11 +14,11 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
-from hicache.flow.admit_counters import AdmitCounters
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
+from hicache.flow.counters import AdmitCounters
 from hicache.flow.exchange import Exchange, sources_of
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located

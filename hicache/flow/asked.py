@@ -9,8 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hicache.flow.components import CacheComponent
-from hicache.flow.handle import Prefetch
-from hicache.flow.lease import Lease
+from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import StoreAnswers, ToRead
 from hicache.host import HostRun, spans
 from hicache.tiers import FULL, Store

@@ -15,7 +15,7 @@ from hicache.eviction.orders import NOBODY, EvictionOrder, Keep
 from hicache.eviction.policy import make_order
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Released
-from hicache.tree.components.base import TreeComponent
+from hicache.tree.components import TreeComponent
 from hicache.tree.node import Holding, TreeNode, alone, last_nodes, name_of
 
 
