@@ -18,7 +18,8 @@ from hicache.alloc import (
 from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, require_one_each
-from hicache.config import EngineConfig, default_write_policy, kernel_choice
+from hicache.config import EngineConfig, default_write_policy
+from hicache.config.environment import kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -49,8 +50,12 @@ from hicache.stores import namespace_digest
 from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent, TreeNode
+from hicache.tree.components import TreeComponent
+from hicache.tree.core import RadixTree
+from hicache.tree.events import EventLog
+from hicache.tree.key import PageHasher
 from hicache.tree.names import PageNames
+from hicache.tree.node import TreeNode
 
 
 def build_engine(

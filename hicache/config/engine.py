@@ -33,7 +33,7 @@ from hicache.config.settings import (
     settle,
     short_repr,
 )
-from hicache.config.stores import MAX_S, DiskConfig, RemoteConfig
+from hicache.config.stores import MAX_S, Auto, DiskConfig, RemoteConfig
 from hicache.console import path_flag
 from hicache.errors import ConfigError
 
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 KvPacking = Literal["off", "auto", "3", "4"]
-Auto = Literal["auto"]
 Free = Literal["free"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")

@@ -41,8 +41,9 @@ from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
-from hicache.tree import RadixTree, TreeNode
+from hicache.tree.core import RadixTree
 from hicache.tree.key import Tokens
+from hicache.tree.node import TreeNode
 
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
 _BLOCKS_PER_S = 100.0  # that requests ask for

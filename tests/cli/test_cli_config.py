@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cli_case import output, refused, stats
-from hicache.config import SECTIONS, VARIABLES, RemoteConfig
+from hicache.config import SECTIONS, RemoteConfig
+from hicache.config.environment import VARIABLES
 from hicache.config.settings import settings_of
 from hicache.errors import ConfigError
 

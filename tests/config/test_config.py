@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from hicache import AdvancedConfig, DiskConfig, EngineConfig, ModelGeometry, build_engine
-from hicache.config import SECTIONS, debug_checks, kernel_choice
+from hicache.config import SECTIONS
+from hicache.config.environment import debug_checks, kernel_choice
 from hicache.config.settings import (
     Address,
     Choice,

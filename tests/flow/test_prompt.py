@@ -13,8 +13,9 @@ from hicache.host import PageIndex
 from hicache.metrics import Metrics
 from hicache.replay.blocks import BlockPool
 from hicache.tiers import FULL
-from hicache.tree import PageHasher, RadixTree
+from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog
+from hicache.tree.key import PageHasher
 
 PAGE = 4
 
