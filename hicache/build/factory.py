@@ -75,7 +75,7 @@ def build_engine(
     seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
-    device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
+    device = _device(config.device)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
     require_one_each(config, store, remote)
     present = _present(config, model, components)
@@ -91,7 +91,7 @@ def build_engine(
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, host_setting, watch, write_policy.is_exclusive)
+    links = _links(config, list(present.values()), spaces, watch, write_policy.is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -232,12 +232,11 @@ def _links(
     config: EngineConfig,
     tree_components: Sequence[TreeComponent],
     spaces: dict[Component, SlotSpace],
-    setting: str,
     watch: HostWatch | None,
     is_exclusive: bool,
 ) -> dict[Component, HostLink]:
-    """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
-    of full pages that come and leave. `is_exclusive`: the host drops first what the device has."""
+    """How each component moves between device and host. `watch`: told of full pages that come and leave.
+    `is_exclusive`: the host drops first what the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -257,7 +256,6 @@ def _links(
                 shares[name],
                 pin=space.device.type == "cuda",
                 device=space.device,
-                setting=setting,
                 shared=config.disk is not None or config.remote is not None,
                 page_bytes=page_bytes[name],
             )
