@@ -46,14 +46,14 @@ class Unsaved(NamedTuple):
     values: list[torch.Tensor]
 
 
-class _Copy:
+class _Copy(JointOp):
     """Copies that were submitted together: to `runs`, from `slots`, by component; `locked` nodes are to unlock."""
 
     def __init__(self, locked: Sequence[TreeNode]) -> None:
+        super().__init__()
         self.locked = tuple(locked)
         self.runs: dict[Component, list[HostRun]] = {}
         self.slots: dict[Component, torch.Tensor] = {}
-        self.op = JointOp()
 
 
 class Backup(CopyMovement[_Copy]):
@@ -65,7 +65,6 @@ class Backup(CopyMovement[_Copy]):
         count = context.metrics.counter
         help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
         self._bytes, self._seconds = context.metrics.movement("backup", help, "time that copy took", **labels)
-        context.metrics.gauge("backup.queued_copies", "copies to the host in flight", self.num_in_flight)
         self._failures = count("backup.failures", "copies to the host that failed; their pages stayed on the device")
         self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")
         self._skipped_components = count(
@@ -121,7 +120,7 @@ class Backup(CopyMovement[_Copy]):
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
         while component.num_leaving and component.available() < size:
             start_s = time.perf_counter()
-            self._in_flight[0].op.wait()
+            self._in_flight[0].wait()
             self._exposed_s = time.perf_counter() - start_s
             self._end_first()
             self._exposed_s = 0.0
@@ -189,7 +188,7 @@ class Backup(CopyMovement[_Copy]):
                 for each in unsaved:
                     self._skip(each.component, self._submit_copy(copy, each), stays=released is None)
             finally:
-                if copy.op.copies:
+                if copy.copies:
                     undo.pop_all()
                     self._in_flight.append(copy)
                     for name, value in leaving.items():
@@ -239,7 +238,7 @@ class Backup(CopyMovement[_Copy]):
         rest: torch.Tensor | None = None,
     ) -> None:
         """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
-        copy.op.copies.append(component.transfer.store(slots, pages, rest))
+        copy.copies.append(component.transfer.store(slots, pages, rest))
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -299,11 +298,11 @@ class Backup(CopyMovement[_Copy]):
 
     def _end(self, operation: _Copy) -> None:
         copy, tree = operation, self._context.tree
-        copy.op.wait()  # before its end nothing is known of its error
-        confirmed = copy.op.error is None
+        copy.wait()  # before its end nothing is known of its error
+        confirmed = copy.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
         raw_copy = _Copy(copy.locked)
-        for (name, runs), op in zip(copy.runs.items(), copy.op.copies, strict=True):
+        for (name, runs), op in zip(copy.runs.items(), copy.copies, strict=True):
             component = self._context.by_name[name]
             if confirmed:
                 arrived.append((component, self._publish(raw_copy, component, runs, copy.slots[name], op)))
@@ -311,11 +310,11 @@ class Backup(CopyMovement[_Copy]):
                 for run in reversed(runs):
                     component.index.abandon(run)
         if confirmed:
-            self._bytes.observe(copy.op.num_bytes)
-            self._seconds.observe(copy.op.seconds())
+            self._bytes.observe(copy.num_bytes)
+            self._seconds.observe(copy.seconds())
         else:
             self._failures.value += 1
-        if raw_copy.op.copies:
+        if raw_copy.copies:
             self._in_flight.append(raw_copy)  # which has the locks
         else:
             for node in copy.locked:
@@ -331,7 +330,7 @@ class Backup(CopyMovement[_Copy]):
         if left:
             self._exposed.observe(self._exposed_s)
         for component, value in left.items():
-            if raw_copy.op.copies:
+            if raw_copy.copies:
                 component.leaving[raw_copy] = value
             else:
                 component.free(value)

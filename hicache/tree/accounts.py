@@ -119,8 +119,8 @@ class Accounts:
         if component == FULL:
             account.keep_parents_newer(node.parent)
 
-    def _take_out(self, node: TreeNode, component: Component) -> Released:
-        """Take a value out."""
+    def detach(self, node: TreeNode, component: Component) -> Released:
+        """Take a value out, whatever the locks."""
         account, holding = self._by_component[component], node.holdings[component]
         value = holding.value
         assert value is not None

@@ -131,7 +131,7 @@ class RecurrentState(CacheComponent):
     def release(self, lease: Lease) -> None:
         """Free the lease's states; where a load may still write to one, when that has ended."""
         states, load = lease.take_states(), lease.state_load
-        if load is not None and not load.op.done():
+        if load is not None and not load.done():
             load.orphan_states.setdefault(MAMBA, []).extend(states)
         elif states:
             self.free(torch.cat(states))

@@ -141,7 +141,7 @@ class SlidingWindow(CacheComponent):
             [node for node in load.runs[SWA].nodes if node not in leaving and node.has(SWA)] if SWA in load.runs else []
         )
         if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
-            load.op.wait()
+            load.wait()
         for node in nodes:
             self.free(self.tree.detach(node, SWA).value)
 
