@@ -75,7 +75,7 @@ MUTATIONS = (
     Mutation("hicache/eviction/orders.py", "return first if kept is None or (",
              "return first if first is not None or (", EVICTION),
     Mutation("hicache/flow/backup.py", " and not node.holdings[component.name].has_ended", "", HINTS),
-    Mutation("hicache/flow/hints.py", "        self._on_device.expire(now_s)\n", "", HINTS),
+    Mutation("hicache/flow/commit.py", "        self._on_device.expire(now_s)\n", "", HINTS),
     Mutation("hicache/flow/commit.py", "            steps.callback(tree.touch, lease.node)\n",
              "            pass\n", "tests/flow"),
     Mutation("hicache/host/index.py", "insert(run)\n            if (needed := run.needs) is not None:",

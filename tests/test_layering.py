@@ -38,7 +38,7 @@ SOCIABLE = {RANKS["cli"], RANKS["engine"], RANKS["config"]}
 FLOW_LEVELS = (
     ("upkeep", "validation", "stop"),
     ("admit", "commit"),
-    ("exchange", "hints"),
+    ("exchange",),
     ("backup",),
     ("persist", "prefetch", "restore"),
     ("beside",),
