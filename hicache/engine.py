@@ -24,9 +24,8 @@ from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
-from hicache.flow.handle import Prefetch
-from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
-from hicache.flow.lookup import look_up
+from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
+from hicache.flow.located import look_up
 from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher

@@ -18,7 +18,8 @@ from hicache.alloc import (
 from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, require_one_each
-from hicache.config import EngineConfig, default_write_policy, kernel_choice
+from hicache.config import EngineConfig, default_write_policy
+from hicache.config.environment import kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -49,8 +50,12 @@ from hicache.stores import namespace_digest
 from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent, TreeNode
+from hicache.tree.components import TreeComponent
+from hicache.tree.core import RadixTree
+from hicache.tree.events import EventLog
+from hicache.tree.key import PageHasher
 from hicache.tree.names import PageNames
+from hicache.tree.node import TreeNode
 
 
 def build_engine(
@@ -70,7 +75,7 @@ def build_engine(
     seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
-    device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
+    device = _device(config.device)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
     require_one_each(config, store, remote)
     present = _present(config, model, components)
@@ -86,7 +91,7 @@ def build_engine(
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, host_setting, watch, write_policy.is_exclusive)
+    links = _links(config, list(present.values()), spaces, watch, write_policy.is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -227,12 +232,11 @@ def _links(
     config: EngineConfig,
     tree_components: Sequence[TreeComponent],
     spaces: dict[Component, SlotSpace],
-    setting: str,
     watch: HostWatch | None,
     is_exclusive: bool,
 ) -> dict[Component, HostLink]:
-    """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
-    of full pages that come and leave. `is_exclusive`: the host drops first what the device has."""
+    """How each component moves between device and host. `watch`: told of full pages that come and leave.
+    `is_exclusive`: the host drops first what the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -252,7 +256,6 @@ def _links(
                 shares[name],
                 pin=space.device.type == "cuda",
                 device=space.device,
-                setting=setting,
                 shared=config.disk is not None or config.remote is not None,
                 page_bytes=page_bytes[name],
             )

@@ -28,7 +28,7 @@ from hicache.build import packing
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import ConfigError, OutOfMemory
-from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, free_bytes, require
+from hicache.host.memory import RESERVE_BYTES, free_bytes, require
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
@@ -157,8 +157,6 @@ def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: in
 
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
     """Bytes of the host tier, 0 for none. `minimum`: a page of each of its pools and their sinks."""
-    if config.host_ratio:
-        return bytes_of_ratio(config.host_ratio, device_bytes, available)
     on_cuda = config.device.startswith("cuda")
     if config.host_bytes == "free":
         return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)
@@ -223,7 +221,7 @@ def _with_host(
         return config
     total = host_bytes(config, device_bytes, 2 * (sum(page_bytes) + state_bytes), available)
     states = host_states(config, total, page_bytes[0], state_bytes) if total and state_bytes else config.host_states
-    return dataclasses.replace(config, host_bytes=total, host_ratio=0.0, host_states=states)
+    return dataclasses.replace(config, host_bytes=total, host_states=states)
 
 
 def _pages(tokens: int, page: int) -> int:

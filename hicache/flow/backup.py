@@ -46,14 +46,14 @@ class Unsaved(NamedTuple):
     values: list[torch.Tensor]
 
 
-class _Copy:
+class _Copy(JointOp):
     """Copies that were submitted together: to `runs`, from `slots`, by component; `locked` nodes are to unlock."""
 
     def __init__(self, locked: Sequence[TreeNode]) -> None:
+        super().__init__()
         self.locked = tuple(locked)
         self.runs: dict[Component, list[HostRun]] = {}
         self.slots: dict[Component, torch.Tensor] = {}
-        self.op = JointOp()
 
 
 class Backup(CopyMovement[_Copy]):
@@ -65,7 +65,6 @@ class Backup(CopyMovement[_Copy]):
         count = context.metrics.counter
         help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
         self._bytes, self._seconds = context.metrics.movement("backup", help, "time that copy took", **labels)
-        context.metrics.gauge("backup.queued_copies", "copies to the host in flight", self.num_in_flight)
         self._failures = count("backup.failures", "copies to the host that failed; their pages stayed on the device")
         self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")
         self._skipped_components = count(
@@ -121,7 +120,7 @@ class Backup(CopyMovement[_Copy]):
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
         while component.num_leaving and component.available() < size:
             start_s = time.perf_counter()
-            self._in_flight[0].op.wait()
+            self._in_flight[0].wait()
             self._exposed_s = time.perf_counter() - start_s
             self._end_first()
             self._exposed_s = 0.0
@@ -159,14 +158,14 @@ class Backup(CopyMovement[_Copy]):
         event_pages: PromptPages | Sequence[bytes] | None = None
         uses = tree.account(component.name).uses_of(node)
         first = node.depth_tokens // tree.page_size - len(keys)
-        before = tree.names.before(node) if first and component.name == FULL else None
+        previous_key = tree.names.previous_key(node) if first and component.name == FULL else None
         if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
         if component.name != FULL:
             keys, event_pages = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             event_pages = tree.names.pages(node)
-        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
+        new = NewPages(keys, previous_key, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)
@@ -187,9 +186,9 @@ class Backup(CopyMovement[_Copy]):
                 undo.callback(tree.unlock, node)
             try:
                 for each in unsaved:
-                    self._skip(each.component, self._start(copy, each), stays=released is None)
+                    self._skip(each.component, self._submit_copy(copy, each), stays=released is None)
             finally:
-                if copy.op.parts:
+                if copy.copies:
                     undo.pop_all()
                     self._in_flight.append(copy)
                     for name, value in leaving.items():
@@ -197,7 +196,7 @@ class Backup(CopyMovement[_Copy]):
                     if released:
                         released.clear()
 
-    def _start(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
+    def _submit_copy(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
         """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
         component, new, values = unsaved if unsaved.component.name == FULL else self._with_full_pages(unsaved)
         index, size = component.index, component.page_size
@@ -209,11 +208,11 @@ class Backup(CopyMovement[_Copy]):
         with ExitStack() as undo:
             for run in runs:
                 undo.callback(index.abandon, run)
-            parts = [
+            copied = [
                 value[pages.offset * size : (pages.offset + len(pages.keys)) * size]
                 for pages, value in zip(fits, values, strict=False)
             ]
-            self._copy(copy, component, runs, component.device_ids(joined(parts)), pages_of(runs))
+            self._copy(copy, component, runs, component.device_ids(joined(copied)), pages_of(runs))
             undo.pop_all()
         return left
 
@@ -239,7 +238,7 @@ class Backup(CopyMovement[_Copy]):
         rest: torch.Tensor | None = None,
     ) -> None:
         """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
-        copy.op.parts.append(component.transfer.store(slots, pages, rest))
+        copy.copies.append(component.transfer.store(slots, pages, rest))
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -262,7 +261,7 @@ class Backup(CopyMovement[_Copy]):
         here = [run for run in runs if run not in raw.keys or run in ok]
         # The last first: the beginning of a prompt is the more recent.
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
-        published = [run for parts in reversed(came) for run in parts]
+        published = [run for of_run in reversed(came) for run in of_run]
         if (events := self._context.tree.events) is not None and component.name == FULL:
             for run in published:
                 events.stored(event_pages_of(run), "CPU")
@@ -299,11 +298,11 @@ class Backup(CopyMovement[_Copy]):
 
     def _end(self, operation: _Copy) -> None:
         copy, tree = operation, self._context.tree
-        copy.op.wait()  # before its end nothing is known of its error
-        confirmed = copy.op.error is None
+        copy.wait()  # before its end nothing is known of its error
+        confirmed = copy.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
         raw_copy = _Copy(copy.locked)
-        for (name, runs), op in zip(copy.runs.items(), copy.op.parts, strict=True):
+        for (name, runs), op in zip(copy.runs.items(), copy.copies, strict=True):
             component = self._context.by_name[name]
             if confirmed:
                 arrived.append((component, self._publish(raw_copy, component, runs, copy.slots[name], op)))
@@ -311,11 +310,11 @@ class Backup(CopyMovement[_Copy]):
                 for run in reversed(runs):
                     component.index.abandon(run)
         if confirmed:
-            self._bytes.observe(copy.op.num_bytes)
-            self._seconds.observe(copy.op.seconds())
+            self._bytes.observe(copy.num_bytes)
+            self._seconds.observe(copy.seconds())
         else:
             self._failures.value += 1
-        if raw_copy.op.parts:
+        if raw_copy.copies:
             self._in_flight.append(raw_copy)  # which has the locks
         else:
             for node in copy.locked:
@@ -331,7 +330,7 @@ class Backup(CopyMovement[_Copy]):
         if left:
             self._exposed.observe(self._exposed_s)
         for component, value in left.items():
-            if raw_copy.op.parts:
+            if raw_copy.copies:
                 component.leaving[raw_copy] = value
             else:
                 component.free(value)

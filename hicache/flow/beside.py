@@ -14,8 +14,8 @@ from __future__ import annotations
 from hicache.flow.asked import Asked
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease
-from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.readers import Readers
 from hicache.host import HostRun
 from hicache.tiers import FULL

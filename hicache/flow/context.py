@@ -95,4 +95,4 @@ def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
     values: dict[Component, list[torch.Tensor]] = {}
     for item in released:
         values.setdefault(item.component, []).append(item.value)
-    return {name: joined(parts) for name, parts in values.items()}
+    return {name: joined(of_component) for name, of_component in values.items()}

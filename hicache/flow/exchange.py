@@ -193,7 +193,7 @@ class Exchange(Movement):
             has_room = self._eviction.prepare(full, num_slots)
         if not has_room:
             return not full.leaving and self._fail(wanted, full.shortage(num_slots))
-        if not is_last and not self._restore.can_start():
+        if not is_last and not self._restore.can_submit():
             return False
         if is_last:
             wanted.is_ready = True
@@ -213,7 +213,7 @@ class Exchange(Movement):
             undo.callback(full.free, slots)
             index.lock(divided)  # others have it too: once for each step
             undo.callback(index.unlock, divided)
-            wanted.load = self._restore.start(wanted.lease, wanted.prompt, {FULL: step}, slots)
+            wanted.load = self._restore.submit_load(wanted.lease, wanted.prompt, {FULL: step}, slots)
             wanted.parts, wanted.done = rest, done  # these locks are the load's now
             undo.pop_all()
         wanted.lease.read([wanted.load])

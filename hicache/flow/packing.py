@@ -51,9 +51,9 @@ class Packing:
     def __init__(self, component: Component, metrics: Metrics, num_raw: Callable[[], int]) -> None:
         """`num_raw`: of its host pages now, those in two places."""
         self._component, self._is_told = component, False
-        part = "packing" if component == FULL else f"packing_{component}"
+        prefix = "packing" if component == FULL else f"packing_{component}"
         self._packed, self._misfits, self._dropped = (
-            metrics.counter(f"{part}.{name}_pages", help, f"packing_{name}_pages", component=component)
+            metrics.counter(f"{prefix}.{name}_pages", help, f"packing_{name}_pages", component=component)
             for name, help in (
                 ("packed", "pages that were packed on their way to the host"),
                 ("misfit", "of these, pages that did not fit and were copied again, raw: no store gets them"),
@@ -61,7 +61,7 @@ class Packing:
             )
         )
         help = "pages that are in two places of the host, raw, and in no store"
-        metrics.gauge(f"{part}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
+        metrics.gauge(f"{prefix}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
 
     def count(self, num_pages: int, num_misfits: int) -> None:
         """So many pages were packed, of which some do not fit. Says once that these are too many."""

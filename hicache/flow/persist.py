@@ -94,8 +94,6 @@ class Persist(Movement):
         self._bytes, self._seconds = self._context.metrics.movement(name, moved, took, **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
         gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
-        help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
-        gauge(f"{name}.queued_jobs", help, self._backlog.__len__)
         self._written = count(
             f"{name}.written_bytes", "bytes, before compression, of pages that the store lacked and took"
         )

@@ -30,12 +30,11 @@ from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.beside import Beside
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
-from hicache.flow.handle import Prefetch
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.host_room import HostRoom
-from hicache.flow.lease import Lease
+from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Located, StoreAnswers
 from hicache.flow.movement import Movement
-from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.prompt import Prompts
 from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher

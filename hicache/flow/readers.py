@@ -9,7 +9,7 @@ from hicache.flow.asked import Asked, Find, ReadOfRuns
 from hicache.flow.components import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.prompt import event_pages_of
 from hicache.host import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled

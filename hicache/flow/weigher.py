@@ -10,7 +10,7 @@ from operator import attrgetter
 from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, Requests
-from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.counters import PrefetchCounters
 from hicache.tiers import Store
 
 log = logging.getLogger(__name__)

@@ -188,21 +188,21 @@ class PageIndex(PageHints):
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
         """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
-        nobody brought before: `run`, or what is left of it, divided where pages are missing."""
+        nobody brought before: `run`, or what is left of it, divided where some did not come."""
         if (ok is None or all(ok)) and {*map(self._runs.get, run.keys)} == {run}:  # nobody else brings any
             self._publish(run)
             return [run]
         came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
-        pieces = [(has_come, len(list(group))) for has_come, group in groupby(came)]
-        parts = [(self._divide(run, num_pages), has_come) for has_come, num_pages in pieces[:-1]]
+        lengths = [(has_come, len(list(group))) for has_come, group in groupby(came)]
+        divided = [(self._divide(run, num_pages), has_come) for has_come, num_pages in lengths[:-1]]
         published = []
-        for part, has_come in [*parts, (run, pieces[-1][0])]:
+        for piece, has_come in [*divided, (run, lengths[-1][0])]:
             if has_come:
-                self._take_over(part)
-                self._publish(part)
-                published.append(part)
+                self._take_over(piece)
+                self._publish(piece)
+                published.append(piece)
             else:
-                self.abandon(part)
+                self.abandon(piece)
         return published
 
     def abandon(self, run: HostRun) -> None:
@@ -378,7 +378,7 @@ class PageIndex(PageHints):
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one that nobody has locked, or of one that
-        one alone has, who brings it or has both parts locked from now on."""
+        one alone has, who brings it or has both locked from now on."""
         first, parent = run.take_first(num_pages), run.parent_run
         if parent is not None:
             parent.after.remove(run)

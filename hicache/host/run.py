@@ -188,8 +188,8 @@ def within(parts: Sequence[RunPart], indices: Sequence[int]) -> list[RunPart]:
         chosen = [*parts[first:last]]
         if chosen and chosen[-1].end > end:
             chosen[-1] = chosen[-1]._replace(end=end)
-        if chosen and (missing := start - chosen[0].start) > 0:
-            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + missing, start=start)
+        if chosen and (num_before := start - chosen[0].start) > 0:
+            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + num_before, start=start)
         found += chosen
     return found
 

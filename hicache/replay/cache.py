@@ -41,8 +41,9 @@ from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
-from hicache.tree import RadixTree, TreeNode
+from hicache.tree.core import RadixTree
 from hicache.tree.key import Tokens
+from hicache.tree.node import TreeNode
 
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
 _BLOCKS_PER_S = 100.0  # that requests ask for
@@ -346,8 +347,8 @@ class CacheSimulation:
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
             if self.settings.write_policy in _AT_EVICTION and self.host is not None and not node.full.has_ended:
-                before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
-                piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
+                previous_key = tree.names.previous_key(node) if node.depth_tokens > node.num_tokens else None
+                piece = NewPages(tree.names.of(node), previous_key, node.depth_tokens - node.num_tokens)
                 unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
             if self._exclusive is not None:

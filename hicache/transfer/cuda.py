@@ -75,8 +75,8 @@ class CudaTransfer:
             layer_bytes=widest,
             num_layers=mover.num_layers,
             grouped=mover.uniform,
-            num_parts=self._unstaged.num_parts if self._unstaged else 0,
-            part_bytes=self._unstaged.piece_bytes if self._unstaged else 0,
+            num_buffers=self._unstaged.num_buffers if self._unstaged else 0,
+            piece_bytes=self._unstaged.piece_bytes if self._unstaged else 0,
             is_packed=packer is not None,
         )
         with torch.cuda.device(self._device):

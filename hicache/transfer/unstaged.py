@@ -46,7 +46,7 @@ class UnstagedCopier:
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
         # Copy calls for a run, over all layers, and bytes of the smallest row of a copy, a buffer of a layer of a page.
-        self.num_parts, self.piece_bytes = len(segments), min(s.page_bytes for s in segments)
+        self.num_buffers, self.piece_bytes = len(segments), min(s.page_bytes for s in segments)
         self._span = max(s.span for s in segments)
         # A page is one row of a copy only where its rows in the pool are adjacent.
         self._can_copy = all(s.rows.stride(0) == s.row_bytes and self._span % s.span == 0 for s in segments)
@@ -71,9 +71,9 @@ class UnstagedCopier:
 
     def load(self, runs: SlotRuns, layer: int, stream: int) -> None:
         """Queue one layer (dense index) of all runs. TransferError when a copy is refused."""
-        for part in self._table.segments[layer]:
-            address, host_address = part.rows.data_ptr(), self._host_address + self._table.ends[layer] + part.offset
+        for buffer in self._table.segments[layer]:
+            address, host_address = buffer.rows.data_ptr(), self._host_address + self._table.ends[layer] + buffer.offset
             for page, num_pages, slot in runs.copies:
-                dst = address + slot // part.span * part.row_bytes
+                dst = address + slot // buffer.span * buffer.row_bytes
                 src = host_address + page * self._pitch
-                copy_strided(dst, part.page_bytes, src, self._pitch, part.page_bytes, num_pages, True, stream)
+                copy_strided(dst, buffer.page_bytes, src, self._pitch, buffer.page_bytes, num_pages, True, stream)

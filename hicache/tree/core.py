@@ -193,7 +193,7 @@ class RadixTree(Accounts):
             if end > num_existing:
                 self._remove(node, [])
             elif any(first < end <= last for first, last in inserted.adopted):
-                self._take_out(node, SWA)
+                self.detach(node, SWA)
 
     def attach(self, node: TreeNode, component: Component, value: torch.Tensor) -> bool:
         """Give `node` what it may lack of a component; False where it has it, and `value` stays the caller's.
@@ -206,10 +206,6 @@ class RadixTree(Accounts):
         shares = self.account(component).component.shares_full_slots
         self._enter(node, component, node.value_of(FULL) if shares else own(value.reshape(-1)))
         return True
-
-    def detach(self, node: TreeNode, component: Component) -> Released:
-        """Undo `attach`, whatever the locks: what was to be copied there was not."""
-        return self._take_out(node, component)
 
     def fail_load(self, node: TreeNode) -> torch.Tensor:
         """The copy to a leaf failed: it leaves the tree, whoever has locked it, and its slots come back (windows and
@@ -261,7 +257,7 @@ class RadixTree(Accounts):
             self._remove(node, released)
             self._prune(parent, released)
         else:
-            released.append(self._take_out(node, component))
+            released.append(self.detach(node, component))
             self._prune(node, released)
         return released
 
@@ -349,12 +345,12 @@ class RadixTree(Accounts):
         assert parent is not None and not node.children
         for name in self._sharing_names:
             if node.has(name):
-                self._take_out(node, name)
+                self.detach(node, name)
         for name in reversed(self._names):
             if node.has(name):
                 if self.events is not None and name == FULL:
                     self.events.removed(self.names.of(node), "GPU")
-                released.append(self._take_out(node, name))
+                released.append(self.detach(node, name))
         del parent.children[node.child_key]
         self.num_nodes -= 1
         if parent.parent is not None and not parent.children:

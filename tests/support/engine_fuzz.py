@@ -460,7 +460,7 @@ class EngineFuzz:
     def _wait_for_loads(self, lease: Lease) -> None:
         """What a forward of the lease does, and no more: loads that it does not know of stay in flight."""
         for load in lease.loads if self.device == "cpu" else ():
-            load.op.wait()
+            load.wait()
 
     def _end(self, name: str, *, cancel: bool = False) -> None:
         lease = self.live.pop(name).lease

@@ -1,6 +1,6 @@
 """The contract of a cache component: one record of what moves it between the tiers, and what it does in each movement.
 
-    admit     refuse_impossible, needed, refuse_now, take, start
+    admit     refuse_impossible, needed, refuse_now, take, prepare_forward
     evict     available, device_victim, count_eviction, free
     restore   pages_to_load, begin_load, fail_load
     commit    next_stop, commit_points, donate, release
@@ -122,20 +122,20 @@ class CacheComponent(ABC):
         """The rows that are moved between the tiers: of the pool, or made here for a component with rows of its own."""
         return next(space for space in pool.slot_spaces if space.name == tree_component.name)
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        self.config, self.tree, self.tree_component = parts.config, parts.tree, tree_component
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        self.config, self.tree, self.tree_component = engine.config, engine.tree, tree_component
         self.name: Component = tree_component.name
         self.counter, self.has_host = link.counter, link.host is not None
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
         self.index = cast(PageIndex, link.index)
         self.packing = (
-            None if link.packing is None else Packing(tree_component.name, parts.metrics, lambda: self.index.num_raw)
+            None if link.packing is None else Packing(tree_component.name, engine.metrics, lambda: self.index.num_raw)
         )
         # Elements of a device value that one host page holds.
-        self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
+        self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
         # Device values that have left the tree, by the copy to the host that has to end before they are free.
-        self.leaving = parts.leaving.setdefault(self.name, {})
+        self.leaving = engine.leaving.setdefault(self.name, {})
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""
@@ -195,7 +195,7 @@ class CacheComponent(ABC):
         """What `take` needs for new slots."""
         return 0
 
-    def start(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
+    def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
         """The load of the lease was submitted, if there is one: prepare what else its first forward needs."""
 
     # Restore

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.config import AdvancedConfig, kernel_choice
+from hicache.config import AdvancedConfig
+from hicache.config.environment import kernel_choice
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool, PageIndex, RunPart, path_of
 from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
