@@ -101,7 +101,7 @@ def build_engine(
 
     others = [found for found in present.values() if found.name != FULL]
     tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)
-    parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics, {})
+    parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})

@@ -313,11 +313,7 @@ class Admit:
         return slots
 
     def _prepare(self, lease: Lease, admission: Admission, parts: Mapping[Component, Sequence[RunPart]]) -> None:
-        """Record the slots of the prefix on the device, and what of the rest `parts` bring. Windows that leave full
-        slots which stay have to be gone before others come to these."""
-        by_name = self._context.by_name
-        if any(by_name[name].tree_component.shares_full_slots and by_name[name].leaving for name in parts):
-            self._eviction.wait()
+        """Record the slots of the prefix on the device, and what of the rest `parts` bring."""
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))

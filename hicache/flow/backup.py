@@ -104,17 +104,16 @@ class Backup(CopyMovement[_Copy]):
         pages stay on the device."""
         return self._unsaved([node], component)
 
-    def save(self, unsaved: Sequence[Unsaved], released: list[Released], nodes: Sequence[TreeNode] = ()) -> None:
+    def save(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
         has not room for all, what left last stays, and of that the beginning. `released`: its values, which leave the
-        list where they are freed when the copy has ended; where nothing is copied they stay in it. `nodes`: those that
-        stay without one, whose slots the copy needs as long."""
+        list where they are freed when the copy has ended; where nothing is copied they stay in it."""
         by_component: dict[Component, Unsaved] = {}
         for component, pages, values in reversed(unsaved):
             known = by_component.setdefault(component.name, Unsaved(component, [], []))
             known.pages.extend(pages)
             known.values.extend(values)
-        self._submit([by_component[name] for name in self._context.by_name if name in by_component], nodes, released)
+        self._submit([by_component[name] for name in self._context.by_name if name in by_component], (), released)
 
     def wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
@@ -174,7 +173,7 @@ class Backup(CopyMovement[_Copy]):
         self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode], released: list[Released] | None = None
     ) -> None:
         """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity. Or
-        of what has left the device, some of it `nodes` that stay; its values, `released`, are freed with their end."""
+        of what has left the device, whose values, `released`, are freed with their end."""
         if not unsaved:
             return
         tree, leaving = self._context.tree, values_of(released or ())
@@ -192,7 +191,8 @@ class Backup(CopyMovement[_Copy]):
                     undo.pop_all()
                     self._in_flight.append(copy)
                     for name, value in leaving.items():
-                        self._context.by_name[name].leaving[copy] = value
+                        component = self._context.by_name[name]
+                        component.leaving[copy] = component.leave(value)
                     if released:
                         released.clear()
 
@@ -326,14 +326,14 @@ class Backup(CopyMovement[_Copy]):
 
     def _free_what_left(self, copy: _Copy, raw_copy: _Copy) -> None:
         """What left the device before `copy`, unless `raw_copy` still reads it."""
-        left = {at: value for at in self._context.components if (value := at.leaving.pop(copy, None)) is not None}
+        left = {at: ids for at in self._context.components if (ids := at.leaving.pop(copy, None)) is not None}
         if left:
             self._exposed.observe(self._exposed_s)
-        for component, value in left.items():
+        for component, ids in left.items():
             if raw_copy.copies:
-                component.leaving[raw_copy] = value
+                component.leaving[raw_copy] = ids
             else:
-                component.free(value)
+                component.free_left(ids)
 
 
 class DeviceEviction:
@@ -387,8 +387,7 @@ class DeviceEviction:
                 short -= sum(item.size for item in left if item.component == name)
             self._context.tell_host()
             if self._backup is not None:
-                stay = [node for node, lacking in victims.items() if lacking and node.has(FULL)]
-                self._backup.save([*chain(*victims.values())], leaving, stay)
+                self._backup.save([*chain(*victims.values())], leaving)
             for node in victims:
                 component.count_eviction(node)
         except BaseException:  # where the copy of one component raises, that of another may be under way

@@ -135,8 +135,6 @@ class Commit:
                 lease.write(start, existing)
                 undo.callback(lease.write, start, replaced)
                 if isinstance(self._windows, SlidingWindow):
-                    if inserted.adopted and self._windows.leaving:
-                        self._eviction.wait()  # these slots may have their old windows still
                     for first, last in inserted.adopted:
                         self._windows.adopt(replaced[first:last], existing[first:last])
                         undo.callback(self._windows.adopt, existing[first:last], replaced[first:last])

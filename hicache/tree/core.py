@@ -55,7 +55,6 @@ class RadixTree(Accounts):
         super().__init__((FullComponent(), *components), policy)
         self.page_size = page_size
         self._names = tuple(component.name for component in self.components)
-        self._sharing_names = tuple(component.name for component in self.components if component.shares_full_slots)
         self._ends_matches = any(component.ends_matches for component in self.components)
         self._new_node, self._is_below = node_type, is_below
         self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)), components=self._names)
@@ -340,12 +339,9 @@ class RadixTree(Accounts):
             self.events.stored(self.names.pages(node), "GPU")
 
     def _remove(self, node: TreeNode, released: list[Released]) -> None:
-        """Take a leaf out of the tree with all that it holds; window slots leave unreleased, with their full slots."""
+        """Take a leaf out of the tree with all that it holds, the full slots last."""
         parent = node.parent
         assert parent is not None and not node.children
-        for name in self._sharing_names:
-            if node.has(name):
-                self.detach(node, name)
         for name in reversed(self._names):
             if node.has(name):
                 if self.events is not None and name == FULL:

@@ -227,8 +227,7 @@ class PageLives:
         loads |= {below for load in loads for below in load.depends_on}
         values = self._of_requests(loads) if name == MAMBA else self._of_slots(component, loads)
         yield from (((name, at), Held(state)) for state, value in values for at in _ids(value) if at)
-        left = (at for value in component.leaving.values() for at in _ids(component.device_ids(value)))
-        yield from (((name, at), Held("LEAVING")) for at in left if at)
+        yield from (((name, at), Held("LEAVING")) for ids in component.leaving.values() for at in _ids(ids))
         for page in pages:
             if page.component == name:
                 state = "LOADING" if any(run.component == name for run in page.node.runs) else "CACHED"

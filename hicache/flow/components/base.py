@@ -55,8 +55,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them. `leaving`:
-    of each component what `CacheComponent.leaving` is."""
+    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them."""
 
     config: EngineConfig
     pool: KVCache
@@ -64,7 +63,6 @@ class EngineParts:
     allocator: BaseTokenToKVPoolAllocator
     tree: RadixTree
     metrics: Metrics
-    leaving: dict[Component, dict[object, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -134,8 +132,8 @@ class CacheComponent(ABC):
         )
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
-        # Device values that have left the tree, by the copy to the host that has to end before they are free.
-        self.leaving = engine.leaving.setdefault(self.name, {})
+        # What has left the tree, by the copy to the host that has to end before it is free, see `leave`.
+        self.leaving: dict[object, torch.Tensor] = {}
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""
@@ -155,6 +153,15 @@ class CacheComponent(ABC):
     @abstractmethod
     def free(self, value: torch.Tensor) -> None:
         """Give a device value back."""
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """A device value has left the tree, and a copy reads it: what `free_left` gets when that has ended, an element
+        for each of its own."""
+        return value
+
+    def free_left(self, ids: torch.Tensor) -> None:
+        """Give back what `leave` returned."""
+        self.free(ids)
 
     def device_victim(self, size: int) -> TreeNode | None:
         """The node that should lose its device value next; split where less than all of it is needed."""
