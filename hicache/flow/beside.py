@@ -21,8 +21,9 @@ from hicache.host import HostRun
 from hicache.tiers import FULL
 
 # A pass costs as much however little it computes: at least so many pages, however near the run is that comes, and what
-# is less than so many in all is loaded or computed.
-_LEAST_PASS_PAGES, _LEAST_WAY_PAGES = 8, 32
+# is less than so many in all is loaded or computed. So is what would be computed for less than this share: a pass
+# cannot be stopped, and a fast store has brought everything before it ends.
+_LEAST_PASS_PAGES, _LEAST_WAY_PAGES, _LEAST_SHARE = 8, 32, 1 / 6
 
 
 class Beside:
@@ -42,6 +43,15 @@ class Beside:
     def may_join(self, asked: Asked) -> bool:
         """Whether so much is to come for a request that computing it meanwhile pays."""
         return asked.handle.joins and asked.end - asked.coming[0] >= self.least_pages
+
+    def pays(self, asked: Asked, wait_s: float | None) -> bool:
+        """Whether what would be computed until the rest has come is enough. `wait_s`: until all has come, by the rates
+        or by the last sign of it; None where that is not known."""
+        start, end = asked.coming
+        compute_s = self._cost.prefill_s(start * self._page, end * self._page)
+        if wait_s is None or not compute_s:
+            return True
+        return wait_s >= _LEAST_SHARE * (wait_s + compute_s)
 
     def begin(self, asked: Asked, lease: Lease) -> bool:
         """The request is admitted; False where it joins nothing."""
