@@ -78,7 +78,7 @@ class Prefetcher(Movement):
         if request_id in self._asked:
             return self._asked[request_id].handle
         deadline_s = (now_s := self._clock()) + self._context.config.prefetch_timeout_s
-        joins = joins and mode == "auto" and self.beside.is_possible
+        joins = joins and mode == "auto" and self.beside.is_wanted
         handle = Prefetch(request_id, mode, deadline_s, self._clock, joins=joins)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
