@@ -241,8 +241,8 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
     advanced = AdvancedConfig(
         transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_io_timeout_s=_IO_TIMEOUT_S
     )
-    settings = {"device_tokens": 2048, "max_context_len": 1024, "window_tokens": 512, "advanced": advanced}
-    settings |= {"mamba_size": int(rng.choice([6, 16])), "host_states": int(rng.choice([4, 12]))}
+    settings = {"device_tokens": int(rng.choice([432, 2048])), "max_context_len": 400, "window_tokens": 512}
+    settings |= {"advanced": advanced, "mamba_size": int(rng.choice([6, 16])), "host_states": int(rng.choice([4, 12]))}
     settings["host_bytes"] = int(rng.choice([60, 300])) * 8 * 256
     with build_engine(config(**settings), geometry, store=store) as engine:
         assert engine.inspect.prefetcher is not None
@@ -271,6 +271,7 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
                     assert output.tokens == whole[: len(output.tokens)] and output.error is None
                     assert len(output.tokens) == len(whole) or output.finish_reason == "abort"
                     counts[output.finish_reason] += 1
+                    counts["preemptions"] += output.preemptions
                 engine.check()
                 if not scheduler.num_unfinished:
                     break
