@@ -284,7 +284,7 @@ class Prefetcher(Movement):
         for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
             had_shared, more = asked.has_shared, max(4, int(num_steps)) if asked.handle.yields else 1
             while asked.share_next() and has_room and num_jobs < more * _MAX_JOBS and num_pages < more * _MAX_PAGES:
-                if self._readers.have_enough(asked):
+                if self._readers.have_enough(asked, max(1, more // 4)):
                     break
                 job = self._readers.read(asked)
                 has_room = job is not None

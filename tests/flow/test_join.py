@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hicache import CacheRequest
 from prefetch_case import PAGE, PacedStore, engine_of, fill, tokens_of
-from toy_model import compute, expected_kv, read, settled
+from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
 
 
@@ -34,3 +34,20 @@ def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> N
         assert lease.released and lease.hit.device == 2 * PAGE
         settled(engine)
         assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
+
+
+def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> None:
+    """A pass on a CPU lets nobody poll: the store has work for as long as the last step took."""
+    tokens = tokens_of(1, 70 * PAGE + 1)
+    with engine_of(store, max_context_len=600) as engine:
+        serve(engine, "fill", tokens)
+        engine.flush()
+        engine.reset()
+        store.hold()
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ready)
+        with engine.acquire(CacheRequest("a", tokens)):
+            store.clock.now_s += 1.0
+            engine.poll()
+            store.allow()
+            eventually(lambda: sum(store.landed.values()) == 70)
