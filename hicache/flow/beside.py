@@ -29,7 +29,8 @@ _LEAST_PASS_PAGES, _LEAST_WAY_PAGES, _LEAST_SHARE = 8, 32, 1 / 6
 class Beside:
     """The requests that are computed while they read. Owned by the scheduler thread.
 
-    `is_possible`: with the components of the engine. `least_pages`: that are to come, for less is not worth it.
+    `is_wanted`: else the rule chooses, for a bench that compares. `least_pages`: that are to come, for less is not
+    worth it.
     """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters, readers: Readers) -> None:
@@ -37,8 +38,7 @@ class Beside:
         self._clock = next(tier.clock for tier in context.stores.values())
         self._asked: dict[str, Asked] = {}
         self._page, self.least_pages = context.tree.page_size, _LEAST_WAY_PAGES
-        # What a request computed is shared at once, but for states, so that it can be admitted behind that.
-        self.is_possible = not any(part.tree_component.at_node_end for part in context.components)
+        self.is_wanted = True
 
     def may_join(self, asked: Asked) -> bool:
         """Whether so much is to come for a request that computing it meanwhile pays."""
@@ -84,8 +84,9 @@ class Beside:
             asked.lease = None
 
     def stop(self, lease: Lease, start: int, end: int) -> int:
-        """Where a pass from token `start` should end, at most at `end`: where the next run begins that has come, and
-        about where it will meet what comes. Nothing is read any more of what it computes."""
+        """Where a pass from token `start` should end, at most at `end`: where a page ends, so that all that is computed
+        is shared, a recurrent state with it; where the next run begins that has come; and about where it will meet what
+        comes. Nothing is read any more of what it computes."""
         if not self.reads_for(lease):
             return end
         asked, keys, index = self._asked[lease.request_id], lease.keys, self._context.full.index
@@ -96,6 +97,8 @@ class Beside:
                 break
         if not asked.is_idle:
             end = min(end, self._meeting(asked, start, end))
+        if start < (page_end := end // self._page * self._page) < len(keys) * self._page:
+            end = page_end
         asked.computed_end = max(asked.computed_end, -(-end // self._page))
         passed = [run for run in asked.runs if run.job.component.name == FULL and self._is_computed(asked, run)]
         self._readers.cancel(asked.leave(passed))

@@ -78,7 +78,7 @@ class Prefetcher(Movement):
         if request_id in self._asked:
             return self._asked[request_id].handle
         deadline_s = (now_s := self._clock()) + self._context.config.prefetch_timeout_s
-        joins = joins and mode == "auto" and self.beside.is_possible
+        joins = joins and mode == "auto" and self.beside.is_wanted
         handle = Prefetch(request_id, mode, deadline_s, self._clock, joins=joins)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
@@ -284,7 +284,7 @@ class Prefetcher(Movement):
         for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
             had_shared, more = asked.has_shared, min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.yields else 1
             while asked.share_next() and has_room and num_jobs < more * _MAX_JOBS and num_pages < more * _MAX_PAGES:
-                if self._readers.have_enough(asked):
+                if self._readers.have_enough(asked, max(1, more // 4)):
                     break
                 job = self._readers.read(asked)
                 has_room = job is not None

@@ -19,9 +19,7 @@ from hicache.tiers import DISK, Component, Store
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
 _LEAST_JOBS = 16  # of a prompt that is computed meanwhile
-# Jobs of a store, for who waits and for who does not: many steps' work for its readers, and more for who is computed
-# meanwhile, for nothing is queued beside a pass of a CPU.
-_MAX_IN_FLIGHT, _MAX_BESIDE_PASS = 32, 96
+_MAX_IN_FLIGHT = 32  # jobs of a store, for who waits and for who does not: many steps' work for its readers
 
 
 class Readers:
@@ -62,16 +60,16 @@ class Readers:
         asked.find = self.finds[ticket] = Find(asked, store, number, keys, others)
         return True
 
-    def have_enough(self, asked: Asked) -> bool:
+    def have_enough(self, asked: Asked, num_times: int) -> bool:
         """Whether the store that has the next pages of a request has enough to do, for what is urgent or for what is
-        not."""
+        not: `num_times` as much as where a step is short."""
         store, is_urgent = asked.to_read[0].store, asked.is_urgent
         assert store is not None
         if self._context.stores[store].reads.is_full:
             self._counters.refused.value += 1
             return True
         jobs = (job for job in self.reads.values() if job.store is store and job.is_urgent == is_urgent)
-        return sum(not job.is_stalled for job in jobs) >= (_MAX_BESIDE_PASS if asked.handle.yields else _MAX_IN_FLIGHT)
+        return sum(not job.is_stalled for job in jobs) >= num_times * _MAX_IN_FLIGHT
 
     def read(self, asked: Asked) -> ReadOfRuns | None:
         """Queue a job for the next pages of a request, which nobody brings, as far as they have host pages; None where

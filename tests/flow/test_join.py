@@ -6,7 +6,7 @@ import pytest
 
 from hicache import CacheRequest
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
-from toy_model import compute, expected_kv, read, settled
+from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
 
 
@@ -51,3 +51,20 @@ def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool
         store.clock.now_s += 2.0
         engine.poll()
         assert handle.ready and handle.yields
+
+
+def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> None:
+    """A pass on a CPU lets nobody poll: the store has work for as long as the last step took."""
+    tokens = tokens_of(1, 70 * PAGE + 1)
+    with engine_of(store, max_context_len=600) as engine:
+        serve(engine, "fill", tokens)
+        engine.flush()
+        engine.reset()
+        store.hold()
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ready)
+        with engine.acquire(CacheRequest("a", tokens)):
+            store.clock.now_s += 1.0
+            engine.poll()
+            store.allow()
+            eventually(lambda: sum(store.landed.values()) == 70)
