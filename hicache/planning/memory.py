@@ -25,7 +25,7 @@ from hicache.build.sizing import (
     resolve,
     row_bytes,
 )
-from hicache.config import DiskConfig, EngineConfig
+from hicache.config import DiskConfig, EngineConfig, default_write_policy
 from hicache.console import gib
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
@@ -79,6 +79,19 @@ class MemoryPlan:
     tiers: tuple[Tier, ...]
     config: EngineConfig
     start: EngineConfig
+
+    @property
+    def write_policy(self) -> str:
+        """What the engine takes, whose `start` names none."""
+        num_components = 1 + bool(self.rows.window) + bool(self.rows.state)
+        return default_write_policy(has_stores=self.config.disk is not None, num_components=num_components)
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens that device and host hold together, those that both have counted once: copies of what the device has
+        fill a host under `write_through`, so that the larger of both says it."""
+        sizes = [tier.num_tokens for tier in self.tiers if tier.name in ("device", "host")]
+        return sum(sizes) if self.write_policy == "exclusive" else max(sizes)
 
 
 def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:
