@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext, values_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.flow.prompt import event_pages_of
-from hicache.host import HostRun, NewPages, pages_of, spans
+from hicache.host.run import HostRun, NewPages, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released

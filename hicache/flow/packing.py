@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 

@@ -12,13 +12,13 @@ from contextlib import ExitStack
 import torch
 
 from hicache.errors import TransferError
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
 from hicache.flow.lease import Lease
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart, ids_of, second_pages_of
+from hicache.host.run import HostRun, RunPart, ids_of, second_pages_of
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hicache.flow.backup import Backup, Unsaved
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.persist import Persist
-from hicache.host import NewPages
+from hicache.host.run import NewPages
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode

@@ -22,7 +22,8 @@ from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.restore import Restore
-from hicache.host import ExclusiveIndex, HostRun
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.run import HostRun
 from hicache.metrics import Metrics, MetricType
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend

@@ -27,7 +27,8 @@ from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.flow.packing import Packing
-from hicache.host import HostPagePool, PageIndex
+from hicache.host.index import PageIndex
+from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
