@@ -75,8 +75,7 @@ class Backup(CopyMovement[_Copy]):
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._exposed_s = 0.0
         self._exposed = context.metrics.histogram(
-            "backup.exposed_seconds",
-            "what a call stood still for a copy of what leaves; 0: it ended beside others",
+            "backup.exposed_seconds", "what a call stood still for a copy of what leaves; 0: it ended beside others"
         )
 
     def maybe_backup(self, node: TreeNode) -> None:

@@ -64,11 +64,7 @@ class Restore(CopyMovement[Load]):
         return all(component.counter.can_begin() for component in self._context.components)
 
     def submit_load(
-        self,
-        lease: Lease,
-        prompt: Prompt,
-        parts: Mapping[Component, list[RunPart]],
-        slots: torch.Tensor,
+        self, lease: Lease, prompt: Prompt, parts: Mapping[Component, list[RunPart]], slots: torch.Tensor
     ) -> Load:
         """Bring pages of `prompt`, by component, of which the host has `parts`, to what follows the lease's node; the
         full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix,
