@@ -234,10 +234,10 @@ class Backup(CopyMovement[_Copy]):
         runs: list[HostRun],
         slots: torch.Tensor,
         pages: torch.Tensor,
-        rest: torch.Tensor | None = None,
+        second_pages: torch.Tensor | None = None,
     ) -> None:
-        """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
-        copy.copies.append(component.transfer.store(slots, pages, rest))
+        """Submit a copy of `slots` to `pages` of `runs`; `second_pages`: where they go there raw."""
+        copy.copies.append(component.transfer.store(slots, pages, second_pages))
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(

@@ -137,11 +137,11 @@ class Restore(CopyMovement[Load]):
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
         counter, parts = component.counter, load.parts[component.name]
-        pages, rest = ids_of(parts), second_pages_of(parts)
+        pages, second_pages = ids_of(parts), second_pages_of(parts)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
+        op = component.transfer.load(pages, component.device_ids(targets), load_id, second_pages)
         undo.callback(op.wait)
         load.copies.append(op)
 

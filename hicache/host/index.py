@@ -329,9 +329,9 @@ class PageIndex(PageHints):
         assert not run.locks, "somebody needs it"
         start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
-        self.num_evictable -= num_pages + len(rest)
-        self.num_raw -= len(rest)
+        second_ids = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
+        self.num_evictable -= num_pages + len(second_ids)
+        self.num_raw -= len(second_ids)
         self._num_published -= num_pages
         if start:
             del run.keys[start:], run.ids[start:]
@@ -347,10 +347,10 @@ class PageIndex(PageHints):
             del self._runs[key]
         if self._on_leave is not None:
             self._on_leave(run, gone)
-        if rest:
+        if second_ids:
             for key in gone:
                 run.second_pages.pop(key, None)
-            ids += rest
+            ids += second_ids
         return ids
 
     def _take_over(self, run: HostRun) -> None:
