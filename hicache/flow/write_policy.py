@@ -22,7 +22,6 @@ class WritePolicy(Protocol):
 
         The host holds prefixes: where the answer is no, what continues `node` is not copied either.
         """
-        ...
 
 
 class WriteThrough:
