@@ -1,5 +1,5 @@
-"""The life of an engine: its threads, who may call it and when, and its end; and what is read of it at any time. Ranks
-beside the engine."""
+"""The life of an engine: its threads, who may call it and when, and its end; and what is read of it at any time. What
+`CacheEngine` is made on: it knows no movement."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Backup(CopyMovement[_Copy]):
         )
 
     def maybe_backup(self, node: TreeNode) -> None:
-        """Copy what the write policy wants of the path to `node`, together, as far as the host has capacity."""
+        """Copy what the write policy wants of the path to `node`, together, as far as others may leave for it."""
         if node.parent is None:
             return
         wants = self._context.write_policy.wants

@@ -86,6 +86,7 @@ class PageIndex(PageHints):
 
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+        # [at, last): of one run, its pages from the `skipped`-th on
         found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
         while at < end:
             run = get(keys[at])
@@ -193,6 +194,7 @@ class PageIndex(PageHints):
             self._publish(run)
             return [run]
         came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
+        # of the run, in turn: intervals that came first here, and those that did not, or that others brought
         lengths = [(has_come, len(list(group))) for has_come, group in groupby(came)]
         divided = [(self._divide(run, num_pages), has_come) for has_come, num_pages in lengths[:-1]]
         published = []
