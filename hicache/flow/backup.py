@@ -87,7 +87,7 @@ class Backup(CopyMovement[_Copy]):
         if not wanted and len(self._context.components) > 1 and wants(node):
             wanted = [node]  # its full pages were copied before
         if wanted:
-            self._submit(self._unsaved(wanted), wanted)
+            self._submit(self.unsaved(wanted), wanted)
 
     def backup_path(self, node: TreeNode) -> None:
         """Copy the path to `node` now, whatever the policy wants of it, and wait, so that its slots may be taken.
@@ -95,13 +95,23 @@ class Backup(CopyMovement[_Copy]):
         A policy that copies at eviction does so then."""
         if node.parent is not None and not self._context.write_policy.at_eviction:
             nodes = self._only_on_device(node) or [node]
-            self._submit(self._unsaved(nodes), nodes)
+            self._submit(self.unsaved(nodes), nodes)
             self.wait_and_complete()
 
-    def unsaved(self, node: TreeNode, component: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of a node: of all that it has, or of the one component that it is to lose, whose full
-        pages stay on the device."""
-        return self._unsaved([node], component)
+    def unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
+        """What the host lacks of `nodes`, FULL first, or of the one component that they are to lose, whose full pages
+        stay on the device; but for what is of sessions that have ended."""
+        found = []
+        for component in self._context.components:
+            pages, values = list[NewPages](), list[torch.Tensor]()
+            for node in nodes if only in (None, component.name) else ():
+                if node.has(component.name) and not node.holdings[component.name].has_ended:
+                    self._add_unsaved(node, component, pages, values)
+            if only is not None:
+                pages = [new._replace(event_pages=None) for new in pages]
+            if pages:
+                found.append(Unsaved(component, pages, values))
+        return found
 
     def save(self, unsaved: Sequence[Unsaved], released: list[Released], nodes: Sequence[TreeNode] = ()) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
@@ -134,21 +144,6 @@ class Backup(CopyMovement[_Copy]):
         """The end of the path to `node` of whose nodes the host has not all pages, root side first."""
         index, names = self._context.full.index, self._context.tree.names
         return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
-
-    def _unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first, or of one component, but for what is of sessions that have
-        ended."""
-        found = []
-        for component in self._context.components:
-            pages, values = list[NewPages](), list[torch.Tensor]()
-            for node in nodes if only in (None, component.name) else ():
-                if node.has(component.name) and not node.holdings[component.name].has_ended:
-                    self._add_unsaved(node, component, pages, values)
-            if only is not None:
-                pages = [new._replace(event_pages=None) for new in pages]
-            if pages:
-                found.append(Unsaved(component, pages, values))
-        return found
 
     def _add_unsaved(
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
@@ -371,8 +366,8 @@ class DeviceEviction:
             return []
         leaving = self._context.tree.to_leave(node, name)
         if not leaving and self._context.exclusive is not None:
-            return self._backup.unsaved(node, name)
-        return [found for at in leaving or [node] for found in self._backup.unsaved(at)]
+            return self._backup.unsaved([node], name)
+        return [found for at in leaving or [node] for found in self._backup.unsaved([at])]
 
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name

@@ -120,7 +120,7 @@ def _all_pieces(context: EngineContext, backup: Backup, limits: dict[Component, 
 
 def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Iterator[_Piece]:
     """What the host lacks of `node`. Of a window or state its full pages may be in the stores already."""
-    for component, pages, values in backup.unsaved(node):
+    for component, pages, values in backup.unsaved([node]):
         most = min(_PIECE_PAGES, limits[component.name])
         for new, value in zip(pages, values, strict=True):
             event_pages = new.event_pages if component.name == FULL else None
