@@ -12,13 +12,7 @@ import numpy.typing as npt
 import torch
 
 from hicache.config import PrefetchMode
-from hicache.errors import (
-    DuplicateRequest,
-    ForeignLease,
-    InvariantError,
-    LeaseEnded,
-    ResourceExhausted,
-)
+from hicache.errors import DuplicateRequest, ForeignLease, InvariantError, LeaseEnded, ResourceExhausted
 from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit

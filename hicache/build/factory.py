@@ -34,19 +34,23 @@ from hicache.device import (
 from hicache.device.base import SlotSpace
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
-from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, HostLink
+from hicache.flow.components import COMPONENTS
+from hicache.flow.components.base import CacheComponent, EngineParts, HostLink
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import RUN_TOKENS, ExclusiveIndex, HostPagePool, HostRun, PageIndex
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.index import PageIndex
 from hicache.host.memory import available_bytes
+from hicache.host.pool import HostPagePool
+from hicache.host.run import RUN_TOKENS, HostRun
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.storage import PageStore
-from hicache.stores import namespace_digest
+from hicache.stores.page_format import namespace_digest
 from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes

@@ -15,7 +15,6 @@ device evicts: then there is none. Pinning takes about half a second per GiB, wh
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import logging
 import math
@@ -34,7 +33,6 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 
 STATES_PER_REQUEST = 2
 HOST_RATIO = 2
-MAX_TOKENS = 1 << 30  # what the request table addresses
 MAX_PINNED_BYTES = 32 << 30
 _KV_PER_CACHED = 2  # bytes of full attention for each byte of cached windows or states
 _MEMORY_SHARE = 2  # the host tier takes at most 1/2 of the available memory
@@ -136,23 +134,6 @@ def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
     tokens, page = _whole(config.device_tokens, config.page_size), config.page_size
     window = (config.window_tokens + page) * rows.window
     return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
-
-
-def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
-    """Slots of the largest device tier of `model`, in whole cache pages, whose pools take at most `budget` bytes; 0 if
-    not even a page fits. `config`: what else determines the pools; its device_tokens do not count."""
-    page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
-
-    def fits(num_pages: int) -> bool:
-        sized = dataclasses.replace(config, device_tokens=num_pages * page)
-        if model.window_layers:
-            sized = dataclasses.replace(sized, window_tokens=window_tokens(sized, model.window, rows))
-        if rows.state:
-            sized = dataclasses.replace(sized, mamba_size=mamba_size(sized, rows))
-        return device_bytes(sized, rows) <= budget
-
-    bound = max(0, min(most, budget // rows.full)) // page  # what is above may not fit
-    return page * bisect.bisect_left(range(1, bound + 1), True, key=lambda num_pages: not fits(num_pages))
 
 
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from hicache.config import DiskConfig, EngineConfig, RemoteConfig
+from hicache.config.secret import key_of
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import PoolLayout
 from hicache.metrics import Metrics
@@ -17,8 +18,8 @@ from hicache.storage import PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
-from hicache.stores.tier import JOB_PAGES
+from hicache.stores.page_format import identity_of, page_filter
+from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
 from hicache.tiers import DISK, REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads

@@ -93,8 +93,7 @@ class RemoteConfig:
     ] = "all"
     backup_share: Annotated[float, Share("maximum share of the host tier that is on its way to the store", 0.01)] = 0.25
     reader_threads: Annotated[
-        int,
-        Whole("threads that read from the store; 0: auto", 0, 256, unit="threads", computed_from="the url", auto=0),
+        int, Whole("threads that read from the store; 0: auto", 0, 256, unit="threads", computed_from="the url", auto=0)
     ] = 0
     io_timeout_s: Annotated[
         float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")

@@ -15,7 +15,7 @@ import torch
 
 from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import Admission, CacheComponent
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.counters import AdmitCounters
@@ -24,7 +24,7 @@ from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.host import HostRun, RunPart, within
+from hicache.host.run import HostRun, RunPart, within
 from hicache.tiers import FULL, Component, Store, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation

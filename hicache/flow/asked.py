@@ -8,10 +8,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import StoreAnswers, ToRead
-from hicache.host import HostRun, spans
+from hicache.host.run import HostRun, spans
 from hicache.tiers import FULL, Store
 from hicache.tree.key import Tokens
 

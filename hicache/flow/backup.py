@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext, values_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.flow.prompt import event_pages_of
-from hicache.host import HostRun, NewPages, pages_of, spans
+from hicache.host.run import HostRun, NewPages, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -75,12 +75,11 @@ class Backup(CopyMovement[_Copy]):
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._exposed_s = 0.0
         self._exposed = context.metrics.histogram(
-            "backup.exposed_seconds",
-            "what a call stood still for a copy of what leaves; 0: it ended beside others",
+            "backup.exposed_seconds", "what a call stood still for a copy of what leaves; 0: it ended beside others"
         )
 
     def maybe_backup(self, node: TreeNode) -> None:
-        """Copy what the write policy wants of the path to `node`, together, as far as the host has capacity."""
+        """Copy what the write policy wants of the path to `node`, together, as far as others may leave for it."""
         if node.parent is None:
             return
         wants = self._context.write_policy.wants
@@ -88,7 +87,7 @@ class Backup(CopyMovement[_Copy]):
         if not wanted and len(self._context.components) > 1 and wants(node):
             wanted = [node]  # its full pages were copied before
         if wanted:
-            self._submit(self._unsaved(wanted), wanted)
+            self._submit(self.unsaved(wanted), wanted)
 
     def backup_path(self, node: TreeNode) -> None:
         """Copy the path to `node` now, whatever the policy wants of it, and wait, so that its slots may be taken.
@@ -96,13 +95,23 @@ class Backup(CopyMovement[_Copy]):
         A policy that copies at eviction does so then."""
         if node.parent is not None and not self._context.write_policy.at_eviction:
             nodes = self._only_on_device(node) or [node]
-            self._submit(self._unsaved(nodes), nodes)
+            self._submit(self.unsaved(nodes), nodes)
             self.wait_and_complete()
 
-    def unsaved(self, node: TreeNode, component: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of a node: of all that it has, or of the one component that it is to lose, whose full
-        pages stay on the device."""
-        return self._unsaved([node], component)
+    def unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
+        """What the host lacks of `nodes`, FULL first, or of the one component that they are to lose, whose full pages
+        stay on the device; but for what is of sessions that have ended."""
+        found = []
+        for component in self._context.components:
+            pages, values = list[NewPages](), list[torch.Tensor]()
+            for node in nodes if only in (None, component.name) else ():
+                if node.has(component.name) and not node.holdings[component.name].has_ended:
+                    self._add_unsaved(node, component, pages, values)
+            if only is not None:
+                pages = [new._replace(event_pages=None) for new in pages]
+            if pages:
+                found.append(Unsaved(component, pages, values))
+        return found
 
     def save(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
@@ -134,21 +143,6 @@ class Backup(CopyMovement[_Copy]):
         """The end of the path to `node` of whose nodes the host has not all pages, root side first."""
         index, names = self._context.full.index, self._context.tree.names
         return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
-
-    def _unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first, or of one component, but for what is of sessions that have
-        ended."""
-        found = []
-        for component in self._context.components:
-            pages, values = list[NewPages](), list[torch.Tensor]()
-            for node in nodes if only in (None, component.name) else ():
-                if node.has(component.name) and not node.holdings[component.name].has_ended:
-                    self._add_unsaved(node, component, pages, values)
-            if only is not None:
-                pages = [new._replace(event_pages=None) for new in pages]
-            if pages:
-                found.append(Unsaved(component, pages, values))
-        return found
 
     def _add_unsaved(
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
@@ -235,10 +229,10 @@ class Backup(CopyMovement[_Copy]):
         runs: list[HostRun],
         slots: torch.Tensor,
         pages: torch.Tensor,
-        rest: torch.Tensor | None = None,
+        second_pages: torch.Tensor | None = None,
     ) -> None:
-        """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
-        copy.copies.append(component.transfer.store(slots, pages, rest))
+        """Submit a copy of `slots` to `pages` of `runs`; `second_pages`: where they go there raw."""
+        copy.copies.append(component.transfer.store(slots, pages, second_pages))
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -372,8 +366,8 @@ class DeviceEviction:
             return []
         leaving = self._context.tree.to_leave(node, name)
         if not leaving and self._context.exclusive is not None:
-            return self._backup.unsaved(node, name)
-        return [found for at in leaving or [node] for found in self._backup.unsaved(at)]
+            return self._backup.unsaved([node], name)
+        return [found for at in leaving or [node] for found in self._backup.unsaved([at])]
 
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name

@@ -17,7 +17,7 @@ from hicache.flow.cost import CostModel
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease
 from hicache.flow.readers import Readers
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.tiers import FULL
 
 # A pass costs as much however little it computes: at least so many pages, however near the run is that comes, and what

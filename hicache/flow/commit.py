@@ -16,7 +16,9 @@ import torch
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import CacheComponent, RecurrentState, SlidingWindow
+from hicache.flow.components.base import CacheComponent
+from hicache.flow.components.state import RecurrentState
+from hicache.flow.components.window import SlidingWindow
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.located import path_keys

@@ -20,14 +20,14 @@ from contextlib import ExitStack
 
 from hicache.errors import ExchangePending, ResourceExhausted, TransferBusy
 from hicache.flow.backup import DeviceEviction
-from hicache.flow.components import Admission
+from hicache.flow.components.base import Admission
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located
 from hicache.flow.movement import Load, Movement
 from hicache.flow.prompt import Prompt
 from hicache.flow.restore import Restore
-from hicache.host import HostRun, RunPart, within
+from hicache.host.run import HostRun, RunPart, within
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.node import TreeNode
 

@@ -14,11 +14,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from hicache.flow.components import CacheComponent
-from hicache.flow.components.base import PageTest
+from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
-from hicache.host import RunPart, end_of, spans, within
+from hicache.host.run import RunPart, end_of, spans, within
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.base import Match
 from hicache.tree.components import last_end

@@ -14,7 +14,7 @@ from typing import Generic, TypeVar
 import torch
 
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart
+from hicache.host.run import HostRun, RunPart
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
 from hicache.tree.node import NodeRun, TreeNode

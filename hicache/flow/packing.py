@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 
@@ -41,8 +41,8 @@ class MisfitPages:
         """Of those of `runs`: their slots among `slots`, those of all pages, and their first and second host pages."""
         at = torch.tensor([position for run in runs for position in self._positions[run]], device=slots.device)
         places = [(run.ids[run.keys.index(key)], run.second_pages[key]) for run in runs for key in self.keys[run]]
-        first, rest = torch.tensor(places, dtype=torch.int64).unbind(1)
-        return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), rest.contiguous()
+        first, second = torch.tensor(places, dtype=torch.int64).unbind(1)
+        return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), second.contiguous()
 
 
 class Packing:

@@ -16,11 +16,12 @@ from itertools import compress
 import torch
 
 from hicache.eviction.write_budget import WriteBudget
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import event_pages_of
-from hicache.host import ROUND_SHARE, HostRun, WriteAhead, WrittenIndex, path_of
+from hicache.host.run import HostRun, path_of
+from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 

@@ -38,7 +38,7 @@ from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
 from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
 from hicache.tiers import DISK, FULL, Component
 from hicache.tree.key import Tokens

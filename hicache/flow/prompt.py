@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hicache.host import HostRun, NewPages, spans
+from hicache.host.run import HostRun, NewPages, spans
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match

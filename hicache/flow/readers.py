@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from hicache.flow.asked import Asked, Find, ReadOfRuns
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.prompt import event_pages_of
-from hicache.host import HostRun, pages_of
+from hicache.host.run import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, Component, Store
 

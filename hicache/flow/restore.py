@@ -12,13 +12,13 @@ from contextlib import ExitStack
 import torch
 
 from hicache.errors import TransferError
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
 from hicache.flow.lease import Lease
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart, ids_of, second_pages_of
+from hicache.host.run import HostRun, RunPart, ids_of, second_pages_of
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -64,11 +64,7 @@ class Restore(CopyMovement[Load]):
         return all(component.counter.can_begin() for component in self._context.components)
 
     def submit_load(
-        self,
-        lease: Lease,
-        prompt: Prompt,
-        parts: Mapping[Component, list[RunPart]],
-        slots: torch.Tensor,
+        self, lease: Lease, prompt: Prompt, parts: Mapping[Component, list[RunPart]], slots: torch.Tensor
     ) -> Load:
         """Bring pages of `prompt`, by component, of which the host has `parts`, to what follows the lease's node; the
         full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix,
@@ -141,11 +137,11 @@ class Restore(CopyMovement[Load]):
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
         counter, parts = component.counter, load.parts[component.name]
-        pages, rest = ids_of(parts), second_pages_of(parts)
+        pages, second_pages = ids_of(parts), second_pages_of(parts)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
+        op = component.transfer.load(pages, component.device_ids(targets), load_id, second_pages)
         undo.callback(op.wait)
         load.copies.append(op)
 

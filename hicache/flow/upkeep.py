@@ -22,7 +22,8 @@ from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.restore import Restore
-from hicache.host import ExclusiveIndex, HostRun
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.run import HostRun
 from hicache.metrics import Metrics, MetricType
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
@@ -128,11 +129,7 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
     of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
     of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - available() / total)
     of_tier("evictable_tokens", "tokens cached and needed by no request", lambda: tree.evictable(FULL))
-    gauge(
-        "device.protected_tokens",
-        "tokens cached and needed by a request or a copy",
-        lambda: tree.protected(FULL),
-    )
+    gauge("device.protected_tokens", "tokens cached and needed by a request or a copy", lambda: tree.protected(FULL))
     gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
     gauge("engine.leases", "requests admitted and not released", num_leases)
     if context.has_host:

@@ -86,6 +86,7 @@ class PageIndex(PageHints):
 
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+        # [at, last): of one run, its pages from the `skipped`-th on
         found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
         while at < end:
             run = get(keys[at])
@@ -193,6 +194,7 @@ class PageIndex(PageHints):
             self._publish(run)
             return [run]
         came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
+        # of the run, in turn: intervals that came first here, and those that did not, or that others brought
         lengths = [(has_come, len(list(group))) for has_come, group in groupby(came)]
         divided = [(self._divide(run, num_pages), has_come) for has_come, num_pages in lengths[:-1]]
         published = []
@@ -329,9 +331,9 @@ class PageIndex(PageHints):
         assert not run.locks, "somebody needs it"
         start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
-        self.num_evictable -= num_pages + len(rest)
-        self.num_raw -= len(rest)
+        second_ids = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
+        self.num_evictable -= num_pages + len(second_ids)
+        self.num_raw -= len(second_ids)
         self._num_published -= num_pages
         if start:
             del run.keys[start:], run.ids[start:]
@@ -347,10 +349,10 @@ class PageIndex(PageHints):
             del self._runs[key]
         if self._on_leave is not None:
             self._on_leave(run, gone)
-        if rest:
+        if second_ids:
             for key in gone:
                 run.second_pages.pop(key, None)
-            ids += rest
+            ids += second_ids
         return ids
 
     def _take_over(self, run: HostRun) -> None:

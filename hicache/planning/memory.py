@@ -15,13 +15,11 @@ from dataclasses import dataclass
 import torch
 
 from hicache.build.sizing import (
-    MAX_TOKENS,
     RowBytes,
     device_bytes,
     host_page_bytes,
     host_shares,
     host_states,
-    largest_device_tokens,
     resolve,
     row_bytes,
 )
@@ -31,7 +29,7 @@ from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
 from hicache.planning.presets import PlannedModel
-from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
+from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT, MAX_TOKENS, largest_device_tokens
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
 _PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one

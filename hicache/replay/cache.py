@@ -19,22 +19,10 @@ import torch
 
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.eviction.write_budget import PageUses, WriteBudget
-from hicache.host import (
-    ROUND_SHARE,
-    RUN_TOKENS,
-    ExclusiveIndex,
-    HostRun,
-    NewPages,
-    PageIndex,
-    RunPart,
-    WriteAhead,
-    WrittenIndex,
-    end_of,
-    path_of,
-    spans,
-    used_alike,
-    within,
-)
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.index import PageIndex
+from hicache.host.run import RUN_TOKENS, HostRun, NewPages, RunPart, end_of, path_of, spans, used_alike, within
+from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint

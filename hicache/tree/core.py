@@ -170,7 +170,9 @@ class RadixTree(Accounts):
                 existing.append(child.value_of(FULL))
             else:
                 child.hit_count = max(hit_count, child.hit_count)
-                self._gain(child, own(value if not pos and end == len(tokens) else value[pos:end]))
+                self._enter(child, FULL, own(value if not pos and end == len(tokens) else value[pos:end]))
+                if self.events is not None:
+                    self.events.stored(self.names.pages(child), "GPU")
                 gained.append(child)
             if adopts:
                 self._enter(child, SWA, child.value_of(FULL))
@@ -332,11 +334,6 @@ class RadixTree(Accounts):
         self._divide(upper, lower)
         self.num_nodes += 1
         return upper
-
-    def _gain(self, node: TreeNode, value: torch.Tensor) -> None:
-        self._enter(node, FULL, value)
-        if self.events is not None:
-            self.events.stored(self.names.pages(node), "GPU")
 
     def _remove(self, node: TreeNode, released: list[Released]) -> None:
         """Take a leaf out of the tree with all that it holds, the full slots last."""

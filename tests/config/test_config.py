@@ -36,7 +36,7 @@ from hicache.errors import ConfigError, IdentityError
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
-from hicache.stores import identity_of, namespace_digest
+from hicache.stores.page_format import identity_of, namespace_digest
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from hicache.flow.prompt import HostWatch, Prompt, Prompts, event_pages_of
-from hicache.host import PageIndex
+from hicache.host.index import PageIndex
 from hicache.metrics import Metrics
 from hicache.replay.blocks import BlockPool
 from hicache.tiers import FULL

@@ -1,9 +1,10 @@
 """The contract of a cache component: one record of what moves it between the tiers, and what it does in each movement.
 
-    admit     refuse_impossible, needed, refuse_now, take, prepare_forward
-    evict     available, device_victim, count_eviction, free
-    restore   pages_to_load, begin_load, fail_load
-    commit    next_stop, commit_points, donate, release
+    build     tree_component_for, slot_space
+    evict     available, num_leaving, device_victim, count_eviction, free
+    admit     refuse_impossible, trim, needed, shortage, refuse_now, size_of, take, prepare_forward
+    restore   first_required, pages_to_load, begin_load, device_ids, fail_load
+    commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
 
 The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
@@ -27,7 +28,8 @@ from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.flow.packing import Packing
-from hicache.host import HostPagePool, PageIndex
+from hicache.host.index import PageIndex
+from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics

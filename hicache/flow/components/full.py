@@ -15,7 +15,7 @@ from hicache.errors import PromptTooLong
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
-from hicache.host import used_alike
+from hicache.host.run import used_alike
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
