@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from component_case import LATENT, MODELS, config
+from component_case import LATENT, MODELS, POLICIES, config
 from disk_case import Clock, TroubledStore, failing
 from family_case import tiny_family
 from hash_runner import HashRunner, answer
@@ -243,7 +243,7 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
     )
     settings = {"device_tokens": int(rng.choice([432, 2048])), "max_context_len": 400, "window_tokens": 512}
     settings |= {"advanced": advanced, "mamba_size": int(rng.choice([6, 16])), "host_states": int(rng.choice([4, 12]))}
-    settings["host_bytes"] = int(rng.choice([60, 300])) * 8 * 256
+    settings |= {"host_bytes": int(rng.choice([60, 300])) * 8 * 256, "write_policy": str(rng.choice(POLICIES))}
     with build_engine(config(**settings), geometry, store=store) as engine:
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.beside.least_pages = 4
