@@ -21,7 +21,9 @@ class FullComponent(TreeComponent):
     def is_evictable(self, node: TreeNode) -> bool:
         return not node.children
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode, ahead: int) -> tuple[list[TreeNode], list[TreeNode]]:
+    def nodes_to_move(
+        self, old: TreeNode, new: TreeNode, ahead: int, left: int
+    ) -> tuple[list[TreeNode], list[TreeNode]]:
         """The nodes between the two where `new` continues `old`: the cost of a chunk, not of its prompt."""
         between: list[TreeNode] = []
         node = new
