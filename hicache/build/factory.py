@@ -85,8 +85,7 @@ def build_engine(
     present = _present(config, model, components)
     has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
     if config.write_policy == "auto":
-        chosen = default_write_policy(has_stores=has_stores, num_components=len(present))
-        config = dataclasses.replace(config, write_policy=chosen)
+        config = dataclasses.replace(config, write_policy=default_write_policy(has_stores=has_stores))
     write_policy = make_write_policy(config)
     table = _table(config, model, device)
     pool = _pool(config, model, device, table) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
@@ -104,7 +103,8 @@ def build_engine(
         return index is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in index
 
     others = [found for found in present.values() if found.name != FULL]
-    tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)
+    goes_below = config.has_host and write_policy.at_eviction
+    tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host, goes_below=goes_below)
     parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())

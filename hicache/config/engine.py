@@ -77,10 +77,10 @@ class AdvancedConfig:
             )
 
 
-def default_write_policy(*, has_stores: bool, num_components: int = 1) -> str:
+def default_write_policy(*, has_stores: bool) -> str:
     """The write policy where none is given: device and host hold different pages, unless the host is shared with others
-    through a store, which then has what a request computed soon, or the model has windows or states."""
-    return "write_through" if has_stores or num_components > 1 else "exclusive"
+    through a store, which then has what a request computed soon."""
+    return "write_through" if has_stores else "exclusive"
 
 
 def host_order(eviction_policy: str, write_policy: str) -> str:
@@ -127,8 +127,7 @@ class EngineConfig:
         str,
         Text(
             "when pages are backed up to the host: write_through, write_back, exclusive",
-            computed_from="the tiers and the model: exclusive where full attention has a host and no store below it, "
-            "else write_through",
+            computed_from="the tiers: exclusive where a host has no store below it, else write_through",
         ),
     ] = "auto"
     prefetch_mode: Annotated[

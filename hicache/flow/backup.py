@@ -361,13 +361,11 @@ class DeviceEviction:
         return size <= component.available()
 
     def _unsaved(self, node: TreeNode, name: Component) -> list[Unsaved]:
-        """What the host lacks of what leaves when `node` loses a value."""
+        """What the host lacks of what leaves when `node` loses a value; under `write_back` of all that the node has."""
         if self._backup is None:
             return []
-        leaving = self._context.tree.to_leave(node, name)
-        if not leaving and self._context.exclusive is not None:
-            return self._backup.unsaved([node], name)
-        return [found for at in leaving or [node] for found in self._backup.unsaved([at])]
+        is_alone = name != FULL and self._context.exclusive is not None
+        return self._backup.unsaved([node], name if is_alone else None)
 
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name

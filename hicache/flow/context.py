@@ -63,11 +63,6 @@ class EngineContext(EngineParts):
         index = self.full.index
         return index if isinstance(index, ExclusiveIndex) else None
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether a request gets room step by step, before it is admitted: where nothing but full pages leaves."""
-        return self.exclusive is not None and len(self.components) == 1
-
     def drop(self, node: TreeNode, name: Component) -> list[Released]:
         """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be freed.
         `tell_host` has to follow before the host makes room."""

@@ -48,11 +48,6 @@ class Located:
     def host_end(self) -> int:
         return end_of(self.host, self.device_end)
 
-    def is_leaving(self, index: int) -> bool:
-        """Whether a full page has left the device and is not on the host yet, to which it is copied."""
-        run = self.context.full.index.find(self.prompt.keys[index]) if index < self.num_pages else None
-        return run is not None and run.is_coming and not run.is_published
-
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
             return index < self.device_end
@@ -85,6 +80,13 @@ class Located:
             return next((index for index in range(end - 1, start - 1, -1) if not has(component, index)), None)
 
         return last_end(self.context.components[1:], limit, floor, gap)
+
+    def coming_end(self, floor: int) -> int:
+        """The same, at least `floor`, of what is in memory or on its way to the host from the device."""
+        full = self.context.full
+        is_gap = (not self.coming(full, index) for index in range(self.host_end, self.num_pages))
+        limit = next((self.host_end + n for n, found in enumerate(is_gap) if found), self.num_pages)
+        return self.last_end(limit, floor, self.coming)
 
     def _device_pages(self, component: CacheComponent) -> list[bool]:
         """Which pages the device has of a component. Of the last node, pages behind the match are those of another

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 import torch
 
 from hicache.errors import TransferError
-from hicache.flow.components.base import CacheComponent
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
-from hicache.flow.lease import Lease
+from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.located import Located
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host.run import HostRun, RunPart, ids_of, second_pages_of
+from hicache.host.run import HostRun, RunPart, ids_of, second_pages_of, within
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -63,12 +64,49 @@ class Restore(CopyMovement[Load]):
         """Whether a load may be submitted now, whatever it brings."""
         return all(component.counter.can_begin() for component in self._context.components)
 
+    def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
+        """A lease on what the device has of a prefix: it stays for that, with what its components need of it, until
+        `undo` ends."""
+        context, tree = self._context, self._context.tree
+        node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
+        for component in context.components:
+            component.trim(node, ahead)
+        lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
+        undo.callback(self.free, lease)
+        tree.lock(node, ahead)
+        undo.callback(lambda: tree.unlock(lease.node, admission.length - lease.node.depth_tokens))
+        return lease
+
+    def hold(
+        self, admission: Admission, located: Located, held: ExitStack, *, is_used: bool = True
+    ) -> dict[Component, list[RunPart]]:
+        """What of a prefix is to be loaded stays on the host until `held` ends; returns where it is. `is_used`: what
+        the host has of the prefix counts as used once more."""
+        end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
+        for component in self._context.components:
+            pages = admission.to_load.get(component.name)
+            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
+            found = located.parts(component, range(first, end))
+            if is_used:
+                found = component.index.count_use(found)
+            if pages:
+                parts[component.name] = within(found, pages)
+                runs = [part.run for part in parts[component.name]]
+                component.index.lock(runs)
+                held.callback(component.index.unlock, runs)
+        return parts
+
     def submit_load(
-        self, lease: Lease, prompt: Prompt, parts: Mapping[Component, list[RunPart]], slots: torch.Tensor
+        self,
+        lease: Lease,
+        prompt: Prompt,
+        parts: Mapping[Component, list[RunPart]],
+        slots: torch.Tensor,
+        length: int,
     ) -> Load:
         """Bring pages of `prompt`, by component, of which the host has `parts`, to what follows the lease's node; the
-        full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix,
-        and the locks of `parts` are the load's from now on.
+        full ones to the first of `slots`, a state to the lease's own. The lease's lock, for a prefix of `length`
+        tokens, moves to the last of them, and the locks of `parts` are the load's from now on.
 
         Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
         tree, load = self._context.tree, Load(lease.node, prompt, parts, self.loads_of(lease.node.path()))
@@ -80,7 +118,7 @@ class Restore(CopyMovement[Load]):
                     self._submit(load, component, component.begin_load(load, lease, slots), undo)
             tree.lock(load.node)
             undo.callback(tree.unlock, load.node)
-            tree.move_lock(lease.node, load.node, load.node.depth_tokens - lease.node.depth_tokens)
+            tree.move_lock(lease.node, load.node, length - lease.node.depth_tokens)
             undo.pop_all()
         lease.node, lease.tree_len = load.node, load.node.depth_tokens
         for below in load.depends_on:

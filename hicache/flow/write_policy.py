@@ -41,8 +41,8 @@ class WriteBack:
 
 
 class Exclusive(WriteBack):
-    """As `WriteBack`, and device and host hold different pages as far as the host needs room. An eviction waits only
-    with windows or states, see `hicache.flow.exchange`."""
+    """As `WriteBack`, and device and host hold different pages as far as the host needs room. No eviction waits, see
+    `hicache.flow.exchange`."""
 
     is_exclusive = True
 

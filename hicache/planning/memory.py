@@ -81,8 +81,7 @@ class MemoryPlan:
     @property
     def write_policy(self) -> str:
         """What the engine takes, whose `start` names none."""
-        num_components = 1 + bool(self.rows.window) + bool(self.rows.state)
-        return default_write_policy(has_stores=self.config.disk is not None, num_components=num_components)
+        return default_write_policy(has_stores=self.config.disk is not None)
 
     @property
     def memory_tokens(self) -> int:

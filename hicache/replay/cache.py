@@ -222,7 +222,7 @@ class CacheSimulation:
         while done < end:
             if len(under_way) > 1:
                 self._land(host, under_way.popleft())
-            last = host.step_end(done, end, self._free(), 0)
+            last = host.step_end(done, end, end - done, self._free())
             parts = host.divided(parts, last)
             step = within(parts, range(done, last))
             self._make_available(last - done)

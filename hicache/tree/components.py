@@ -92,9 +92,11 @@ class TreeComponent:
         """The nodes that a lock at `node` was counted on, with the parts that were split off them since."""
         return self.nodes_to_lock(node, ahead)
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode, ahead: int) -> tuple[list[TreeNode], list[TreeNode]]:
-        """Nodes to lock and nodes to unlock where a lock at `old`, with `ahead`, becomes one at `new`."""
-        return self.nodes_to_lock(new, 0), self.nodes_to_unlock(old, ahead)
+    def nodes_to_move(
+        self, old: TreeNode, new: TreeNode, ahead: int, left: int
+    ) -> tuple[list[TreeNode], list[TreeNode]]:
+        """Nodes to lock and nodes to unlock where a lock at `old`, with `ahead`, becomes one at `new`, with `left`."""
+        return self.nodes_to_lock(new, left), self.nodes_to_unlock(old, ahead)
 
 
 class FullComponent(TreeComponent):
@@ -111,7 +113,9 @@ class FullComponent(TreeComponent):
     def is_evictable(self, node: TreeNode) -> bool:
         return not node.children
 
-    def nodes_to_move(self, old: TreeNode, new: TreeNode, ahead: int) -> tuple[list[TreeNode], list[TreeNode]]:
+    def nodes_to_move(
+        self, old: TreeNode, new: TreeNode, ahead: int, left: int
+    ) -> tuple[list[TreeNode], list[TreeNode]]:
         """The nodes between the two where `new` continues `old`: the cost of a chunk, not of its prompt."""
         between: list[TreeNode] = []
         node = new

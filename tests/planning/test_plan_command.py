@@ -100,7 +100,7 @@ def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
 
 @pytest.mark.parametrize(
     ("row", "disk", "policy"),
-    [("llama", (), "exclusive"), ("llama", ("--disk", "8MiB"), "write_through"), ("qwen3_next", (), "write_through")],
+    [("llama", (), "exclusive"), ("llama", ("--disk", "8MiB"), "write_through"), ("qwen3_next", (), "exclusive")],
 )
 @pytest.mark.parametrize("host", ["1MiB", "64MiB"])
 def test_what_a_host_adds(

@@ -143,6 +143,11 @@ class CacheComponent(ABC):
 
     # Evict
 
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """All that the device may have of it."""
+
     @abstractmethod
     def available(self) -> int:
         """Free on the device."""
@@ -203,6 +208,10 @@ class CacheComponent(ABC):
     def size_of(self, num_slots: int) -> int:
         """What `take` needs for new slots."""
         return 0
+
+    def size_ahead(self, num_slots: int, num_requests: int) -> int:
+        """What requests may take with their next `num_slots` slots, for which room is made ahead."""
+        return self.size_of(num_slots)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
         """The load of the lease was submitted, if there is one: prepare what else its first forward needs."""

@@ -48,11 +48,15 @@ class RecurrentState(CacheComponent):
         gauge("device.total_states", "recurrent states of the device tier", lambda: total)
         gauge("device.used_states", "recurrent states that the cache or a request holds", self._used)
 
+    @property
+    def capacity(self) -> int:
+        return self._pool.size
+
     def available(self) -> int:
         return self._pool.available_size()
 
     def _used(self) -> int:
-        return self._pool.size - self.available()
+        return self.capacity - self.available()
 
     def free(self, value: torch.Tensor) -> None:
         self._pool.free(value)
@@ -62,6 +66,10 @@ class RecurrentState(CacheComponent):
 
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
+
+    def size_ahead(self, num_slots: int, num_requests: int) -> int:
+        """Each may give one to the tree, or keep one."""
+        return num_requests
 
     def shortage(self, needed: int) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available())

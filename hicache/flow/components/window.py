@@ -43,22 +43,22 @@ class SlidingWindow(CacheComponent):
         self._evicted = engine.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
-        gauge, total = engine.metrics.gauge, self._capacity
+        gauge, total = engine.metrics.gauge, self.capacity
         gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
         gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
 
     @property
     def max_tokens(self) -> int:
         """Tokens that one request may get slots for at a time, beside the window of its prefix."""
-        return self._capacity - self.tree_component.window - self.page_size
+        return self.capacity - self.tree_component.window - self.page_size
 
     @property
-    def _capacity(self) -> int:
+    def capacity(self) -> int:
         page = self._allocator.page_size
         return self._allocator.size_swa // page * page
 
     def _used(self) -> int:
-        return self._capacity - self.available()
+        return self.capacity - self.available()
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """The window slots of full slots."""
@@ -148,4 +148,4 @@ class SlidingWindow(CacheComponent):
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
         owned = [slots[slots > 0] for slots in owned] + [*self.leaving.values()]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
-        return account_violations("window slots", sums, self._capacity, [*held, *owned])
+        return account_violations("window slots", sums, self.capacity, [*held, *owned])

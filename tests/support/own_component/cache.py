@@ -64,6 +64,10 @@ class LastHidden(CacheComponent):
 
     # Evict
 
+    @property
+    def capacity(self) -> int:
+        return self.NUM_ROWS
+
     def available(self) -> int:
         return len(self._free)
 
@@ -122,7 +126,7 @@ class LastHidden(CacheComponent):
         orphans = [row for load in loads for row in load.orphan_states.get(self.name, ())]
         sums = (self.available(), len(held), len(orphans))
         free = torch.tensor(self._free, dtype=torch.int64)
-        return account_violations("hidden states", sums, self.NUM_ROWS, [*held, *orphans, free])
+        return account_violations("hidden states", sums, self.capacity, [*held, *orphans, free])
 
     def _take(self) -> torch.Tensor:
         """A free row, `[1]`."""
