@@ -109,9 +109,7 @@ def build_engine(
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
-    hosts = {component.name: component.host for component in built if component.has_host}
-    given = {DISK: store, REMOTE: remote}
-    stores = build_stores(config, given, layouts, packed, hosts, metrics, tells_removed=events is not None)
+    stores = build_stores(config, {DISK: store, REMOTE: remote}, links, metrics, tells_removed=events is not None)
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)

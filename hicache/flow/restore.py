@@ -28,7 +28,6 @@ class Restore(CopyMovement[Load]):
     def __init__(self, context: EngineContext, cost: CostModel) -> None:
         super().__init__()
         self._context, self._cost = context, cost
-        self._estimates_s = (0.0, 0.0)
         count, gauge = context.metrics.counter, context.metrics.gauge
         help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
         self._bytes, self._seconds = context.metrics.movement("restore", help, "time that load took", **labels)
@@ -36,8 +35,6 @@ class Restore(CopyMovement[Load]):
         self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
         self._failures = count("restore.failures", "loads that failed; their pages stayed on the host")
         self._decisions = LoadDecisions(context.metrics, "restore", "host", "restore_gate_loads")
-        gauge("restore.last_load_seconds", "the last estimate of a load", lambda: self._estimates_s[0])
-        gauge("restore.last_compute_seconds", "and of recomputing the same tokens", lambda: self._estimates_s[1])
         gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
 
     def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
@@ -48,11 +45,8 @@ class Restore(CopyMovement[Load]):
 
     def count_decision(self, estimate: LoadEstimate | None) -> None:
         """A request was admitted by that estimate; None: there was nothing to decide."""
-        if estimate is None:
-            return
-        if estimate.load_s is not None and estimate.compute_s is not None:
-            self._estimates_s = (estimate.load_s, estimate.compute_s)
-        self._decisions.decide(*estimate)
+        if estimate is not None:
+            self._decisions.decide(*estimate)
 
     def complete(self, loads: Sequence[Load]) -> None:
         """Wait until these have ended, and another may be submitted."""
