@@ -13,8 +13,6 @@ from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
-import torch
-
 from hicache.eviction.write_budget import WriteBudget
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
@@ -49,7 +47,7 @@ class _Write:
             if key not in run.second_pages
         ]
         keys = tuple(key for of_run in self.keys for key in of_run)
-        return WriteJob(ticket, keys, self.component.host.views(torch.tensor(pages)))
+        return WriteJob(ticket, keys, self.component.host.views(pages))
 
     @property
     def num_held(self) -> int:

@@ -98,7 +98,7 @@ class Readers:
             asked.to_read[0] = piece._replace(end=pages.start)
         else:
             asked.to_read[0] = piece._replace(start=start + job.num_pages)
-        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs))
+        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs).tolist())
         queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
         read = ReadJob(ticket, 0, keys, views, job.cancelled, asked.until_s, queue_class)
         is_queued = self._context.stores[store].reads.submit(read)

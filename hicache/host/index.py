@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
-import torch
-
 from hicache.errors import InvariantError
 from hicache.eviction.orders import clock
 from hicache.eviction.policy import make_order
@@ -166,7 +164,7 @@ class PageIndex(PageHints):
         try:
             if num_pages > self.capacity:
                 return None
-            free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
+            free, runs = iter(self._take(num_pages)), list[HostRun]()
             for pages in new:
                 parent = self._runs.get(pages.previous_key) if pages.previous_key else None
                 for run in runs_for(pages, free, self._run_pages):
@@ -184,7 +182,7 @@ class PageIndex(PageHints):
         """Second pages for `keys` of a reserved run; False, and none leaves, where too many are locked."""
         if len(keys) > self.capacity:
             return False
-        run.second_pages.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
+        run.second_pages.update(zip(keys, self._take(len(keys)), strict=True))
         return True
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
@@ -277,12 +275,12 @@ class PageIndex(PageHints):
         """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""
         for run, skipped, start, end in self.parts(keys):
             if not (run.locks or run.expected or run.after) and skipped + end - start == len(run.keys):
-                self._free(self._shrink(run, end - start))
+                self.pool.free(self._shrink(run, end - start))
 
     def clear(self) -> None:
         """Evict what nobody has locked."""
         while (run := self._order.victim()) is not None:
-            self._free(self._shrink(run, len(run.keys)))
+            self.pool.free(self._shrink(run, len(run.keys)))
 
     def check(self, locks: Counter[HostRun]) -> None:
         """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
@@ -307,10 +305,10 @@ class PageIndex(PageHints):
             if run.locks and (needed := run.needs) is not None:
                 self.lock([needed])
 
-    def _take(self, num_pages: int) -> torch.Tensor:
+    def _take(self, num_pages: int) -> list[int]:
         """`num_pages` pages of the pool, for which others leave."""
         if (short := num_pages - self.pool.available()) > 0:
-            self._free(self._evict(short))
+            self.pool.free(self._evict(short))
         ids = self.pool.alloc(num_pages)
         assert ids is not None
         self.num_in_flight += num_pages
@@ -322,9 +320,6 @@ class PageIndex(PageHints):
         while len(freed) < num_pages and (run := self._order.victim()) is not None:
             freed += self._shrink(run, min(num_pages - len(freed), len(run.keys)))
         return freed
-
-    def _free(self, ids: list[int]) -> None:
-        self.pool.free(torch.tensor(ids, dtype=torch.int64))
 
     def _shrink(self, run: HostRun, num_pages: int) -> list[int]:
         """The last pages of an unlocked run leave. Returns their places in the pool, for the caller to free."""

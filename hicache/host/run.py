@@ -24,9 +24,9 @@ class Pages(Protocol):
 
     def available(self) -> int: ...
 
-    def alloc(self, num_pages: int) -> torch.Tensor | None: ...
+    def alloc(self, num_pages: int) -> list[int] | None: ...
 
-    def free(self, pages: torch.Tensor) -> None: ...
+    def free(self, pages: Sequence[int]) -> None: ...
 
     def check(self) -> None: ...
 
@@ -248,6 +248,6 @@ def path_of(run: HostRun, seen: set[HostRun] | None = None) -> list[HostRun]:
     return path[::-1]
 
 
-def held_by(runs: Iterable[HostRun]) -> torch.Tensor:
-    """Their pages in the host pool, int64 `[pages]`: of each run, those of `pages_of`, then second ones."""
-    return torch.tensor([page for run in runs for page in (*run.ids, *run.second_pages.values())], dtype=torch.int64)
+def held_by(runs: Iterable[HostRun]) -> list[int]:
+    """Their pages in the host pool: of each run, those of `pages_of`, then second ones."""
+    return [page for run in runs for page in (*run.ids, *run.second_pages.values())]
