@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
-from hicache.flow.admit_counters import AdmitCounters
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import Admission, CacheComponent
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
+from hicache.flow.counters import AdmitCounters
 from hicache.flow.exchange import Exchange, sources_of
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.host import HostRun, RunPart
+from hicache.host.run import HostRun, RunPart
 from hicache.tiers import FULL, Component, Store, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
@@ -91,7 +91,7 @@ class Admit:
             component.refuse_now(admission)
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
-        if admission.loads and not self._restore.can_start():
+        if admission.loads and not self._restore.can_submit():
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
@@ -114,7 +114,7 @@ class Admit:
                 slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
                 self._prepare(lease, admission, parts)
                 if located is not None and parts:
-                    load = self._restore.start(lease, located.prompt, parts, slots, admission.length)
+                    load = self._restore.submit_load(lease, located.prompt, parts, slots, admission.length)
                     held.pop_all()  # these locks are the load's now
                     lease.read([load])
                 self._start(lease, admission)
@@ -128,7 +128,7 @@ class Admit:
     def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
         """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
         admission, _, _ = self._count(request, num_delayed)
-        is_free = self._restore.can_start() and not self._restore.has_failed(admission.match.nodes)
+        is_free = self._restore.can_submit() and not self._restore.has_failed(admission.match.nodes)
         return admission.length > num_tokens and is_free
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
@@ -307,7 +307,7 @@ class Admit:
     def _start(self, lease: Lease, admission: Admission) -> None:
         """Its load, if it has one, was submitted."""
         for component in self._context.components:
-            component.start(lease, admission)
+            component.prepare_forward(lease, admission)
         if not lease.node.is_root:
             lease.read(self._restore.loads_of(lease.node.path()))
             self._context.tree.raise_priority(lease.node, lease.priority)

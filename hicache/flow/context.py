@@ -11,9 +11,10 @@ from functools import cached_property
 import torch
 
 from hicache.eviction.write_budget import PageUses
-from hicache.flow.components import CacheComponent, EngineParts, FullAttention
+from hicache.flow.components.base import CacheComponent, EngineParts
+from hicache.flow.components.full import FullAttention
 from hicache.flow.write_policy import WritePolicy
-from hicache.host import ExclusiveIndex
+from hicache.host.exclusive import ExclusiveIndex
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
 from hicache.tree.base import Released
@@ -90,4 +91,4 @@ def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
     values: dict[Component, list[torch.Tensor]] = {}
     for item in released:
         values.setdefault(item.component, []).append(item.value)
-    return {name: joined(parts) for name, parts in values.items()}
+    return {name: joined(of_component) for name, of_component in values.items()}

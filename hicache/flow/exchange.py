@@ -21,14 +21,14 @@ from contextlib import ExitStack
 
 from hicache.errors import ExchangePending, ResourceExhausted, TransferBusy
 from hicache.flow.backup import DeviceEviction
-from hicache.flow.components import Admission, CacheComponent
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located
 from hicache.flow.movement import Load, Movement
 from hicache.flow.prompt import Prompt
 from hicache.flow.restore import Restore
-from hicache.host import HostRun, RunPart, within
+from hicache.host.run import HostRun, RunPart, within
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.node import TreeNode
 
@@ -194,7 +194,7 @@ class Exchange(Movement):
         for component in lacking:
             if not component.num_leaving:
                 return self._fail(wanted, component.shortage(sizes[component]))
-        if lacking or not (is_last or self._restore.can_start()):
+        if lacking or not (is_last or self._restore.can_submit()):
             return False
         if is_last:
             wanted.is_ready = True
@@ -220,7 +220,7 @@ class Exchange(Movement):
             undo.callback(full.free, slots)
             index.lock(divided)  # others have it too: once for each step
             undo.callback(index.unlock, divided)
-            load = self._restore.start(wanted.lease, wanted.prompt, {FULL: step}, slots, wanted.end * page)
+            load = self._restore.submit_load(wanted.lease, wanted.prompt, {FULL: step}, slots, wanted.end * page)
             wanted.load, wanted.parts[FULL], wanted.done = load, rest, done  # these locks are the load's now
             undo.pop_all()
         wanted.lease.read([load])

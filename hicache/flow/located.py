@@ -6,6 +6,7 @@ One loop says how far a prefix can be used, as in the tree: `Located.last_end`.
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -13,11 +14,10 @@ from itertools import groupby
 from operator import itemgetter
 from typing import NamedTuple
 
-from hicache.flow.components import CacheComponent
-from hicache.flow.components.base import PageTest
+from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
-from hicache.host import RunPart, end_of, spans, within
+from hicache.host.run import RunPart, end_of, spans, within
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
@@ -143,7 +143,7 @@ class StoreAnswers:
         keys = located.prompt.keys
         lacking = full.index.lacking(keys, located.device_end)
         read = {index for index in lacking if is_read(full, keys[index])} if full.index.num_in_flight else set()
-        self.start = lacking[0] if lacking else located.num_pages
+        self.first_gap = lacking[0] if lacking else located.num_pages
         self.to_ask = deque(spans([index for index in lacking if index not in read] if read else lacking))
         self.known: list[tuple[int, int, Store | None]] = [(start, end, None) for start, end in spans(sorted(read))]
         self._others: dict[bytes, Store] = {}
@@ -235,3 +235,23 @@ class StoreAnswers:
     def _has(self, component: CacheComponent, index: int) -> bool:
         key = self.located.prompt.key(component.name, index)
         return self.located.coming(component, index) or key in self._others or self._is_read(component, key)
+
+
+def look_up(located: Located, wait_s: float) -> tuple[dict[Store, int], bool]:
+    """Tokens that each store adds to what memory can serve, and whether all of them answered within `wait_s`. No side
+    effect."""
+    has, until_s, all_known = StoreAnswers(located), time.monotonic() + wait_s, True
+    for store, tier in located.context.stores.items():
+        keys, others = has.keys_to_ask()
+        done = tier.find(keys, max(0.0, until_s - time.monotonic()), others)
+        if done is None:
+            all_known = False
+        else:
+            has.add(store, done.num_pages, others, done.others)
+    end = has.usable_end(has.full_end)
+    num_pages = has.by_store(has.num_usable, end)
+    # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
+    added = [piece.store for piece in has.to_read(end) if piece.component.name != FULL and piece.store is not None]
+    if added:
+        num_pages[max(added)] += max(0, end - has.num_usable - sum(num_pages.values()))
+    return {store: num_pages[store] * located.context.tree.page_size for store in Store}, all_known

@@ -16,11 +16,12 @@ from itertools import compress
 import torch
 
 from hicache.eviction.write_budget import WriteBudget
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import event_pages_of
-from hicache.host import ROUND_SHARE, HostRun, WriteAhead, WrittenIndex, path_of
+from hicache.host.run import HostRun, path_of
+from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
@@ -94,8 +95,6 @@ class Persist(Movement):
         self._bytes, self._seconds = self._context.metrics.movement(name, moved, took, **labels)
         self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
         gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
-        help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
-        gauge(f"{name}.queued_jobs", help, self._backlog.__len__)
         self._written = count(
             f"{name}.written_bytes", "bytes, before compression, of pages that the store lacked and took"
         )

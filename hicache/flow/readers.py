@@ -6,12 +6,12 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from hicache.flow.asked import Asked, Find, ReadOfRuns
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.prompt import event_pages_of
-from hicache.host import HostRun, pages_of
+from hicache.host.run import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, Component, Store
 
@@ -60,16 +60,16 @@ class Readers:
         asked.find = self.finds[ticket] = Find(asked, store, number, keys, others)
         return True
 
-    def have_enough(self, asked: Asked) -> bool:
+    def have_enough(self, asked: Asked, num_times: int) -> bool:
         """Whether the store that has the next pages of a request has enough to do, for what is urgent or for what is
-        not."""
+        not: `num_times` as much as where a step is short."""
         store, is_urgent = asked.to_read[0].store, asked.is_urgent
         assert store is not None
         if self._context.stores[store].reads.is_full:
             self._counters.refused.value += 1
             return True
         jobs = (job for job in self.reads.values() if job.store is store and job.is_urgent == is_urgent)
-        return sum(not job.is_stalled for job in jobs) >= _MAX_IN_FLIGHT
+        return sum(not job.is_stalled for job in jobs) >= num_times * _MAX_IN_FLIGHT
 
     def read(self, asked: Asked) -> ReadOfRuns | None:
         """Queue a job for the next pages of a request, which nobody brings, as far as they have host pages; None where

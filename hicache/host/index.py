@@ -86,6 +86,7 @@ class PageIndex(PageHints):
 
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+        # [at, last): of one run, its pages from the `skipped`-th on
         found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
         while at < end:
             run = get(keys[at])
@@ -188,21 +189,22 @@ class PageIndex(PageHints):
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
         """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
-        nobody brought before: `run`, or what is left of it, divided where pages are missing."""
+        nobody brought before: `run`, or what is left of it, divided where some did not come."""
         if (ok is None or all(ok)) and {*map(self._runs.get, run.keys)} == {run}:  # nobody else brings any
             self._publish(run)
             return [run]
         came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
-        pieces = [(has_come, len(list(group))) for has_come, group in groupby(came)]
-        parts = [(self._divide(run, num_pages), has_come) for has_come, num_pages in pieces[:-1]]
+        # of the run, in turn: intervals that came first here, and those that did not, or that others brought
+        lengths = [(has_come, len(list(group))) for has_come, group in groupby(came)]
+        divided = [(self._divide(run, num_pages), has_come) for has_come, num_pages in lengths[:-1]]
         published = []
-        for part, has_come in [*parts, (run, pieces[-1][0])]:
+        for piece, has_come in [*divided, (run, lengths[-1][0])]:
             if has_come:
-                self._take_over(part)
-                self._publish(part)
-                published.append(part)
+                self._take_over(piece)
+                self._publish(piece)
+                published.append(piece)
             else:
-                self.abandon(part)
+                self.abandon(piece)
         return published
 
     def abandon(self, run: HostRun) -> None:
@@ -329,9 +331,9 @@ class PageIndex(PageHints):
         assert not run.locks, "somebody needs it"
         start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
-        self.num_evictable -= num_pages + len(rest)
-        self.num_raw -= len(rest)
+        second_ids = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
+        self.num_evictable -= num_pages + len(second_ids)
+        self.num_raw -= len(second_ids)
         self._num_published -= num_pages
         if start:
             del run.keys[start:], run.ids[start:]
@@ -347,10 +349,10 @@ class PageIndex(PageHints):
             del self._runs[key]
         if self._on_leave is not None:
             self._on_leave(run, gone)
-        if rest:
+        if second_ids:
             for key in gone:
                 run.second_pages.pop(key, None)
-            ids += rest
+            ids += second_ids
         return ids
 
     def _take_over(self, run: HostRun) -> None:
@@ -378,7 +380,7 @@ class PageIndex(PageHints):
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one that nobody has locked, or of one that
-        one alone has, who brings it or has both parts locked from now on."""
+        one alone has, who brings it or has both locked from now on."""
         first, parent = run.take_first(num_pages), run.parent_run
         if parent is not None:
             parent.after.remove(run)

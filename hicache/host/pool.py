@@ -51,17 +51,17 @@ class FreeRuns:
         """
         assert 0 <= num_pages <= self.num_free, num_pages
         runs: list[Run] = []
-        missing = num_pages
-        while missing:
-            fitting = bisect_left(self._lengths, missing)
+        num_left = num_pages
+        while num_left:
+            fitting = bisect_left(self._lengths, num_left)
             length = self._lengths[min(fitting, len(self._lengths) - 1)]
             start = next(reversed(self._starts[length]))
             self._remove(start, length)
-            used = min(length, missing)
+            used = min(length, num_left)
             if used < length:
                 self._add(start + used, length - used)
             runs.append((start, used))
-            missing -= used
+            num_left -= used
         pages = _pages_of(sorted(runs))
         self._marks[pages] = 0
         self.num_free -= num_pages

@@ -188,8 +188,8 @@ def within(parts: Sequence[RunPart], indices: Sequence[int]) -> list[RunPart]:
         chosen = [*parts[first:last]]
         if chosen and chosen[-1].end > end:
             chosen[-1] = chosen[-1]._replace(end=end)
-        if chosen and (missing := start - chosen[0].start) > 0:
-            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + missing, start=start)
+        if chosen and (num_before := start - chosen[0].start) > 0:
+            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + num_before, start=start)
         found += chosen
     return found
 
@@ -226,8 +226,8 @@ def second_pages_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
     """Their second pages, int64 `[pages]`, 0 for those without; None where none has one."""
     if not any(part.run.second_pages for part in parts):
         return None
-    rest = [part.run.second_pages.get(key, 0) for part in parts for key in part.keys]
-    return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
+    second_ids = [part.run.second_pages.get(key, 0) for part in parts for key in part.keys]
+    return torch.tensor(second_ids, dtype=torch.int64) if any(second_ids) else None
 
 
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:

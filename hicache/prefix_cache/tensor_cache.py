@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hicache.errors import ConfigError, HiCacheError, InvariantError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.prefix_cache.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt

@@ -8,8 +8,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from hicache.tree import PageHasher
-from hicache.tree.key import Tokens
+from hicache.tree.key import PageHasher, Tokens
 
 UNLIMITED = 1 << 62
 _KEY = ">V8"

@@ -15,7 +15,7 @@ from hicache.eviction.orders import NOBODY, EvictionOrder, Keep
 from hicache.eviction.policy import make_order
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Released
-from hicache.tree.components.base import TreeComponent
+from hicache.tree.components import TreeComponent
 from hicache.tree.node import Holding, TreeNode, alone, last_nodes, name_of
 
 
@@ -119,8 +119,8 @@ class Accounts:
         if component == FULL:
             account.keep_parents_newer(node.parent)
 
-    def _take_out(self, node: TreeNode, component: Component) -> Released:
-        """Take a value out."""
+    def detach(self, node: TreeNode, component: Component) -> Released:
+        """Take a value out, whatever the locks."""
         account, holding = self._by_component[component], node.holdings[component]
         value = holding.value
         assert value is not None

@@ -172,7 +172,9 @@ class RadixTree(Accounts):
                 existing.append(child.value_of(FULL))
             else:
                 child.hit_count = max(hit_count, child.hit_count)
-                self._gain(child, own(value if not pos and end == len(tokens) else value[pos:end]))
+                self._enter(child, FULL, own(value if not pos and end == len(tokens) else value[pos:end]))
+                if self.events is not None:
+                    self.events.stored(self.names.pages(child), "GPU")
                 gained.append(child)
             if adopts:
                 self._enter(child, SWA, child.value_of(FULL))
@@ -194,7 +196,7 @@ class RadixTree(Accounts):
             if end > num_existing:
                 self._remove(node, [])
             elif any(first < end <= last for first, last in inserted.adopted):
-                self._take_out(node, SWA)
+                self.detach(node, SWA)
 
     def attach(self, node: TreeNode, component: Component, value: torch.Tensor) -> bool:
         """Give `node` what it may lack of a component; False where it has it, and `value` stays the caller's.
@@ -207,10 +209,6 @@ class RadixTree(Accounts):
         shares = self.account(component).component.shares_full_slots
         self._enter(node, component, node.value_of(FULL) if shares else own(value.reshape(-1)))
         return True
-
-    def detach(self, node: TreeNode, component: Component) -> Released:
-        """Undo `attach`, whatever the locks: what was to be copied there was not."""
-        return self._take_out(node, component)
 
     def fail_load(self, node: TreeNode) -> torch.Tensor:
         """The copy to a leaf failed: it leaves the tree, whoever has locked it, and its slots come back (windows and
@@ -263,7 +261,7 @@ class RadixTree(Accounts):
             self._remove(node, released)
             self._prune(parent, released)
         else:
-            released.append(self._take_out(node, component))
+            released.append(self.detach(node, component))
             self._prune(node, released)
         return released
 
@@ -327,11 +325,6 @@ class RadixTree(Accounts):
         self.num_nodes += 1
         return upper
 
-    def _gain(self, node: TreeNode, value: torch.Tensor) -> None:
-        self._enter(node, FULL, value)
-        if self.events is not None:
-            self.events.stored(self.names.pages(node), "GPU")
-
     def _remove(self, node: TreeNode, released: list[Released]) -> None:
         """Take a leaf out of the tree with all that it holds, the full slots last."""
         parent = node.parent
@@ -340,7 +333,7 @@ class RadixTree(Accounts):
             if node.has(name):
                 if self.events is not None and name == FULL:
                     self.events.removed(self.names.of(node), "GPU")
-                released.append(self._take_out(node, name))
+                released.append(self.detach(node, name))
         del parent.children[node.child_key]
         self.num_nodes -= 1
         if parent.parent is not None and not parent.children:

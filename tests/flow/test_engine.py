@@ -29,7 +29,7 @@ from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage import store_folders
 from hicache.tiers import MAMBA, SWA, Component
-from hicache.tree import PageHasher
+from hicache.tree.key import PageHasher
 from toy_model import prompt, settled
 from waiting import BOUND_S
 

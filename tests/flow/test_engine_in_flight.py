@@ -201,10 +201,10 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
 def test_copies_are_one_with_those_that_are_submitted_later() -> None:
     """Whoever has looked at copies of some components sees the failure and the bytes of one that follows."""
     op, early, late = JointOp(), CpuOp(10), CpuOp(20)
-    op.parts.append(early)
+    op.copies.append(early)
     early.run(lambda: None)
     assert op.done() and op.error is None and op.num_bytes == 10
-    op.parts.append(late)
+    op.copies.append(late)
     assert not op.done() and op.num_bytes == 30
     late.error = TransferError("a copy fails")
     late.run(lambda: None)

@@ -95,15 +95,15 @@ def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine
     prompts = [prompt(n, 121) for n in range(2)]
     for n, tokens in enumerate(prompts):
         serve(engine, f"first{n}", tokens, models[engine], 8)
-    start, up, left = engine.inspect.restore.start, transfers[engine].up[0], 4
+    submit, up, left = engine.inspect.restore.submit_load, transfers[engine].up[0], 4
 
-    def starting(*args: Any) -> Load:
+    def submitting(*args: Any) -> Load:
         nonlocal left
         left -= 1
         up.fails = ConnectionError("the link is down") if not left else None
-        return start(*args)
+        return submit(*args)
 
-    engine.inspect.restore.start = starting  # type: ignore[method-assign]
+    engine.inspect.restore.submit_load = submitting  # type: ignore[method-assign]
     with pytest.raises(TransferBusy):
         engine.acquire(CacheRequest("fails", prompts[0], reserve_tokens=0))
     engine.flush()

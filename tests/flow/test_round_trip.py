@@ -34,7 +34,7 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.storage import LmdbPageStore, PageFormat
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,8 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import hicache.host.pool
 from costs import lines_of
 from hicache.errors import ConfigError, DoubleFree, OutOfMemory
-from hicache.host import HostPagePool
-from hicache.host.pool import FreeRuns
+from hicache.host.pool import FreeRuns, HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (2, 8), "token", (0, 1)),), 4)

@@ -25,7 +25,7 @@ from hicache.storage.process.jobs import PageRows
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.store_files import INDEX_FILE
-from hicache.stores import open_tier
+from hicache.stores.tier import open_tier
 from programs import PIPE, program
 from storage_pages import forget_cached
 from toy_model import GEOMETRY, config

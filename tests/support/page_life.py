@@ -20,9 +20,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from hicache import CacheEngine, Lease
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.movement import Load
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.tiers import FULL, MAMBA, Component
 from hicache.tree.node import TreeNode
 

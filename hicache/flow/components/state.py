@@ -34,17 +34,17 @@ class RecurrentState(CacheComponent):
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         return MambaComponent() if isinstance(model, ModelGeometry) and model.recurrent_layers else None
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
-        assert isinstance(parts.req_to_token, HybridReqToTokenPool)
-        self._table, self._pool = parts.req_to_token, parts.req_to_token.mamba_pool
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
+        assert isinstance(engine.req_to_token, HybridReqToTokenPool)
+        self._table, self._pool = engine.req_to_token, engine.req_to_token.mamba_pool
         self._pool.register_layer_transfer_counter(link.counter)
         # States are kept where a page ends and the model's kernels can return one.
-        self._step = math.lcm(parts.tree.page_size, parts.config.mamba_chunk_tokens)
-        self._evicted = parts.metrics.counter(
+        self._step = math.lcm(engine.tree.page_size, engine.config.mamba_chunk_tokens)
+        self._evicted = engine.metrics.counter(
             "evict.states", "recurrent states evicted from the device before their pages"
         )
-        gauge, total = parts.metrics.gauge, self._pool.size
+        gauge, total = engine.metrics.gauge, self._pool.size
         gauge("device.total_states", "recurrent states of the device tier", lambda: total)
         gauge("device.used_states", "recurrent states that the cache or a request holds", self._used)
 
@@ -74,7 +74,7 @@ class RecurrentState(CacheComponent):
     def shortage(self, needed: int) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available())
 
-    def start(self, lease: Lease, admission: Admission) -> None:
+    def prepare_forward(self, lease: Lease, admission: Admission) -> None:
         """Copy the state that the prefix left on the device to the request's own."""
         if admission.to_load.get(MAMBA) or lease.node.is_root:
             return
@@ -139,7 +139,7 @@ class RecurrentState(CacheComponent):
     def release(self, lease: Lease) -> None:
         """Free the lease's states; where a load may still write to one, when that has ended."""
         states, load = lease.take_states(), lease.state_load
-        if load is not None and not load.op.done():
+        if load is not None and not load.done():
             load.orphan_states.setdefault(MAMBA, []).extend(states)
         elif states:
             self.free(torch.cat(states))

@@ -36,14 +36,14 @@ class SlidingWindow(CacheComponent):
             return None
         return SwaComponent(model.window, config.cache_page_size)
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
-        assert isinstance(parts.allocator, SWATokenToKVPoolAllocator)
-        self._allocator = parts.allocator
-        self._evicted = parts.metrics.counter(
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
+        assert isinstance(engine.allocator, SWATokenToKVPoolAllocator)
+        self._allocator = engine.allocator
+        self._evicted = engine.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
-        gauge, total = parts.metrics.gauge, self.capacity
+        gauge, total = engine.metrics.gauge, self.capacity
         gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
         gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
 
@@ -138,7 +138,7 @@ class SlidingWindow(CacheComponent):
             [node for node in load.runs[SWA].nodes if node not in leaving and node.has(SWA)] if SWA in load.runs else []
         )
         if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
-            load.op.wait()
+            load.wait()
         for node in nodes:
             self.free(self.tree.detach(node, SWA).value)
 

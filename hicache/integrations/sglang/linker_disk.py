@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hicache.host import HostRun, NewPages, pages_of
+from hicache.host.run import HostRun, NewPages, pages_of
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.linker_host import HostTier, Part
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob

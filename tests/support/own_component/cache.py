@@ -40,12 +40,12 @@ class LastHidden(CacheComponent):
         layout = PoolLayout((BufferSpec("last_hidden", rows.dtype, (cls.HIDDEN,), "request", (0,)),), 1)
         return SlotSpace(tree_component.name, layout, len(rows), rows.device, lambda layer: (rows,))
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
         (self._rows,) = link.space.layer_buffers(0)
         self._free = list(range(1, len(self._rows)))
         self._offered: dict[str, tuple[int, torch.Tensor]] = {}
-        self._evicted = parts.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
+        self._evicted = engine.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
 
     # What a model runner calls
 

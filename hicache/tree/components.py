@@ -1,10 +1,16 @@
-"""The contract of a tree component: what a prefix needs of it, what a lock covers, what may be evicted.
+"""The contract of a tree component, what a prefix needs of it, what a lock covers, what may be evicted, and the three
+that hicache knows.
 
 One rule says what a prefix needs, `first_required`, and one loop how far a prefix can be used, `last_end`: the tree
 asks by tokens what is on the device, the movements by pages what is on any tier.
 
-A component gets nodes, never the tree. A component of one's own is a subclass in a file of its own, and its counterpart
-in `hicache.flow.components`.
+            a match ends                                       a lock covers           may be evicted
+    full    anywhere: the tree's walk ends where none is held  the path to the root    nodes without a child
+    window  behind a whole window, or tokens from the root on  the last window         any node
+    state   at the end of a node with a state, never before    the node alone          any state
+
+What an inner node has lost of the last two, later matches pass, and do not end there. A component gets nodes, never the
+tree. A component of one's own is a subclass in a file of its own, and its counterpart in `hicache.flow.components`.
 """
 
 from __future__ import annotations
@@ -14,7 +20,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from hicache.tiers import Component, own
+from hicache.tiers import FULL, MAMBA, SWA, Component, own
 from hicache.tree.node import TreeNode, last_nodes
 
 
@@ -91,3 +97,73 @@ class TreeComponent:
     ) -> tuple[list[TreeNode], list[TreeNode]]:
         """Nodes to lock and nodes to unlock where a lock at `old`, with `ahead`, becomes one at `new`, with `left`."""
         return self.nodes_to_lock(new, left), self.nodes_to_unlock(old, ahead)
+
+
+class FullComponent(TreeComponent):
+    """Full attention: every token from the root on is needed, so that what is held stays a prefix."""
+
+    name = FULL
+
+    def first_required(self, end: int) -> int:
+        return 0
+
+    def required_nodes(self, node: TreeNode, ahead: int = 0) -> list[TreeNode]:
+        return node.path()
+
+    def is_evictable(self, node: TreeNode) -> bool:
+        return not node.children
+
+    def nodes_to_move(
+        self, old: TreeNode, new: TreeNode, ahead: int, left: int
+    ) -> tuple[list[TreeNode], list[TreeNode]]:
+        """The nodes between the two where `new` continues `old`: the cost of a chunk, not of its prompt."""
+        between: list[TreeNode] = []
+        node = new
+        while node.parent is not None and node is not old:
+            between.append(node)
+            node = node.parent
+        return between, [] if node is old else old.path()
+
+
+class MambaComponent(TreeComponent):
+    """Recurrent states: a state `[1]` has consumed exactly the tokens up to the end of its node."""
+
+    name = MAMBA
+    at_node_end = ends_matches = True
+
+    def first_required(self, end: int) -> int:
+        return max(0, end - 1)
+
+
+class SwaComponent(TreeComponent):
+    """Sliding windows. `window`: tokens that a match must have window state of before its end; `page_size`: tokens of a
+    tree page."""
+
+    name = SWA
+    shares_full_slots = True
+
+    def __init__(self, window: int, page_size: int) -> None:
+        self.window, self._page_size = window, page_size
+        # Tokens that each lock at a node, and its `ahead`, was counted over. They are the same however the nodes were
+        # split since.
+        self._locked_tokens: dict[tuple[TreeNode, int], list[int]] = {}
+
+    def first_required(self, end: int) -> int:
+        return max(0, end - self.window)
+
+    def nodes_to_lock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
+        nodes = self.required_nodes(node, ahead)
+        self._locked_tokens.setdefault((node, ahead), []).append(sum(required.num_tokens for required in nodes))
+        return nodes
+
+    def nodes_to_unlock(self, node: TreeNode, ahead: int) -> list[TreeNode]:
+        locks = self._locked_tokens[node, ahead]
+        num_tokens = locks.pop()
+        if not locks:
+            del self._locked_tokens[node, ahead]
+        return last_nodes(node, num_tokens)
+
+    def surplus_tokens(self, node: TreeNode) -> int:
+        """Tokens at the front of `node` whose window state no match at its end needs, in whole pages."""
+        surplus = max(0, node.num_tokens - self.window)
+        return surplus // self._page_size * self._page_size
