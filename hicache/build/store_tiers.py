@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hicache.config import DiskConfig, EngineConfig, RemoteConfig
+from hicache.config import EngineConfig, RemoteConfig
+from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
 from hicache.host import HostPagePool
 from hicache.kernels.pack import PackFormat
@@ -19,7 +20,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
 from hicache.stores.tier import JOB_PAGES
-from hicache.tiers import DISK, REMOTE, Component, Store
+from hicache.tiers import REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.
@@ -38,7 +39,7 @@ _Packed = dict[Component, PackFormat]
 
 def build_stores(
     config: EngineConfig,
-    given: Mapping[Store, PageStore | None],
+    given: Mapping[Store, PageStore],
     layouts: _Layouts,
     packed: _Packed,
     hosts: _Hosts,
@@ -51,14 +52,16 @@ def build_stores(
     pages that the disk lost."""
     stores: dict[Store, StoreTier] = {}
     try:
-        if (store := given[DISK]) is not None:
-            stores[DISK] = given_tier(store, _disk_settings(config, hosts))
-        elif config.disk is not None:
-            stores[DISK] = _disk(config, config.disk, layouts, packed, hosts, tells_removed=tells_removed)
-        if config.remote is not None or given[REMOTE] is not None:
-            stores[REMOTE] = _remote(config, given[REMOTE], layouts, packed, hosts)
-        for tier in stores.values():
-            tier.register(metrics)
+        for store, of_caller in given.items():
+            if store.is_disk:
+                stores[store] = given_tier(of_caller, _disk_settings(config, hosts, store))
+        for number, url in enumerate(() if config.disk is None else config.disk.urls, 1):
+            disk = Store(number)
+            stores[disk] = _disk(config, disk, url, layouts, packed, hosts, tells_removed=tells_removed)
+        if config.remote is not None or REMOTE in given:
+            stores[REMOTE] = _remote(config, given.get(REMOTE), layouts, packed, hosts)
+        for store, tier in stores.items():
+            tier.register(metrics, "disk" if store.is_disk else "remote", store.labels)
             for host in hosts.values():
                 tier.share(host.arena.descriptor, _bytes_of(host))
     except BaseException:
@@ -68,15 +71,22 @@ def build_stores(
     return stores
 
 
-def require_one_each(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> None:
-    """ConfigError where a store of the caller's stands beside one of the settings, or cannot be used."""
-    if store is not None and config.disk is not None:
+def given_stores(
+    config: EngineConfig, store: PageStore | Sequence[PageStore] | None, remote: PageStore | None
+) -> dict[Store, PageStore]:
+    """The stores of the caller's. ConfigError where one stands beside one of the settings, or cannot be used."""
+    disks = [] if store is None else [*store] if isinstance(store, Sequence) else [store]
+    if disks and config.disk is not None:
         raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
+    if len(disks) > MAX_DISKS:
+        raise ConfigError(f"the engine is given {len(disks)} stores; give at most {MAX_DISKS}")
     if remote is not None and config.remote is not None:
         raise ConfigError("the engine is given a remote store and a remote url; give one of them")
-    for given, name in ((store, "disk"), (remote, "remote")):
-        if given is not None:
+    for is_given, name in ((disks, "disk"), (remote is not None, "remote")):
+        if is_given:
             config.require_store_tier(name)
+    given = {Store(number): disk for number, disk in enumerate(disks, 1)}
+    return given if remote is None else {**given, REMOTE: remote}
 
 
 def _formats(layouts: _Layouts, packed: _Packed, hosts: _Hosts) -> list[PageFormat]:
@@ -89,22 +99,31 @@ def _formats(layouts: _Layouts, packed: _Packed, hosts: _Hosts) -> list[PageForm
 
 
 def _disk(
-    config: EngineConfig, disk: DiskConfig, layouts: _Layouts, packed: _Packed, hosts: _Hosts, *, tells_removed: bool
+    config: EngineConfig,
+    store: Store,
+    url: str,
+    layouts: _Layouts,
+    packed: _Packed,
+    hosts: _Hosts,
+    *,
+    tells_removed: bool,
 ) -> StoreTier:
+    disk = config.disk
+    assert disk is not None
     request = StoreRequest(
-        disk.url,
+        url,
         identity_of(config, layouts, packed),
         _formats(layouts, packed, hosts),
         key_of(disk),
         tells_removed,
-        _disk_settings(config, hosts),
+        _disk_settings(config, hosts, store),
     )
     largest_bytes = max(host.page_bytes for host in hosts.values())
     job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // largest_bytes))
     return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)
 
 
-def _disk_settings(config: EngineConfig, hosts: _Hosts) -> ServiceSettings:
+def _disk_settings(config: EngineConfig, hosts: _Hosts, store: Store) -> ServiceSettings:
     advanced = config.advanced
     limits = Limits(
         io_timeout_s=advanced.disk_io_timeout_s,
@@ -113,6 +132,7 @@ def _disk_settings(config: EngineConfig, hosts: _Hosts) -> ServiceSettings:
         close_s=advanced.disk_io_timeout_s,
     )
     return ServiceSettings(
+        name=store.name,
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
         # What may be locked on its way to the store.

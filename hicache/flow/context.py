@@ -12,6 +12,7 @@ import torch
 
 from hicache.eviction.write_budget import PageUses
 from hicache.flow.components import CacheComponent, EngineParts, FullAttention
+from hicache.flow.placement import Placement
 from hicache.flow.write_policy import WritePolicy
 from hicache.host import ExclusiveIndex
 from hicache.stores.tier import StoreTier
@@ -38,6 +39,10 @@ class EngineContext(EngineParts):
         full = self.components[0]
         assert isinstance(full, FullAttention)
         return full
+
+    @cached_property
+    def placement(self) -> Placement:
+        return Placement(self.stores)
 
     @cached_property
     def by_name(self) -> dict[Component, CacheComponent]:

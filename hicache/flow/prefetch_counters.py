@@ -6,11 +6,9 @@ import logging
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import Counter, Histogram
-from hicache.tiers import DISK, REMOTE, Store
+from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
-
-_METRICS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
 class PrefetchCounters:
@@ -53,8 +51,8 @@ class PrefetchCounters:
         )
         self._moved: dict[Store, tuple[Histogram, Histogram]] = {}
         for store in context.stores:
-            labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
-            self._moved[store] = context.metrics.movement(_METRICS[store], moved, took, **labels)
+            labels = {"movement": "read", "direction": f"{store.name}_to_host"}
+            self._moved[store] = context.metrics.movement(f"{store.prefix}prefetch", moved, took, **labels)
 
     def count_joined(self, num_computed: int, num_loaded: int) -> None:
         """A request met what had come for it, so many tokens, behind as many that it computed."""

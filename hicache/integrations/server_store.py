@@ -105,7 +105,7 @@ class ServerStore:
             key_file=config.key_file,
         )
         request = StoreRequest(
-            disk.url,
+            disk.urls[0],
             identity,
             formats,
             key_of(disk),

@@ -223,13 +223,15 @@ class _DrawnStore(TroubledStore):
 
 
 def _history(kind: str, seed: int, num_requests: int) -> float:
-    """Requests for what the store alone has, one to three at a time, some of which are aborted; tokens that were found
-    beside."""
-    rng, store, geometry = np.random.default_rng(seed), _DrawnStore(seed), MODELS[kind]
+    """Requests for what stores alone have, one to three at a time, some of which are aborted; tokens that were found
+    beside. Over two disks in each second history, and a remote tier in each third."""
+    rng, geometry = np.random.default_rng(seed), MODELS[kind]
+    stores = [_DrawnStore(1000 * n + seed) for n in range(1 + seed % 2)]
+    remote = None if seed % 3 else _DrawnStore(seed)
     advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01)
     settings = {"device_tokens": 2048, "max_context_len": 1024, "window_tokens": 512, "advanced": advanced}
     with build_engine(
-        config(**settings, host_bytes=int(rng.choice([60, 300])) * 8 * 256), geometry, store=store
+        config(**settings, host_bytes=int(rng.choice([60, 300])) * 8 * 256), geometry, store=stores, remote=remote
     ) as engine:
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.beside.least_pages = 4
@@ -240,7 +242,8 @@ def _history(kind: str, seed: int, num_requests: int) -> float:
         for number in range(num_requests):
             engine.flush()
             engine.reset(["device", "host"])
-            store.calm = False
+            for store in (*stores, *([remote] if remote else ())):
+                store.calm = False
             requests = dict[str, Request]()
             for n in range(int(rng.choice([1, 1, 1, 2, 3]))):
                 stem = stems[rng.integers(3)][: rng.integers(40, 320)]
@@ -258,16 +261,17 @@ def _history(kind: str, seed: int, num_requests: int) -> float:
                 engine.check()
                 if not scheduler.num_unfinished:
                     break
-            store.calm = True
+            for store in (*stores, *([remote] if remote else ())):
+                store.calm = True
         assert_released(engine)
         return engine.stats()["prefetch.beside_loaded_tokens"]
 
 
-@pytest.mark.parametrize("kind", ["full", "window"])
-def test_random_histories(kind: str) -> None:
-    """Over a store that answers late, fails and lacks pages all tokens are those of no cache, all accounts hold after
-    each step, and nothing is left."""
-    assert _history(kind, 1, 6) > 0
+@pytest.mark.parametrize(("kind", "seed"), [("full", 2), ("full", 3), ("window", 1)])
+def test_random_histories(kind: str, seed: int) -> None:
+    """Over stores that answer late, fail and lack pages all tokens are those of no cache, all accounts hold after each
+    step, and nothing is left."""
+    assert _history(kind, seed, 6) > 0
 
 
 @pytest.mark.long
