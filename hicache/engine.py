@@ -40,7 +40,6 @@ from hicache.flow.validation import (
 )
 from hicache.kv_events import EventPublisher
 from hicache.life import EngineLife, exclusive
-from hicache.tiers import DISK, REMOTE, Store
 
 __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "MemoryTier", "Prefetch"]
 
@@ -84,10 +83,10 @@ class CacheEngine(EngineLife):
         packed, namespace = valid_tokens(tokens), valid_namespace(namespace)
         wait_s = valid_number("disk_wait_s", disk_wait_s)
         device, usable, located = self._admit.locate(packed[:-1], namespace)
-        added, known = dict.fromkeys(Store, 0), True
+        on_disk, remote, known = 0, 0, True
         if self._prefetcher is not None and located is not None:
-            added, known = look_up(located, wait_s)
-        return LookupResult(device, usable - device, added[DISK], known, added[REMOTE])
+            on_disk, remote, known = look_up(located, wait_s)
+        return LookupResult(device, usable - device, on_disk, known, remote)
 
     @exclusive
     def prefetch(

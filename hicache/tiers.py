@@ -6,8 +6,8 @@ another, and the eviction orders below them name one thing by one word.
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Final, TypeAlias
 
 import numpy as np
@@ -22,14 +22,43 @@ SWA: Final = "swa"  # attention state of the last window
 MAMBA: Final = "mamba"  # a recurrent state at the end
 
 
-class Store(enum.IntEnum):
-    """The tiers below memory, as bits: a page may be in both. Reads ask them in this order."""
+@dataclass(frozen=True, slots=True)
+class Store:
+    """A tier below memory: the remote tier, 0, or a disk, 1, 2, 3, …"""
 
-    DISK = 1
-    REMOTE = 2
+    index: int
+
+    @property
+    def bit(self) -> int:
+        """In a set of stores as one number: a page may be in several."""
+        return 1 << self.index
+
+    @property
+    def alike(self) -> int:
+        """The set of those of which one gets a page: all disks, or the remote tier."""
+        return ~REMOTE.bit if self.is_disk else self.bit
+
+    @property
+    def is_disk(self) -> bool:
+        return self.index > 0
+
+    @property
+    def name(self) -> str:
+        """disk, disk2, disk3, …, remote."""
+        return f"disk{self.index if self.index > 1 else ''}" if self.is_disk else "remote"
+
+    @property
+    def prefix(self) -> str:
+        """What the names of metrics begin with that the first disk has without."""
+        return "" if self == DISK else f"{self.name}_"
+
+    @property
+    def labels(self) -> dict[str, str]:
+        """What tells its metrics from those of the first disk, with which they are one family."""
+        return {"disk": str(self.index)} if self.index > 1 else {}
 
 
-DISK, REMOTE = Store.DISK, Store.REMOTE
+REMOTE, DISK = Store(0), Store(1)
 
 
 def own(value: torch.Tensor) -> torch.Tensor:

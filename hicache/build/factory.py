@@ -17,7 +17,7 @@ from hicache.alloc import (
 )
 from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
-from hicache.build.store_tiers import build_stores, require_one_each
+from hicache.build.store_tiers import build_stores, given_stores
 from hicache.config import EngineConfig, default_write_policy
 from hicache.config.environment import kernel_choice
 from hicache.device import (
@@ -51,7 +51,7 @@ from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.storage import PageStore
 from hicache.stores.page_format import namespace_digest
-from hicache.tiers import DISK, FULL, MAMBA, REMOTE, SWA, Component
+from hicache.tiers import FULL, MAMBA, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
 from hicache.tree.components import TreeComponent
@@ -66,7 +66,7 @@ def build_engine(
     config: EngineConfig,
     model: ModelGeometry | KVCache,
     components: Sequence[type[CacheComponent]] = (),
-    store: PageStore | None = None,
+    store: PageStore | Sequence[PageStore] | None = None,
     remote: PageStore | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CacheEngine:
@@ -75,15 +75,16 @@ def build_engine(
     `model`: the geometry of attention with grouped heads or latent rows, with windows or recurrent layers among it
     where the model has them, whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of
     slots. `components`: of one's own, beside those of the model. `store`, `remote`: stores of one's own, in place of
-    those that the settings of disk and remote tier describe; the caller closes them, after the engine. `clock`:
+    those that the settings of disk and remote tier describe, of disks one or several; the caller closes them, after the
+    engine. `clock`:
     seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
     device = _device(config.device)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
-    require_one_each(config, store, remote)
+    given = given_stores(config, store, remote)
     present = _present(config, model, components)
-    has_stores = any(given is not None for given in (store, remote, config.disk, config.remote))
+    has_stores = bool(given) or config.disk is not None or config.remote is not None
     if config.write_policy == "auto":
         config = dataclasses.replace(config, write_policy=default_write_policy(has_stores=has_stores))
     write_policy = make_write_policy(config)
@@ -109,7 +110,7 @@ def build_engine(
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
-    stores = build_stores(config, {DISK: store, REMOTE: remote}, links, metrics, tells_removed=events is not None)
+    stores = build_stores(config, given, links, metrics, tells_removed=events is not None)
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)

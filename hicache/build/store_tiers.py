@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
 from hicache.config import DiskConfig, EngineConfig, RemoteConfig
 from hicache.config.secret import key_of
+from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
 from hicache.flow.components.base import HostLink
 from hicache.host.pool import HostPagePool
@@ -19,7 +20,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores.page_format import identity_of, page_filter
 from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
-from hicache.tiers import DISK, REMOTE, Component, Store
+from hicache.tiers import REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.
@@ -51,7 +52,7 @@ class _HostPages:
 
 def build_stores(
     config: EngineConfig,
-    given: Mapping[Store, PageStore | None],
+    given: Mapping[Store, PageStore],
     links: Mapping[Component, HostLink],
     metrics: Metrics,
     *,
@@ -59,18 +60,20 @@ def build_stores(
 ) -> dict[Store, StoreTier]:
     """The tiers that an engine has, in the order in which reads ask them. `given`: stores of the caller, which closes
     them. `tells_removed`: answers of writes name the pages that the disk lost."""
-    if config.disk is None and config.remote is None and given[DISK] is None and given[REMOTE] is None:
+    if config.disk is None and config.remote is None and not given:
         return {}
     pages, stores = _HostPages(config, links), dict[Store, StoreTier]()
     try:
-        if (store := given[DISK]) is not None:
-            stores[DISK] = given_tier(store, _disk_settings(config, pages))
-        elif config.disk is not None:
-            stores[DISK] = _disk(config, config.disk, pages, tells_removed=tells_removed)
-        if config.remote is not None or given[REMOTE] is not None:
-            stores[REMOTE] = _remote(config, given[REMOTE], pages)
-        for tier in stores.values():
-            tier.register(metrics)
+        for store, of_caller in given.items():
+            if store.is_disk:
+                stores[store] = given_tier(of_caller, _disk_settings(config, pages, store))
+        if (disk := config.disk) is not None:
+            for number, url in enumerate(disk.urls, 1):
+                stores[Store(number)] = _disk(config, disk, url, Store(number), pages, tells_removed=tells_removed)
+        if config.remote is not None or REMOTE in given:
+            stores[REMOTE] = _remote(config, given.get(REMOTE), pages)
+        for store, tier in stores.items():
+            tier.register(metrics, "disk" if store.is_disk else "remote", store.labels)
             for host in pages.hosts:
                 tier.share(host.arena.descriptor, _bytes_of(host))
     except BaseException:
@@ -80,25 +83,34 @@ def build_stores(
     return stores
 
 
-def require_one_each(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> None:
-    """ConfigError where a store of the caller's stands beside one of the settings, or cannot be used."""
-    if store is not None and config.disk is not None:
+def given_stores(
+    config: EngineConfig, store: PageStore | Sequence[PageStore] | None, remote: PageStore | None
+) -> dict[Store, PageStore]:
+    """The stores of the caller's. ConfigError where one stands beside one of the settings, or cannot be used."""
+    disks = [] if store is None else [*store] if isinstance(store, Sequence) else [store]
+    if disks and config.disk is not None:
         raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
+    if len(disks) > MAX_DISKS:
+        raise ConfigError(f"the engine is given {len(disks)} stores; give at most {MAX_DISKS}")
     if remote is not None and config.remote is not None:
         raise ConfigError("the engine is given a remote store and a remote url; give one of them")
-    for given, name in ((store, "disk"), (remote, "remote")):
-        if given is not None:
+    for is_given, name in ((disks, "disk"), (remote is not None, "remote")):
+        if is_given:
             config.require_store_tier(name)
+    given = {Store(number): disk for number, disk in enumerate(disks, 1)}
+    return given if remote is None else {**given, REMOTE: remote}
 
 
-def _disk(config: EngineConfig, disk: DiskConfig, pages: _HostPages, *, tells_removed: bool) -> StoreTier:
-    settings = _disk_settings(config, pages)
-    request = StoreRequest(disk.url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
+def _disk(
+    config: EngineConfig, disk: DiskConfig, url: str, store: Store, pages: _HostPages, *, tells_removed: bool
+) -> StoreTier:
+    settings = _disk_settings(config, pages, store)
+    request = StoreRequest(url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
     job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // pages.largest_bytes))
     return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)
 
 
-def _disk_settings(config: EngineConfig, pages: _HostPages) -> ServiceSettings:
+def _disk_settings(config: EngineConfig, pages: _HostPages, store: Store) -> ServiceSettings:
     advanced = config.advanced
     limits = Limits(
         io_timeout_s=advanced.disk_io_timeout_s,
@@ -107,6 +119,7 @@ def _disk_settings(config: EngineConfig, pages: _HostPages) -> ServiceSettings:
         close_s=advanced.disk_io_timeout_s,
     )
     return ServiceSettings(
+        name=store.name,
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=pages.num_bytes // 2,  # what may be locked on its way to the store

@@ -54,6 +54,7 @@ class Setting:
     unit: str = field(default="", kw_only=True)
     computed_from: str = field(default="", kw_only=True)
     auto: str | int = field(default="auto", kw_only=True)
+    is_many = False  # its flag may be given several times
 
     def take(self, given: object, name: str = "") -> Any:
         """The value of `given`. Raises `ConfigError` with `name` and the reason where it is not accepted."""
@@ -218,7 +219,7 @@ class FilePath(Setting):
     may_be_empty: bool = True
     may_be_socket: bool = False
 
-    def _value(self, given: object) -> str:
+    def _value(self, given: object) -> Any:
         is_socket = self.may_be_socket and isinstance(given, str) and given.startswith(SOCKET)
         try:
             path = path_text(given.removeprefix(SOCKET) if is_socket and isinstance(given, str) else given)
@@ -358,9 +359,8 @@ def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None
         if defaults[name] is not dataclasses.MISSING:
             details.append(f"default {setting.text(defaults[name])}")
         help = f"{setting.help} ({'; '.join(details)})" if details else setting.help
-        group.add_argument(
-            _flag(section, name), dest=_dest(section, name), metavar=setting.metavar, help=help.replace("%", "%%")
-        )
+        flag, dest, action = _flag(section, name), _dest(section, name), "append" if setting.is_many else "store"
+        group.add_argument(flag, dest=dest, metavar=setting.metavar, help=help.replace("%", "%%"), action=action)
 
 
 def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:

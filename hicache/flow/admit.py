@@ -25,7 +25,7 @@ from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
 from hicache.host.run import HostRun, RunPart
-from hicache.tiers import FULL, Component, Store, joined
+from hicache.tiers import FULL, REMOTE, Component, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens
@@ -301,7 +301,8 @@ class Admit:
                 node.begin_use()
         lease.cached_len = admission.length
         sources = sources_of(parts.get(FULL, ())) + (Counter() if wanted is None else wanted.sources)
-        disk_len, remote_len = (sources[store] * self._context.tree.page_size for store in (Store.DISK, Store.REMOTE))
+        disk_len = sum(sources[store] for store in sources if store.is_disk) * self._context.tree.page_size
+        remote_len = sources[REMOTE] * self._context.tree.page_size
         lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)
 
     def _start(self, lease: Lease, admission: Admission) -> None:

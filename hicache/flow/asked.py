@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 import threading
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.lease import Lease, Prefetch
-from hicache.flow.located import StoreAnswers, ToRead
+from hicache.flow.located import Question, StoreAnswers, ToRead
 from hicache.host.run import HostRun, spans
 from hicache.tiers import FULL, Store
 from hicache.tree.key import Tokens
@@ -20,8 +21,9 @@ from hicache.tree.key import Tokens
 class Asked:
     """A request that waits for pages, or is computed while they come.
 
-    `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `find`: the job
-    that asks a store. `to_read`: what nobody brings yet, full pages first. `runs`: in flight, whoever asked first.
+    `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `finds`: the jobs
+    that ask stores, for whose answers it waits. `to_read`: what nobody brings yet, full pages first. `runs`: in flight,
+    whoever asked first.
     `to_come`: full pages [start, end) that have not come, of those that are to. `locked`: runs of the host that it
     continues; `tail`: the last of full pages that came, so that those stay where all in flight has come.
 
@@ -47,7 +49,8 @@ class Asked:
     progress_s: float
     end: int
     has: StoreAnswers | None = None
-    find: Find | None = None
+    finds: dict[Find, None] = field(default_factory=dict)
+    stage: int = 0
     is_found: bool = False
     to_read: deque[ToRead] = field(default_factory=deque)
     to_come: deque[tuple[int, int]] = field(default_factory=deque)
@@ -84,7 +87,7 @@ class Asked:
     @property
     def is_idle(self) -> bool:
         """Whether nothing of it is in flight, or to be read."""
-        return not (self.find or self.to_read or self.runs)
+        return not (self.finds or self.to_read or self.runs)
 
     @property
     def until_s(self) -> float:
@@ -93,7 +96,7 @@ class Asked:
 
     def begin(self, has: StoreAnswers) -> None:
         """It is known which of its pages are here, or come for others."""
-        self.has, self.num_usable, self.end = has, has.num_usable, has.located.num_pages
+        self.has, self.num_usable, self.end, self.stage = has, has.num_usable, has.located.num_pages, 0
         self.coming = (has.first_gap, self.end)
         self.is_found = self.is_short = self.has_failed = self.has_landed = False
 
@@ -103,8 +106,7 @@ class Asked:
         assert self.has is not None
         self.is_found, self.end, self.begun_s, self.num_came = True, end, now_s, 0
         self.to_read.extend(self.has.to_read(end))
-        if self.handle.joins:  # windows and states first, for they are at the end
-            self.to_read = deque(sorted(self.to_read, key=lambda piece: (piece.component.name == FULL, -piece.start)))
+        self._sort()
         coming = [(piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL]
         if self.to_come:
             before = [(start, min(stop, end)) for start, stop in self.to_come]
@@ -112,13 +114,58 @@ class Asked:
         self.to_come = deque(coming)
         self.coming = (self.coming[0], end)
 
+    def _sort(self) -> None:
+        """What is to be read first comes first: windows and states, for they are at the end, then full pages from there
+        on; or full pages from the start on, then the others."""
+        from_end = self.handle.joins
+        self.to_read = deque(
+            sorted(
+                self.to_read,
+                key=lambda piece: (
+                    (piece.component.name == FULL) == from_end,
+                    -piece.start if from_end else piece.start,
+                ),
+            )
+        )
+
     def num_to_read(self, component: CacheComponent) -> int:
         """Pages of a component that it is to read itself."""
         num_pages = 0
         for piece in self.to_read:
-            if piece.component is component and piece.store is not None:
+            if piece.component is component and piece.stores:
                 num_pages += piece.end - piece.start
         return num_pages
+
+    def find_anew(self) -> None:
+        """Other stores have some of what is to be read, too."""
+        assert self.has is not None
+        pieces = [*self.to_read]
+        self.to_read.clear()
+        for piece in pieces:
+            if piece.stores:
+                self.to_read.extend(self.has.pieces(piece.component, range(piece.start, piece.end)))
+            else:
+                self.to_read.append(piece)
+        self._sort()
+
+    def own_pages(self, component: CacheComponent, first: int, keys: Sequence[bytes]) -> range:
+        """Of pages with these keys, from the `first` of a prompt on, those that its own prompt has: both may part."""
+        assert self.has is not None
+        key, most = self.has.located.prompt.key, self.has.located.num_pages - first
+        parts = range(max(0, min(len(keys), most)))
+        end = bisect_left(parts, True, key=lambda i: key(component.name, first + i) != keys[i])
+        return range(first, first + end)
+
+    def read_elsewhere(self, component: CacheComponent, indices: Sequence[int], store: Store) -> list[int]:
+        """These pages, ascending, do not come from `store`, and are to be read from others. Returns those that no other
+        has."""
+        assert self.has is not None
+        gone = self.has.lose(component, indices, store)
+        left = [index for index in indices if index not in gone] if gone else indices
+        if left and not self.handle.ended:
+            self.to_read.extend(self.has.pieces(component, left))
+            self._sort()
+        return gone
 
     def lock(self, component: CacheComponent, runs: list[HostRun]) -> None:
         """These stay as long as something comes that continues them."""
@@ -154,41 +201,39 @@ class Asked:
         """Whether a page, of `run` or of none, is neither here nor comes for others."""
         return run is None or not (run.is_coming or self.may_share(run))
 
-    def share_next(self) -> bool:
-        """Leave out what is here by now and join what others bring; whether what is to be read next is nobody's."""
+    def share(self, at: int = 0) -> bool:
+        """Of what is to be read, leave out of the piece `at` what is here by now and join what others bring; whether
+        any of it is nobody's. A piece of which nothing is left is none."""
         assert self.has is not None
         prompt, from_end = self.has.located.prompt, self.handle.joins
-        while self.to_read:
-            component, store, start, end = piece = self.to_read[0]
-            is_full = component.name == FULL
-            start = min(end, max(start, self.computed_end)) if is_full else start
-            while start < end:
-                run = component.index.find(prompt.key(component.name, end - 1 if from_end else start))
-                if self.must_read(run):
-                    break
-                assert run is not None
-                if not run.is_coming:
-                    run.wanted[self] = self.runs[run] = None
-                    self.has_shared = True
-                if from_end:
-                    end = run.common_start(prompt.keys, start, end) if is_full else end - 1
-                else:
-                    start = run.common_end(prompt.keys, start, end) if is_full else start + 1
-            self.to_read[0] = piece._replace(start=start, end=end)
-            if start == end:
-                self.to_read.popleft()
-            elif store is not None:
-                return True
-            else:  # who was to bring it did not
-                self.has_failed = True
-                self.to_read.clear()
-        return False
+        component, stores, start, end = piece = self.to_read[at]
+        is_full = component.name == FULL
+        start = min(end, max(start, self.computed_end)) if is_full else start
+        while start < end:
+            run = component.index.find(prompt.key(component.name, end - 1 if from_end else start))
+            if self.must_read(run):
+                break
+            assert run is not None
+            if not run.is_coming:
+                run.wanted[self] = self.runs[run] = None
+                self.has_shared = True
+            if from_end:
+                end = run.common_start(prompt.keys, start, end) if is_full else end - 1
+            else:
+                start = run.common_end(prompt.keys, start, end) if is_full else start + 1
+        self.to_read[at] = piece._replace(start=start, end=end)
+        if start == end:
+            del self.to_read[at]
+        elif not stores:  # who was to bring it did not
+            self.has_failed = True
+            self.to_read.clear()
+        return start < end and bool(stores)
 
-    def next_pages(self, max_pages: int) -> range:
-        """Of what is to be read next, pages that nobody brings: from the end on where its request is computed from the
+    def next_pages(self, at: int, max_pages: int) -> range:
+        """Of the piece `at`, pages that nobody brings: from the end on where its request is computed from the
         beginning."""
         assert self.has is not None
-        component, _, start, end = self.to_read[0]
+        component, _, start, end = self.to_read[at]
         find, key = component.index.find, self.has.located.prompt.key
         if self.handle.joins:
             first = end
@@ -251,7 +296,7 @@ class Asked:
         """Nothing more is to come for it; what has stays. Returns jobs that nobody waits for now."""
         self.handle.ended = True
         self.to_read.clear()
-        self.find = None
+        self.finds.clear()
         return self.leave([*self.runs])
 
     def cut(self, index: int) -> list[ReadOfRuns]:
@@ -281,21 +326,20 @@ class Asked:
             located.context.full.index.unlock([self.tail] if self.tail is not None else [])
             self.is_found, self.end = False, located.num_pages
             self.coming = (self.coming[0], self.end)
-        self.locked, self.tail, self.has, self.find = [], None, None, None
+        self.locked, self.tail, self.has = [], None, None
+        self.finds.clear()
         self.to_read.clear()
         return self.leave([*self.runs])
 
 
 @dataclass(eq=False, slots=True)
 class Find:
-    """A job that asks a store, by its number among them, for the pages of a request; `others`: keys of windows and
-    states."""
+    """A job that asks a store for the pages of a request. `has`: what is known of these."""
 
     asked: Asked
     store: Store
-    number: int
-    keys: tuple[bytes, ...]
-    others: tuple[bytes, ...]
+    has: StoreAnswers
+    question: Question
     is_stalled: bool = False
 
 

@@ -123,15 +123,15 @@ class Beside:
         return (start + num_tokens) // self._page * self._page
 
     def _read_s(self, asked: Asked, num_tokens: int) -> float:
-        """By the rate of the store that it reads from; 0 where that is not known."""
-        store = next((run.job.store for run in asked.runs), None)
-        if store is None:
-            store = next((piece.store for piece in asked.to_read if piece.store is not None), None)
-        if store is None:
-            return 0.0
-        num_bytes = num_tokens // self._page * self._context.full.host.page_bytes
-        job_bytes = self._context.stores[store].job_pages * self._context.full.host.page_bytes
-        return self._cost.read_s(num_bytes, -(-num_bytes // job_bytes), store) or 0.0
+        """By the rates of the stores that it reads from, side by side; 0 where none is known."""
+        page_bytes, stores = self._context.full.host.page_bytes, {run.job.store for run in asked.runs}
+        stores.update(store for store in self._context.stores for piece in asked.to_read if piece.stores & store.bit)
+        num_bytes, rate = num_tokens // self._page * page_bytes, 0.0
+        for store in stores:
+            num_jobs = -(-num_bytes // (self._context.stores[store].job_pages * page_bytes))
+            if read_s := self._cost.read_s(num_bytes, num_jobs, store):
+                rate += 1 / read_s
+        return 1 / rate if rate else 0.0
 
     def _observed_s(self, asked: Asked, num_tokens: int) -> float:
         """By what has come since its reads began, if the first job under way came now."""

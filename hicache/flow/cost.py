@@ -13,13 +13,13 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 from hicache.flow.context import EngineContext
 from hicache.metrics import Metrics
-from hicache.tiers import DISK, REMOTE, Store
+from hicache.tiers import DISK, Store
 
 log = logging.getLogger(__name__)
 
@@ -35,10 +35,6 @@ _MIN_SPREAD = 0.01
 # Below what serves long contexts on a GPU, so that an unknown speed makes requests wait rather than compute.
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
-_READ_RATES = {
-    DISK: ("cost.read_bytes_per_second", "disk"),
-    REMOTE: ("cost.remote_read_bytes_per_second", "remote tier"),
-}
 _FAMILY = "movement_bytes_per_second"
 
 
@@ -155,8 +151,8 @@ class CostModel:
         self._reads = {store: TransferRate(clock) for store in num_readers}
         gauge = metrics.gauge
         for store, rate in self._reads.items():
-            name, of = _READ_RATES[store]
-            labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
+            name, of = f"cost.{store.prefix}read_bytes_per_second", "disk" if store.is_disk else "remote tier"
+            labels = {"movement": "read", "direction": f"{store.name}_to_host"}
             gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s, _FAMILY, **labels)
         help, labels = "measured rate of loads to the device", {"movement": "load", "direction": "host_to_device"}
         gauge("cost.load_bytes_per_second", help, self._loads.bytes_per_s, _FAMILY, **labels)
@@ -177,13 +173,19 @@ class CostModel:
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         self.prefill.observe(num_tokens, seconds, mean_position)
 
-    def read_s(self, num_bytes: int, num_jobs: int, store: Store = DISK) -> float | None:
+    def read_s(self, num_bytes: float, num_jobs: int, store: Store = DISK) -> float | None:
         """Reading `num_bytes` from a store in `num_jobs` jobs; None where the rate is unknown.
 
         A reader's rate was measured beside as many others as there were. Of a read that occupies more it is too high:
         its own jobs correct that as they end. An estimate that is too low would never be corrected: nobody would wait.
         """
         return self._reads[store].seconds(num_bytes / max(1, min(num_jobs, self._num_readers[store])))
+
+    def parts(self, stores: Sequence[Store]) -> dict[Store, float]:
+        """Of what each of `stores` has, the parts that these bring by their rates; alike where none is known."""
+        times_s = {store: self.read_s(1, self._num_readers[store], store) for store in stores}
+        rates = {store: 1 / time_s for store, time_s in times_s.items() if time_s} or dict.fromkeys(stores, 1.0)
+        return {store: rate / sum(rates.values()) for store, rate in rates.items()}
 
     def load_s(self, num_bytes: int) -> float | None:
         """Loading `num_bytes` from the host to the device; None where the rate is unknown."""

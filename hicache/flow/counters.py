@@ -17,7 +17,7 @@ from hicache.errors import (
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.metrics import Counter, Histogram, Metrics
-from hicache.tiers import DISK, REMOTE, Store
+from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,6 @@ _HITS = {
     "disk": "a prefetch had brought from the disk",
     "remote": "a prefetch had brought from the remote tier",
 }
-_READS = {DISK: "prefetch", REMOTE: "remote_prefetch"}
 
 
 class AdmitCounters:
@@ -128,8 +127,8 @@ class PrefetchCounters:
         )
         self._moved: dict[Store, tuple[Histogram, Histogram]] = {}
         for store in context.stores:
-            labels = {"movement": "read", "direction": f"{store.name.lower()}_to_host"}
-            self._moved[store] = context.metrics.movement(_READS[store], moved, took, **labels)
+            labels = {"movement": "read", "direction": f"{store.name}_to_host"}
+            self._moved[store] = context.metrics.movement(f"{store.prefix}prefetch", moved, took, **labels)
 
     def count_joined(self, num_computed: int, num_loaded: int) -> None:
         """A request met what had come for it, so many tokens, behind as many that it computed."""

@@ -7,21 +7,24 @@ One loop says how far a prefix can be used, as in the tree: `Located.last_end`.
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
-from itertools import groupby
-from operator import itemgetter
+from itertools import compress, groupby, pairwise
 from typing import NamedTuple
+
+import numpy as np
 
 from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
 from hicache.host.run import RunPart, end_of, spans, within
-from hicache.tiers import FULL, Component, Store
+from hicache.tiers import FULL, REMOTE, Component, Store
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
 from hicache.tree.node import TreeNode
+
+_IN_MEMORY, _READ = -1, 1 << 14  # in place of stores: memory has the page; a read in flight brings it
 
 
 class Located:
@@ -118,21 +121,28 @@ def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[by
 
 
 class ToRead(NamedTuple):
-    """Pages [start, end) of a component of a prompt, which `store` has; None: a read in flight brings them."""
+    """Pages [start, end) of a component of a prompt, which each of `stores` has, a set of bits; 0: a read in flight
+    brings them."""
 
     component: CacheComponent
-    store: Store | None
+    stores: int
     start: int
     end: int
 
 
+class Question(NamedTuple):
+    """What a store is asked for: `keys`, first those of the full `pages`, then those of windows and states."""
+
+    pages: list[int]
+    keys: tuple[bytes, ...]
+
+
 class StoreAnswers:
-    """Which store has which page of a prompt that memory lacks, as far as they have answered.
+    """Which stores have which page of a prompt that memory lacks, as far as they have answered.
 
     [0, num_usable)          memory can serve them, for all components
     [num_usable, num_pages)  of these pages stores are asked for windows and states too
-    `to_ask`                 full pages that memory lacks, no read brings, and no store has told of
-    `known`                  those that a store has, or that a read brings (None): (start, end, store)
+    `known`                  full pages that stores have, or that a read brings (0): (start, end, set of stores)
 
     `is_read`: whether a read brings a key of a component that its request may share.
     """
@@ -144,55 +154,67 @@ class StoreAnswers:
         lacking = full.index.lacking(keys, located.device_end)
         read = {index for index in lacking if is_read(full, keys[index])} if full.index.num_in_flight else set()
         self.first_gap = lacking[0] if lacking else located.num_pages
-        self.to_ask = deque(spans([index for index in lacking if index not in read] if read else lacking))
-        self.known: list[tuple[int, int, Store | None]] = [(start, end, None) for start, end in spans(sorted(read))]
-        self._others: dict[bytes, Store] = {}
+        self._stores = np.full(located.num_pages, _IN_MEMORY, np.int16)  # of each full page, a set
+        self._stores[lacking] = 0
+        self._stores[sorted(read)] = _READ
+        self._others: dict[bytes, int] = {}
+
+    @property
+    def known(self) -> list[tuple[int, int, int]]:
+        ends = [*(np.flatnonzero(np.diff(self._stores)) + 1).tolist(), len(self._stores)]
+        found = [(start, end, int(self._stores[start])) for start, end in pairwise([0, *ends]) if start < end]
+        return [(start, end, stores & ~_READ) for start, end, stores in found if stores > 0]
 
     @property
     def is_complete(self) -> bool:
         """Whether memory can serve all of the prompt, or what it lacks comes from the device."""
-        return not (self.to_ask or self.known) and self.num_usable == self.located.num_pages
+        return not (self._stores >= 0).any() and self.num_usable == self.located.num_pages
 
     @property
     def is_open(self) -> bool:
         """Whether there is anything to ask a store for."""
-        return bool(self.to_ask) or len(self._others) < len(self._component_keys)
+        return not self._stores.all() or len(self._others) < len(self._component_keys)
 
-    def keys_to_ask(self) -> tuple[tuple[bytes, ...], tuple[bytes, ...]]:
-        """For the next store: keys of full pages, in order, and of windows and states."""
-        keys = self.located.prompt.keys
-        return (
-            tuple([key for start, end in self.to_ask for key in keys[start:end]]),
-            tuple([key for key in self._component_keys if key not in self._others]),
-        )
+    def question(self, *, known: bool = False) -> Question:
+        """For the next stores: what none is known to have. `known`: full pages that others have."""
+        pages = np.flatnonzero((self._stores > 0) & (self._stores < _READ) if known else self._stores == 0).tolist()
+        others = [] if known else [key for key in self._component_keys if key not in self._others]
+        return Question(pages, (*self.located.prompt.keys_of(FULL, pages), *others))
 
-    def add(self, store: Store, num_pages: int, others: Sequence[bytes], ok: Sequence[bool]) -> None:
-        """What `store` answered to `keys_to_ask`: it has the first `num_pages` full pages, and of `others` these."""
-        while num_pages and self.to_ask:
-            start, end = self.to_ask.popleft()
-            found_end = min(end, start + num_pages)
-            self.known.append((start, found_end, store))
-            num_pages -= found_end - start
-            if found_end < end:
-                self.to_ask.appendleft((found_end, end))
-        self._others.update((key, store) for key, has in zip(others, ok, strict=False) if has)
+    def add(self, store: Store, question: Question, ok: Sequence[bool]) -> None:
+        """What `store` answered: it has those that are `ok`, of full pages in order and of the others."""
+        num_pages = len(question.pages)
+        self._stores[[*compress(question.pages, ok)]] |= store.bit
+        for key in compress(question.keys[num_pages:], ok[num_pages:]):
+            self._others[key] = self._others.get(key, 0) | store.bit
+
+    def lose(self, component: CacheComponent, indices: Sequence[int], store: Store) -> list[int]:
+        """`store` does not bring these pages. Returns those that no other has."""
+        if component.name == FULL:
+            self._stores[[*indices]] &= ~store.bit
+        else:
+            for key in self.located.prompt.keys_of(component.name, indices):
+                if left := self._others.pop(key, 0) & ~store.bit:
+                    self._others[key] = left
+        return [index for index in indices if not self.stores_of(component, index)]
 
     @property
     def has_none(self) -> bool:
         """Whether nothing is known to come."""
-        return not (self.known or self._others)
+        return not ((self._stores > 0).any() or self._others)
 
     @property
     def full_end(self) -> int:
         """Where the full pages end that memory has or may get."""
-        return self.to_ask[0][0] if self.to_ask else self.located.num_pages
+        lacking = np.flatnonzero(self._stores == 0)
+        return int(lacking[0]) if len(lacking) else self.located.num_pages
 
     def end_with(self, room: int) -> int:
         """Where they end if stores bring the first `room` alone."""
-        for start, end, store in sorted(self.known, key=itemgetter(0)):
-            if store is not None and end - start > room:
+        for start, end, stores in self.known:
+            if stores and end - start > room:
                 return min(start + room, self.full_end)
-            room -= end - start if store is not None else 0
+            room -= end - start if stores else 0
         return self.full_end
 
     def usable_end(self, limit: int) -> int:
@@ -202,26 +224,36 @@ class StoreAnswers:
 
     def to_read(self, end: int) -> Iterator[ToRead]:
         """What a prefix of `end` pages needs of what is known to come: full pages first, then windows and states."""
-        for start, known_end, store in sorted(self.known, key=itemgetter(0)):
+        for start, known_end, stores in self.known:
             if start < end:
-                yield ToRead(self.located.context.full, store, start, min(known_end, end))
+                yield ToRead(self.located.context.full, stores, start, min(known_end, end))
         for component in self.located.context.components[1:] if end > self.num_usable else ():
             first = min(component.first_required(end), end - 1)  # the last page of what is optional
             wanted = [index for index in range(first, end) if not self.located.coming(component, index)]
-            stores = [self._store_of(component, index) for index in wanted]
-            for store, group in groupby(zip(wanted, stores, strict=True), key=itemgetter(1)):
-                indices = [index for index, _ in group if store is not None or self._has(component, index)]
-                yield from (ToRead(component, store, start, stop) for start, stop in spans(indices))
+            yield from self.pieces(component, [index for index in wanted if self._has(component, index)])
+
+    def pieces(self, component: CacheComponent, indices: Sequence[int]) -> Iterator[ToRead]:
+        """These pages, ascending, by the stores that have them."""
+        for stores, group in groupby(indices, key=lambda index: self.stores_of(component, index)):
+            yield from (ToRead(component, stores, start, stop) for start, stop in spans([*group]))
+
+    def stores_of(self, component: CacheComponent, index: int) -> int:
+        """The stores that have a page that memory lacks, as a set."""
+        if component.name == FULL:
+            return max(0, int(self._stores[index])) & ~_READ
+        return self._others.get(self.located.prompt.key(component.name, index), 0)
 
     def num_coming(self, end: int) -> int:
         """Full pages below `end` that are known to come."""
-        return sum(self.by_store(0, end).values())
+        return int((self._stores[:end] > 0).sum())
 
-    def by_store(self, start: int, end: int) -> Counter[Store | None]:
-        """Of full pages [start, end) those known to come, by store."""
-        found = Counter[Store | None]()
-        for known_start, known_end, store in self.known:
-            found[store] += max(0, min(end, known_end) - max(start, known_start))
+    def by_store(self, start: int, end: int) -> Counter[Store]:
+        """Of full pages [start, end) those that stores have, by the first of these."""
+        found, context = Counter[Store](), self.located.context
+        for known_start, known_end, stores in self.known:
+            first = next((store for store in context.stores if stores & store.bit), None)
+            if first is not None:
+                found[first] += max(0, min(end, known_end) - max(start, known_start))
         return found
 
     @cached_property
@@ -229,29 +261,28 @@ class StoreAnswers:
         pages, prompt = range(self.num_usable, self.located.num_pages), self.located.prompt
         return [key for other in self.located.context.components[1:] for key in prompt.keys_of(other.name, pages)]
 
-    def _store_of(self, component: CacheComponent, index: int) -> Store | None:
-        return self._others.get(self.located.prompt.key(component.name, index))
-
     def _has(self, component: CacheComponent, index: int) -> bool:
         key = self.located.prompt.key(component.name, index)
-        return self.located.coming(component, index) or key in self._others or self._is_read(component, key)
+        return self.located.coming(component, index) or bool(self._others.get(key)) or self._is_read(component, key)
 
 
-def look_up(located: Located, wait_s: float) -> tuple[dict[Store, int], bool]:
-    """Tokens that each store adds to what memory can serve, and whether all of them answered within `wait_s`. No side
-    effect."""
+def look_up(located: Located, wait_s: float) -> tuple[int, int, bool]:
+    """Tokens that the disks add to what memory can serve, and the remote tier to that; and whether all of them answered
+    within `wait_s`."""
     has, until_s, all_known = StoreAnswers(located), time.monotonic() + wait_s, True
     for store, tier in located.context.stores.items():
-        keys, others = has.keys_to_ask()
-        done = tier.find(keys, max(0.0, until_s - time.monotonic()), others)
+        question = has.question()
+        done = tier.find((), max(0.0, until_s - time.monotonic()), question.keys)
         if done is None:
             all_known = False
         else:
-            has.add(store, done.num_pages, others, done.others)
+            has.add(store, question, done.others)
     end = has.usable_end(has.full_end)
     num_pages = has.by_store(has.num_usable, end)
     # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
-    added = [piece.store for piece in has.to_read(end) if piece.component.name != FULL and piece.store is not None]
+    added = [piece.stores for piece in has.to_read(end) if piece.component.name != FULL and piece.stores]
     if added:
-        num_pages[max(added)] += max(0, end - has.num_usable - sum(num_pages.values()))
-    return {store: num_pages[store] * located.context.tree.page_size for store in Store}, all_known
+        last = [store for store in located.context.stores if store.bit & added[-1]][-1]
+        num_pages[last] += max(0, end - has.num_usable - sum(num_pages.values()))
+    remote, page = num_pages.pop(REMOTE, 0), located.context.tree.page_size
+    return num_pages.total() * page, remote * page, all_known

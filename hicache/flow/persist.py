@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from itertools import compress
 
 from hicache.eviction.write_budget import WriteBudget
@@ -20,15 +21,15 @@ from hicache.flow.movement import Movement
 from hicache.flow.prompt import event_pages_of
 from hicache.host.run import HostRun, path_of
 from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
+from hicache.metrics import Counter
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
-from hicache.tiers import DISK, FULL, REMOTE, Component, Store
+from hicache.tiers import DISK, FULL, Component, Store
 
 _REMOTE_SHARE = 0.25  # of a host pool, locked until the store has it
 _MAX_SENT_JOBS = 6  # of one step, so that it ends soon
 _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most, of several runs
 _STORE_SHARE = 0.25  # of its budget, on its way at a time
 _MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5  # of writes that are timed, and of what they reach
-_METRICS = {DISK: "persist", REMOTE: "remote_persist"}
 
 
 class _Write:
@@ -64,15 +65,16 @@ class Persist(Movement):
 
     def __init__(self, context: EngineContext, store: Store, share: float, budget: WriteBudget) -> None:
         self._context, self.into, self._share, self._tier = context, store, share, context.stores[store]
-        self._budget, self._is_measured = budget, store is DISK and not budget.bytes_per_s
+        self._budget, self._is_measured = budget, store.is_disk and not budget.bytes_per_s
         self._measured_bytes = self._measured_s = 0.0
         # States and windows first: the store evicts them first.
         self._indexes = {
             component.name: WrittenIndex(component.index, component.host.page_bytes, 0)
             for component in reversed(context.components)
         }
-        self._uses = context.page_uses if store is DISK else None
-        self._ahead = WriteAhead([*self._indexes.values()], store, budget, self._uses)
+        self._uses = context.page_uses if store.is_disk else None
+        takes = partial(context.placement.takes, store)
+        self._ahead = WriteAhead([*self._indexes.values()], store, budget, self._uses, takes)
         self._names = {at: name for name, at in self._indexes.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
@@ -81,29 +83,35 @@ class Persist(Movement):
         self._landed = list[HostRun]()  # full ones, of this round
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
-        self._register(_METRICS[store])
+        self._register("persist" if store.is_disk else "remote_persist", f"{store.prefix}persist")
 
-    def _register(self, name: str) -> None:
-        count, gauge = self._context.metrics.counter, self._context.metrics.gauge
+    def _register(self, kind: str, name: str) -> None:
+        metrics, labels = self._context.metrics, self.into.labels
+
+        def count(of: str, help: str) -> Counter:
+            return metrics.counter(f"{name}.{of}", help, f"{kind}_{of}", **labels)
+
+        def gauge(of: str, help: str, read: Callable[[], float]) -> None:
+            metrics.gauge(f"{name}.{of}", help, read, f"{kind}_{of}", **labels)
+
         moved, took = (
             "bytes, before compression, of pages of a job that the store took",
             "time that job took the writer, its share of a batch",
         )
-        labels = {"movement": "write", "direction": f"host_to_{self.into.name.lower()}"}
-        self._bytes, self._seconds = self._context.metrics.movement(name, moved, took, **labels)
-        self._failures = count(f"{name}.failed_pages", "pages that the store did not take")
-        gauge(f"{name}.queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
-        self._written = count(
-            f"{name}.written_bytes", "bytes, before compression, of pages that the store lacked and took"
-        )
+        direction = f"host_to_{self.into.name}"
+        self._bytes, self._seconds = metrics.movement(name, moved, took, movement="write", direction=direction)
+        self._failures = count("failed_pages", "pages that the store did not take")
+        gauge("queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
+        help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
+        gauge("queued_jobs", help, self._backlog.__len__)
+        self._written = count("written_bytes", "bytes, before compression, of pages that the store lacked and took")
         if (uses := self._uses) is not None:
             budget = self._budget
-            gauge(
-                f"{name}.budget_bytes_per_second", "what may be written; 0: not known yet", lambda: budget.bytes_per_s
-            )
-            gauge(f"{name}.budget_left_ratio", "what is left of 30 seconds of it", lambda: budget.level)
+            gauge("budget_bytes_per_second", "what may be written; 0: not known yet", lambda: budget.bytes_per_s)
+            gauge("budget_left_ratio", "what is left of 30 seconds of it", lambda: budget.level)
             help = "pages that the store took, and that no request has read from it since"
-            gauge(f"{name}.unread_pages", help, lambda: uses.num_written - uses.num_read)
+            if self.into == DISK:  # of all disks
+                gauge("unread_pages", help, lambda: uses.num_written - uses.num_read)
 
     def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
         """What of these the store lacks is to be sent."""
@@ -119,6 +127,8 @@ class Persist(Movement):
         # While others wait for their turn, so may these: a run is to wait once, however often it is used.
         is_again = not self.num_waiting and not self._tier.writes.refuses()
         for name, at in self._indexes.items():
+            if self.into == DISK:  # uses are told once
+                self._context.page_uses.use(keys[name])
             self._ahead.use(at, keys[name])
             if is_again:
                 self._ahead.come(at, at.index.runs_of(keys[name]))
@@ -165,7 +175,7 @@ class Persist(Movement):
     def _note_loss(self) -> None:
         """What the store lost before its process ended, that did not tell any more."""
         events, num_lost = self._context.tree.events, self._tier.times_lost
-        if num_lost != self._times_lost and events is not None and self.into is DISK:
+        if num_lost != self._times_lost and events is not None and self.into.is_disk:
             events.disk_lost()
         self._times_lost = num_lost
 
@@ -200,14 +210,14 @@ class Persist(Movement):
         self._count_new(write, done)
         self._failures.value += len(done.ok) - written
         events = self._context.tree.events
-        if events is not None and self.into is DISK:
+        if events is not None and self.into.is_disk:
             events.removed(done.removed, "DISK")
         ok = iter(done.ok)
         for run, keys in zip(write.runs, write.keys, strict=True):
             came = dict(zip(keys, ok, strict=False))
-            if events is not None and self.into is DISK and component.name == FULL:
+            if events is not None and self.into.is_disk and component.name == FULL:
                 events.stored(event_pages_of(run), "DISK", [came.get(key, False) for key in run.keys])
-            run.stored = run.stored | self.into if all(came.values()) else run.stored & ~self.into
+            run.stored = run.stored | self.into.bit if all(came.values()) else run.stored & ~self.into.bit
             self._ahead.is_answered(run)
         self._landed += write.runs if component.name == FULL else []
         component.index.unlock(write.runs)
@@ -222,6 +232,8 @@ class Persist(Movement):
         if self._uses is not None and done.num_new:
             keys = itertools.chain(*write.keys)
             self._uses.write([*compress(keys, done.ok)], done.num_new)
+        if done.num_new == num_pages:
+            self._context.placement.observe(self.into, num_bytes, done.seconds)
         if self._is_measured and done.num_new == num_pages:
             self._measured_bytes, self._measured_s = self._measured_bytes + num_bytes, self._measured_s + done.seconds
             if self._measured_bytes >= _MEASURED_BYTES and self._measured_s:
@@ -254,12 +266,17 @@ class Persist(Movement):
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:
     """One for each store that this engine writes to."""
-    remote = context.config.remote
-    disk = context.config.disk
-    rates = {DISK: 0.0 if disk is None else disk.write_bytes_per_s, REMOTE: 0.0}
-    shares = {DISK: ROUND_SHARE, REMOTE: _REMOTE_SHARE if remote is None else remote.backup_share}
+    remote, disk = context.config.remote, context.config.disk
+    num_disks = sum(store.is_disk for store in context.stores)
+    disk_rate, remote_share = 0.0 if disk is None else disk.write_bytes_per_s, _REMOTE_SHARE
+    remote_share = remote_share if remote is None else remote.backup_share
     return tuple(
-        Persist(context, store, shares[store], WriteBudget(rates[store], context.clock))
+        Persist(
+            context,
+            store,
+            ROUND_SHARE / num_disks if store.is_disk else remote_share,
+            WriteBudget(disk_rate if store.is_disk else 0.0, context.clock),
+        )
         for store in context.stores
-        if store is DISK or remote is None or remote.backup == "all"
+        if store.is_disk or remote is None or remote.backup == "all"
     )

@@ -40,7 +40,7 @@ from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
 from hicache.host.run import HostRun
 from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
-from hicache.tiers import DISK, FULL, Component
+from hicache.tiers import FULL, Component
 from hicache.tree.key import Tokens
 
 _RETRY_S = 0.05  # between two looks whether there is room for who was postponed
@@ -225,30 +225,25 @@ class Prefetcher(Movement):
                 pages = range(located.device_end, located.num_pages if asked.handle.joins else located.host_end)
             asked.lock(component, [part.run for part in located.parts(component, pages)])
         if has.is_open:
-            asked.is_short = self._room.left(asked) <= 0 or not self._readers.find(asked, 0)
+            asked.is_short = self._room.left(asked) <= 0 or not self._readers.find(asked)
         if asked.is_short and has.has_none:
             self._postpone(asked)
-        elif asked.find is None:
+        elif not asked.finds:
             self._plan(asked)
 
     def _note_answer(self, done: FindDone | Stalled) -> list[Asked]:
-        """A store has told what it holds, or is stalled, and the next is asked. Returns who is to be planned for."""
-        find = self._readers.finds[done.ticket]
-        asked, find.is_stalled = find.asked, True
+        """A store has told what it holds, or is stalled; when all have that are waited for, the next are asked. Returns
+        who is to be planned for."""
+        find = self._readers.take_find(done)
+        asked = find.asked
+        if asked.has is not find.has or (asked.is_found and isinstance(done, Stalled)):
+            return []  # it has ended, or begun anew
+        is_waited_for = asked.finds.pop(find, find) is None
         if isinstance(done, FindDone):
-            del self._readers.finds[done.ticket]
-        if asked.find is not find or asked.has is None:
-            return []  # it has ended, or another store was asked
-        asked.find = None
-        if isinstance(done, FindDone):
-            self._readers.tell_missed(find, done)
-            asked.has.add(find.store, done.num_pages, find.others, done.others)
-        if self._readers.find(asked, find.number + 1):
-            return []
-        if isinstance(done, Stalled) and asked.has.has_none:
-            self._end(asked)
-            return []
-        return [asked]
+            self._readers.note_found(find, done)
+        if asked.is_found:
+            asked.find_anew()
+        return [] if asked.finds or not is_waited_for or self._readers.find(asked) else [asked]
 
     def _plan(self, asked: Asked) -> None:
         """It is known where all pages are: those of the longest prefix are read that all components can use, and that
@@ -267,6 +262,7 @@ class Prefetcher(Movement):
         found_tokens = handle.landed_tokens + has.num_coming(found_end) * self._context.tree.page_size
         handle.found_tokens = max(handle.found_tokens, found_tokens)
         asked.plan(end, self._clock())
+        self._readers.find_also(asked)
         if any(asked.num_to_read(component) > component.index.capacity for component in self._context.components):
             asked.have_no_room()
         self._room.note(asked)
@@ -281,14 +277,15 @@ class Prefetcher(Movement):
         num_jobs, num_pages, has_room = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
-        for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
+        for asked in sorted([asked for asked in self._begun if self._readers.may_read(asked)], key=_TURN):
             had_shared, more = asked.has_shared, min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.yields else 1
-            while asked.share_next() and has_room and num_jobs < more * _MAX_JOBS and num_pages < more * _MAX_PAGES:
-                if self._readers.have_enough(asked, max(1, more // 4)):
+            while (chosen := self._readers.next_of(asked, max(1, more // 4))) or self._readers.take_over(asked):
+                if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:
                     break
-                job = self._readers.read(asked)
-                has_room = job is not None
-                num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
+                if chosen is not None:
+                    job = self._readers.read(asked, *chosen)
+                    has_room = job is not None
+                    num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
             self._counters.shared.value += asked.has_shared and not had_shared
             self._room.note(asked)
             if has_room or asked.runs:
@@ -299,34 +296,36 @@ class Prefetcher(Movement):
         return num_jobs > 0
 
     def _note_stall(self, job: ReadOfRuns) -> None:
-        """Nobody waits for what its thread may never bring."""
+        """Nobody waits for what its thread may never bring: others bring it, or nothing more comes."""
         job.is_stalled = True
-        for asked in job.wanted:
+        for asked in self._readers.give_back(job):
             self._end(asked)
 
     def _land(self, job: ReadOfRuns, ok: Sequence[bool]) -> None:
-        """Publish what came of a job's runs. Behind what did not come, nothing is of use to who waits for it."""
+        """Publish what came of a job's runs. What did not may come from other stores; where it does not, nothing behind
+        it is of use to who waits for it."""
         index, at, wanted = job.component.index, 0, job.wanted
         for run in job.runs:
             keys, first, waiting = [*run.keys], run.first, run.wanted
             came, at = ok[at : at + len(keys)], at + len(keys)
             published = index.publish(run, came)
             for part in published:
-                part.stored |= job.store
-                if job.store is DISK:
+                part.stored |= job.store.bit
+                if job.store.is_disk:
                     self._context.page_uses.read(part.keys)
             if job.component.name == FULL and published:
                 num_pages = self._readers.count_landed(job.store, published)
                 if waiting:  # they count for the one that came first
                     self._room.share.add(min(waiting, key=_ARRIVAL).handle, num_pages)
-            lost = (i for i, key in enumerate(keys, first) if not index.is_coming(key))
-            gap = None if all(came) else next(lost, None)
+            lost = [i for i, key in enumerate(keys, first) if not index.is_coming(key)] if not all(came) else []
             for asked in waiting:
                 del asked.runs[run]
                 asked.follow(job.component, published, self._clock())
-                if gap is not None:
-                    self._readers.cancel(asked.cut(gap))
-                    self._room.note(asked)
+                if lost:
+                    own = asked.own_pages(job.component, first, keys)
+                    gone = asked.read_elsewhere(job.component, [i for i in lost if i in own], job.store)
+                    self._readers.cancel(asked.cut(gone[0]) if gone else ())
+                self._room.note(asked)
         for asked in wanted:
             self._advance(asked)
 

@@ -10,16 +10,19 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
 from hicache.flow.counters import PrefetchCounters
+from hicache.flow.located import Question
 from hicache.flow.prompt import event_pages_of
+from hicache.flow.queues import ReadQueues
 from hicache.host.run import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
-from hicache.tiers import DISK, Component, Store
+from hicache.tiers import FULL, Component, Store
 
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
 _LEAST_JOBS = 16  # of a prompt that is computed meanwhile
 _MAX_IN_FLIGHT = 32  # jobs of a store, for who waits and for who does not: many steps' work for its readers
+_LEAST_SHARED_PAGES = 32  # of which the remote tier is asked for some that a disk has as well
 
 
 class Readers:
@@ -27,13 +30,17 @@ class Readers:
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._tiers, self._tickets = tuple(context.stores.items()), itertools.count()
+        self._tickets, self._tiers, stores = itertools.count(), tuple(context.stores.values()), [*context.stores]
+        # Asked at once, and those behind them for what these lack.
+        stages = [store for store in stores if store.is_disk], [store for store in stores if not store.is_disk]
+        self._stages = [stage for stage in stages if stage]
         self.finds, self.reads = dict[int, Find](), dict[int, ReadOfRuns]()
         self.num_pages = dict.fromkeys(context.by_name, 0)  # that are read, by component
+        self.queues = ReadQueues(context, cost, self.reads)
 
     def poll(self) -> list[FindDone | ReadDone | Stalled]:
         """What was answered."""
-        return [done for _, tier in self._tiers for done in tier.reads.poll()]
+        return [done for tier in self._tiers for done in tier.reads.poll()]
 
     def is_busy(self) -> bool:
         """Whether anything is under way that no stalled thread has."""
@@ -44,43 +51,78 @@ class Readers:
     def runs(self, component: Component) -> Iterable[HostRun]:
         return (run for job in self.reads.values() if job.component.name == component for run in job.runs)
 
-    def find(self, asked: Asked, number: int) -> bool:
-        """Ask a store, by its number, for what those before it lack; False where there is none, or nothing to ask for,
-        or its queue is full."""
+    def find(self, asked: Asked) -> bool:
+        """Ask the next stores for what those before them lack; False where there are none, or nothing to ask for, or
+        their queues are full."""
         assert asked.has is not None
-        if number == len(self._tiers) or not asked.has.is_open:
+        if asked.stage == len(self._stages) or not asked.has.is_open:
             return False
-        keys, others = asked.has.keys_to_ask()
-        store, tier = self._tiers[number]
-        queue_class = ReadClass.URGENT_FIND if asked.is_urgent else ReadClass.BACKGROUND_FIND
+        stores, question = self._stages[asked.stage], asked.has.question()
+        asked.stage += 1
+        asked.finds.update((find, None) for store in stores if (find := self._ask(asked, store, question)))
+        return bool(asked.finds)
+
+    def find_also(self, asked: Asked) -> None:
+        """Ask the stores behind for what others have, where they would bring a good part of it as soon."""
+        assert asked.has is not None
+        behind = [store for stage in self._stages[asked.stage :] for store in stage]
+        if not behind or len((question := asked.has.question(known=True)).pages) < _LEAST_SHARED_PAGES:
+            return
+        num_bytes = len(question.pages) * self._context.full.host.page_bytes
+        for store in behind:
+            if self.queues.is_worth_asking(store, num_bytes):
+                self._ask(asked, store, question)
+
+    def _ask(self, asked: Asked, store: Store, question: Question) -> Find | None:
+        assert asked.has is not None
         ticket = next(self._tickets)
-        if not tier.reads.submit(FindJob(ticket, keys, queue_class, others)):
+        queue_class = ReadClass.URGENT_FIND if asked.is_urgent else ReadClass.BACKGROUND_FIND
+        if not self._context.stores[store].reads.submit(FindJob(ticket, (), queue_class, question.keys)):
             self._counters.refused.value += 1
-            return False
-        asked.find = self.finds[ticket] = Find(asked, store, number, keys, others)
-        return True
+            return None
+        find = self.finds[ticket] = Find(asked, store, asked.has, question)
+        return find
 
-    def have_enough(self, asked: Asked, num_times: int) -> bool:
-        """Whether the store that has the next pages of a request has enough to do, for what is urgent or for what is
-        not: `num_times` as much as where a step is short."""
-        store, is_urgent = asked.to_read[0].store, asked.is_urgent
-        assert store is not None
-        if self._context.stores[store].reads.is_full:
-            self._counters.refused.value += 1
-            return True
-        jobs = (job for job in self.reads.values() if job.store is store and job.is_urgent == is_urgent)
-        return sum(not job.is_stalled for job in jobs) >= num_times * _MAX_IN_FLIGHT
+    def may_read(self, asked: Asked) -> bool:
+        """Whether something is to be read for a request, or may be from another store."""
+        return bool(asked.to_read or (asked.runs and len(self._context.stores) > 1))
 
-    def read(self, asked: Asked) -> ReadOfRuns | None:
-        """Queue a job for the next pages of a request, which nobody brings, as far as they have host pages; None where
-        the first has none."""
-        component, store, start, _ = piece = asked.to_read[0]
-        assert asked.has is not None and store is not None
+    def next_of(self, asked: Asked, num_times: int) -> tuple[int, Store] | None:
+        """Which piece of what is to be read for a request comes next, and the store that gives it soonest. Where that
+        has enough to do, `num_times` as much as where a step is short, what comes next of another."""
+        free = self._free_stores(asked, num_times)
+        at, skipped = 0, 0  # all of whose stores have enough to do
+        while at < len(asked.to_read):
+            stores = asked.to_read[at].stores
+            if at and (stores == skipped or not stores & free):
+                at += 1
+            elif asked.share(at):
+                store = self.queues.soonest(stores, self._context.full.host.page_bytes, is_urgent=asked.is_urgent)
+                if store.bit & free:
+                    return at, store
+                at, skipped = at + 1, stores
+        return None
+
+    def _free_stores(self, asked: Asked, num_times: int) -> int:
+        """The stores that have not enough to do, for what is urgent or for what is not, as a set."""
+        found = 0
+        for store, tier in self._context.stores.items():
+            if tier.reads.is_full:
+                self._counters.refused.value += 1
+            elif self.queues.num_jobs(store, is_urgent=asked.is_urgent) < num_times * _MAX_IN_FLIGHT:
+                found |= store.bit
+        return found
+
+    def read(self, asked: Asked, at: int, store: Store) -> ReadOfRuns | None:
+        """Queue a job of a store for the next pages of a piece, which nobody brings, as far as they have host pages;
+        None where the first has none."""
+        component, stores, start, _ = piece = asked.to_read[at]
+        assert asked.has is not None
         index, prompt = component.index, asked.has.located.prompt
         max_pages = self._job_pages(component, store)
-        if asked.handle.joins:  # what is computed meanwhile, or meets it, ends between two jobs
-            max_pages = min(max_pages, -(-(piece.end - start) // _LEAST_JOBS))
-        pages = asked.next_pages(max_pages)
+        if asked.handle.joins or stores & (stores - 1):  # what is computed, or another brings, ends between two jobs
+            max_pages = min(max_pages, -(-asked.num_to_read(component) // _LEAST_JOBS))
+        pages = asked.next_pages(at, max_pages)
         new = index.fitting(prompt.new_pages(component.name, pages))
         if asked.handle.joins and (num_fit := sum(len(fit.keys) for fit in new)) < len(pages):
             pages = pages[len(pages) - num_fit :]  # where there is no room for all, the last of them
@@ -91,13 +133,14 @@ class Readers:
         job, ticket = ReadOfRuns(component, store, runs, asked.is_urgent), next(self._tickets)
         self.reads[ticket] = job
         self.num_pages[component.name] += job.num_pages
+        self.queues.begin(store)
         for run in runs:
             run.source, run.job, run.wanted = store, job, {asked: None}
             asked.runs[run] = None
         if asked.handle.joins:
-            asked.to_read[0] = piece._replace(end=pages.start)
+            asked.to_read[at] = piece._replace(end=pages.start)
         else:
-            asked.to_read[0] = piece._replace(start=start + job.num_pages)
+            asked.to_read[at] = piece._replace(start=start + job.num_pages)
         keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs).tolist())
         queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
         read = ReadJob(ticket, 0, keys, views, job.cancelled, asked.until_s, queue_class)
@@ -108,6 +151,7 @@ class Readers:
     def take(self, done: ReadDone) -> tuple[ReadOfRuns, list[bool]]:
         """A job that was answered, and which of its pages came."""
         job = self.reads.pop(done.ticket)
+        self.queues.hear(job.store)
         self.num_pages[job.component.name] -= job.num_pages
         num_ok, num_bytes = sum(done.ok), sum(done.ok) * job.component.host.page_bytes
         self._counters.lost.value += done.asked - num_ok
@@ -122,14 +166,61 @@ class Readers:
         self._counters.landed.value += num_pages * self._context.tree.page_size
         if events is not None:
             for run in published:
-                events.landed(event_pages_of(run), from_disk=store is DISK)
+                events.landed(event_pages_of(run), from_disk=store.is_disk)
         return num_pages
 
-    def tell_missed(self, find: Find, done: FindDone) -> None:
-        """Events are told of the first page that the disk lacks, where it does not tell itself what it removes."""
+    def take_find(self, done: FindDone | Stalled) -> Find:
+        """A job that was answered, or of which nobody knows when it will be."""
+        find = self.finds[done.ticket]
+        find.is_stalled = True
+        if isinstance(done, FindDone):
+            del self.finds[done.ticket]
+            self._context.placement.note(find.store, itertools.compress(find.question.keys, done.others))
+        return find
+
+    def note_found(self, find: Find, done: FindDone) -> None:
+        """A store has told what it holds of a request."""
+        find.has.add(find.store, find.question, done.others)
+        self._tell_missed(find, done)
+
+    def _tell_missed(self, find: Find, done: FindDone) -> None:
+        """Events are told of the first page that the disks lack, where these do not tell themselves what they
+        remove."""
         events, tells_removed = self._context.tree.events, self._context.stores[find.store].tells_removed
-        if events is not None and find.store is DISK and done.answered and not tells_removed:
-            events.missed_on_disk(find.keys[done.num_pages :][:1])
+        if events is None or not find.store.is_disk or not done.answered or tells_removed or find.asked.finds:
+            return
+        missed = (index for index in find.question.pages if not find.has.stores_of(self._context.full, index))
+        events.missed_on_disk(find.has.located.prompt.keys_of(FULL, [*itertools.islice(missed, 1)]))
+
+    def take_over(self, asked: Asked) -> bool:
+        """What a store is to bring that another gives sooner, which has nothing else to do for the request, is to be
+        read from there; whether there is any."""
+        free, full = self._free_stores(asked, 1), self._context.full
+        for piece in asked.to_read:
+            free &= ~piece.stores
+        if not free or asked.has is None or len(self._context.stores) == 1:
+            return False
+        for job in reversed([*{run.job: None for run in asked.runs}]):
+            stores = free & ~job.store.bit if job.component is full and [*job.wanted] == [asked] else 0
+            for run in job.runs if stores else ():
+                for index in asked.own_pages(full, run.first, run.keys):
+                    stores &= asked.has.stores_of(full, index)
+            if stores and self.queues.gives_sooner(stores, job):
+                self.give_back(job)
+                return True
+        return False
+
+    def give_back(self, job: ReadOfRuns) -> list[Asked]:
+        """Who waits for a job reads its pages from other stores. Returns those that do not get all of them there."""
+        short = list[Asked]()
+        for asked in job.wanted:
+            runs = [run for run in job.runs if asked in run.wanted]
+            own = [asked.own_pages(job.component, run.first, run.keys) for run in runs]
+            asked.leave(runs)
+            if asked.read_elsewhere(job.component, [*itertools.chain(*own)], job.store):
+                short.append(asked)
+        self.cancel([job])
+        return short
 
     def cancel(self, jobs: Iterable[ReadOfRuns]) -> None:
         """Nobody wants what these bring."""
@@ -146,5 +237,5 @@ class Readers:
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         if job_s is not None:
             return tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
-        is_gauge = sum(job.store is store for job in self.reads.values()) < tier.num_readers
+        is_gauge = sum(job.store == store for job in self.reads.values()) < tier.num_readers
         return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)) if is_gauge else tier.job_pages

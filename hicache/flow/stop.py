@@ -45,7 +45,7 @@ def store_promised(
     """Nothing is under way, and no lease is held. `settle`: lands what is under way, and says whether all of it has."""
     for persist in persists:
         persist.drain(anew=True)
-    tiers = [context.stores[persist.into] for persist in persists]
+    tiers = _tiers(context, persists)
     pieces = _all_pieces(context, backup, _limits(context, tiers))
     full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
     is_settled = settle()
@@ -60,7 +60,7 @@ def store_promised(
             raw = {key for run in component.index.runs_of(keys) for key in run.second_pages}
             (full_keys if component.name == FULL else others).extend(key for key in keys if key not in raw)
         num_left -= len(batch)
-        kept = [_keeps(tier, full_keys, others) for tier in tiers]
+        kept = [_keeps(alike, full_keys, others) for alike in tiers]
         if not any(kept):
             break
     if num_left:
@@ -72,14 +72,14 @@ def flush_device(
 ) -> bool:
     """Under a policy that copies at eviction: all but the full pages that the stores have, as far as they take it. What
     was copied stays on the device. Everything has landed; `settle` as above, whether it always could."""
-    tiers = [context.stores[persist.into] for persist in persists]
+    tiers = _tiers(context, persists)
     if backup is None or not tiers or not context.write_policy.at_eviction:
         return True
     limits = {at.name: max(1, min(_STEP_PAGES, at.host.num_pages // _STEP_SHARE)) for at in context.components}
     for batch in _batches(
         (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
     ):
-        if all(tier.writes.refuses() for tier in tiers):
+        if all(tier.writes.refuses() for alike in tiers for tier in alike):
             break
         backup.save([piece.unsaved for piece in reversed(batch)], [])
         if not settle():
@@ -101,9 +101,15 @@ def _promised(context: EngineContext) -> Iterator[TreeNode]:
             waiting += node.children.values()
 
 
-def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Component, int]:
+def _tiers(context: EngineContext, persists: Sequence[Persist]) -> list[list[StoreTier]]:
+    """The stores that are written, those together of which one has a page."""
+    stores = [[persist.into for persist in persists if persist.into.is_disk == is_disk] for is_disk in (True, False)]
+    return [[context.stores[store] for store in alike] for alike in stores if alike]
+
+
+def _limits(context: EngineContext, tiers: Sequence[Sequence[StoreTier]]) -> dict[Component, int]:
     """Pages of each component in one batch."""
-    budgets = [budget for tier in tiers if (budget := tier.stats().budget_bytes)]
+    budgets = [budget for alike in tiers for tier in alike if (budget := tier.stats().budget_bytes)]
 
     def limit(component: CacheComponent) -> int:
         of_stores = [budget // component.host.page_bytes // _STORE_PARTS for budget in budgets]
@@ -146,16 +152,23 @@ def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator
         yield batch
 
 
-def _is_stored(piece: _Piece, tiers: Sequence[StoreTier]) -> bool:
+def _is_stored(piece: _Piece, tiers: Sequence[Sequence[StoreTier]]) -> bool:
     """Whether all stores have these full pages already."""
-    keys = piece.pages.keys
-    answers = [tier.find(keys, _ANSWER_S) for tier in tiers] if piece.unsaved.component.name == FULL else [None]
-    return all(found is not None and found.num_pages == len(keys) for found in answers)
+    is_full = piece.unsaved.component.name == FULL
+    return is_full and all(_have(alike, piece.pages.keys) for alike in tiers)
 
 
-def _keeps(tier: StoreTier, full_keys: Sequence[bytes], others: Sequence[bytes]) -> bool:
-    """Whether the store has all of them, so that it may take more. What came first counts as used last: it is evicted
-    last."""
-    tier.used([*full_keys, *others])
-    found = None if tier.writes.refuses() else tier.find(full_keys, _ANSWER_S)
-    return not tier.writes.refuses() and (found is None or found.num_pages == len(full_keys))
+def _have(tiers: Sequence[StoreTier], keys: Sequence[bytes]) -> bool | None:
+    """Whether each page is in one of these; None where they do not tell."""
+    answers = [found.others for tier in tiers if (found := tier.find((), _ANSWER_S, keys)) is not None]
+    has_all = bool(answers) and all(map(any, zip(*answers, strict=True)))
+    return None if len(answers) < len(tiers) and not has_all else has_all
+
+
+def _keeps(tiers: Sequence[StoreTier], full_keys: Sequence[bytes], others: Sequence[bytes]) -> bool:
+    """Whether these stores have all of them, so that they may take more. What came first counts as used last: it is
+    evicted last."""
+    for tier in tiers:
+        tier.used([*full_keys, *others])
+    has_all = None if all(tier.writes.refuses() for tier in tiers) else _have(tiers, full_keys)
+    return not all(tier.writes.refuses() for tier in tiers) and has_all is not False

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from hicache.flow.asked import Asked, ReadOfRuns
@@ -23,8 +23,8 @@ _STEADY = 2.0  # of what computing costs, how much what is left of a wait may co
 class _Queue:
     """Bytes that requests wait for, by store: of jobs in flight, each with those before it, and of what comes next."""
 
-    def __init__(self, stores: Iterable[Store], jobs: Iterable[ReadOfRuns]) -> None:
-        self.num_bytes, self._until = dict.fromkeys(stores, 0), dict[ReadOfRuns, int]()
+    def __init__(self, cost: CostModel, stores: Iterable[Store], jobs: Iterable[ReadOfRuns]) -> None:
+        self._cost, self.num_bytes, self._until = cost, dict.fromkeys(stores, 0.0), dict[ReadOfRuns, float]()
         for job in jobs:
             if job.is_urgent and any(asked.is_urgent for asked in job.wanted):
                 self.num_bytes[job.store] += job.num_bytes
@@ -32,21 +32,25 @@ class _Queue:
 
     def add(self, asked: Asked) -> None:
         """What is to be read for a request comes next."""
-        for piece in asked.to_read:
-            if piece.store is not None:
-                self.num_bytes[piece.store] += (piece.end - piece.start) * piece.component.host.page_bytes
+        for store, num_bytes in self._to_read(asked):
+            self.num_bytes[store] += num_bytes
 
-    def until(self, asked: Asked) -> dict[Store, int]:
+    def until(self, asked: Asked) -> dict[Store, float]:
         """Of each store that it waits for: bytes until the last of its own."""
-        found = dict[Store, int]()
+        found = dict[Store, float]()
         for run in asked.runs:
             job: ReadOfRuns = run.job
             found[job.store] = max(found.get(job.store, 0), self._until[job])
-        for piece in asked.to_read:
-            if piece.store is not None:
-                num_bytes = (piece.end - piece.start) * piece.component.host.page_bytes
-                found[piece.store] = max(found.get(piece.store, 0), self.num_bytes[piece.store]) + num_bytes
+        for store, num_bytes in self._to_read(asked):
+            found[store] = max(found.get(store, 0), self.num_bytes[store]) + num_bytes
         return found
+
+    def _to_read(self, asked: Asked) -> Iterator[tuple[Store, float]]:
+        """Bytes of each piece, and its store; of a piece that several stores have, as much of each as it brings."""
+        for piece in asked.to_read:
+            num_bytes = (piece.end - piece.start) * piece.component.host.page_bytes
+            stores = [store for store in self.num_bytes if piece.stores & store.bit]
+            yield from ((store, part * num_bytes) for store, part in self._cost.parts(stores).items())
 
 
 class Weigher:
@@ -73,7 +77,7 @@ class Weigher:
         waiting = {a: None for a in undecided if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
         if not waiting:
             return
-        queue, num_delayed = _Queue(self._context.stores, self._jobs.values()), self._requests.num_delayed
+        queue, num_delayed = _Queue(self._cost, self._context.stores, self._jobs.values()), self._requests.num_delayed
         for asked in (*sorted(begun, key=attrgetter("turn")), *(a for a in waiting if a not in begun)):
             if asked in waiting:
                 num_delayed += self._weigh(asked, queue, num_delayed)
@@ -143,7 +147,7 @@ class Weigher:
             return None
         stores_s = [self._read_s(store, num_bytes) for store, num_bytes in queue.until(asked).items()]
         read_s = [store_s for store_s in stores_s if store_s is not None]
-        if len(read_s) < len(stores_s):
+        if stores_s and not read_s:
             return None
         return max(read_s, default=0.0) + (self._cost.load_s(self._bytes_left(asked)) or 0.0)
 
@@ -151,6 +155,6 @@ class Weigher:
         num_bytes: int = sum(len(run.keys) * run.job.component.host.page_bytes for run in asked.runs)
         return num_bytes + sum((p.end - p.start) * p.component.host.page_bytes for p in asked.to_read)
 
-    def _read_s(self, store: Store, num_bytes: int) -> float | None:
+    def _read_s(self, store: Store, num_bytes: float) -> float | None:
         job_bytes = self._context.stores[store].job_pages * self._context.full.host.page_bytes
         return self._cost.read_s(num_bytes, math.ceil(num_bytes / job_bytes), store)

@@ -10,7 +10,7 @@ Pages are chosen in rounds: the next one when the last is written, so that what 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hicache.eviction.write_budget import PageUses, WriteBudget
@@ -65,12 +65,19 @@ class WrittenIndex:
 class WriteAhead:
     """Owned by the scheduler thread. `indexes`: those whose pages are of no use without others come first.
 
+    `uses`: what requests used, as far as that is told. `takes`: whether a run goes to this store, of those alike.
     `is_done`: nothing is written before something comes, is used or is written, or the bucket has got more."""
 
     def __init__(
-        self, indexes: Sequence[WrittenIndex], store: Store, budget: WriteBudget, uses: PageUses | None = None
+        self,
+        indexes: Sequence[WrittenIndex],
+        store: Store,
+        budget: WriteBudget,
+        uses: PageUses | None = None,
+        takes: Callable[[HostRun], bool] = lambda _: True,
     ) -> None:
         self._indexes, self._store, self._budget, self._uses = tuple(indexes), store, budget, uses
+        self._takes = takes
         self._come = deque[tuple[WrittenIndex, list[bytes]]]()  # of each run its keys: it may be divided meanwhile
         self._round = dict[HostRun, WrittenIndex]()
         self._under_way = set[HostRun]()  # those of a stalled writer too
@@ -86,9 +93,7 @@ class WriteAhead:
         self.is_idle &= self.is_done
 
     def use(self, at: WrittenIndex, keys: Sequence[bytes]) -> None:
-        """A request used these pages, wherever they are."""
-        if self._uses is not None:
-            self._uses.use(keys)
+        """A request used these pages, wherever they are. `uses` was told."""
         at.num_used += len(keys)
         self.is_done &= not self._is_behind
 
@@ -99,8 +104,8 @@ class WriteAhead:
 
     def lacks(self, run: HostRun) -> bool:
         """Whether the store lacks it, does not get it now, and it is worth it, for its session has not ended."""
-        is_to_come = run.stored & self._store or run in self._under_way
-        return run.is_published and not is_to_come and not run.has_ended
+        is_to_come = run.stored & self._store.alike or run in self._under_way
+        return run.is_published and not is_to_come and not run.has_ended and self._takes(run)
 
     def next_round(self) -> list[tuple[WrittenIndex, HostRun]]:
         """The runs to be written now; none while some of the last round are not written."""
@@ -180,7 +185,7 @@ class WriteAhead:
     def _choose(self, at: WrittenIndex, run: HostRun) -> bool:
         """Take it into the round; False where that, or the bucket, has no room for it."""
         if not num_sent(run):
-            run.stored |= self._store  # all of it that goes there
+            run.stored |= self._store.bit  # all of it that goes there
             return True
         if at.num_chosen and at.num_chosen + run.num_held > at.max_pages:
             return False

@@ -106,7 +106,7 @@ class ServerStore:
             key_file=config.key_file,
         )
         request = StoreRequest(
-            disk.url,
+            disk.urls[0],
             identity,
             formats,
             key_of(disk),

@@ -84,10 +84,11 @@ class CacheSimulation:
             else:
                 self.host = PageIndex(pool, order, run_pages=run_blocks)
         self._ahead: WriteAhead | None = None
+        self._uses = PageUses()
         if self.disk is not None and self.host is not None:
             self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._asked_s)
             self._written = WrittenIndex(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
-            self._ahead = WriteAhead([self._written], DISK, self._budget, PageUses())
+            self._ahead = WriteAhead([self._written], DISK, self._budget, self._uses)
         self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         sizes = (settings.device_blocks, settings.host_blocks)
@@ -174,7 +175,7 @@ class CacheSimulation:
         for start, end in spans(read):
             jobs += [_piece(keys, at, min(end, at + most)) for at in range(start, end, most)]
         for run in [run for job in jobs for run in host.reserve([job]) or ()]:  # what leaves, leaves for one job
-            run.stored |= DISK
+            run.stored |= DISK.bit
             host.publish(run)
         host.unlock(followed)
         disk.read(blocks[read])
@@ -260,6 +261,7 @@ class CacheSimulation:
             self._keep(node, keys, now_s, hint.next_turn_within_s)
         if self.disk is not None and self._ahead is not None:
             self.disk.touch(blocks[: shared.depth_tokens])
+            self._uses.use(keys[: shared.depth_tokens])
             self._ahead.use(self._written, keys[: shared.depth_tokens])
             self._write_ahead(self.disk, self._ahead)
 
@@ -270,7 +272,7 @@ class CacheSimulation:
             for run in runs:
                 num_before = disk.num_written
                 disk.put(ids_of([run.keys]))
-                run.stored |= DISK
+                run.stored |= DISK.bit
                 ahead.is_answered(run)
                 self._budget.spend(disk.num_written - num_before, len(run.keys))
             for path in _paths(runs):

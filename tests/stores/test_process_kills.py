@@ -63,7 +63,7 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing
                 engine.flush()
             for run in context.full.index.runs_of([*context.full.index]):
                 raw.update(run.second_pages)
-                if run.stored & DISK:
+                if run.stored & DISK.bit:
                     acknowledged.update(run.keys)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)

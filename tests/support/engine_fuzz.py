@@ -384,7 +384,8 @@ class EngineFuzz:
 
     def _settings(self, folder: Path | None) -> object:
         rng = self.rng
-        disk = folder and DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20)
+        paths = [str(folder / name) for name in ("store", "second")] if folder else []
+        disk = DiskConfig(path=tuple(paths[: 1 + int(rng.integers(2))]), budget_bytes=1 << 20) if folder else None
         return config(
             disk=disk,
             advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
@@ -484,7 +485,8 @@ def run(
         fuzz.run(num_steps, is_rough=is_rough)
         if seed % 2:
             eventually(lambda: all(tier.close() for tier in fuzz.engine.inspect.context.stores.values()))
-            store = open_existing(Path(folder) / "store")
-            store.check()
-            store.close()
+            for path in Path(folder).iterdir():
+                store = open_existing(path)
+                store.check()
+                store.close()
     return Counter() if fuzz.lives is None else fuzz.lives.seen

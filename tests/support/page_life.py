@@ -272,7 +272,7 @@ class PageLives:
             run = index.get(key)
             assert run is not None
             for store in self._context.stores:
-                if run.stored & store and key not in run.second_pages:
+                if run.stored & store.bit and key not in run.second_pages:
                     yield (name, (store, key)), Held("STORED", key)
         for store, persist in zip(self._context.stores, self._inspect.persists, strict=True):
             for run in persist.host_locks(name):

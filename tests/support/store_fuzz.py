@@ -128,7 +128,7 @@ class EngineHistory:
 
     def tell(self, step: int) -> None:
         index = self.context.full.index
-        runs = [run for run in index.runs_of([*index]) if run.stored & DISK]
+        runs = [run for run in index.runs_of([*index]) if run.stored & DISK.bit]
         stored = {key for run in runs for key in run.keys if key not in run.second_pages}
         about = {
             "step": step,
