@@ -5,17 +5,19 @@
     neighbours         time per output token of streams beside such a request, over that beside one that waits
     eight              eight such requests at once: until the last has its token
     restart            first token after a restart, from a real disk, over computing
-    sessions           sessions of agents, over the rule that chooses: mean first token
+    sessions           sessions of agents over a store as fast as our disk, over the rule that chooses: mean first token
 
-The store is in memory and sleeps (`throttled.py`), so its rate is what the case says. Computing, loading all and both
-are measured in turns, in one process. On a CPU nothing is computed, passes sleep as long as a fifth of what a GPU takes
-(`sleeping_runner.py`), and sessions are served by a tiny model; there are no targets.
+The store is in memory and sleeps (`throttled.py`), so its rate is what the case says, and no prompt is computed to fill
+it. Loading all and both are measured in turns, computing before them and, where a per cent counts, beside them, in one
+process. On a CPU nothing is computed, passes sleep as long as a fifth of what a GPU takes (`sleeping_runner.py`), and
+there are no targets.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import math
 import shutil
 import tempfile
@@ -31,7 +33,8 @@ import torch
 from hicache.bench.common import Report, percentile
 from hicache.bench.raw_io import drop_caches
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
-from hicache.bench.serving_sessions import mean_first_tokens
+from hicache.bench.serving_sessions import SessionRun, SessionSizes, serve_turns
+from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns
 from hicache.bench.sleeping_runner import SleepingRunner
 from hicache.bench.throttled import ThrottledStore
 from hicache.serving import Request, Scheduler
@@ -46,25 +49,31 @@ PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of prompts and of a pass, samples of a case, requests at once, and steps of streams beside."""
+    """Tokens of prompts and of a pass, seconds that the samples of a rate take at least, samples of other parts,
+    requests at once, tokens and steps of streams beside, and sessions."""
 
     short: int
     long: int
     chunk: int
+    least_s: float
     samples: int
     num_at_once: int
     stream: int
     steps: int
+    sessions: SessionSizes
 
 
-REAL = Sizes(32768, 98304, 8192, 2, 8, 1024, 512)
-# On a CPU passes sleep, for a fifth of what a GPU takes. Sessions are computed, by a tiny model.
-ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 1, 4, 1024, 512), 5.0
+_SESSIONS = SessionSizes(Scale(requests=56, block_tokens=8, longest=32_000), 43_008, 34_816, 8192, 8, (1, 8, 32))
+REAL = Sizes(32768, 98304, 8192, 4.0, 2, 8, 1024, 512, _SESSIONS)
+# On a CPU passes sleep, for a fifth of what a GPU takes.
+ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 0.0, 1, 4, 1024, 512, _SESSIONS), 5.0
+_DISK_TOKEN_S = 92e-6  # of ours, 1.43 GB/s, where a token takes 128 KiB; computing one of 98 304 takes 76
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A case: how many times as long as computing the store takes, and what it is compared with."""
+    """A case: how many times as long as computing the store takes, and what it is compared with; computing is measured
+    beside it where a per cent counts."""
 
     name: str
     slowdown: float
@@ -72,6 +81,11 @@ class Rate:
     ways: tuple[Way, ...]
     target: float
     freezes: bool = False
+
+    @property
+    def beside(self) -> tuple[Way, ...]:
+        """What is measured in turns with both."""
+        return tuple(way for way in self.ways if way == "load" or self.target > 1)
 
 
 RATES = (
@@ -114,15 +128,17 @@ class _Asleep(Served):
 
 
 class _Case:
-    """A served model over a throttled store that has prompts, and how long computing the longest takes."""
+    """A served model over a throttled store that has prompts."""
 
     def __init__(self, served: Served, store: ThrottledStore, known: Sequence[Tokens]) -> None:
         self.served, self.store, self.known = served, store, known
         self._number = 0
-        served.scheduler().run([Request(f"fill {n}", tokens, 1) for n, tokens in enumerate(known)])
         served.engine.flush()
-        store.keeps = False
-        self.token_bytes = store.num_bytes / sum(len(tokens) for tokens in known)
+        assert store.page_bytes, "what was computed to warm up is in the store"
+        tree = served.engine.inspect.context.tree
+        prompts_keys = [tree.names.of_prompt(tree.match(tokens, ""), tokens) for tokens in known]
+        store.fill(itertools.chain(*prompts_keys))
+        self.token_bytes = store.page_bytes / tree.page_size
 
     def name(self, way: Way) -> str:
         self._number += 1
@@ -153,11 +169,12 @@ class _Case:
                     raise output.error
         return time.perf_counter() - begin_s
 
-    def measure_store(self, tokens: Tokens) -> None:
-        """Let the engine see how fast the store is now, by a part of a prompt."""
+    def set_rate(self, known: Sequence[Tokens], seconds: float) -> None:
+        """The store takes so long for these prompts, and the engine sees that, by a part of one."""
+        self.store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
         self.forget()
         engine, name = self.served.engine, self.name("load")
-        handle = engine.prefetch(name, tokens[: len(tokens) // 32], mode="wait_complete")
+        handle = engine.prefetch(name, known[0][: len(known[0]) // 32], mode="wait_complete")
         while not handle.ready:
             engine.poll()
             time.sleep(0.001)
@@ -174,21 +191,23 @@ class _Both:
     def rates(self) -> None:
         sizes = self._sizes
         with self._case([sizes.short, sizes.long]) as case:
+            computed = [[case.seconds([tokens], "compute")] for tokens in case.known]
             for rate in RATES:
-                self._rate(case, rate, case.known[rate.is_long])
+                self._rate(case, rate, case.known[rate.is_long], computed[rate.is_long])
 
     def neighbours(self) -> None:
         sizes = self._sizes
         with self._case([sizes.short]) as case:
             (tokens,) = case.known
-            self._set_rate(case, [tokens], 1)
+            case.set_rate([tokens], case.seconds([tokens], "compute"))
             beside = {way: [self._token_s(case, tokens, way) for _ in range(sizes.samples)] for way in ("load", "both")}
         self._report_case("neighbours", beside["both"], percentile(beside["load"], 50), 1.05, "4 streams")
 
     def eight(self) -> None:
         sizes = self._sizes
         with self._case([sizes.short] * sizes.num_at_once) as case:
-            computed_s = self._set_rate(case, case.known, 1)
+            computed_s = case.seconds(case.known, "compute")
+            case.set_rate(case.known, computed_s)
             loaded_s, both_s = (case.seconds(case.known, way) for way in ("load", "both"))
             note = f"computed {computed_s:.2f} s, loaded {loaded_s:.2f} s; {_met(case.served)}"
         self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
@@ -197,14 +216,13 @@ class _Both:
         """As `serving.ttft.disk`: the engine is made anew, and nothing of the store is in the kernel's memory."""
         sizes, store = self._sizes, Path(tempfile.mkdtemp(prefix="hicache-both-", dir=self._folder or None))
         (tokens,) = prompts(1, sizes.long, self._served.vocab, seed=3)
-        budget = 3 * len(tokens) * self._served.token_bytes
+        budget = 2 * len(tokens) * self._served.token_bytes
         disk = {"path": str(store / "store"), "budget_bytes": budget, "level": 0}
         measured = []
         try:
             with self._serving([sizes.long], disk=disk) as served:
-                served.scheduler().run([Request("fill", tokens, 1)])
+                computed_s, _ = served.first_token_s("fill", tokens)
                 served.engine.flush()
-                computed_s, _ = served.first_token_s("computed", tokens, namespace="another")
             for turn in range(sizes.samples):
                 for part in store.glob("store/**/*"):
                     if part.is_file():
@@ -218,34 +236,52 @@ class _Both:
         self._report_case("restart", measured, computed_s, 0.7, note)
 
     def sessions(self) -> None:
-        for clients, target in ((1, 0.95), (8, 1.0), (32, 1.0)):
-            ours_s, rule_s, note = mean_first_tokens(self._served, clients, self._folder)
-            self._report_case(f"sessions.{clients}", [ours_s], rule_s, target, note)
+        """In one engine, whose tiers and store have nothing when a run begins. The store takes what is written, and is
+        as fast as a disk of ours."""
+        sizes, token_bytes = self._sizes.sessions, self._served.token_bytes
+        turns = generated_turns(sizes.scale)
+        settings = {
+            "device_tokens": sizes.device_tokens,
+            "host_bytes": sizes.host_tokens * token_bytes,
+            "max_context_len": sizes.scale.longest + sizes.answer,
+            "prefetch_host_share": 0.5,
+        }
+        with self._case([sizes.chunk], **settings) as case:
+            case.set_rate(case.known, sizes.chunk * _DISK_TOKEN_S / (1 if self._on_cuda else _SPEED))
+            case.store.keeps = True
+            for clients, target in zip(sizes.clients, (0.95, 1.0, 1.0), strict=True):
+                rule, ours = (self._session_run(case, turns, clients, beside) for beside in (False, True))
+                note = f"{clients} clients; both {ours}; the rule {rule}; {describe_turns(turns, 8)}"
+                self._report_case(f"sessions.{clients}", [ours.mean_s], rule.mean_s, target, note)
 
     # Inside
 
-    def _rate(self, case: _Case, rate: Rate, tokens: Tokens) -> None:
-        self._set_rate(case, [tokens], rate.slowdown)
-        taken: dict[Way, list[float]] = {way: [] for way in (*rate.ways, "both")}
-        for _ in range(self._sizes.samples):
-            for way, seconds in taken.items():
+    def _rate(self, case: _Case, rate: Rate, tokens: Tokens, computed: list[float]) -> None:
+        """`computed`: samples of computing the prompt, to which those of this case are added."""
+        case.set_rate([tokens], percentile(computed, 50) * rate.slowdown)
+        taken: dict[Way, list[float]] = {way: [] for way in (*rate.beside, "both")}
+        taken["compute"] = computed
+        begin_s = time.perf_counter()
+        while not taken["both"] or time.perf_counter() - begin_s < self._sizes.least_s:
+            for way in (*rate.beside, "both"):
                 if way == "both" and rate.freezes:
                     case.store.stop_after(len(tokens) * case.token_bytes / 4)
-                seconds.append(case.seconds([tokens], way))
+                taken[way].append(case.seconds([tokens], way))
                 case.store.go_on()
         best_s = min(percentile(taken[way], 50) for way in rate.ways)
         note = "; ".join(f"{way} {percentile(seconds, 50):.2f} s" for way, seconds in taken.items())
         note += f"; store {case.store.bytes_per_s / 1e9:.2f} GB/s; {_met(case.served)}"
         self._report_case(rate.name, taken["both"], best_s, rate.target, note)
 
-    def _set_rate(self, case: _Case, known: Sequence[Tokens], slowdown: float) -> float:
-        """The store takes so many times as long as computing does, and the engine knows; seconds of computing."""
-        case.store.bytes_per_s = math.inf
-        computed_s = case.seconds(known, "compute")
-        num_bytes = sum(len(tokens) for tokens in known) * case.token_bytes
-        case.store.bytes_per_s = num_bytes / (computed_s * slowdown)
-        case.measure_store(known[0])
-        return computed_s
+    def _session_run(self, case: _Case, turns: Sequence[Turn], clients: int, beside: bool) -> SessionRun:
+        """`beside`: computing and loading at once, else the rule chooses. Nothing is known to any tier at first."""
+        prefetcher = case.served.engine.inspect.prefetcher
+        assert prefetcher is not None
+        prefetcher.beside.is_wanted = beside
+        case.forget()
+        case.store.fill(())
+        scheduler = case.served.scheduler(max_pass_s=0.5, max_overtake_s=15.0)
+        return serve_turns(scheduler, turns, self._sizes.sessions, clients)
 
     def _token_s(self, case: _Case, tokens: Tokens, way: Way) -> float:
         """Seconds of an output token of four streams while a request beside them gets its first."""
@@ -267,9 +303,9 @@ class _Both:
         return (times[end - 1] - times[begin - 1]) / max(1, end - begin)
 
     @contextmanager
-    def _case(self, lengths: Sequence[int]) -> Iterator[_Case]:
+    def _case(self, lengths: Sequence[int], **settings: Any) -> Iterator[_Case]:
         store = ThrottledStore()
-        with self._serving(lengths, store=store) as served:
+        with self._serving(lengths, store=store, **settings) as served:
             case = _Case(served, store, [*_prompts(lengths, self._served.vocab)])
             try:
                 yield case
@@ -282,13 +318,13 @@ class _Both:
         sizes, longest = self._sizes, max(lengths) + 4 * (self._sizes.stream + self._sizes.steps) + 1024
         values: dict[str, Any] = {
             "device_tokens": max(longest, min(sum(lengths), sizes.long)),
-            "host_bytes": (sum(lengths) + longest) * self._served.token_bytes,
+            "host_bytes": (longest + sum(lengths) - max(lengths)) * self._served.token_bytes,
             "max_context_len": longest,
             "prefetch_host_share": 1.0,
         }
         with serving(self._served, chunk_tokens=sizes.chunk, **{**values, **settings}) as served:
             if self._on_cuda:
-                warm_up(served.engine, served.runner, sizes.chunk, 8)
+                warm_up(served.engine, served.runner, sizes.chunk, 32)
             kind = Served if self._on_cuda else _Asleep
             made = kind(served.served, served.engine, served.runner, sizes.chunk)
             (first,) = prompts(1, sizes.chunk, self._served.vocab, seed=99)

@@ -21,7 +21,7 @@ import torch
 from hicache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.bench.common import Report, interleave
 from hicache.bench.device_bytes import PAGE, Run, measure_bytes, queued_timer
-from hicache.config import kernel_choice
+from hicache.config.environment import kernel_choice
 from hicache.kernels._triton import jit
 from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend

@@ -16,7 +16,7 @@ import torch
 
 from hicache import MHATokenToKVPool
 from hicache.bench.common import Report, Timer, interleave, wall_timer
-from hicache.config import kernel_choice
+from hicache.config.environment import kernel_choice
 from hicache.device import Mamba2CacheParams, Mamba2StateShape, MambaPool
 from hicache.kernels.mamba import clear_states, copy_states
 from hicache.kernels.mla import get_latent, set_latent

@@ -36,7 +36,7 @@ from hicache.bench.stage import Stage
 from hicache.bench.transfer import Rig
 from hicache.config.engine import KvPacking
 from hicache.device import KVCache
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.transfer import TransferOp
 
 NAME = "packed"

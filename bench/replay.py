@@ -17,14 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
-import numpy as np
 import torch
 
 from hicache.bench.common import BenchUnavailable, Report
-from hicache.bench.sessions import Scale, generated_turns
+from hicache.bench.sessions import Scale, generated_turns, trace_of
 from hicache.replay.optimal import lru_hits_by_size
 from hicache.replay.simulation import ReplaySettings, optimal, replay
-from hicache.replay.trace import Trace, TraceRequest, read_trace
+from hicache.replay.trace import Trace, read_trace
 
 NAME = "replay"
 DESCRIPTION = "requests a second of `hicache replay` through three tiers"
@@ -73,8 +72,4 @@ def _timed(compute: Callable[[], T]) -> tuple[float, T]:
 
 def _generated(num_requests: int) -> Trace:
     turns = generated_turns(Scale(requests=num_requests, block_tokens=_BLOCK_TOKENS, longest=_LONGEST))
-    requests = [
-        TraceRequest(float(at), np.array(turn.blocks, np.int64), len(turn.blocks) * _BLOCK_TOKENS, 1, turn.session)
-        for at, turn in enumerate(turns)
-    ]
-    return Trace("generated", _BLOCK_TOKENS, tuple(requests))
+    return trace_of(turns, _BLOCK_TOKENS)

@@ -75,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "get a file of their own",
     )
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
-    parser.add_argument("--trace", type=Path, help="agent sessions, as `hicache replay` reads; default: generated ones")
+    parser.add_argument("--trace", type=Path, help="of `sessions`, as `hicache replay` reads; default: generated ones")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -87,7 +87,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "disk": lambda: _first_token_from_disk(report, served, sizes, args.folder),
         "conversations": lambda: _conversations(report, served, sizes),
         "sessions": lambda: measure_sessions(report, served, args.trace, args.folder),
-        "sessions-host": lambda: measure_sessions_host(report, served, args.trace, args.folder),
+        "sessions-host": lambda: measure_sessions_host(report, served),
         "stream": lambda: measure_streams(report, served),
         # Last, so that what torch.compile leaves in the process is in no other figure.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),

@@ -2,7 +2,8 @@
 
     sessions         8 clients; device, host and disk over the better of no disk and a disk that is always waited for
     sessions.order   32 clients; time to first token over that of first come, first served, mean and p99
-    sessions.host    32 clients, a host as large as the device under `exclusive`; over no host, over `write_through`,
+    sessions.host    32 clients, more sessions than both tiers hold (`sessions.py: Traffic`), their working set 4 times
+                     the device, a host as large as the device under `exclusive`; over no host, over `write_through`,
                      and p99 of the time to first token over that of `write_through`; p99, of copies of what left the
                      device, of the time that a call stood still for one
 
@@ -25,8 +26,20 @@ import numpy as np
 
 from hicache.bench.common import Report, percentile
 from hicache.bench.serving_case import ServedModel, serving
-from hicache.bench.sessions import Prompts, Scale, Turn, TurnQueue, describe_turns, generated_turns, read_turns
+from hicache.bench.sessions import (
+    Prompts,
+    Scale,
+    Traffic,
+    Turn,
+    TurnQueue,
+    describe_turns,
+    generated_turns,
+    read_turns,
+    trace_of,
+    traffic_of,
+)
 from hicache.metrics import HistogramValue, MetricValue
+from hicache.replay.simulation import ReplaySettings, replay
 from hicache.serving import Request, Scheduler
 from hicache.serving.request import RequestOutput
 from hicache.serving.warm_up import warm_up
@@ -41,25 +54,36 @@ _EXPOSED_BOUND_S = 5e-3
 
 @dataclass(frozen=True)
 class SessionSizes:
-    """`device_tokens`, `host_tokens`: of the tiers. `answer`: tokens. `clients`: in the case of the disk and in that of
-    the order."""
+    """`device_tokens`, `host_tokens`: of the tiers; the host in bytes of as many device tokens. `answer`: tokens.
+    `clients`: of each case; here in that of the disk and in those without. `num_warm_up`: turns that fill the tiers and
+    count in no figure."""
 
     scale: Scale
     device_tokens: int
     host_tokens: int
     chunk: int
     answer: int
-    clients: tuple[int, int]
+    clients: tuple[int, ...]
+    num_warm_up: int = 0
 
 
 REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
-SHORT = replace(REAL, scale=replace(REAL.scale, requests=80))
 TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
+
+# The case of a host that is no larger than the device, with four times the device's tokens under way.
+TRAFFIC = Traffic(
+    scale=Scale(requests=450, block_tokens=16, longest=16_384), num_sessions=64, system=400, first=2200, more=120
+)
+REAL_HOST = SessionSizes(TRAFFIC.scale, 65_536, 65_536, 8192, 16, (8, 32), 130)
+TINY_TRAFFIC = Traffic(
+    scale=Scale(requests=60, block_tokens=8, longest=1024), num_sessions=24, system=32, first=150, more=12
+)
+TINY_HOST = SessionSizes(TINY_TRAFFIC.scale, 1344, 1344, 256, 4, (4, 12), 30)
 
 
 @dataclass(frozen=True)
 class SessionRun:
-    """What came of all turns."""
+    """What came of the turns that count."""
 
     makespan_s: float
     outputs: Sequence[RequestOutput]
@@ -91,20 +115,12 @@ def measure_sessions(report: Report, served: ServedModel, trace: Path | None, fo
     bench.order()
 
 
-def measure_sessions_host(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
-    """The case of a small host, of the same turns."""
-    _SessionsBench.of(report, served, trace, folder).host()
-
-
-def mean_first_tokens(served: ServedModel, clients: int, folder: str) -> tuple[float, float, str]:
-    """Seconds to the first token, the mean of all turns, with a disk: computing and loading at once, and choosing one
-    by the rule; and what to say of both."""
-    sizes = SHORT if served.model.device.type == "cuda" else TINY
-    bench = _SessionsBench(
-        Report.start("", served.model.device, ""), served, sizes, generated_turns(sizes.scale), folder
-    )
-    rule, ours = (bench.run(clients, has_disk=True, computes_beside=beside) for beside in (False, True))
-    return ours.mean_s, rule.mean_s, f"{clients} clients; both {ours}; the rule {rule}"
+def measure_sessions_host(report: Report, served: ServedModel) -> None:
+    """The case of a small host."""
+    on_cuda = served.model.device.type == "cuda"
+    sizes, workload = (REAL_HOST, traffic_of(TRAFFIC)) if on_cuda else (TINY_HOST, traffic_of(TINY_TRAFFIC))
+    about = f"a working set of {workload.working_set / sizes.device_tokens:.2f} times the device"
+    _SessionsBench(report, served, sizes, workload.turns, "", about).host()
 
 
 class _SessionsBench:
@@ -118,10 +134,16 @@ class _SessionsBench:
         return cls(report, served, sizes, turns, folder)
 
     def __init__(
-        self, report: Report, served: ServedModel, sizes: SessionSizes, turns: Sequence[Turn], folder: str
+        self,
+        report: Report,
+        served: ServedModel,
+        sizes: SessionSizes,
+        turns: Sequence[Turn],
+        folder: str,
+        about: str = "",
     ) -> None:
         self._report, self._served, self._sizes, self._turns, self._folder = report, served, sizes, turns, folder
-        self._about = describe_turns(turns, sizes.scale.block_tokens)
+        self._about = "; ".join([describe_turns(turns, sizes.scale.block_tokens), *filter(None, [about])])
 
     def tiers(self) -> None:
         """The case of the disk."""
@@ -144,12 +166,18 @@ class _SessionsBench:
 
     def host(self) -> None:
         """The case of a host that is no larger than the device, without a disk."""
-        sizes = self._sizes
-        host_bytes, clients = sizes.device_tokens * self._served.token_bytes, sizes.clients[1]
+        clients = self._sizes.clients[1]
         none = self.run(clients, host_bytes=0)
-        copies = self.run(clients, host_bytes=host_bytes, write_policy="write_through")
-        ours = self.run(clients, host_bytes=host_bytes, write_policy="exclusive")
-        note = f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}"
+        copies = self.run(clients, write_policy="write_through")
+        ours = self.run(clients, write_policy="exclusive")
+        host_tokens = ours.stats["host.total_tokens"]
+        assert isinstance(host_tokens, int)
+        note = (
+            f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}; "
+            "hits replayed one after the other: "
+        )
+        rates = replayed_hits(self._turns, self._sizes, host_tokens)
+        note += ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
         self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)
         self._case("serving.sessions.host.policy", [ours.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
         self._case("serving.sessions.host.p99", [ours.p99_s], copies.p99_s, _HOST_P99_TARGET, "")
@@ -174,7 +202,6 @@ class _SessionsBench:
         *,
         has_disk: bool = False,
         max_overtake_s: float = _OVERTAKE_S,
-        computes_beside: bool = True,
         **settings: Any,
     ) -> SessionRun:
         sizes, token_bytes = self._sizes, self._served.token_bytes
@@ -186,8 +213,6 @@ class _SessionsBench:
         settings |= {"device_tokens": sizes.device_tokens, "max_context_len": sizes.scale.longest + sizes.answer}
         try:
             with serving(self._served, chunk_tokens=sizes.chunk, **settings) as engine:
-                if (prefetcher := engine.engine.inspect.prefetcher) is not None:
-                    prefetcher.beside.is_possible &= computes_beside
                 if engine.engine.pool.device.type == "cuda":
                     warm_up(engine.engine, engine.runner, sizes.chunk, _MAX_RUNNING)
                 engine.first_token_s("warm", np.zeros(sizes.chunk, np.int64), "warm")
@@ -199,10 +224,10 @@ class _SessionsBench:
 
 
 def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes, clients: int) -> SessionRun:
-    """All turns in a closed loop of `clients`, each with one request at a time."""
+    """All turns in a closed loop of `clients`, each with one request at a time; what came of them after the warm-up."""
     prompts, left = Prompts(sizes.scale.block_tokens, 0), TurnQueue(turns)
     outputs: list[RequestOutput] = []
-    start_s = time.perf_counter()
+    start_s, num_warm_up = time.perf_counter(), sizes.num_warm_up
     while len(outputs) < len(turns):
         while scheduler.num_unfinished < clients and (taken := left.take()) is not None:
             number, turn = taken
@@ -212,7 +237,22 @@ def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes
                 raise output.error
             left.answered(turns[int(output.request_id)])
             outputs.append(output)
-    return SessionRun(time.perf_counter() - start_s, outputs, {})
+            if len(outputs) == num_warm_up:
+                start_s = time.perf_counter()
+    return SessionRun(time.perf_counter() - start_s, outputs[num_warm_up:], {})
+
+
+def replayed_hits(turns: Sequence[Turn], sizes: SessionSizes, host_tokens: int) -> dict[str, float]:
+    """The share of blocks that each way would hit, were turns served one after the other: what a policy is worth
+    whatever the GPU."""
+    trace = trace_of(turns, sizes.scale.block_tokens, sizes.num_warm_up)
+    device, host = sizes.device_tokens // trace.block_tokens, host_tokens // trace.block_tokens
+    ways = {
+        "no host": ReplaySettings(device, policy="auto"),
+        "write_through": ReplaySettings(device, host, policy="auto", write_policy="write_through"),
+        "exclusive": ReplaySettings(device, host, policy="auto", write_policy="exclusive"),
+    }
+    return {name: replay(trace, settings).hit_rate for name, settings in ways.items()}
 
 
 def _p99_of(observed: HistogramValue) -> float:

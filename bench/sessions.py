@@ -1,4 +1,4 @@
-"""Sessions of coding agents as a workload: from a trace, or generated in the shape of one.
+"""Sessions of coding agents as a workload: from a trace, or generated in the shape of one, or as traffic of a size.
 
 A turn of a session is its last prompt and more behind it; all sessions begin with one of a few system prompts. A prompt
 is blocks, each the id of a few tokens, so that its length can be scaled: a trace of 64 tokens a block makes prompts of
@@ -7,6 +7,7 @@ an eighth of theirs with 8. The tokens of a block follow from its id alone.
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import random
@@ -14,11 +15,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hicache.replay.trace import read_trace
+import numpy as np
+
+from hicache.replay.trace import Trace, TraceRequest, read_trace
 
 _AT_ONCE = 16  # generated sessions that go on side by side
 _MEAN_TURNS = 20
 _HEADS = 2
+_PAUSE_TAIL, _TURNS_TAIL = 1.2, 1.5
+_SYSTEM_PROMPTS = 4
 _AHEAD = 64  # turns among which a client looks for one whose session waits for nothing
 _TOKENS = range(10, 250)  # ids that any vocabulary has
 
@@ -42,6 +47,41 @@ class Scale:
 
     def has(self, num_blocks: int) -> bool:
         return self.shortest <= num_blocks * self.block_tokens <= self.longest
+
+
+@dataclass(frozen=True, kw_only=True)
+class Traffic:
+    """Sessions that go on side by side, `num_sessions` of them: one that ends is followed by another.
+
+    All values are drawn from one seeded generator.
+
+        turns of a session  ceil(mean_turns / 3 * Pareto(1.5)), so `mean_turns` on average, and a few of many more
+        pause before a turn Pareto(1.2), in units of the shortest, which orders the turns of all sessions
+        first prompt        one of 4 system prompts of `system` tokens, the nth of which 1 / n as many begin with, and
+                            LogNormal(ln first, 0.8) tokens of its own
+        each next prompt    the one before and LogNormal(ln more, 1.0) tokens: an answer, and what is asked about it
+
+    Pareto(a) exceeds x >= 1 with probability x ** -a. Pauses and lengths of sessions of the web have such tails, with
+    exponents from 1 to 1.5 (Crovella and Bestavros 1997, doi:10.1109/90.650143); of the agent sessions that
+    `docs/replay.md` names the pauses have 0.9 to 1.2 by Hill's estimate, of the highest tenth and fiftieth. No prompt
+    is longer than the scale's longest, which ends its session; the scale's `shortest` does not count.
+    """
+
+    scale: Scale
+    num_sessions: int
+    system: int
+    first: int
+    more: int
+    mean_turns: int = 24
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Turns in order. `working_set`: tokens of the last prompts of all sessions under way together, on average: what a
+    cache has to hold that computes nothing twice."""
+
+    turns: Sequence[Turn]
+    working_set: int
 
 
 class Prompts:
@@ -95,6 +135,49 @@ def generated_turns(scale: Scale, seed: int = 0) -> list[Turn]:
         if generator.random() < 1 / _MEAN_TURNS or not scale.has(len(active[place][1])):
             del active[place]
     return turns
+
+
+def traffic_of(traffic: Traffic, seed: int = 0) -> Workload:
+    """The first turns of `traffic`, as many as its scale has."""
+    generator, ids, names = random.Random(seed), itertools.count(), itertools.count()
+    block_tokens, longest = traffic.scale.block_tokens, traffic.scale.longest // traffic.scale.block_tokens
+
+    def new_blocks(median: int, spread: float) -> tuple[int, ...]:
+        count = max(1, round(generator.lognormvariate(math.log(median / block_tokens), spread)))
+        return tuple(itertools.islice(ids, count))
+
+    def pause() -> float:
+        return generator.paretovariate(_PAUSE_TAIL)
+
+    def begin(at: float) -> tuple[float, int, tuple[int, ...], int]:
+        (head,) = generator.choices(heads, [1 / n for n in range(1, _SYSTEM_PROMPTS + 1)])
+        shortest = traffic.mean_turns * (_TURNS_TAIL - 1) / _TURNS_TAIL
+        num_turns = math.ceil(shortest * generator.paretovariate(_TURNS_TAIL))
+        return at, next(names), (head + new_blocks(traffic.first, 0.8))[:longest], num_turns
+
+    heads = [new_blocks(traffic.system, 0.3) for _ in range(_SYSTEM_PROMPTS)]
+    under_way = [begin(pause()) for _ in range(traffic.num_sessions)]
+    heapq.heapify(under_way)
+    turns, num_blocks = list[Turn](), 0
+    while len(turns) < traffic.scale.requests:
+        num_blocks += sum(len(blocks) for _, _, blocks, _ in under_way)
+        at, name, blocks, num_left = under_way[0]
+        turns.append(Turn(f"session {name}", blocks))
+        at += pause()
+        if num_left > 1 and len(blocks) < longest:
+            heapq.heapreplace(under_way, (at, name, (blocks + new_blocks(traffic.more, 1.0))[:longest], num_left - 1))
+        else:
+            heapq.heapreplace(under_way, begin(at))
+    return Workload(turns, num_blocks * block_tokens // len(turns))
+
+
+def trace_of(turns: Sequence[Turn], block_tokens: int, num_warm_up: int = 0) -> Trace:
+    """The same turns as `hicache replay` takes them, a second apart."""
+    requests = (
+        TraceRequest(float(at), np.array(turn.blocks, np.int64), len(turn.blocks) * block_tokens, 1, turn.session)
+        for at, turn in enumerate(turns)
+    )
+    return Trace("generated", block_tokens, tuple(requests), num_warm_up)
 
 
 def describe_turns(turns: Sequence[Turn], block_tokens: int) -> str:

@@ -34,7 +34,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import PageRows, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.stores import StoreTier, open_tier
+from hicache.stores.tier import StoreTier, open_tier
 
 NAME = "store_process"
 DESCRIPTION = "the store process beside a loop that holds the interpreter: reads, writes, the loop's steps"

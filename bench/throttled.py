@@ -1,6 +1,8 @@
 """A page store in memory that is as fast as it is told to be, and stands still when it is told to.
 
-A helper of benchmarks. Reads sleep in the threads of the tier that reads, so they cost the engine nothing.
+A helper of benchmarks. Reads sleep in the threads of the tier that reads, so they cost the engine nothing. Of all pages
+it keeps the keys, and of one the bytes, which it gives for each: what pages hold costs no time, and prompts that nobody
+has computed can be read.
 """
 
 from __future__ import annotations
@@ -8,29 +10,34 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+
+import numpy as np
 
 from hicache.storage import PageBuffer
 from hicache.storage.base import StoreStats
 
-_LATE_S, _AHEAD_S = (
-    0.01,
-    0.002,
-)  # sleeps are late, which is made up for; short ones would be late by more than they take
+# Sleeps are late, which is made up for; short ones would be late by more than they take.
+_LATE_S, _AHEAD_S = 0.01, 0.002
 
 
 class ThrottledStore:
     """See `hicache.storage.base.PageStore`. Any thread may call any method.
 
-    `bytes_per_s`: of all readers together. `keeps`: whether it takes what is written; else that is forgotten.
+    `bytes_per_s`: of all readers together. `keeps`: whether it has from then on what is written, which takes as long as
+    reading it; else that is forgotten at once.
     """
 
     def __init__(self) -> None:
-        self.bytes_per_s, self.keeps = math.inf, True
-        self._pages: dict[bytes, PageBuffer] = {}
+        self.bytes_per_s, self.keeps = math.inf, False
+        self._keys, self._page = set[bytes](), np.zeros(0, np.uint8)
         self._lock, self._goes = threading.Lock(), threading.Event()
         self._free_at_s, self._left_bytes = 0.0, math.inf
         self._goes.set()
+
+    def fill(self, keys: Iterable[bytes]) -> None:
+        """Have these alone."""
+        self._keys = {*keys}
 
     def stop_after(self, num_bytes: float) -> None:
         """Bring so many bytes more, and nothing until `go_on`."""
@@ -43,9 +50,9 @@ class ThrottledStore:
             self._goes.set()
 
     @property
-    def num_bytes(self) -> int:
-        """Of all pages."""
-        return sum(page.nbytes for page in self._pages.values())
+    def page_bytes(self) -> int:
+        """Of one page; 0 before the first was written."""
+        return self._page.nbytes
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
@@ -55,25 +62,28 @@ class ThrottledStore:
         """Copies from and to any memory."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        return [key in self._pages for key in keys]
+        return [key in self._keys for key in keys]
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
     ) -> list[bool]:
         found = []
         for key, buffer in zip(keys, buffers, strict=True):
-            page = self._pages.get(key)
-            found.append(page is not None and page.nbytes == buffer.nbytes)
-            if page is not None and found[-1]:
-                buffer[:] = page
-                self._pace(page.nbytes)
+            found.append(key in self._keys and self._page.nbytes == buffer.nbytes)
+            if found[-1]:
+                buffer[:] = self._page
+                self._pace(buffer.nbytes)
         return found
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
-        if self.keeps:
-            self._pages.update((key, page.copy()) for key, page in items if key not in self._pages)
+        for key, page in items:
+            if not self._page.nbytes:
+                self._page = page.copy()
+            if self.keeps:
+                self._pace(page.nbytes)
+                self._keys.add(key)
         return [True] * len(items)
 
     def touch(self, keys: Sequence[bytes]) -> None:
@@ -83,10 +93,13 @@ class ThrottledStore:
         return True
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        return sum(self._pages.pop(key, None) is not None for key in keys)
+        known = self._keys.intersection(keys)
+        self._keys -= known
+        return len(known)
 
     def stats(self) -> StoreStats:
-        return StoreStats(entries=len(self._pages), live_bytes=self.num_bytes, budget_bytes=1 << 50)
+        num_bytes = len(self._keys) * self.page_bytes
+        return StoreStats(entries=len(self._keys), live_bytes=num_bytes, budget_bytes=1 << 50)
 
     def thread_read_errors(self) -> int:
         return 0

@@ -24,7 +24,7 @@ from hicache.build.packing import packer_of, place_bytes
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.config.engine import KvPacking
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.tiers import FULL
 from hicache.transfer import TransferBackend, TransferOp
 

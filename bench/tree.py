@@ -20,8 +20,8 @@ import torch
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.tiers import FULL
-from hicache.tree import PageHasher, RadixTree
-from hicache.tree.key import Tokens
+from hicache.tree.core import RadixTree
+from hicache.tree.key import PageHasher, Tokens
 
 NAME = "tree"
 DESCRIPTION = "match, insert and evict in the prefix tree, against memcmp and across sizes"

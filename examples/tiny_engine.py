@@ -139,7 +139,7 @@ class TinyEngine:
 
     def load(self, lease: Lease, end: int) -> None:
         """Host to device: positions [tree_len, end).
-        `hicache/flow/restore.py: Restore.start` submits the copies and returns;
+        `hicache/flow/restore.py: Restore.submit_load` submits the copies and returns;
         each layer of the forward pass waits for its own."""
         for start in range(lease.tree_len, end, PAGE):
             self.device[lease.slots[start : start + PAGE]] = self.host[self.index.pages[lease.keys[start // PAGE]]]

@@ -61,15 +61,15 @@ from hicache.errors import TraceError as TraceError
 from hicache.errors import TransferBusy as TransferBusy
 from hicache.errors import TransferError as TransferError
 from hicache.errors import UnsupportedModel as UnsupportedModel
-from hicache.eviction import EvictionStrategy as EvictionStrategy
-from hicache.eviction import FIFOStrategy as FIFOStrategy
-from hicache.eviction import FILOStrategy as FILOStrategy
-from hicache.eviction import LFUStrategy as LFUStrategy
-from hicache.eviction import LRUStrategy as LRUStrategy
-from hicache.eviction import MRUStrategy as MRUStrategy
-from hicache.eviction import PriorityStrategy as PriorityStrategy
-from hicache.eviction import SLRUStrategy as SLRUStrategy
-from hicache.eviction import get_eviction_strategy as get_eviction_strategy
+from hicache.eviction.orders import EvictionStrategy as EvictionStrategy
+from hicache.eviction.policy import FIFOStrategy as FIFOStrategy
+from hicache.eviction.policy import FILOStrategy as FILOStrategy
+from hicache.eviction.policy import LFUStrategy as LFUStrategy
+from hicache.eviction.policy import LRUStrategy as LRUStrategy
+from hicache.eviction.policy import MRUStrategy as MRUStrategy
+from hicache.eviction.policy import PriorityStrategy as PriorityStrategy
+from hicache.eviction.policy import SLRUStrategy as SLRUStrategy
+from hicache.eviction.policy import get_eviction_strategy as get_eviction_strategy
 from hicache.kernels.alloc_extend import alloc_extend_naive as alloc_extend_naive
 from hicache.kernels.paged_attention import contiguous_to_paged as contiguous_to_paged
 from hicache.kernels.paged_attention import paged_attention_forward as paged_attention_forward
@@ -115,8 +115,8 @@ from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreUnavailable as StoreUnavailable
 from hicache.storage.urls import open_store as open_store
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter
-from hicache.tree import AllBlocksCleared as AllBlocksCleared
-from hicache.tree import BlockRemoved as BlockRemoved
-from hicache.tree import BlockStored as BlockStored
+from hicache.tree.events import AllBlocksCleared as AllBlocksCleared
+from hicache.tree.events import BlockRemoved as BlockRemoved
+from hicache.tree.events import BlockStored as BlockStored
 
 __version__: str

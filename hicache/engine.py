@@ -12,21 +12,14 @@ import numpy.typing as npt
 import torch
 
 from hicache.config import PrefetchMode
-from hicache.errors import (
-    DuplicateRequest,
-    ForeignLease,
-    InvariantError,
-    LeaseEnded,
-    ResourceExhausted,
-)
+from hicache.errors import DuplicateRequest, ForeignLease, InvariantError, LeaseEnded, ResourceExhausted
 from hicache.flow.admit import Admit
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
-from hicache.flow.handle import Prefetch
-from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult
-from hicache.flow.lookup import look_up
+from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
+from hicache.flow.located import look_up
 from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher

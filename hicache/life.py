@@ -1,5 +1,5 @@
-"""The life of an engine: its threads, who may call it and when, and its end; and what is read of it at any time. Ranks
-beside the engine."""
+"""The life of an engine: its threads, who may call it and when, and its end; and what is read of it at any time. What
+`CacheEngine` is made on: it knows no movement."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from typing import Concatenate, ParamSpec, TypeVar
 from hicache.device.base import KVCache
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import ConcurrentCall, DoubleFree, HiCacheError, InvalidArgument, InvariantError, NotRunning
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.storage.owner import OwnerProcess
-from hicache.stores import StoreTier
+from hicache.stores.tier import StoreTier
 from hicache.tiers import SWA
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter

@@ -24,7 +24,7 @@ SECONDS_BOUNDS = tuple(1e-5 * 2**k for k in range(23))
 
 # What a name ends with.
 UNITS = (
-    *("bytes_per_second", "tokens_per_second", "bytes", "seconds", "ratio"),
+    *("bytes_per_second", "tokens_per_second", "writes_per_day", "bytes", "seconds", "ratio"),
     *("tokens", "pages", "states", "nodes", "runs", "windows", "blocks", "batches"),
     *("requests", "attempts", "leases", "loads", "copies", "reads", "jobs", "evictions"),
     *("failures", "errors", "opens", "retries", "touches", "state", "flag"),

@@ -56,6 +56,9 @@ class StoreCorrupt(StoreUnavailable):
         super().__init__(message)
 
 
+_DAY_S, _LEAST_S = 86400, 3600
+
+
 @dataclass(frozen=True)
 class StoreStats:
     """A snapshot. Counters start at zero when the store is opened; sizes are those after the last commit. What a store
@@ -65,7 +68,8 @@ class StoreStats:
     `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages that
     were put, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
     `write_errors`: I/O calls that failed, after which callers pause; no room is a failure only if bytes were sent to
-    learn of it. `read_only`: a write failed, and no page is stored until `reopen` succeeds.
+    learn of it. `drive_bytes`: size of the file system that has the files. `open_seconds`: whole ones, since the store
+    was opened. `read_only`: a write failed, and no page is stored until `reopen` succeeds.
     """
 
     entries: int = 0
@@ -82,7 +86,16 @@ class StoreStats:
     corrupt: int = 0
     read_errors: int = 0
     write_errors: int = 0
+    drive_bytes: int = 0
+    open_seconds: int = 0
     read_only: bool = False
+
+    @property
+    def drive_writes_per_day(self) -> float:
+        """Times that what was put fills the drive in a day, since the store was opened, which counts as an hour at
+        least; 0 where the drive's size is not known."""
+        drive_seconds = self.drive_bytes * max(_LEAST_S, self.open_seconds)
+        return self.put_bytes_stored * _DAY_S / drive_seconds if drive_seconds else 0.0
 
 
 # Later attempts at the same path would fail as well.

@@ -88,6 +88,7 @@ class LmdbPageStore(PageReads):
         super().__init__(files, codecs, cipher)
         self.rebuilt_pages, self._writing = files.rebuilt_pages, threading.Lock()
         self._on_removed, self._kept = on_removed, set[bytes]()  # by the `put` that is under way
+        self._opened_s = time.monotonic()
         try:
             self._writer = GroupWriter(
                 files, self._corrupt, self._counters, self._note_removed, shares_budget=shares_budget
@@ -149,6 +150,7 @@ class LmdbPageStore(PageReads):
     def stats(self) -> StoreStats:
         writer, budget_bytes = self._writer, self._files.record.budget_bytes
         now = {**writer.sizes._asdict(), "file_bytes": writer.file_bytes, "read_only": writer.read_only}
+        now |= {"drive_bytes": self._files.drive_bytes, "open_seconds": int(time.monotonic() - self._opened_s)}
         return dataclasses.replace(self._counters.now, budget_bytes=budget_bytes, **now)
 
     def faults(self, pages: StoreFiles, progress: Callable[[int], None] = lambda _: None) -> Iterator[Fault]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,8 +43,9 @@ class StoreFiles:
     `reading` from any thread, everything else from the writer. The index may be closed or replaced while threads read:
     an LMDB buffer is an address in its map, and accessing it after the map is gone ends the process. So that waits
     until no reader is inside, and keeps new ones out. `rebuilt_pages`: how many pages the index had when it was built
-    anew by this opening, None if it was sealed. `recorded`: how the store was opened before. `keeps_index`: see
-    `LmdbPageStore`. Raises `StoreError` and its subclasses; then nothing stays locked or open.
+    anew by this opening, None if it was sealed. `drive_bytes`: size of the file system. `recorded`: how the store was
+    opened before. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and its subclasses; then nothing stays locked
+    or open.
     """
 
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
@@ -58,6 +60,7 @@ class StoreFiles:
                 self.recorded = _record(path, record)
                 self.slot_files = held.enter_context(contextlib.closing(SlotFiles(path, record.page_sizes)))
                 sync_directory(path)
+                self.drive_bytes = shutil.disk_usage(path).total
                 self.index = Index(record.budget_bytes)
                 held.callback(self._close_index)
                 self._open_index(keeps_index=keeps_index)

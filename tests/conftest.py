@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 import hicache.build.store_tiers
 import hicache.integrations.server_store
 import programs
-from hicache.stores import open_tier
+from hicache.stores.tier import open_tier
 
 # Tests are many and small: threads of torch that wait for each other cost more than they bring, most on busy cores.
 torch.set_num_threads(1)

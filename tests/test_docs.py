@@ -106,13 +106,13 @@ def test_results_are_those_that_the_page_of_performance_names() -> None:
 
 
 def test_missed_targets_are_named() -> None:
-    """Of each case of a server that missed its target the page of performance has the ratio, in bold."""
+    """Of each case of a server that missed its target the page of performance says so, in bold."""
     page = (ROOT / "docs/performance.md").read_text()
     for path in (ROOT / "bench/results").glob("servers-*.json"):
         for case in read_report(path).cases:
             if case.note.startswith("target missed"):
-                row = next(line for line in page.splitlines() if line.startswith(f"| `{case.name.split('.', 2)[2]}`"))
-                assert "**missed**" in row, case.name
+                rows = [line for line in page.splitlines() if line.startswith(f"| `{case.name.split('.', 2)[2]}`")]
+                assert any("**missed**" in row for row in rows), case.name
 
 
 def test_settings_of_servers_are_taken() -> None:

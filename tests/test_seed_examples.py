@@ -43,7 +43,7 @@ from hicache import (
     TokenToKVPoolAllocator,
     kernels,
 )
-from hicache.config import custom_mem_pool
+from hicache.config.environment import custom_mem_pool
 from hicache.errors import ConfigError, ShapeError
 from hicache.kernels.paged_attention import paged_attention_forward
 

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import ConfigError, HiCacheError, InvariantError, ShapeError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.prefix_cache.tensor_cache import HiCache
 from hicache.prefix_cache.tensor_header import TensorHeader
 from hicache.storage import StoreMismatch, open_existing

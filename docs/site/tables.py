@@ -21,7 +21,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hicache import DiskConfig, EngineConfig, build_engine
-from hicache.config import SECTIONS, VARIABLES
+from hicache.config import SECTIONS
+from hicache.config.environment import VARIABLES
 from hicache.config.settings import Choice, Number, Setting, Size, Whole, settings_of
 from hicache.console import sized
 from hicache.integrations.load_gate import GatedStoreConfig

@@ -16,7 +16,7 @@ import torch
 
 from hicache.alloc.on_host import ascending
 from hicache.alloc.owned import OwnedPages
-from hicache.config import debug_checks, kernel_choice
+from hicache.config.environment import debug_checks, kernel_choice
 from hicache.errors import ConfigError, InvariantError, ShapeError
 from hicache.metrics import PoolStats, Pressure, memory_pressure, pool_stats
 from hicache.tiers import joined

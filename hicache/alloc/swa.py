@@ -72,7 +72,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._mapping_by_page = self.full_to_swa_index_mapping[: (num_pages + 1) * page_size].view(-1, page_size)
         # The first window slot of every page; on the CPU by numpy, which reads a few of them much faster.
         self._first_on_host = self._mapping_by_page[:, 0].numpy() if self._mapping_by_page.is_cpu else None
-        self.size_swa = size_swa
+        self.size_swa, self._num_unmapped = size_swa, 0
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         if kvcache is not None:
             kvcache.register_mapping(self.full_to_swa_index_mapping)
@@ -192,6 +192,19 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         mapping[to_slots] = window_slots
         mapping[from_slots] = 0
 
+    def unmap(self, full_slots: torch.Tensor) -> torch.Tensor:
+        """The window slots of mapped full slots, whole pages of them, which are unmapped then: the caller's, until
+        `free_unmapped`. No wait for the device."""
+        window_slots = self.full_to_swa_index_mapping[full_slots]
+        self.full_to_swa_index_mapping[full_slots] = 0
+        self._num_unmapped += full_slots.numel()
+        return window_slots
+
+    def free_unmapped(self, window_slots: torch.Tensor) -> None:
+        """Free what `unmap` returned."""
+        self.swa_attn_allocator.free_run(window_slots)
+        self._num_unmapped -= window_slots.numel()
+
     def free_group_begin(self) -> None:
         self.full_attn_allocator.free_group_begin()
         self.swa_attn_allocator.free_group_begin()
@@ -206,6 +219,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self.full_attn_allocator.clear()
         self.swa_attn_allocator.clear()
         self.full_to_swa_index_mapping.zero_()
+        self._num_unmapped = 0
 
     def backup_state(self) -> SWAAllocatorState:
         full, swa = self.full_attn_allocator.backup_state(), self.swa_attn_allocator.backup_state()
@@ -256,7 +270,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 violations.append(f"{name} slots {stale[:8].tolist()} are free and mapped")
         window_pages = (window_slots // self.page_size).unique().numel()
         taken = self.swa_attn_allocator.num_pages - self.swa_available_size() // self.page_size
-        if window_pages != taken:
+        if window_pages + self._num_unmapped // self.page_size != taken:
             violations.append(f"{taken} window pages are allocated, and {window_pages} are mapped")
         if violations:
             raise InvariantError(type(self).__name__, violations)

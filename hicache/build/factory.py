@@ -18,7 +18,8 @@ from hicache.alloc import (
 from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, given_stores
-from hicache.config import EngineConfig, default_write_policy, kernel_choice
+from hicache.config import EngineConfig, default_write_policy
+from hicache.config.environment import kernel_choice
 from hicache.device import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -33,24 +34,32 @@ from hicache.device import (
 from hicache.device.base import SlotSpace
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
-from hicache.flow.components import COMPONENTS, CacheComponent, EngineParts, HostLink
+from hicache.flow.components import COMPONENTS
+from hicache.flow.components.base import CacheComponent, EngineParts, HostLink
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host import RUN_TOKENS, ExclusiveIndex, HostPagePool, HostRun, PageIndex
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.index import PageIndex
 from hicache.host.memory import available_bytes
+from hicache.host.pool import HostPagePool
+from hicache.host.run import RUN_TOKENS, HostRun
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.storage import PageStore
-from hicache.stores import namespace_digest
+from hicache.stores.page_format import namespace_digest
 from hicache.tiers import FULL, MAMBA, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree import EventLog, PageHasher, RadixTree, TreeComponent, TreeNode
+from hicache.tree.components import TreeComponent
+from hicache.tree.core import RadixTree
+from hicache.tree.events import EventLog
+from hicache.tree.key import PageHasher
 from hicache.tree.names import PageNames
+from hicache.tree.node import TreeNode
 
 
 def build_engine(
@@ -71,14 +80,13 @@ def build_engine(
     seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
-    device, host_setting = _device(config.device), "host_ratio" if config.host_ratio else "host_bytes"
+    device = _device(config.device)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
     given = given_stores(config, store, remote)
     present = _present(config, model, components)
     has_stores = bool(given) or config.disk is not None or config.remote is not None
     if config.write_policy == "auto":
-        chosen = default_write_policy(has_stores=has_stores, num_components=len(present))
-        config = dataclasses.replace(config, write_policy=chosen)
+        config = dataclasses.replace(config, write_policy=default_write_policy(has_stores=has_stores))
     write_policy = make_write_policy(config)
     table = _table(config, model, device)
     pool = _pool(config, model, device, table) if isinstance(model, ModelGeometry) else _fitting(config, model, device)
@@ -87,7 +95,7 @@ def build_engine(
     page, metrics = config.cache_page_size, Metrics()
     events = EventLog() if config.kv_events else None
     watch = HostWatch(metrics, page, has_stores=has_stores, events=events) if config.has_host else None
-    links = _links(config, list(present.values()), spaces, host_setting, watch, write_policy.is_exclusive)
+    links = _links(config, list(present.values()), spaces, watch, write_policy.is_exclusive)
     packed = {name: link.packing for name, link in links.items() if link.packing is not None}
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
@@ -96,13 +104,13 @@ def build_engine(
         return index is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in index
 
     others = [found for found in present.values() if found.name != FULL]
-    tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host)
-    parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics, {})
+    goes_below = config.has_host and write_policy.at_eviction
+    tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host, goes_below=goes_below)
+    parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
-    hosts = {component.name: component.host for component in built if component.has_host}
-    stores = build_stores(config, given, layouts, packed, hosts, metrics, tells_removed=events is not None)
+    stores = build_stores(config, given, links, metrics, tells_removed=events is not None)
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)
@@ -227,12 +235,11 @@ def _links(
     config: EngineConfig,
     tree_components: Sequence[TreeComponent],
     spaces: dict[Component, SlotSpace],
-    setting: str,
     watch: HostWatch | None,
     is_exclusive: bool,
 ) -> dict[Component, HostLink]:
-    """How each component moves between device and host. `setting`: what gave the bytes of the host tier; `watch`: told
-    of full pages that come and leave. `is_exclusive`: the host drops first what the device has."""
+    """How each component moves between device and host. `watch`: told of full pages that come and leave.
+    `is_exclusive`: the host drops first what the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -252,7 +259,6 @@ def _links(
                 shares[name],
                 pin=space.device.type == "cuda",
                 device=space.device,
-                setting=setting,
                 shared=config.disk is not None or config.remote is not None,
                 page_bytes=page_bytes[name],
             )

@@ -16,7 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-from hicache.config import EngineConfig, kernel_choice
+from hicache.config import EngineConfig
+from hicache.config.environment import kernel_choice
 from hicache.device.base import SlotSpace
 from hicache.errors import ConfigError
 from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat, PagePacker

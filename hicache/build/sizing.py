@@ -15,7 +15,6 @@ device evicts: then there is none. Pinning takes about half a second per GiB, wh
 
 from __future__ import annotations
 
-import bisect
 import dataclasses
 import logging
 import math
@@ -28,13 +27,12 @@ from hicache.build import packing
 from hicache.config import EngineConfig
 from hicache.device.base import KVCache
 from hicache.errors import ConfigError, OutOfMemory
-from hicache.host.memory import RESERVE_BYTES, bytes_of_ratio, free_bytes, require
+from hicache.host.memory import RESERVE_BYTES, free_bytes, require
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
 STATES_PER_REQUEST = 2
 HOST_RATIO = 2
-MAX_TOKENS = 1 << 30  # what the request table addresses
 MAX_PINNED_BYTES = 32 << 30
 _KV_PER_CACHED = 2  # bytes of full attention for each byte of cached windows or states
 _MEMORY_SHARE = 2  # the host tier takes at most 1/2 of the available memory
@@ -138,27 +136,8 @@ def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
     return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
 
 
-def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
-    """Slots of the largest device tier of `model`, in whole cache pages, whose pools take at most `budget` bytes; 0 if
-    not even a page fits. `config`: what else determines the pools; its device_tokens do not count."""
-    page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
-
-    def fits(num_pages: int) -> bool:
-        sized = dataclasses.replace(config, device_tokens=num_pages * page)
-        if model.window_layers:
-            sized = dataclasses.replace(sized, window_tokens=window_tokens(sized, model.window, rows))
-        if rows.state:
-            sized = dataclasses.replace(sized, mamba_size=mamba_size(sized, rows))
-        return device_bytes(sized, rows) <= budget
-
-    bound = max(0, min(most, budget // rows.full)) // page  # what is above may not fit
-    return page * bisect.bisect_left(range(1, bound + 1), True, key=lambda num_pages: not fits(num_pages))
-
-
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
     """Bytes of the host tier, 0 for none. `minimum`: a page of each of its pools and their sinks."""
-    if config.host_ratio:
-        return bytes_of_ratio(config.host_ratio, device_bytes, available)
     on_cuda = config.device.startswith("cuda")
     if config.host_bytes == "free":
         return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)
@@ -223,7 +202,7 @@ def _with_host(
         return config
     total = host_bytes(config, device_bytes, 2 * (sum(page_bytes) + state_bytes), available)
     states = host_states(config, total, page_bytes[0], state_bytes) if total and state_bytes else config.host_states
-    return dataclasses.replace(config, host_bytes=total, host_ratio=0.0, host_states=states)
+    return dataclasses.replace(config, host_bytes=total, host_states=states)
 
 
 def _pages(tokens: int, page: int) -> int:

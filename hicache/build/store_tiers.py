@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from hicache.config import EngineConfig, RemoteConfig
+from hicache.config.secret import key_of
 from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
-from hicache.kernels.pack import PackFormat
-from hicache.layout import PoolLayout
+from hicache.flow.components.base import HostLink
+from hicache.host.pool import HostPagePool
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.stores import StoreTier, given_tier, identity_of, key_of, open_tier, page_filter
-from hicache.stores.tier import JOB_PAGES
+from hicache.stores.page_format import identity_of, page_filter
+from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
 from hicache.tiers import REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
@@ -32,37 +32,48 @@ _ONE_READER = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.I
 _REMOTE_READERS = 4
 _MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
 
-_Layouts = dict[Component, PoolLayout]
-_Hosts = dict[Component, HostPagePool]
-_Packed = dict[Component, PackFormat]
+
+class _HostPages:
+    """The host pages of all components, which stores get. `formats`: by size; where two share one, the first decides.
+    `num_bytes`: of all, `largest_bytes`: of one."""
+
+    def __init__(self, config: EngineConfig, links: Mapping[Component, HostLink]) -> None:
+        self.hosts = [link.host for link in links.values() if link.host is not None]
+        layouts = {name: link.space.layout for name, link in links.items()}
+        packed = {name: link.packing for name, link in links.items() if link.packing is not None}
+        self.identity, formats = identity_of(config, layouts, packed), dict[int, PageFormat]()
+        for name, host in zip(links, self.hosts, strict=True):
+            filter = page_filter(layouts[name], is_packed=name in packed)
+            formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))
+        self.formats = list(formats.values())
+        self.num_bytes = sum(host.page_bytes * host.num_pages for host in self.hosts)
+        self.largest_bytes = max(formats)
 
 
 def build_stores(
     config: EngineConfig,
     given: Mapping[Store, PageStore],
-    layouts: _Layouts,
-    packed: _Packed,
-    hosts: _Hosts,
+    links: Mapping[Component, HostLink],
     metrics: Metrics,
     *,
     tells_removed: bool,
 ) -> dict[Store, StoreTier]:
     """The tiers that an engine has, in the order in which reads ask them. `given`: stores of the caller, which closes
-    them. `packed`: the formats of those components whose pages are packed. `tells_removed`: answers of writes name the
-    pages that the disk lost."""
-    stores: dict[Store, StoreTier] = {}
+    them. `tells_removed`: answers of writes name the pages that the disk lost."""
+    if config.disk is None and config.remote is None and not given:
+        return {}
+    pages, stores = _HostPages(config, links), dict[Store, StoreTier]()
     try:
         for store, of_caller in given.items():
             if store.is_disk:
-                stores[store] = given_tier(of_caller, _disk_settings(config, hosts, store))
+                stores[store] = given_tier(of_caller, _disk_settings(config, pages, store))
         for number, url in enumerate(() if config.disk is None else config.disk.urls, 1):
-            disk = Store(number)
-            stores[disk] = _disk(config, disk, url, layouts, packed, hosts, tells_removed=tells_removed)
+            stores[Store(number)] = _disk(config, Store(number), url, pages, tells_removed=tells_removed)
         if config.remote is not None or REMOTE in given:
-            stores[REMOTE] = _remote(config, given.get(REMOTE), layouts, packed, hosts)
+            stores[REMOTE] = _remote(config, given.get(REMOTE), pages)
         for store, tier in stores.items():
             tier.register(metrics, "disk" if store.is_disk else "remote", store.labels)
-            for host in hosts.values():
+            for host in pages.hosts:
                 tier.share(host.arena.descriptor, _bytes_of(host))
     except BaseException:
         for tier in stores.values():
@@ -89,41 +100,15 @@ def given_stores(
     return given if remote is None else {**given, REMOTE: remote}
 
 
-def _formats(layouts: _Layouts, packed: _Packed, hosts: _Hosts) -> list[PageFormat]:
-    """Of the host pages of all components; where two share a size, the first decides."""
-    formats: dict[int, PageFormat] = {}
-    for name, host in hosts.items():
-        filter = page_filter(layouts[name], is_packed=name in packed)
-        formats.setdefault(host.page_bytes, PageFormat(host.page_bytes, filter))
-    return list(formats.values())
-
-
-def _disk(
-    config: EngineConfig,
-    store: Store,
-    url: str,
-    layouts: _Layouts,
-    packed: _Packed,
-    hosts: _Hosts,
-    *,
-    tells_removed: bool,
-) -> StoreTier:
-    disk = config.disk
+def _disk(config: EngineConfig, store: Store, url: str, pages: _HostPages, *, tells_removed: bool) -> StoreTier:
+    disk, settings = config.disk, _disk_settings(config, pages, store)
     assert disk is not None
-    request = StoreRequest(
-        url,
-        identity_of(config, layouts, packed),
-        _formats(layouts, packed, hosts),
-        key_of(disk),
-        tells_removed,
-        _disk_settings(config, hosts, store),
-    )
-    largest_bytes = max(host.page_bytes for host in hosts.values())
-    job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // largest_bytes))
+    request = StoreRequest(url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
+    job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // pages.largest_bytes))
     return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)
 
 
-def _disk_settings(config: EngineConfig, hosts: _Hosts, store: Store) -> ServiceSettings:
+def _disk_settings(config: EngineConfig, pages: _HostPages, store: Store) -> ServiceSettings:
     advanced = config.advanced
     limits = Limits(
         io_timeout_s=advanced.disk_io_timeout_s,
@@ -135,8 +120,7 @@ def _disk_settings(config: EngineConfig, hosts: _Hosts, store: Store) -> Service
         name=store.name,
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
-        # What may be locked on its way to the store.
-        full_bytes=sum(host.page_bytes * host.num_pages for host in hosts.values()) // 2,
+        full_bytes=pages.num_bytes // 2,  # what may be locked on its way to the store
         limits=limits,
     )
 
@@ -145,17 +129,14 @@ def num_remote_readers(remote: RemoteConfig) -> int:
     return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
 
 
-def _remote(
-    config: EngineConfig, store: PageStore | None, layouts: _Layouts, packed: _Packed, hosts: _Hosts
-) -> StoreTier:
+def _remote(config: EngineConfig, store: PageStore | None, pages: _HostPages) -> StoreTier:
     remote, advanced = config.remote or RemoteConfig(url="given:"), config.advanced
-    largest_bytes = max(host.page_bytes for host in hosts.values())
-    job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // largest_bytes))
+    job_pages = max(1, min(_MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES // pages.largest_bytes))
     settings = ServiceSettings(
         name="remote",
         readers=num_remote_readers(remote),
         queue_jobs=advanced.disk_queue_jobs,
-        full_bytes=int(remote.backup_share * sum(host.page_bytes * host.num_pages for host in hosts.values())),
+        full_bytes=int(remote.backup_share * pages.num_bytes),
         part_bytes=_REMOTE_JOB_BYTES,
         gives_way=True,
         limits=Limits(
@@ -166,11 +147,10 @@ def _remote(
         ),
     )
     if store is not None:
-        for host in hosts.values():
+        for host in pages.hosts:
             store.register_memory(_bytes_of(host))
         return given_tier(store, settings, job_pages=job_pages)
-    formats, identity = _formats(layouts, packed, hosts), identity_of(config, layouts, packed)
-    request = StoreRequest(remote.url, identity, formats, key_of(remote), settings=settings)
+    request = StoreRequest(remote.url, pages.identity, pages.formats, key_of(remote), settings=settings)
     return open_tier(request, in_process=remote.transport == "inline", job_pages=job_pages)
 
 

@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-from hicache.config import SECTIONS, VARIABLES, EngineConfig, Variable
+from hicache.config import SECTIONS, EngineConfig
+from hicache.config.environment import VARIABLES, Variable
 from hicache.config.settings import settings_of
 from hicache.console import columns
 

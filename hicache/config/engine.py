@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from hicache.config.environment import dtype_named
@@ -33,7 +32,7 @@ from hicache.config.settings import (
     settle,
     short_repr,
 )
-from hicache.config.stores import MAX_S, DiskConfig, RemoteConfig
+from hicache.config.stores import MAX_S, Auto, DiskConfig, RemoteConfig
 from hicache.console import path_flag
 from hicache.errors import ConfigError
 
@@ -42,7 +41,6 @@ if TYPE_CHECKING:
 
 PrefetchMode = Literal["auto", "best_effort", "wait_complete", "timeout"]
 KvPacking = Literal["off", "auto", "3", "4"]
-Auto = Literal["auto"]
 Free = Literal["free"]
 
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
@@ -79,10 +77,10 @@ class AdvancedConfig:
             )
 
 
-def default_write_policy(*, has_stores: bool, num_components: int = 1) -> str:
+def default_write_policy(*, has_stores: bool) -> str:
     """The write policy where none is given: device and host hold different pages, unless the host is shared with others
-    through a store, which then has what a request computed soon, or the model has windows or states."""
-    return "write_through" if has_stores or num_components > 1 else "exclusive"
+    through a store, which then has what a request computed soon."""
+    return "write_through" if has_stores else "exclusive"
 
 
 def host_order(eviction_policy: str, write_policy: str) -> str:
@@ -109,9 +107,6 @@ class EngineConfig:
             computed_from="twice the device tier, half of the available memory, and 32 GiB where it is pinned for CUDA",
         ),
     ] = "auto"
-    host_ratio: Annotated[
-        float, Number("host tier as a multiple of the device tier, in place of host_bytes", 0, 1e6, unit="times")
-    ] = 0.0
     page_size: Annotated[int, Tokens("device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
     host_page_size: Annotated[int, Tokens("host page, the unit of matching, backup and disk", 1, _MAX_PAGE_TOKENS)] = 64
     max_requests: Annotated[int, Whole("requests that run at a time", 1, 1 << 20, unit="requests")] = 64
@@ -132,8 +127,7 @@ class EngineConfig:
         str,
         Text(
             "when pages are backed up to the host: write_through, write_back, exclusive",
-            computed_from="the tiers and the model: exclusive where full attention has a host and no store below it, "
-            "else write_through",
+            computed_from="the tiers: exclusive where a host has no store below it, else write_through",
         ),
     ] = "auto"
     prefetch_mode: Annotated[
@@ -220,8 +214,6 @@ class EngineConfig:
             )
         _at_least("device_tokens", self.device_tokens, self.cache_page_size)
         _at_least("max_context_len", self.max_context_len, self.cache_page_size)
-        if self.host_ratio and self.host_bytes != "auto":
-            raise ConfigError(f"host_ratio={self.host_ratio} with host_bytes={self.host_bytes}: give one of them")
         if self.mamba_track_interval % self.cache_page_size:
             raise ConfigError(
                 f"mamba_track_interval={self.mamba_track_interval} is not a multiple of the cache page of "
@@ -260,7 +252,7 @@ class EngineConfig:
     def require_store_tier(self, name: str = "disk") -> None:
         """`ConfigError` where an engine of this configuration cannot have a tier below the host."""
         if not self.has_host:
-            raise ConfigError(f"the {name} tier needs host pages; set host_bytes to auto or a size, or set host_ratio")
+            raise ConfigError(f"the {name} tier needs host pages; set host_bytes to auto or a size")
         if not self.model_id:
             raise ConfigError(f"the {name} tier needs model_id (a name or digest of the weights) to tell models apart")
 
@@ -275,11 +267,6 @@ class EngineConfig:
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from plain values; `disk` and `advanced` are mappings. `ConfigError` names what is wrong."""
         return cls._of(as_mapping(values, "the configuration"), "the configuration")
-
-    @classmethod
-    def from_yaml(cls, path: str | Path) -> EngineConfig:
-        """Read a YAML mapping of field names; `disk` and `advanced` are mappings. Raises as `from_dict` does."""
-        return cls._of(read_yaml(path), f"the configuration {path}")
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, title: str = "settings") -> None:
@@ -318,8 +305,6 @@ _Nested: TypeAlias = type[DiskConfig | RemoteConfig | AdvancedConfig]
 _NESTED: Mapping[str, _Nested] = {"disk": DiskConfig, "remote": RemoteConfig, "advanced": AdvancedConfig}
 # Every class of settings by the prefix of its names.
 SECTIONS: Mapping[str, type[EngineConfig] | _Nested] = {"": EngineConfig, **_NESTED}
-# Two ways to give one size: the later source wins, whichever of them it uses.
-_ALTERNATIVES = frozenset({"host_bytes", "host_ratio"})
 
 
 def _combined(flags: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
@@ -327,7 +312,7 @@ def _combined(flags: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[d
     if flags.config is not None:
         layers.append(Layer(read_yaml(flags.config), f"file {flags.config}"))
     layers.append(given_flags(flags, SECTIONS))
-    return combine(layers, _NESTED.keys(), _ALTERNATIVES)
+    return combine(layers, _NESTED.keys())
 
 
 def _at_least(name: str, value: int, minimum: int) -> None:

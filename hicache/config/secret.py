@@ -6,7 +6,8 @@ import base64
 import binascii
 from pathlib import Path
 
-from hicache.config import DiskConfig, RemoteConfig, disk_key
+from hicache.config import DiskConfig, RemoteConfig
+from hicache.config.environment import disk_key
 from hicache.errors import ConfigError
 from hicache.storage.cipher import PageCipher
 

@@ -322,18 +322,12 @@ class Layer(NamedTuple):
     source: str = ""
 
 
-def combine(
-    layers: Sequence[Layer], sections: Set[str], alternatives: Set[str]
-) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The values of all layers, the later over the earlier, and the source of each by `name` or `section.name`.
-
-    A layer updates the values of a section one by one. Of `alternatives`, a layer with any of them replaces all.
-    """
+def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any], dict[str, str]]:
+    """The values of all layers, the later over the earlier, and the source of each by `name` or `section.name`. A layer
+    updates the values of a section one by one."""
     values: dict[Any, Any] = {}
     sources: dict[str, str] = {}
     for layer in layers:
-        if alternatives & layer.values.keys():
-            values = {key: value for key, value in values.items() if key not in alternatives}
         for key, value in layer.values.items():
             if key in sections and isinstance(value, Mapping):
                 below = values.get(key)

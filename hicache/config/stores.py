@@ -35,6 +35,7 @@ MAX_STORE_BYTES = 1 << 46
 # What stores of engines and of servers have in common.
 DURABILITY = Choice("relaxed: a power failure may undo the last commits; commit: it does not", get_args(Durability))
 LEVEL = Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
+TRANSPORT = Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport))
 KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64; empty: HICACHE_DISK_KEY, or none")
 
 
@@ -100,10 +101,7 @@ class DiskConfig:
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
-    transport: Annotated[
-        Transport,
-        Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport)),
-    ] = "process"
+    transport: Annotated[Transport, TRANSPORT] = "process"
 
     def __post_init__(self) -> None:
         settle(self, "disk ")
@@ -143,17 +141,13 @@ class RemoteConfig:
     ] = "all"
     backup_share: Annotated[float, Share("maximum share of the host tier that is on its way to the store", 0.01)] = 0.25
     reader_threads: Annotated[
-        int,
-        Whole("threads that read from the store; 0: auto", 0, 256, unit="threads", computed_from="the url", auto=0),
+        int, Whole("threads that read from the store; 0: auto", 0, 256, unit="threads", computed_from="the url", auto=0)
     ] = 0
     io_timeout_s: Annotated[
         float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")
     ] = 2.0
     key_file: Annotated[str, KEY_FILE] = ""
-    transport: Annotated[
-        Transport,
-        Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport)),
-    ] = "process"
+    transport: Annotated[Transport, TRANSPORT] = "process"
 
     def __post_init__(self) -> None:
         settle(self, "remote ")

@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 
 import torch
 
-from hicache.config import debug_checks, kernel_choice
+from hicache.config.environment import debug_checks, kernel_choice
 from hicache.errors import ConfigError, ShapeError
 from hicache.kernels.store_kv import Scale
 from hicache.layout import PoolLayout

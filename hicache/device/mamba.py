@@ -14,7 +14,7 @@ from functools import cached_property
 
 import torch
 
-from hicache.config import debug_checks, kernel_choice, mamba_ssm_dtype
+from hicache.config.environment import debug_checks, kernel_choice, mamba_ssm_dtype
 from hicache.device.base import CpuCopy, LayerWaiter, SlotSpace, rows_from_cpu, rows_to_cpu
 from hicache.device.mapped import ascending
 from hicache.device.memory import allocate_zeros, allocation_region

@@ -13,7 +13,7 @@ from typing import Any, overload
 
 import torch
 
-from hicache.config import CUSTOM_MEM_POOL, custom_mem_pool
+from hicache.config.environment import CUSTOM_MEM_POOL, custom_mem_pool
 from hicache.errors import ConfigError, OutOfMemory
 
 try:

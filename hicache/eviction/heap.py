@@ -23,55 +23,46 @@ I = TypeVar("I", bound=Placed)  # noqa: E741
 
 
 class Heap(Generic[I]):
-    """The lowest entry first. An item is in one heap at a time. Iteration: over items, in no order."""
+    """The lowest entry first: `entries[0]`, if there is any. An item is in one heap at a time. Iteration: over items,
+    in no order."""
 
-    __slots__ = ("_entries",)
+    __slots__ = ("entries",)
 
     def __init__(self) -> None:
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
 
     def __len__(self) -> int:
-        return len(self._entries)
+        return len(self.entries)
 
     def __iter__(self) -> Iterator[I]:
-        return (entry[-1] for entry in self._entries)
-
-    @property
-    def first(self) -> Entry | None:
-        return self._entries[0] if self._entries else None
-
-    @property
-    def lowest(self) -> I:
-        """The item of the first entry; there is one."""
-        item: I = self._entries[0][-1]
-        return item
+        return (entry[-1] for entry in self.entries)
 
     def entry_of(self, item: I) -> Entry:
-        return self._entries[item.at]
+        return self.entries[item.at]
 
     def push(self, entry: Entry) -> None:
-        self._entries.append(entry)
-        self._rise(len(self._entries) - 1, entry)
+        self.entries.append(entry)
+        self._rise(len(self.entries) - 1, entry)
 
     def replace(self, entry: Entry) -> None:
         """The entry of its item, from now on."""
         self._rise(self._sink(entry[-1].at), entry)
 
     def remove(self, item: I) -> None:
-        at, last = item.at, self._entries.pop()
+        at, last = item.at, self.entries.pop()
         item.at = NO_ENTRY
-        if at < len(self._entries):
+        if at < len(self.entries):
             self._rise(self._sink(at), last)
 
     def replace_all(self, entries: Iterable[Entry]) -> None:
         """Others for all items."""
-        self._entries = sorted(entries)
-        for at, entry in enumerate(self._entries):
+        self.entries = sorted(entries)
+        for at, entry in enumerate(self.entries):
             entry[-1].at = at
 
     def _sink(self, at: int) -> int:
         """Fill the empty place with the lower of its children, theirs with theirs; returns the place that is left."""
-        heap, end = self._entries, len(self._entries)
+        heap, end = self.entries, len(self.entries)
         while (child := 2 * at + 1) < end:
             if child + 1 < end and heap[child + 1] < heap[child]:
                 child += 1
@@ -82,7 +73,7 @@ class Heap(Generic[I]):
 
     def _rise(self, at: int, entry: Entry) -> None:
         """Put `entry` into the empty place, or as far above it as it is lower than what is there."""
-        heap = self._entries
+        heap = self.entries
         while at and entry < (above := heap[(at - 1) >> 1]):
             heap[at] = above
             above[-1].at = at

@@ -181,11 +181,10 @@ class _Own(Generic[R]):
 
     def next_turn(self) -> Entry | None:
         """When the next of its records is to leave."""
-        first, kept = self.records.first, self.turns.first
-        return first if kept is None or (first is not None and first[:-1] <= kept[:-1]) else kept
-
-    def turn_of(self, record: R) -> Entry:
-        return self.records.entry_of(record) if record.keep is None else self.turns.entry_of(record.keep)
+        records, turns = self.records.entries, self.turns.entries
+        if turns and not (records and records[0][:-1] <= turns[0][:-1]):
+            return turns[0]
+        return records[0] if records else None
 
 
 class EvictionOrder(Generic[R]):
@@ -295,8 +294,8 @@ class EvictionOrder(Generic[R]):
         if self._generation != self.policy.generation:
             self._generation = self.policy.generation
             self._rank_again()
-        while (turn := self._turns.first) is not None:
-            record: R = turn[-1].records.lowest
+        while turns := self._turns.entries:
+            record: R = turns[0][-1].records.entries[0][-1]
             if self._is_evictable(record):
                 self._victim = record
                 return record
@@ -331,7 +330,8 @@ class EvictionOrder(Generic[R]):
         """The victim leaves. If that is for another one, which is kept, that owes so much less; once it has paid, its
         next turn is when the first that left for it would have left."""
         own = self._owns[record.owner.namespace]
-        turn, first = own.turn_of(record), own.turns.first
+        turn = own.records.entry_of(record) if record.keep is None else own.turns.entry_of(record.keep)
+        first = next(iter(own.turns.entries), None)
         self._leave(record)
         if first is not None and first[-1] is not record.keep and first < turn:
             keep: Keep = first[-1]

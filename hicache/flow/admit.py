@@ -14,17 +14,17 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
-from hicache.flow.admit_counters import AdmitCounters
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import Admission, CacheComponent
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
+from hicache.flow.counters import AdmitCounters
 from hicache.flow.exchange import Exchange, sources_of
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.host import HostRun, RunPart, within
+from hicache.host.run import HostRun, RunPart
 from hicache.tiers import FULL, REMOTE, Component, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
@@ -55,7 +55,7 @@ class Admit:
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         self._prompts = prompts
-        self.exchange = Exchange(context, restore, eviction) if context.exchanges else None
+        self.exchange = Exchange(context, restore, eviction) if context.exclusive is not None else None
         self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
         context.metrics.gauge(
@@ -81,7 +81,7 @@ class Admit:
             self.exchange.wait()
 
     def _acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool) -> Lease:
-        context, tree = self._context, self._context.tree
+        context = self._context
         if self.exchange is not None:
             self.exchange.require_idle(request.request_id)
         for component in context.components:
@@ -91,35 +91,30 @@ class Admit:
             component.refuse_now(admission)
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
-        if admission.loads and not self._restore.can_start():
+        if admission.loads and not self._restore.can_submit():
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
         if self._restore.has_failed(admission.match.nodes):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
         if self.exchange is not None and located is not None and self.exchange.require(request, admission, located):
             admission, located, estimate = self._count(request, num_delayed)
 
-        node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
-        for component in context.components:
-            component.trim(node, ahead)
-        lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
-        lease.length = admission.end
-        full_len = admission.match.full_len if located is None else located.host_end * tree.page_size
-        lease.branching_len = full_len if full_len > admission.length else 0
         with ExitStack() as undo:
-            undo.callback(self._restore.free, lease)
-            tree.lock(node, ahead)
-            undo.callback(lambda: tree.unlock(lease.node, admission.length - lease.node.depth_tokens))
+            lease = self._restore.pin(request, admission, undo)
+            lease.length = admission.end
+            full_len = admission.match.full_len if located is None else located.host_end * context.tree.page_size
+            lease.branching_len = full_len if full_len > admission.length else 0
             with ExitStack() as held:
                 parts = dict[Component, list[RunPart]]()
                 if located is not None:
                     lease.keys = located.prompt.keys
-                    parts = self._hold(request.request_id, admission, located, held)
+                    is_used = self.exchange is None or self.exchange.of(request.request_id) is None
+                    parts = self._restore.hold(admission, located, held, is_used=is_used)
                 self._make_available(admission)
                 self._take_row(lease, admission)
                 slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
                 self._prepare(lease, admission, parts)
                 if located is not None and parts:
-                    load = self._restore.start(lease, located.prompt, parts, slots)
+                    load = self._restore.submit_load(lease, located.prompt, parts, slots, admission.length)
                     held.pop_all()  # these locks are the load's now
                     lease.read([load])
                 self._start(lease, admission)
@@ -133,28 +128,8 @@ class Admit:
     def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
         """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
         admission, _, _ = self._count(request, num_delayed)
-        is_free = self._restore.can_start() and not self._restore.has_failed(admission.match.nodes)
+        is_free = self._restore.can_submit() and not self._restore.has_failed(admission.match.nodes)
         return admission.length > num_tokens and is_free
-
-    def _hold(
-        self, request_id: str, admission: Admission, located: Located, held: ExitStack
-    ) -> dict[Component, list[RunPart]]:
-        """The host's part in the prefix is used, once, and what of it is to be loaded, which this returns, stays while
-        slots are made available on the device."""
-        end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
-        is_used = self.exchange is not None and self.exchange.of(request_id) is not None
-        for component in self._context.components:
-            pages = admission.to_load.get(component.name)
-            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
-            used = located.parts(component, range(first, end))
-            if not is_used:
-                used = component.index.count_use(used)
-            if pages:
-                parts[component.name] = within(used, pages)
-                runs = [part.run for part in parts[component.name]]
-                component.index.lock(runs)
-                held.callback(component.index.unlock, runs)
-        return parts
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
         """Tokens of a prompt that the device would serve, and memory; and where its pages are, with a host tier."""
@@ -253,8 +228,6 @@ class Admit:
         if context.has_host:
             prompt = self._prompts.of(whole, request.namespace, match, request.request_id)
             located = Located(context, prompt, match)
-            if context.full.leaving and located.is_leaving(located.host_end):
-                raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
             length, to_load, estimate = self._with_host(located, length, num_delayed)
         end = num_tokens if reserve is None else min(num_tokens, length + reserve)
         device_len = min(length, match.full_len)
@@ -273,6 +246,8 @@ class Admit:
             return {component.name: component.pages_to_load(end, located) for component in components}
 
         end, estimate = located.last_end(located.host_end, resident // page, located.in_memory), None
+        if any(component.leaving for component in components) and located.coming_end(end) > end:
+            raise ExchangePending("pages of this prompt are on their way to the host: poll() until they are there")
         if end * page > resident:
             pages = to_load(end)
             num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
@@ -313,11 +288,7 @@ class Admit:
         return slots
 
     def _prepare(self, lease: Lease, admission: Admission, parts: Mapping[Component, Sequence[RunPart]]) -> None:
-        """Record the slots of the prefix on the device, and what of the rest `parts` bring. Windows that leave full
-        slots which stay have to be gone before others come to these."""
-        by_name = self._context.by_name
-        if any(by_name[name].tree_component.shares_full_slots and by_name[name].leaving for name in parts):
-            self._eviction.wait()
+        """Record the slots of the prefix on the device, and what of the rest `parts` bring."""
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
@@ -337,7 +308,7 @@ class Admit:
     def _start(self, lease: Lease, admission: Admission) -> None:
         """Its load, if it has one, was submitted."""
         for component in self._context.components:
-            component.start(lease, admission)
+            component.prepare_forward(lease, admission)
         if not lease.node.is_root:
             lease.read(self._restore.loads_of(lease.node.path()))
             self._context.tree.raise_priority(lease.node, lease.priority)

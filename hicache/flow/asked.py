@@ -9,11 +9,10 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hicache.flow.components import CacheComponent
-from hicache.flow.handle import Prefetch
-from hicache.flow.lease import Lease
+from hicache.flow.components.base import CacheComponent
+from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Question, StoreAnswers, ToRead
-from hicache.host import HostRun, spans
+from hicache.host.run import HostRun, spans
 from hicache.tiers import FULL, Store
 from hicache.tree.key import Tokens
 
@@ -98,7 +97,7 @@ class Asked:
     def begin(self, has: StoreAnswers) -> None:
         """It is known which of its pages are here, or come for others."""
         self.has, self.num_usable, self.end, self.stage = has, has.num_usable, has.located.num_pages, 0
-        self.coming = (has.start, self.end)
+        self.coming = (has.first_gap, self.end)
         self.is_found = self.is_short = self.has_failed = self.has_landed = False
 
     def plan(self, end: int, now_s: float) -> None:

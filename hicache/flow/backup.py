@@ -20,13 +20,13 @@ from typing import NamedTuple
 
 import torch
 
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext, values_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
 from hicache.flow.prompt import event_pages_of
-from hicache.host import HostRun, NewPages, pages_of, spans
+from hicache.host.run import HostRun, NewPages, pages_of, spans
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -46,14 +46,14 @@ class Unsaved(NamedTuple):
     values: list[torch.Tensor]
 
 
-class _Copy:
+class _Copy(JointOp):
     """Copies that were submitted together: to `runs`, from `slots`, by component; `locked` nodes are to unlock."""
 
     def __init__(self, locked: Sequence[TreeNode]) -> None:
+        super().__init__()
         self.locked = tuple(locked)
         self.runs: dict[Component, list[HostRun]] = {}
         self.slots: dict[Component, torch.Tensor] = {}
-        self.op = JointOp()
 
 
 class Backup(CopyMovement[_Copy]):
@@ -65,7 +65,6 @@ class Backup(CopyMovement[_Copy]):
         count = context.metrics.counter
         help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
         self._bytes, self._seconds = context.metrics.movement("backup", help, "time that copy took", **labels)
-        context.metrics.gauge("backup.queued_copies", "copies to the host in flight", self.num_in_flight)
         self._failures = count("backup.failures", "copies to the host that failed; their pages stayed on the device")
         self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")
         self._skipped_components = count(
@@ -76,12 +75,11 @@ class Backup(CopyMovement[_Copy]):
         self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
         self._exposed_s = 0.0
         self._exposed = context.metrics.histogram(
-            "backup.exposed_seconds",
-            "what a call stood still for a copy of what leaves; 0: it ended beside others",
+            "backup.exposed_seconds", "what a call stood still for a copy of what leaves; 0: it ended beside others"
         )
 
     def maybe_backup(self, node: TreeNode) -> None:
-        """Copy what the write policy wants of the path to `node`, together, as far as the host has capacity."""
+        """Copy what the write policy wants of the path to `node`, together, as far as others may leave for it."""
         if node.parent is None:
             return
         wants = self._context.write_policy.wants
@@ -89,7 +87,7 @@ class Backup(CopyMovement[_Copy]):
         if not wanted and len(self._context.components) > 1 and wants(node):
             wanted = [node]  # its full pages were copied before
         if wanted:
-            self._submit(self._unsaved(wanted), wanted)
+            self._submit(self.unsaved(wanted), wanted)
 
     def backup_path(self, node: TreeNode) -> None:
         """Copy the path to `node` now, whatever the policy wants of it, and wait, so that its slots may be taken.
@@ -97,31 +95,40 @@ class Backup(CopyMovement[_Copy]):
         A policy that copies at eviction does so then."""
         if node.parent is not None and not self._context.write_policy.at_eviction:
             nodes = self._only_on_device(node) or [node]
-            self._submit(self._unsaved(nodes), nodes)
+            self._submit(self.unsaved(nodes), nodes)
             self.wait_and_complete()
 
-    def unsaved(self, node: TreeNode, component: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of a node: of all that it has, or of the one component that it is to lose, whose full
-        pages stay on the device."""
-        return self._unsaved([node], component)
+    def unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
+        """What the host lacks of `nodes`, FULL first, or of the one component that they are to lose, whose full pages
+        stay on the device; but for what is of sessions that have ended."""
+        found = []
+        for component in self._context.components:
+            pages, values = list[NewPages](), list[torch.Tensor]()
+            for node in nodes if only in (None, component.name) else ():
+                if node.has(component.name) and not node.holdings[component.name].has_ended:
+                    self._add_unsaved(node, component, pages, values)
+            if only is not None:
+                pages = [new._replace(event_pages=None) for new in pages]
+            if pages:
+                found.append(Unsaved(component, pages, values))
+        return found
 
-    def save(self, unsaved: Sequence[Unsaved], released: list[Released], nodes: Sequence[TreeNode] = ()) -> None:
+    def save(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
         has not room for all, what left last stays, and of that the beginning. `released`: its values, which leave the
-        list where they are freed when the copy has ended; where nothing is copied they stay in it. `nodes`: those that
-        stay without one, whose slots the copy needs as long."""
+        list where they are freed when the copy has ended; where nothing is copied they stay in it."""
         by_component: dict[Component, Unsaved] = {}
         for component, pages, values in reversed(unsaved):
             known = by_component.setdefault(component.name, Unsaved(component, [], []))
             known.pages.extend(pages)
             known.values.extend(values)
-        self._submit([by_component[name] for name in self._context.by_name if name in by_component], nodes, released)
+        self._submit([by_component[name] for name in self._context.by_name if name in by_component], (), released)
 
     def wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
         while component.num_leaving and component.available() < size:
             start_s = time.perf_counter()
-            self._in_flight[0].op.wait()
+            self._in_flight[0].wait()
             self._exposed_s = time.perf_counter() - start_s
             self._end_first()
             self._exposed_s = 0.0
@@ -137,21 +144,6 @@ class Backup(CopyMovement[_Copy]):
         index, names = self._context.full.index, self._context.tree.names
         return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
 
-    def _unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first, or of one component, but for what is of sessions that have
-        ended."""
-        found = []
-        for component in self._context.components:
-            pages, values = list[NewPages](), list[torch.Tensor]()
-            for node in nodes if only in (None, component.name) else ():
-                if node.has(component.name) and not node.holdings[component.name].has_ended:
-                    self._add_unsaved(node, component, pages, values)
-            if only is not None:
-                pages = [new._replace(event_pages=None) for new in pages]
-            if pages:
-                found.append(Unsaved(component, pages, values))
-        return found
-
     def _add_unsaved(
         self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
     ) -> None:
@@ -159,14 +151,14 @@ class Backup(CopyMovement[_Copy]):
         event_pages: PromptPages | Sequence[bytes] | None = None
         uses = tree.account(component.name).uses_of(node)
         first = node.depth_tokens // tree.page_size - len(keys)
-        before = tree.names.before(node) if first and component.name == FULL else None
+        previous_key = tree.names.previous_key(node) if first and component.name == FULL else None
         if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
         if component.name != FULL:
             keys, event_pages = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             event_pages = tree.names.pages(node)
-        new = NewPages(keys, before, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
+        new = NewPages(keys, previous_key, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)
@@ -175,7 +167,7 @@ class Backup(CopyMovement[_Copy]):
         self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode], released: list[Released] | None = None
     ) -> None:
         """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity. Or
-        of what has left the device, some of it `nodes` that stay; its values, `released`, are freed with their end."""
+        of what has left the device, whose values, `released`, are freed with their end."""
         if not unsaved:
             return
         tree, leaving = self._context.tree, values_of(released or ())
@@ -187,17 +179,18 @@ class Backup(CopyMovement[_Copy]):
                 undo.callback(tree.unlock, node)
             try:
                 for each in unsaved:
-                    self._skip(each.component, self._start(copy, each), stays=released is None)
+                    self._skip(each.component, self._submit_copy(copy, each), stays=released is None)
             finally:
-                if copy.op.parts:
+                if copy.copies:
                     undo.pop_all()
                     self._in_flight.append(copy)
                     for name, value in leaving.items():
-                        self._context.by_name[name].leaving[copy] = value
+                        component = self._context.by_name[name]
+                        component.leaving[copy] = component.leave(value)
                     if released:
                         released.clear()
 
-    def _start(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
+    def _submit_copy(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
         """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
         component, new, values = unsaved if unsaved.component.name == FULL else self._with_full_pages(unsaved)
         index, size = component.index, component.page_size
@@ -209,11 +202,11 @@ class Backup(CopyMovement[_Copy]):
         with ExitStack() as undo:
             for run in runs:
                 undo.callback(index.abandon, run)
-            parts = [
+            copied = [
                 value[pages.offset * size : (pages.offset + len(pages.keys)) * size]
                 for pages, value in zip(fits, values, strict=False)
             ]
-            self._copy(copy, component, runs, component.device_ids(joined(parts)), pages_of(runs))
+            self._copy(copy, component, runs, component.device_ids(joined(copied)), pages_of(runs))
             undo.pop_all()
         return left
 
@@ -236,10 +229,10 @@ class Backup(CopyMovement[_Copy]):
         runs: list[HostRun],
         slots: torch.Tensor,
         pages: torch.Tensor,
-        rest: torch.Tensor | None = None,
+        second_pages: torch.Tensor | None = None,
     ) -> None:
-        """Submit a copy of `slots` to `pages` of `runs`; `rest`: their second pages, where they go there raw."""
-        copy.op.parts.append(component.transfer.store(slots, pages, rest))
+        """Submit a copy of `slots` to `pages` of `runs`; `second_pages`: where they go there raw."""
+        copy.copies.append(component.transfer.store(slots, pages, second_pages))
         copy.runs[component.name], copy.slots[component.name] = runs, slots
 
     def _publish(
@@ -262,7 +255,7 @@ class Backup(CopyMovement[_Copy]):
         here = [run for run in runs if run not in raw.keys or run in ok]
         # The last first: the beginning of a prompt is the more recent.
         came = [index.publish(run, ok.get(run)) for run in reversed(here)]
-        published = [run for parts in reversed(came) for run in parts]
+        published = [run for of_run in reversed(came) for run in of_run]
         if (events := self._context.tree.events) is not None and component.name == FULL:
             for run in published:
                 events.stored(event_pages_of(run), "CPU")
@@ -299,11 +292,11 @@ class Backup(CopyMovement[_Copy]):
 
     def _end(self, operation: _Copy) -> None:
         copy, tree = operation, self._context.tree
-        copy.op.wait()  # before its end nothing is known of its error
-        confirmed = copy.op.error is None
+        copy.wait()  # before its end nothing is known of its error
+        confirmed = copy.error is None
         arrived: list[tuple[CacheComponent, list[HostRun]]] = []
         raw_copy = _Copy(copy.locked)
-        for (name, runs), op in zip(copy.runs.items(), copy.op.parts, strict=True):
+        for (name, runs), op in zip(copy.runs.items(), copy.copies, strict=True):
             component = self._context.by_name[name]
             if confirmed:
                 arrived.append((component, self._publish(raw_copy, component, runs, copy.slots[name], op)))
@@ -311,11 +304,11 @@ class Backup(CopyMovement[_Copy]):
                 for run in reversed(runs):
                     component.index.abandon(run)
         if confirmed:
-            self._bytes.observe(copy.op.num_bytes)
-            self._seconds.observe(copy.op.seconds())
+            self._bytes.observe(copy.num_bytes)
+            self._seconds.observe(copy.seconds())
         else:
             self._failures.value += 1
-        if raw_copy.op.parts:
+        if raw_copy.copies:
             self._in_flight.append(raw_copy)  # which has the locks
         else:
             for node in copy.locked:
@@ -327,14 +320,14 @@ class Backup(CopyMovement[_Copy]):
 
     def _free_what_left(self, copy: _Copy, raw_copy: _Copy) -> None:
         """What left the device before `copy`, unless `raw_copy` still reads it."""
-        left = {at: value for at in self._context.components if (value := at.leaving.pop(copy, None)) is not None}
+        left = {at: ids for at in self._context.components if (ids := at.leaving.pop(copy, None)) is not None}
         if left:
             self._exposed.observe(self._exposed_s)
-        for component, value in left.items():
-            if raw_copy.op.parts:
-                component.leaving[raw_copy] = value
+        for component, ids in left.items():
+            if raw_copy.copies:
+                component.leaving[raw_copy] = ids
             else:
-                component.free(value)
+                component.free_left(ids)
 
 
 class DeviceEviction:
@@ -368,13 +361,11 @@ class DeviceEviction:
         return size <= component.available()
 
     def _unsaved(self, node: TreeNode, name: Component) -> list[Unsaved]:
-        """What the host lacks of what leaves when `node` loses a value."""
+        """What the host lacks of what leaves when `node` loses a value; under `write_back` of all that the node has."""
         if self._backup is None:
             return []
-        leaving = self._context.tree.to_leave(node, name)
-        if not leaving and self._context.exclusive is not None:
-            return self._backup.unsaved(node, name)
-        return [found for at in leaving or [node] for found in self._backup.unsaved(at)]
+        is_alone = name != FULL and self._context.exclusive is not None
+        return self._backup.unsaved([node], name if is_alone else None)
 
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name
@@ -388,8 +379,7 @@ class DeviceEviction:
                 short -= sum(item.size for item in left if item.component == name)
             self._context.tell_host()
             if self._backup is not None:
-                stay = [node for node, lacking in victims.items() if lacking and node.has(FULL)]
-                self._backup.save([*chain(*victims.values())], leaving, stay)
+                self._backup.save([*chain(*victims.values())], leaving)
             for node in victims:
                 component.count_eviction(node)
         except BaseException:  # where the copy of one component raises, that of another may be under way

@@ -14,21 +14,23 @@ from __future__ import annotations
 from hicache.flow.asked import Asked
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease
-from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.readers import Readers
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.tiers import FULL
 
 # A pass costs as much however little it computes: at least so many pages, however near the run is that comes, and what
-# is less than so many in all is loaded or computed.
-_LEAST_PASS_PAGES, _LEAST_WAY_PAGES = 8, 32
+# is less than so many in all is loaded or computed. So is what would be computed for less than this share: a pass
+# cannot be stopped, and a fast store has brought everything before it ends.
+_LEAST_PASS_PAGES, _LEAST_WAY_PAGES, _LEAST_SHARE = 8, 32, 1 / 6
 
 
 class Beside:
     """The requests that are computed while they read. Owned by the scheduler thread.
 
-    `is_possible`: with the components of the engine. `least_pages`: that are to come, for less is not worth it.
+    `is_wanted`: else the rule chooses, for a bench that compares. `least_pages`: that are to come, for less is not
+    worth it.
     """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters, readers: Readers) -> None:
@@ -36,12 +38,20 @@ class Beside:
         self._clock = next(tier.clock for tier in context.stores.values())
         self._asked: dict[str, Asked] = {}
         self._page, self.least_pages = context.tree.page_size, _LEAST_WAY_PAGES
-        # What a request computed is shared at once, but for states, so that it can be admitted behind that.
-        self.is_possible = not any(part.tree_component.at_node_end for part in context.components)
+        self.is_wanted = True
 
     def may_join(self, asked: Asked) -> bool:
         """Whether so much is to come for a request that computing it meanwhile pays."""
         return asked.handle.joins and asked.end - asked.coming[0] >= self.least_pages
+
+    def pays(self, asked: Asked, wait_s: float | None) -> bool:
+        """Whether what would be computed until the rest has come is enough. `wait_s`: until all has come, by the rates
+        or by the last sign of it; None where that is not known."""
+        start, end = asked.coming
+        compute_s = self._cost.prefill_s(start * self._page, end * self._page)
+        if wait_s is None or not compute_s:
+            return True
+        return wait_s >= _LEAST_SHARE * (wait_s + compute_s)
 
     def begin(self, asked: Asked, lease: Lease) -> bool:
         """The request is admitted; False where it joins nothing."""
@@ -74,8 +84,9 @@ class Beside:
             asked.lease = None
 
     def stop(self, lease: Lease, start: int, end: int) -> int:
-        """Where a pass from token `start` should end, at most at `end`: where the next run begins that has come, and
-        about where it will meet what comes. Nothing is read any more of what it computes."""
+        """Where a pass from token `start` should end, at most at `end`: where a page ends, so that all that is computed
+        is shared, a recurrent state with it; where the next run begins that has come; and about where it will meet what
+        comes. Nothing is read any more of what it computes."""
         if not self.reads_for(lease):
             return end
         asked, keys, index = self._asked[lease.request_id], lease.keys, self._context.full.index
@@ -86,6 +97,8 @@ class Beside:
                 break
         if not asked.is_idle:
             end = min(end, self._meeting(asked, start, end))
+        if start < (page_end := end // self._page * self._page) < len(keys) * self._page:
+            end = page_end
         asked.computed_end = max(asked.computed_end, -(-end // self._page))
         passed = [run for run in asked.runs if run.job.component.name == FULL and self._is_computed(asked, run)]
         self._readers.cancel(asked.leave(passed))

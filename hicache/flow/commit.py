@@ -1,4 +1,5 @@
-"""Commit: what a request computed becomes the tree's. Release: what the request held is freed.
+"""Commit: what a request computed becomes the tree's. Release: what the request held is freed, and what it says of
+later ones counts.
 
 The slots of whole pages are given in chunks; where another request was first, its slots are used, and those of this one
 freed. What belongs to exactly the tokens that were computed, like a recurrent state, is donated with them.
@@ -13,17 +14,20 @@ from functools import partial
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
+from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.flow.backup import Backup, DeviceEviction
-from hicache.flow.components import CacheComponent, RecurrentState, SlidingWindow
+from hicache.flow.components.base import CacheComponent
+from hicache.flow.components.state import RecurrentState
+from hicache.flow.components.window import SlidingWindow
 from hicache.flow.context import EngineContext
-from hicache.flow.hints import Hints
 from hicache.flow.lease import Lease
 from hicache.flow.located import path_keys
 from hicache.flow.persist import Persist
 from hicache.flow.restore import Restore
-from hicache.tiers import SWA, Component, own
+from hicache.tiers import FULL, SWA, Component, own
 from hicache.tree.base import Inserted
 from hicache.tree.key import TokenRun, Tokens, bytes_of
+from hicache.tree.node import TreeNode
 
 
 class Commit:
@@ -133,8 +137,6 @@ class Commit:
                 lease.write(start, existing)
                 undo.callback(lease.write, start, replaced)
                 if isinstance(self._windows, SlidingWindow):
-                    if inserted.adopted and self._windows.leaving:
-                        self._eviction.wait()  # these slots may have their old windows still
                     for first, last in inserted.adopted:
                         self._windows.adopt(replaced[first:last], existing[first:last])
                         undo.callback(self._windows.adopt, existing[first:last], replaced[first:last])
@@ -164,6 +166,70 @@ class Commit:
             end = node.depth_tokens // page
             if end <= len(lease.keys) and node.page_keys is None:
                 node.page_keys = lease.keys[end - node.num_tokens // page : end]
+
+
+class Hints:
+    """What a request says of later ones, when it ends: that its session has ended, or until when its prompt is awaited.
+    Owned by the scheduler thread."""
+
+    def __init__(self, context: EngineContext) -> None:
+        self._context, self._has_kept = context, False
+        self._on_device = Keeps(KEPT_SHARE * context.full.capacity)
+        self._on_host = Keeps(KEPT_SHARE * context.full.host.num_pages if context.has_host else 0)
+        context.metrics.gauge(
+            "evict.kept_tokens",
+            "tokens of prompts that the device keeps for their next turn",
+            lambda: self._on_device.num_tokens,
+        )
+
+    def expire(self) -> None:
+        """What was awaited until now is kept no more."""
+        if not self._has_kept:
+            return
+        now_s = self._context.clock()
+        self._on_device.expire(now_s)
+        self._on_host.expire(now_s)
+
+    def enter(self, lease: Lease) -> TreeNode:
+        """What a request that ends says, which has let go of its prompt and used it last. Returns the end of what of it
+        may be used again."""
+        if lease.session_end:
+            return self._end_session(lease)
+        if lease.expected_uses is not None:
+            self._expect_uses(lease, lease.expected_uses)
+        if lease.next_turn_within_s is not None:
+            self._keep(lease, lease.next_turn_within_s)
+        return lease.node
+
+    def _end_session(self, lease: Lease) -> TreeNode:
+        context, names, shared = self._context, self._context.tree.names, lease.node
+        ended = context.tree.end_session(lease.node, max(lease.branch_points, default=0))
+        for node in ended:
+            assert node.parent is not None
+            shared = node.parent
+        if context.has_host:
+            keys = [key for node in ended for key in names.of(node)]
+            for component in context.components:
+                component.index.end_session(names.of_component(component.name, keys))
+        return shared
+
+    def _expect_uses(self, lease: Lease, num_uses: int) -> None:
+        self._context.tree.expect_uses(lease.node, num_uses)
+        if self._context.has_host:
+            keys = path_keys(self._context, lease.node)
+            for component in self._context.components:
+                component.index.expect_uses(keys[component.name], num_uses)
+
+    def _keep(self, lease: Lease, within_s: float) -> None:
+        context, node, now_s = self._context, lease.node, self._context.clock()
+        if node.is_root:
+            return
+        self._has_kept = True
+        self._on_device.add(lease.namespace, now_s, within_s, node.depth_tokens, context.tree.keep(node))
+        if context.has_host:
+            keys = path_keys(context, node)
+            keeps = [keep for at in context.components for keep in at.index.keep(keys[at.name])]
+            self._on_host.add(lease.namespace, now_s, within_s, len(keys[FULL]), keeps)
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:

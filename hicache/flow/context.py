@@ -11,10 +11,11 @@ from functools import cached_property
 import torch
 
 from hicache.eviction.write_budget import PageUses
-from hicache.flow.components import CacheComponent, EngineParts, FullAttention
+from hicache.flow.components.base import CacheComponent, EngineParts
+from hicache.flow.components.full import FullAttention
 from hicache.flow.placement import Placement
 from hicache.flow.write_policy import WritePolicy
-from hicache.host import ExclusiveIndex
+from hicache.host.exclusive import ExclusiveIndex
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
 from hicache.tree.base import Released
@@ -67,11 +68,6 @@ class EngineContext(EngineParts):
         index = self.full.index
         return index if isinstance(index, ExclusiveIndex) else None
 
-    @property
-    def exchanges(self) -> bool:
-        """Whether a request gets room step by step, before it is admitted: where nothing but full pages leaves."""
-        return self.exclusive is not None and len(self.components) == 1
-
     def drop(self, node: TreeNode, name: Component) -> list[Released]:
         """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be freed.
         `tell_host` has to follow before the host makes room."""
@@ -100,4 +96,4 @@ def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
     values: dict[Component, list[torch.Tensor]] = {}
     for item in released:
         values.setdefault(item.component, []).append(item.value)
-    return {name: joined(parts) for name, parts in values.items()}
+    return {name: joined(of_component) for name, of_component in values.items()}

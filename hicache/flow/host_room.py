@@ -8,7 +8,7 @@ from weakref import ref
 
 from hicache.flow.asked import Asked
 from hicache.flow.context import EngineContext
-from hicache.flow.handle import Prefetch
+from hicache.flow.lease import Prefetch
 from hicache.tiers import FULL, Component
 
 

@@ -1,7 +1,8 @@
-"""A request and its lease: the hold of an admitted request on the cache."""
+"""What a caller holds: a request, its prefetch, and its lease, the hold of an admitted request on the cache."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from hicache.config import PrefetchMode
 from hicache.flow.movement import Load
 from hicache.tiers import FULL, Component
 from hicache.tree.key import TokenRun
@@ -90,6 +92,36 @@ class CacheRequest:
     max_cached_tokens: int | None = None
     is_counted: bool = True
     may_wait: bool = True
+
+
+class Prefetch:
+    """A caller's view of one prefetch. `ready`: admission need not wait. `ended`: nothing more comes. `joins`: its
+    request is computed while it reads on, and joins what has come; `yields`: it did not wait since that delayed nobody,
+    so it comes behind those that wait for nothing. Changes in `poll()` and `cancel()` alone, but for a
+    deadline that passes."""
+
+    def __init__(
+        self,
+        request_id: str,
+        mode: PrefetchMode,
+        deadline_s: float = 0.0,
+        clock: Callable[[], float] = time.monotonic,
+        *,
+        joins: bool = False,
+    ) -> None:
+        self.request_id, self.mode, self.deadline_s, self._clock = request_id, mode, deadline_s, clock
+        self.joins, self.yields = joins, False
+        self.found_tokens = self.landed_tokens = 0
+        self.waits = mode != "best_effort"
+        self.ended = False
+
+    @property
+    def ready(self) -> bool:
+        """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto where
+        that is estimated to cost less than computing."""
+        if self.ended or not self.waits:
+            return True
+        return self.mode == "timeout" and self._clock() >= self.deadline_s
 
 
 class Lease:

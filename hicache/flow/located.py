@@ -6,6 +6,7 @@ One loop says how far a prefix can be used, as in the tree: `Located.last_end`.
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
@@ -14,12 +15,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hicache.flow.components import CacheComponent
-from hicache.flow.components.base import PageTest
+from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
-from hicache.host import RunPart, end_of, spans, within
-from hicache.tiers import FULL, Component, Store
+from hicache.host.run import RunPart, end_of, spans, within
+from hicache.tiers import FULL, REMOTE, Component, Store
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
 from hicache.tree.node import TreeNode
@@ -50,11 +50,6 @@ class Located:
     @cached_property
     def host_end(self) -> int:
         return end_of(self.host, self.device_end)
-
-    def is_leaving(self, index: int) -> bool:
-        """Whether a full page has left the device and is not on the host yet, to which it is copied."""
-        run = self.context.full.index.find(self.prompt.keys[index]) if index < self.num_pages else None
-        return run is not None and run.is_coming and not run.is_published
 
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
@@ -88,6 +83,13 @@ class Located:
             return next((index for index in range(end - 1, start - 1, -1) if not has(component, index)), None)
 
         return last_end(self.context.components[1:], limit, floor, gap)
+
+    def coming_end(self, floor: int) -> int:
+        """The same, at least `floor`, of what is in memory or on its way to the host from the device."""
+        full = self.context.full
+        is_gap = (not self.coming(full, index) for index in range(self.host_end, self.num_pages))
+        limit = next((self.host_end + n for n, found in enumerate(is_gap) if found), self.num_pages)
+        return self.last_end(limit, floor, self.coming)
 
     def _device_pages(self, component: CacheComponent) -> list[bool]:
         """Which pages the device has of a component. Of the last node, pages behind the match are those of another
@@ -151,7 +153,7 @@ class StoreAnswers:
         keys = located.prompt.keys
         lacking = full.index.lacking(keys, located.device_end)
         read = {index for index in lacking if is_read(full, keys[index])} if full.index.num_in_flight else set()
-        self.start = lacking[0] if lacking else located.num_pages
+        self.first_gap = lacking[0] if lacking else located.num_pages
         self._stores = np.full(located.num_pages, _IN_MEMORY, np.int16)  # of each full page, a set
         self._stores[lacking] = 0
         self._stores[sorted(read)] = _READ
@@ -262,3 +264,25 @@ class StoreAnswers:
     def _has(self, component: CacheComponent, index: int) -> bool:
         key = self.located.prompt.key(component.name, index)
         return self.located.coming(component, index) or bool(self._others.get(key)) or self._is_read(component, key)
+
+
+def look_up(located: Located, wait_s: float) -> tuple[int, int, bool]:
+    """Tokens that the disks add to what memory can serve, and the remote tier to that; and whether all of them answered
+    within `wait_s`. No side effect."""
+    has, until_s, all_known = StoreAnswers(located), time.monotonic() + wait_s, True
+    for store, tier in located.context.stores.items():
+        question = has.question()
+        done = tier.find((), max(0.0, until_s - time.monotonic()), question.keys)
+        if done is None:
+            all_known = False
+        else:
+            has.add(store, question, done.others)
+    end = has.usable_end(has.full_end)
+    num_pages = has.by_store(has.num_usable, end)
+    # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
+    added = [piece.stores for piece in has.to_read(end) if piece.component.name != FULL and piece.stores]
+    if added:
+        last = [store for store in located.context.stores if store.bit & added[-1]][-1]
+        num_pages[last] += max(0, end - has.num_usable - sum(num_pages.values()))
+    remote, page = num_pages.pop(REMOTE, 0), located.context.tree.page_size
+    return num_pages.total() * page, remote * page, all_known

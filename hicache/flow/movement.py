@@ -9,12 +9,12 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart
+from hicache.host.run import HostRun, RunPart
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
 from hicache.tree.node import NodeRun, TreeNode
@@ -25,37 +25,37 @@ class JointOp:
     count from then on."""
 
     def __init__(self) -> None:
-        self.parts: list[TransferOp] = []
+        self.copies: list[TransferOp] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum(op.num_bytes for op in self.parts)
+        return sum(op.num_bytes for op in self.copies)
 
     @property
     def error(self) -> Exception | None:
-        return next((op.error for op in self.parts if op.error is not None), None)
+        return next((op.error for op in self.copies if op.error is not None), None)
 
     def done(self) -> bool:
-        return all(op.done() for op in self.parts)
+        return all(op.done() for op in self.copies)
 
     def wait(self) -> None:
-        for op in self.parts:
+        for op in self.copies:
             op.wait()
 
     def wait_outcome(self) -> None:
-        for op in self.parts:
+        for op in self.copies:
             op.wait_outcome()
 
     @property
     def is_undelayed(self) -> bool:
-        return all(op.is_undelayed for op in self.parts)
+        return all(op.is_undelayed for op in self.copies)
 
     def seconds(self) -> float:
         """Of the longest."""
-        return max(op.seconds() for op in self.parts)
+        return max(op.seconds() for op in self.copies)
 
 
-class Load:
+class Load(JointOp):
     """A load in flight of `parts` of the host, for the prefix of `prompt` that ends with `node`. `runs` follow the
     nodes that it brings to the tree.
 
@@ -68,10 +68,10 @@ class Load:
     def __init__(
         self, node: TreeNode, prompt: Prompt, parts: Mapping[Component, Sequence[RunPart]], depends_on: Sequence[Load]
     ) -> None:
+        super().__init__()
         self.node, self.prompt, self.parts, self.depends_on = node, prompt, parts, tuple(depends_on)
         self.runs: dict[Component, NodeRun] = {}
         self.load_ids: dict[Component, int] = {}
-        self.op = JointOp()
         self.readers = 0
         self.completed = self.abandoned = False
         self._cause: Exception | None = None
@@ -82,7 +82,7 @@ class Load:
     def error(self) -> Exception | None:
         """Why it failed; of a load that failed with another, why that did. Final after `wait_outcome`."""
         below = (load.error for load in self.depends_on)
-        return self._cause or self.op.error or next((error for error in below if error is not None), None)
+        return self._cause or super().error or next((error for error in below if error is not None), None)
 
     def complete(self) -> None:
         """It has ended, and so has all that it depends on."""
@@ -97,12 +97,7 @@ class Load:
         self.runs = {}
 
 
-class HasOp(Protocol):
-    @property
-    def op(self) -> JointOp: ...
-
-
-T = TypeVar("T", bound=HasOp)
+T = TypeVar("T", bound=JointOp)
 
 
 class Movement(ABC):
@@ -139,14 +134,10 @@ class CopyMovement(Movement, Generic[T]):
 
     def poll(self) -> bool:
         completed = False
-        while self._in_flight and self._in_flight[0].op.done():
+        while self._in_flight and self._in_flight[0].done():
             self._end_first()
             completed = True
         return completed
-
-    def num_in_flight(self) -> int:
-        """Copies that were submitted and not completed. Any thread."""
-        return len(self._in_flight)
 
     def is_busy(self) -> bool:
         return bool(self._in_flight)
@@ -154,7 +145,7 @@ class CopyMovement(Movement, Generic[T]):
     def wait(self) -> None:
         """Block until everything submitted has ended (it still has to be completed)."""
         for operation in self._in_flight:
-            operation.op.wait()
+            operation.wait()
 
     def wait_and_complete(self) -> None:
         self.wait()

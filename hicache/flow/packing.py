@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 
@@ -41,8 +41,8 @@ class MisfitPages:
         """Of those of `runs`: their slots among `slots`, those of all pages, and their first and second host pages."""
         at = torch.tensor([position for run in runs for position in self._positions[run]], device=slots.device)
         places = [(run.ids[run.keys.index(key)], run.second_pages[key]) for run in runs for key in self.keys[run]]
-        first, rest = torch.tensor(places, dtype=torch.int64).unbind(1)
-        return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), rest.contiguous()
+        first, second = torch.tensor(places, dtype=torch.int64).unbind(1)
+        return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), second.contiguous()
 
 
 class Packing:
@@ -51,9 +51,9 @@ class Packing:
     def __init__(self, component: Component, metrics: Metrics, num_raw: Callable[[], int]) -> None:
         """`num_raw`: of its host pages now, those in two places."""
         self._component, self._is_told = component, False
-        part = "packing" if component == FULL else f"packing_{component}"
+        prefix = "packing" if component == FULL else f"packing_{component}"
         self._packed, self._misfits, self._dropped = (
-            metrics.counter(f"{part}.{name}_pages", help, f"packing_{name}_pages", component=component)
+            metrics.counter(f"{prefix}.{name}_pages", help, f"packing_{name}_pages", component=component)
             for name, help in (
                 ("packed", "pages that were packed on their way to the host"),
                 ("misfit", "of these, pages that did not fit and were copied again, raw: no store gets them"),
@@ -61,7 +61,7 @@ class Packing:
             )
         )
         help = "pages that are in two places of the host, raw, and in no store"
-        metrics.gauge(f"{part}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
+        metrics.gauge(f"{prefix}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
 
     def count(self, num_pages: int, num_misfits: int) -> None:
         """So many pages were packed, of which some do not fit. Says once that these are too many."""

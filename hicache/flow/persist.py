@@ -14,14 +14,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import compress
 
-import torch
-
 from hicache.eviction.write_budget import WriteBudget
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import event_pages_of
-from hicache.host import ROUND_SHARE, HostRun, WriteAhead, WrittenIndex, path_of
+from hicache.host.run import HostRun, path_of
+from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 from hicache.metrics import Counter
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
@@ -49,7 +48,7 @@ class _Write:
             if key not in run.second_pages
         ]
         keys = tuple(key for of_run in self.keys for key in of_run)
-        return WriteJob(ticket, keys, self.component.host.views(torch.tensor(pages)))
+        return WriteJob(ticket, keys, self.component.host.views(pages))
 
     @property
     def num_held(self) -> int:
@@ -103,8 +102,6 @@ class Persist(Movement):
         self._bytes, self._seconds = metrics.movement(name, moved, took, movement="write", direction=direction)
         self._failures = count("failed_pages", "pages that the store did not take")
         gauge("queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
-        help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
-        gauge("queued_jobs", help, self._backlog.__len__)
         self._written = count("written_bytes", "bytes, before compression, of pages that the store lacked and took")
         if (uses := self._uses) is not None:
             budget = self._budget

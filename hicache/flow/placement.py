@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.stores.tier import StoreTier
 from hicache.tiers import Store
 

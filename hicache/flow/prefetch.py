@@ -30,25 +30,25 @@ from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.beside import Beside
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, Requests
-from hicache.flow.handle import Prefetch
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.host_room import HostRoom
-from hicache.flow.lease import Lease
+from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Located, StoreAnswers
 from hicache.flow.movement import Movement
-from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.prompt import Prompts
 from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
 from hicache.tiers import FULL, Component
 from hicache.tree.key import Tokens
 
 _RETRY_S = 0.05  # between two looks whether there is room for who was postponed
 # Of one step, so that it ends soon: requests in work, tokens of prompts whose keys are computed, requests weighed; jobs
-# and pages that are queued: of who yields four times as many, or as many for each `_STEP_S`, as passes make steps long.
+# and pages that are queued: of who yields four times as many, or as many for each `_STEP_S`, as passes make steps long,
+# up to `_MOST_STEPS`.
 _MAX_BEGUN, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
-_MAX_JOBS, _MAX_PAGES, _STEP_S = 6, 128, 0.005
+_MAX_JOBS, _MAX_PAGES, _STEP_S, _MOST_STEPS = 6, 128, 0.005, 16
 _ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
 
 
@@ -65,7 +65,7 @@ class Prefetcher(Movement):
         self._readers = readers = Readers(context, cost, counters)
         self._room = HostRoom(context, readers.num_pages)
         self.beside = Beside(context, cost, counters, readers)
-        self._weigher = Weigher(context, cost, counters, requests, readers.reads, self.beside.may_join)
+        self._weigher = Weigher(context, cost, counters, requests, readers.reads, self.beside)
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._asked))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._begun))
@@ -78,7 +78,7 @@ class Prefetcher(Movement):
         if request_id in self._asked:
             return self._asked[request_id].handle
         deadline_s = (now_s := self._clock()) + self._context.config.prefetch_timeout_s
-        joins = joins and mode == "auto" and self.beside.is_possible
+        joins = joins and mode == "auto" and self.beside.is_wanted
         handle = Prefetch(request_id, mode, deadline_s, self._clock, joins=joins)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
@@ -278,8 +278,9 @@ class Prefetcher(Movement):
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
         for asked in sorted([asked for asked in self._begun if self._readers.may_read(asked)], key=_TURN):
-            had_shared, more = asked.has_shared, max(4, int(num_steps)) if asked.handle.yields else 1
-            while (chosen := self._readers.next_of(asked)) is not None or self._readers.take_over(asked):
+            had_shared, more = asked.has_shared, min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.yields else 1
+            times = max(1, more // 4)
+            while (chosen := self._readers.next_of(asked, times)) is not None or self._readers.take_over(asked):
                 if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:
                     break
                 if chosen is not None:

@@ -5,12 +5,11 @@ them.
 from __future__ import annotations
 
 import logging
-from bisect import bisect_left
 from collections.abc import Sequence
 
 import numpy as np
 
-from hicache.host import HostRun, NewPages, spans
+from hicache.host.run import HostRun, NewPages, spans
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
@@ -68,14 +67,6 @@ class Prompt:
     def num_bytes(self) -> int:
         """About what it takes of memory, when all its keys are made."""
         return self.tokens.nbytes + _PAGE_BYTES * (1 + len(self.keys))
-
-    def common_pages(self, other: Prompt) -> int:
-        """With how many equal pages both begin. A key names all tokens up to its page, so the first that differs is
-        found by bisection."""
-        keys, others = self.keys, other.keys
-        if keys[:1] != others[:1]:
-            return 0
-        return bisect_left(range(min(len(keys), len(others))), True, key=lambda index: keys[index] != others[index])
 
 
 class Prompts:

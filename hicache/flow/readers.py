@@ -6,14 +6,14 @@ import itertools
 from collections.abc import Iterable, Sequence
 
 from hicache.flow.asked import Asked, Find, ReadOfRuns
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
+from hicache.flow.counters import PrefetchCounters
 from hicache.flow.located import Question
-from hicache.flow.prefetch_counters import PrefetchCounters
 from hicache.flow.prompt import event_pages_of
 from hicache.flow.queues import ReadQueues
-from hicache.host import HostRun, pages_of
+from hicache.host.run import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import FULL, Component, Store
 
@@ -87,10 +87,10 @@ class Readers:
         """Whether something is to be read for a request, or may be from another store."""
         return bool(asked.to_read or (asked.runs and len(self._context.stores) > 1))
 
-    def next_of(self, asked: Asked) -> tuple[int, Store] | None:
+    def next_of(self, asked: Asked, num_times: int) -> tuple[int, Store] | None:
         """Which piece of what is to be read for a request comes next, and the store that gives it soonest. Where that
-        has enough to do, what comes next of another."""
-        free = self._free_stores(asked)
+        has enough to do, `num_times` as much as where a step is short, what comes next of another."""
+        free = self._free_stores(asked, num_times)
         at, skipped = 0, 0  # all of whose stores have enough to do
         while at < len(asked.to_read):
             stores = asked.to_read[at].stores
@@ -103,13 +103,13 @@ class Readers:
                 at, skipped = at + 1, stores
         return None
 
-    def _free_stores(self, asked: Asked) -> int:
+    def _free_stores(self, asked: Asked, num_times: int = 1) -> int:
         """The stores that have not enough to do, for what is urgent or for what is not, as a set."""
         found = 0
         for store, tier in self._context.stores.items():
             if tier.reads.is_full:
                 self._counters.refused.value += 1
-            elif self.queues.num_jobs(store, is_urgent=asked.is_urgent) < _MAX_IN_FLIGHT:
+            elif self.queues.num_jobs(store, is_urgent=asked.is_urgent) < num_times * _MAX_IN_FLIGHT:
                 found |= store.bit
         return found
 
@@ -141,7 +141,7 @@ class Readers:
             asked.to_read[at] = piece._replace(end=pages.start)
         else:
             asked.to_read[at] = piece._replace(start=start + job.num_pages)
-        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs))
+        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs).tolist())
         queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
         read = ReadJob(ticket, 0, keys, views, job.cancelled, asked.until_s, queue_class)
         is_queued = self._context.stores[store].reads.submit(read)

@@ -12,13 +12,14 @@ from contextlib import ExitStack
 import torch
 
 from hicache.errors import TransferError
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
-from hicache.flow.lease import Lease
+from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.located import Located
 from hicache.flow.movement import CopyMovement, Load
 from hicache.flow.prompt import Prompt
-from hicache.host import HostRun, RunPart, ids_of, second_pages_of
+from hicache.host.run import HostRun, RunPart, ids_of, second_pages_of, within
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -27,56 +28,79 @@ class Restore(CopyMovement[Load]):
     def __init__(self, context: EngineContext, cost: CostModel) -> None:
         super().__init__()
         self._context, self._cost = context, cost
-        self._estimates_s = (0.0, 0.0)
         count, gauge = context.metrics.counter, context.metrics.gauge
         help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
         self._bytes, self._seconds = context.metrics.movement("restore", help, "time that load took", **labels)
-        self._estimated_s = count(
-            "restore.estimated_seconds", "what loads were estimated to take, where that was known"
-        )
         self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
         self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
         self._failures = count("restore.failures", "loads that failed; their pages stayed on the host")
         self._decisions = LoadDecisions(context.metrics, "restore", "host", "restore_gate_loads")
-        gauge("restore.last_load_seconds", "the last estimate of a load", lambda: self._estimates_s[0])
-        gauge("restore.last_compute_seconds", "and of recomputing the same tokens", lambda: self._estimates_s[1])
         gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
-        gauge("restore.queued_loads", "loads in flight", self.num_in_flight)
 
     def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
         """Of loading `num_bytes` behind the loads in flight, and of computing positions [start, end) instead, while
         `num_delayed` others wait."""
-        ahead_bytes = sum(load.op.num_bytes for load in self._in_flight)
+        ahead_bytes = sum(load.num_bytes for load in self._in_flight)
         return LoadEstimate(self._cost.load_s(ahead_bytes + num_bytes), self._cost.prefill_s(start, end), num_delayed)
 
     def count_decision(self, estimate: LoadEstimate | None) -> None:
         """A request was admitted by that estimate; None: there was nothing to decide."""
-        if estimate is None:
-            return
-        if estimate.load_s is not None and estimate.compute_s is not None:
-            self._estimates_s = (estimate.load_s, estimate.compute_s)
-        self._decisions.decide(*estimate)
+        if estimate is not None:
+            self._decisions.decide(*estimate)
 
     def complete(self, loads: Sequence[Load]) -> None:
-        """Wait until these have ended, and another may start."""
-        while self._in_flight and (any(not load.completed for load in loads) or not self.can_start()):
-            self._in_flight[0].op.wait()
+        """Wait until these have ended, and another may be submitted."""
+        while self._in_flight and (any(not load.completed for load in loads) or not self.can_submit()):
+            self._in_flight[0].wait()
             self._end_first()
 
-    def can_start(self) -> bool:
-        """Whether a load may start now, whatever it brings."""
+    def can_submit(self) -> bool:
+        """Whether a load may be submitted now, whatever it brings."""
         return all(component.counter.can_begin() for component in self._context.components)
 
-    def start(
+    def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
+        """A lease on what the device has of a prefix: it stays for that, with what its components need of it, until
+        `undo` ends."""
+        context, tree = self._context, self._context.tree
+        node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
+        for component in context.components:
+            component.trim(node, ahead)
+        lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
+        undo.callback(self.free, lease)
+        tree.lock(node, ahead)
+        undo.callback(lambda: tree.unlock(lease.node, admission.length - lease.node.depth_tokens))
+        return lease
+
+    def hold(
+        self, admission: Admission, located: Located, held: ExitStack, *, is_used: bool = True
+    ) -> dict[Component, list[RunPart]]:
+        """What of a prefix is to be loaded stays on the host until `held` ends; returns where it is. `is_used`: what
+        the host has of the prefix counts as used once more."""
+        end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
+        for component in self._context.components:
+            pages = admission.to_load.get(component.name)
+            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
+            found = located.parts(component, range(first, end))
+            if is_used:
+                found = component.index.count_use(found)
+            if pages:
+                parts[component.name] = within(found, pages)
+                runs = [part.run for part in parts[component.name]]
+                component.index.lock(runs)
+                held.callback(component.index.unlock, runs)
+        return parts
+
+    def submit_load(
         self,
         lease: Lease,
         prompt: Prompt,
         parts: Mapping[Component, list[RunPart]],
         slots: torch.Tensor,
+        length: int,
     ) -> Load:
         """Bring pages of `prompt`, by component, of which the host has `parts`, to what follows the lease's node; the
-        full ones to the first of `slots`, a state to the lease's own. The lease's lock moves to the end of the prefix,
-        and the locks of `parts` are the load's from now on.
+        full ones to the first of `slots`, a state to the lease's own. The lease's lock, for a prefix of `length`
+        tokens, moves to the last of them, and the locks of `parts` are the load's from now on.
 
         Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
         tree, load = self._context.tree, Load(lease.node, prompt, parts, self.loads_of(lease.node.path()))
@@ -88,7 +112,7 @@ class Restore(CopyMovement[Load]):
                     self._submit(load, component, component.begin_load(load, lease, slots), undo)
             tree.lock(load.node)
             undo.callback(tree.unlock, load.node)
-            tree.move_lock(lease.node, load.node, load.node.depth_tokens - lease.node.depth_tokens)
+            tree.move_lock(lease.node, load.node, length - lease.node.depth_tokens)
             undo.pop_all()
         lease.node, lease.tree_len = load.node, load.node.depth_tokens
         for below in load.depends_on:
@@ -122,7 +146,7 @@ class Restore(CopyMovement[Load]):
         """Why a load of the lease's prefix failed; None if none did. Waits for the outcome of those in flight."""
         for load in lease.loads:
             if load.error is None:
-                load.op.wait_outcome()
+                load.wait_outcome()
             if load.error is not None:
                 return load.error
         return None
@@ -145,17 +169,17 @@ class Restore(CopyMovement[Load]):
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
         counter, parts = component.counter, load.parts[component.name]
-        pages, rest = ids_of(parts), second_pages_of(parts)
+        pages, second_pages = ids_of(parts), second_pages_of(parts)
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(pages, component.device_ids(targets), load_id, rest)
+        op = component.transfer.load(pages, component.device_ids(targets), load_id, second_pages)
         undo.callback(op.wait)
-        load.op.parts.append(op)
+        load.copies.append(op)
 
     def _end(self, operation: Load) -> None:
         load, tree, components = operation, self._context.tree, self._context.by_name
-        load.op.wait()
+        load.wait()
         depended_on = load.depends_on
         load.complete()
         for name, parts in load.parts.items():
@@ -184,17 +208,16 @@ class Restore(CopyMovement[Load]):
         return 1 - self._exposed_s.value / self._timed_s.value if self._timed_s.value else 0.0
 
     def _count(self, load: Load) -> None:
-        seconds = load.op.seconds()
-        self._bytes.observe(load.op.num_bytes)
+        seconds = load.seconds()
+        self._bytes.observe(load.num_bytes)
         self._seconds.observe(seconds)
-        self._estimated_s.value += self._cost.load_s(load.op.num_bytes) or 0.0
         load_id = load.load_ids.get(FULL)
         exposed_s = None if load_id is None else self._context.full.counter.exposed_s(load_id)
         if exposed_s is not None:
             self._timed_s.value += seconds
             self._exposed_s.value += min(seconds, exposed_s)
-        if load.op.is_undelayed:
-            self._cost.observe_load(load.op.num_bytes, seconds)
+        if load.is_undelayed:
+            self._cost.observe_load(load.num_bytes, seconds)
 
     def _abandon(self, load: Load) -> None:
         """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""

@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from hicache.flow.backup import Backup, Unsaved
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.persist import Persist
-from hicache.host import NewPages
+from hicache.host.run import NewPages
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
@@ -126,7 +126,7 @@ def _all_pieces(context: EngineContext, backup: Backup, limits: dict[Component, 
 
 def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Iterator[_Piece]:
     """What the host lacks of `node`. Of a window or state its full pages may be in the stores already."""
-    for component, pages, values in backup.unsaved(node):
+    for component, pages, values in backup.unsaved([node]):
         most = min(_PIECE_PAGES, limits[component.name])
         for new, value in zip(pages, values, strict=True):
             event_pages = new.event_pages if component.name == FULL else None

@@ -22,7 +22,8 @@ from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.restore import Restore
-from hicache.host import ExclusiveIndex, HostRun
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.run import HostRun
 from hicache.metrics import Metrics, MetricType
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
@@ -128,11 +129,7 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
     of_tier("used_tokens", "slots that the cache or a request holds", lambda: total - available())
     of_tier("used_ratio", "used_tokens over total_tokens", lambda: 1 - available() / total)
     of_tier("evictable_tokens", "tokens cached and needed by no request", lambda: tree.evictable(FULL))
-    gauge(
-        "device.protected_tokens",
-        "tokens cached and needed by a request or a copy",
-        lambda: tree.protected(FULL),
-    )
+    gauge("device.protected_tokens", "tokens cached and needed by a request or a copy", lambda: tree.protected(FULL))
     gauge("tree.nodes", "nodes of the prefix tree", lambda: tree.num_nodes)
     gauge("engine.leases", "requests admitted and not released", num_leases)
     if context.has_host:
@@ -141,8 +138,8 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
         _register_exclusive(context.exclusive, context.metrics, context.tree.page_size)
     for component in context.components:
         if component.has_host:
-            part = "transfer" if component.name == FULL else f"transfer_{component.name}"
-            _register_transfer(context, part, component.name, component.transfer)
+            prefix = "transfer" if component.name == FULL else f"transfer_{component.name}"
+            _register_transfer(context, prefix, component.name, component.transfer)
 
 
 def _register_host(context: EngineContext) -> None:
@@ -186,21 +183,21 @@ def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callabl
     return gauge
 
 
-def _register_transfer(context: EngineContext, part: str, component: str, transfer: TransferBackend) -> None:
+def _register_transfer(context: EngineContext, prefix: str, component: str, transfer: TransferBackend) -> None:
     """Metrics by the names of the backend's `stats`: `up_strided_bytes_per_second` is `transfer.up_strided_...`."""
     metrics: dict[str, tuple[MetricType, str]] = {}
     families: dict[str, tuple[str, dict[str, str]]] = {}
     for name in transfer.stats():
         kind = name if name in _TRANSFER_HELP else next(kind for kind in _TRANSFER_HELP if name.endswith(f"_{kind}"))
-        metrics[f"{part}.{name}"] = _TRANSFER_HELP[kind]
+        metrics[f"{prefix}.{name}"] = _TRANSFER_HELP[kind]
         *direction, method = name.removesuffix(f"_{kind}").split("_", kind != "copies")
         if kind == "copies":
-            families[f"{part}.{name}"] = "transfer_copies", {"component": component, "method": method}
+            families[f"{prefix}.{name}"] = "transfer_copies", {"component": component, "method": method}
         elif direction:
             labels = {"component": component, "direction": direction[0], "method": method}
-            families[f"{part}.{name}"] = f"transfer_link_{kind}", labels
+            families[f"{prefix}.{name}"] = f"transfer_link_{kind}", labels
 
     def read() -> Mapping[str, float]:
-        return {f"{part}.{name}": value for name, value in transfer.stats().items()}
+        return {f"{prefix}.{name}": value for name, value in transfer.stats().items()}
 
     context.metrics.read_from(metrics, read, families)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from operator import attrgetter
 
 from hicache.flow.asked import Asked, ReadOfRuns
+from hicache.flow.beside import Beside
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, Requests
-from hicache.flow.prefetch_counters import PrefetchCounters
+from hicache.flow.counters import PrefetchCounters
 from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
@@ -54,7 +55,7 @@ class _Queue:
 
 class Weigher:
     """By the rule of `LoadEstimate`. Owned by the scheduler thread. `jobs`: that read, in the order in which they were
-    queued. `may_join`: whether a request may be computed while it reads."""
+    queued."""
 
     def __init__(
         self,
@@ -63,10 +64,10 @@ class Weigher:
         counters: PrefetchCounters,
         requests: Requests,
         jobs: Mapping[int, ReadOfRuns],
-        may_join: Callable[[Asked], bool],
+        beside: Beside,
     ) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._requests, self._jobs, self._may_join = requests, jobs, may_join
+        self._requests, self._jobs, self._beside = requests, jobs, beside
         self._clock = next(tier.clock for tier in context.stores.values())
 
     def decide(self, undecided: Iterable[Asked], begun: Collection[Asked]) -> None:
@@ -90,7 +91,8 @@ class Weigher:
 
     def _weigh(self, asked: Asked, queue: _Queue, num_delayed: int) -> bool:
         """Compare for one request; whether it stops. `num_delayed`: others that computing would delay now. Where there
-        are none, one that reads on while it is computed waits for no more than the stores' answers.
+        are none, one that reads on while it is computed waits for the stores' answers, and for no more unless they are
+        much faster than computing.
 
         A wait that has begun counts the others of its beginning: once all wait the device is idle, and all would stop
         together; and it ends where computing is cheaper by far, for rates swing with the writes beside. Whatever the
@@ -103,17 +105,19 @@ class Weigher:
         start, end = max(asked.num_usable, start) * page, end * page
         if start >= end:
             return False
-        if not num_delayed and self._may_join(asked):
+        wait_s, silent_s = self._wait_s(asked, queue), now_s - asked.progress_s
+        if not num_delayed and self._beside.may_join(asked):
             compute_s = self._cost.longest_wait_s(start, end)
-            if math.isfinite(compute_s) and (asked.is_found or now_s - asked.progress_s > _ANSWER_SHARE * compute_s):
+            likely_s = None if wait_s is None else max(wait_s, silent_s)
+            pays = self._beside.pays(asked, likely_s) if asked.is_found else silent_s > _ANSWER_SHARE * compute_s
+            if pays and math.isfinite(compute_s):
                 asked.handle.yields = True
                 self.stop(asked)
                 return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
-        wait_s = self._wait_s(asked, queue)
         estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)
         limit_s = estimate.limit_s * (_STEADY if has_begun else 1.0)
-        if (wait_s is not None and wait_s > limit_s) or now_s - asked.progress_s > estimate.limit_s:
+        if (wait_s is not None and wait_s > limit_s) or silent_s > estimate.limit_s:
             self._log_first(estimate)
             counted = self._counters.skipped if asked.is_found and not has_begun else self._counters.gave_up
             counted.value += 1

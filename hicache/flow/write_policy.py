@@ -18,11 +18,8 @@ class WritePolicy(Protocol):
     is_exclusive: bool
 
     def wants(self, node: TreeNode) -> bool:
-        """Whether the pages of `node`, which a request added or used just now, are to be copied at once.
-
-        The host holds prefixes: where the answer is no, what continues `node` is not copied either.
-        """
-        ...
+        """Whether the pages of `node`, which a request added or used just now, are to be copied at once. Where the
+        answer is no, what continues `node` is not copied either."""
 
 
 class WriteThrough:
@@ -44,8 +41,8 @@ class WriteBack:
 
 
 class Exclusive(WriteBack):
-    """As `WriteBack`, and device and host hold different pages as far as the host needs room. An eviction waits only
-    with windows or states, see `hicache.flow.exchange`."""
+    """As `WriteBack`, and device and host hold different pages as far as the host needs room. No eviction waits, see
+    `hicache.flow.exchange`."""
 
     is_exclusive = True
 

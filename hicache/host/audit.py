@@ -23,8 +23,8 @@ class Counts(NamedTuple):
 def index_violations(runs: Set[HostRun], in_order: Set[HostRun], counts: Counts, locks: Counter[HostRun]) -> list[str]:
     """Where published `runs`, those `in_order` of eviction among them, share a page, have locks of nobody, or were
     counted wrongly. `locks`: by run, those of movements, also on what they write to, which is in flight."""
-    found, held = [], held_by(runs).tolist()
-    in_flight = held_by(run for run in locks if not run.is_published).tolist()
+    found, held = [], held_by(runs)
+    in_flight = held_by(run for run in locks if not run.is_published)
     if len({*held, *in_flight}) < len(held) + len(in_flight) or len(held) - counts.raw != counts.published:
         found.append("two keys share a host page, or a run and the index disagree")
     if any(not run.second_pages.keys() <= {*run.keys} for run in runs):

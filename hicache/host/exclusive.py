@@ -61,11 +61,11 @@ class ExclusiveIndex(PageIndex):
             if run in self._duplicates:
                 self._duplicates.move_to_end(run)
 
-    def step_end(self, start: int, end: int, num_free: int, num_behind: int) -> int:
-        """Where the next step of a load of pages [start, end) ends, behind which `num_behind` are computed, with
-        `num_free` free on the device: all, where that or the host has room for all; else what is free, or 64 pages or
-        a 32nd of the host, for while a step is under way its pages are in both places."""
-        if num_free + self.pool.available() + self.num_duplicates >= end - start + num_behind:
+    def step_end(self, start: int, end: int, num_needed: int, num_free: int) -> int:
+        """Where the next step of a load of pages [start, end) ends, of a request that needs places for `num_needed` on
+        the device, which has `num_free`: all, where host and device have room for all who leave; else what is free, or
+        64 pages or a 32nd of the host, for while a step is under way its pages are in both places."""
+        if num_free + self.pool.available() + self.num_duplicates >= num_needed:
             return end
         return min(end, start + max(1, num_free, min(_STEP_PAGES, self.pool.num_pages // _STEP_SHARE)))
 

@@ -15,8 +15,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby, pairwise
 
-import torch
-
 from hicache.errors import InvariantError
 from hicache.eviction.orders import clock
 from hicache.eviction.policy import make_order
@@ -86,6 +84,7 @@ class PageIndex(PageHints):
 
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+        # [at, last): of one run, its pages from the `skipped`-th on
         found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
         while at < end:
             run = get(keys[at])
@@ -165,7 +164,7 @@ class PageIndex(PageHints):
         try:
             if num_pages > self.capacity:
                 return None
-            free, runs = iter(self._take(num_pages).tolist()), list[HostRun]()
+            free, runs = iter(self._take(num_pages)), list[HostRun]()
             for pages in new:
                 parent = self._runs.get(pages.previous_key) if pages.previous_key else None
                 for run in runs_for(pages, free, self._run_pages):
@@ -183,26 +182,27 @@ class PageIndex(PageHints):
         """Second pages for `keys` of a reserved run; False, and none leaves, where too many are locked."""
         if len(keys) > self.capacity:
             return False
-        run.second_pages.update(zip(keys, self._take(len(keys)).tolist(), strict=True))
+        run.second_pages.update(zip(keys, self._take(len(keys)), strict=True))
         return True
 
     def publish(self, run: HostRun, ok: Sequence[bool] | None = None) -> list[HostRun]:
         """The bytes of a reserved run are there, of its pages those that are `ok`. Returns the runs of those that
-        nobody brought before: `run`, or what is left of it, divided where pages are missing."""
+        nobody brought before: `run`, or what is left of it, divided where some did not come."""
         if (ok is None or all(ok)) and {*map(self._runs.get, run.keys)} == {run}:  # nobody else brings any
             self._publish(run)
             return [run]
         came = [key not in self and (ok is None or ok[i]) for i, key in enumerate(run.keys)]
-        pieces = [(has_come, len(list(group))) for has_come, group in groupby(came)]
-        parts = [(self._divide(run, num_pages), has_come) for has_come, num_pages in pieces[:-1]]
+        # of the run, in turn: intervals that came first here, and those that did not, or that others brought
+        lengths = [(has_come, len(list(group))) for has_come, group in groupby(came)]
+        divided = [(self._divide(run, num_pages), has_come) for has_come, num_pages in lengths[:-1]]
         published = []
-        for part, has_come in [*parts, (run, pieces[-1][0])]:
+        for piece, has_come in [*divided, (run, lengths[-1][0])]:
             if has_come:
-                self._take_over(part)
-                self._publish(part)
-                published.append(part)
+                self._take_over(piece)
+                self._publish(piece)
+                published.append(piece)
             else:
-                self.abandon(part)
+                self.abandon(piece)
         return published
 
     def abandon(self, run: HostRun) -> None:
@@ -275,12 +275,12 @@ class PageIndex(PageHints):
         """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""
         for run, skipped, start, end in self.parts(keys):
             if not (run.locks or run.expected or run.after) and skipped + end - start == len(run.keys):
-                self._free(self._shrink(run, end - start))
+                self.pool.free(self._shrink(run, end - start))
 
     def clear(self) -> None:
         """Evict what nobody has locked."""
         while (run := self._order.victim()) is not None:
-            self._free(self._shrink(run, len(run.keys)))
+            self.pool.free(self._shrink(run, len(run.keys)))
 
     def check(self, locks: Counter[HostRun]) -> None:
         """Raise `InvariantError` unless every page of the pool is free or has one owner, and what is in flight and what
@@ -305,10 +305,10 @@ class PageIndex(PageHints):
             if run.locks and (needed := run.needs) is not None:
                 self.lock([needed])
 
-    def _take(self, num_pages: int) -> torch.Tensor:
+    def _take(self, num_pages: int) -> list[int]:
         """`num_pages` pages of the pool, for which others leave."""
         if (short := num_pages - self.pool.available()) > 0:
-            self._free(self._evict(short))
+            self.pool.free(self._evict(short))
         ids = self.pool.alloc(num_pages)
         assert ids is not None
         self.num_in_flight += num_pages
@@ -321,17 +321,14 @@ class PageIndex(PageHints):
             freed += self._shrink(run, min(num_pages - len(freed), len(run.keys)))
         return freed
 
-    def _free(self, ids: list[int]) -> None:
-        self.pool.free(torch.tensor(ids, dtype=torch.int64))
-
     def _shrink(self, run: HostRun, num_pages: int) -> list[int]:
         """The last pages of an unlocked run leave. Returns their places in the pool, for the caller to free."""
         assert not run.locks, "somebody needs it"
         start, parent = len(run.keys) - num_pages, run.parent_run
         gone, ids = run.keys[start:], run.ids[start:]
-        rest = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
-        self.num_evictable -= num_pages + len(rest)
-        self.num_raw -= len(rest)
+        second_ids = [run.second_pages[key] for key in gone if key in run.second_pages] if run.second_pages else []
+        self.num_evictable -= num_pages + len(second_ids)
+        self.num_raw -= len(second_ids)
         self._num_published -= num_pages
         if start:
             del run.keys[start:], run.ids[start:]
@@ -347,10 +344,10 @@ class PageIndex(PageHints):
             del self._runs[key]
         if self._on_leave is not None:
             self._on_leave(run, gone)
-        if rest:
+        if second_ids:
             for key in gone:
                 run.second_pages.pop(key, None)
-            ids += rest
+            ids += second_ids
         return ids
 
     def _take_over(self, run: HostRun) -> None:
@@ -378,7 +375,7 @@ class PageIndex(PageHints):
 
     def _divide(self, run: HostRun, num_pages: int) -> HostRun:
         """The first pages of a run become a run of their own, before it: of one that nobody has locked, or of one that
-        one alone has, who brings it or has both parts locked from now on."""
+        one alone has, who brings it or has both locked from now on."""
         first, parent = run.take_first(num_pages), run.parent_run
         if parent is not None:
             parent.after.remove(run)

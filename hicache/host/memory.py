@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-from hicache.errors import ConfigError, OutOfMemory
+from hicache.errors import OutOfMemory
 
 RESERVE_BYTES = 1 << 30
 _FREE_RESERVE = 8  # of what is free, 1/8 is left by a tier that takes the rest
@@ -70,23 +70,6 @@ def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
             f"{minimum} are needed; free memory, or set {setting} to a size"
         )
     return found
-
-
-def bytes_of_ratio(ratio: float, device_bytes: int, available: int) -> int:
-    """Bytes of a host tier of `ratio` (host_ratio, above 0) times the device tier.
-
-    ConfigError where that is less than a byte, OutOfMemory when it and the reserve do not fit in `available`.
-    """
-    wanted = int(ratio * device_bytes)
-    if not wanted:
-        raise ConfigError(f"host_ratio={ratio} of {device_bytes} device bytes is less than a byte; raise host_ratio")
-    if wanted + RESERVE_BYTES > available:
-        max_ratio = max(0, available - RESERVE_BYTES) * 1000 // device_bytes / 1000  # rounded down, to fit
-        raise OutOfMemory(
-            f"host_ratio={ratio} asks for {wanted} bytes, which do not fit: {available} bytes are free, "
-            f"{RESERVE_BYTES} stay in reserve; lower host_ratio to at most {max_ratio}"
-        )
-    return wanted
 
 
 def _groups(membership: Path, cgroup: Path) -> Iterator[tuple[Path, _Controller]]:

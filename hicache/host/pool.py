@@ -8,6 +8,7 @@ more for a larger pool.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
+from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -51,17 +52,17 @@ class FreeRuns:
         """
         assert 0 <= num_pages <= self.num_free, num_pages
         runs: list[Run] = []
-        missing = num_pages
-        while missing:
-            fitting = bisect_left(self._lengths, missing)
+        num_left = num_pages
+        while num_left:
+            fitting = bisect_left(self._lengths, num_left)
             length = self._lengths[min(fitting, len(self._lengths) - 1)]
             start = next(reversed(self._starts[length]))
             self._remove(start, length)
-            used = min(length, missing)
+            used = min(length, num_left)
             if used < length:
                 self._add(start + used, length - used)
             runs.append((start, used))
-            missing -= used
+            num_left -= used
         pages = _pages_of(sorted(runs))
         self._marks[pages] = 0
         self.num_free -= num_pages
@@ -112,7 +113,7 @@ class FreeRuns:
 
 
 class HostPagePool:
-    """`host_bytes` of pages of `page_tokens` tokens. Page ids are int64 CPU tensors.
+    """`host_bytes` of pages of `page_tokens` tokens.
 
     Owned by the scheduler thread; the bytes of a page belong to whoever the flows handed it to. `device` is the GPU
     near which the memory should lie (None: the current one), `setting` what an error about the size names. `shared`: a
@@ -155,25 +156,26 @@ class HostPagePool:
     def available(self) -> int:
         return self._free.num_free
 
-    def alloc(self, num_pages: int) -> torch.Tensor | None:
+    def alloc(self, num_pages: int) -> list[int] | None:
         """`num_pages` page ids, ascending, in the fewest possible runs; `None` when fewer are free."""
         if num_pages > self._free.num_free:
             return None
-        return torch.from_numpy(self._free.take(num_pages))
+        ids: list[int] = self._free.take(num_pages).tolist()
+        return ids
 
-    def free(self, pages: torch.Tensor) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         """Give pages back. DoubleFree, and nothing is freed, when one is free, foreign or named twice."""
         if not len(pages):
             return
-        ids: Pages = np.sort(pages.numpy())
+        ids: Pages = np.sort(np.asarray(pages, dtype=np.int64))
         foreign = ids[0] < 1 or ids[-1] > self.num_pages
         if foreign or (self._marks[ids] < 0).any() or not np.diff(ids).all():
             raise DoubleFree(f"host pages {ids.tolist()[:8]}… hold a page that is free, foreign or named twice")
         self._free.give(ids)
 
-    def views(self, pages: torch.Tensor) -> PageRows:
+    def views(self, pages: Sequence[int]) -> PageRows:
         """The bytes of each page, uint8 [page_bytes], sharing memory."""
-        return PageRows(self.arena.data.numpy(), pages.tolist())
+        return PageRows(self.arena.data.numpy(), [*pages])
 
     def check(self) -> None:
         """Raise `InvariantError` unless the free pages, their runs and their number agree."""

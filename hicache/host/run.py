@@ -24,9 +24,9 @@ class Pages(Protocol):
 
     def available(self) -> int: ...
 
-    def alloc(self, num_pages: int) -> torch.Tensor | None: ...
+    def alloc(self, num_pages: int) -> list[int] | None: ...
 
-    def free(self, pages: torch.Tensor) -> None: ...
+    def free(self, pages: Sequence[int]) -> None: ...
 
     def check(self) -> None: ...
 
@@ -191,8 +191,8 @@ def within(parts: Sequence[RunPart], indices: Sequence[int]) -> list[RunPart]:
         chosen = [*parts[first:last]]
         if chosen and chosen[-1].end > end:
             chosen[-1] = chosen[-1]._replace(end=end)
-        if chosen and (missing := start - chosen[0].start) > 0:
-            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + missing, start=start)
+        if chosen and (num_before := start - chosen[0].start) > 0:
+            chosen[0] = chosen[0]._replace(skipped=chosen[0].skipped + num_before, start=start)
         found += chosen
     return found
 
@@ -229,8 +229,8 @@ def second_pages_of(parts: Sequence[RunPart]) -> torch.Tensor | None:
     """Their second pages, int64 `[pages]`, 0 for those without; None where none has one."""
     if not any(part.run.second_pages for part in parts):
         return None
-    rest = [part.run.second_pages.get(key, 0) for part in parts for key in part.keys]
-    return torch.tensor(rest, dtype=torch.int64) if any(rest) else None
+    second_ids = [part.run.second_pages.get(key, 0) for part in parts for key in part.keys]
+    return torch.tensor(second_ids, dtype=torch.int64) if any(second_ids) else None
 
 
 def pages_of(runs: Iterable[HostRun]) -> torch.Tensor:
@@ -251,6 +251,6 @@ def path_of(run: HostRun, seen: set[HostRun] | None = None) -> list[HostRun]:
     return path[::-1]
 
 
-def held_by(runs: Iterable[HostRun]) -> torch.Tensor:
-    """Their pages in the host pool, int64 `[pages]`: of each run, those of `pages_of`, then second ones."""
-    return torch.tensor([page for run in runs for page in (*run.ids, *run.second_pages.values())], dtype=torch.int64)
+def held_by(runs: Iterable[HostRun]) -> list[int]:
+    """Their pages in the host pool: of each run, those of `pages_of`, then second ones."""
+    return [page for run in runs for page in (*run.ids, *run.second_pages.values())]

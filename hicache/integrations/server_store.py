@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from hicache.config import DiskConfig
+from hicache.config.secret import key_of
 from hicache.config.settings import SOCKET, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
@@ -29,7 +30,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.records import identity_with_key
 from hicache.storage.store_folder import is_store_name, store_name
-from hicache.stores import StoreTier, key_of, open_tier
+from hicache.stores.tier import StoreTier, open_tier
 
 _SERVER = re.compile(r"[a-z]+ [0-9.]+")
 _IGNORED = {"lost+found"}

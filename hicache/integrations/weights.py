@@ -27,7 +27,7 @@ from typing import BinaryIO
 import huggingface_hub
 import xxhash
 
-from hicache.config import digests_folder
+from hicache.config.environment import digests_folder
 from hicache.errors import ConfigError
 
 log = logging.getLogger(__name__)

@@ -17,7 +17,7 @@ from typing import Any
 from hicache.console import path_text
 from hicache.errors import ConfigError
 from hicache.kv_events.publisher import EventBatch, EventSink
-from hicache.tree import BlockStored, KVCacheEvent
+from hicache.tree.events import BlockStored, KVCacheEvent
 
 _RANK = 0  # of data parallelism
 _EVENT_BLOCKS = 64  # of one event: no call into C holds the interpreter's lock for longer than these take

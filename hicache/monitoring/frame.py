@@ -20,7 +20,9 @@ def frame(server: str, history: History, trouble: str = "") -> RenderableType:
     sides = Table.grid(padding=(0, 2))
     sides.add_row(
         _stacked(_tokens(reading, change), _counts("prefetch and gate", reading, change, "prefetch", "gate")),
-        _stacked(_transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens")),
+        _stacked(
+            _transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens"), _drive(reading)
+        ),
     )
     told = Text(printable(trouble), style="bold red") if trouble else _about(server, reading)
     head = (told, _requests(reading), _latency(reading, change), _faults(reading))
@@ -102,6 +104,12 @@ def _transfers(reading: Reading, change: Change | None) -> Table:
         total, seconds = reading.get(figure), reading.get(f"moved_s.{label}")
         rows.append((label, now, f"{scaled(total / seconds, 'B')}/s" if seconds else NONE, scaled(total, "B")))
     return table(("transfers", "now", "speed", "total"), rows, framed=False)
+
+
+def _drive(reading: Reading) -> Table:
+    """What wears it; no rows where nothing was written, or its size is not known."""
+    found = [(label, f"{reading.get(figure):.2g}") for figure, label in reading.group("drive") if reading.get(figure)]
+    return table(("drive", ""), found, framed=False)
 
 
 def _counts(title: str, reading: Reading, change: Change | None, *groups: str) -> Table:

@@ -9,6 +9,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from hicache.config import EngineConfig
 from hicache.config.settings import Number, Size, Tokens, Whole, as_flag, settings_of
 from hicache.console import path_flag, progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
-from hicache.planning.memory import MemoryPlan, Tier, Wanted, plan_memory
+from hicache.planning.memory import MemoryPlan, Wanted, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
@@ -72,6 +73,8 @@ class Plan:
                 "window_token_bytes": memory.rows.window,
                 "state_bytes": memory.rows.state,
                 "max_context_len": memory.config.max_context_len,
+                "write_policy": memory.write_policy,
+                "memory_tokens": memory.memory_tokens,
             },
             "tiers": [dataclasses.asdict(tier) for tier in memory.tiers],
             "times": [dataclasses.asdict(times) for times in self.times],
@@ -135,7 +138,7 @@ def run(flags: argparse.Namespace) -> int:
     times = Times(model, memory, machine)
     with progress("replaying the trace") as step:
         step(0, None)
-        hits = () if trace is None else tuple(_hit_rows(trace, memory.tiers, flags.policy))
+        hits = () if trace is None else tuple(_hit_rows(trace, memory, flags.policy))
     plan = Plan(
         model=model,
         machine=machine,
@@ -222,23 +225,25 @@ def _wanted(flags: argparse.Namespace) -> Wanted:
     )
 
 
-def _hit_rows(trace: Trace, tiers: tuple[Tier, ...], policy: str) -> Iterator[HitRow]:
+def _hit_rows(trace: Trace, memory: MemoryPlan, policy: str) -> Iterator[HitRow]:
     """With the device alone, with each further tier, with a host tier of twice the size, with device and host as one
-    tier, which is the most that a host adds, and without a limit."""
+    tier, which is the most that a host adds, and without a limit; under the plan's write policy."""
+    tiers = memory.tiers
+    row = partial(_hit_row, trace, ReplaySettings(1, policy=policy, write_policy=memory.write_policy))
     for number in range(1, len(tiers) + 1):
-        yield _hit_row(trace, [(tier.name, tier.num_tokens) for tier in tiers[:number]], policy)
+        yield row([(tier.name, tier.num_tokens) for tier in tiers[:number]])
     if len(tiers) > 1:
         device, host = ((tier.name, tier.num_tokens) for tier in tiers[:2])
-        yield _hit_row(trace, [device, ("twice the host", 2 * host[1])], policy)
-        yield _hit_row(trace, [device, ("host as one tier", host[1])], policy, one_tier)
+        yield row([device, ("twice the host", 2 * host[1])])
+        yield row([device, ("host as one tier", host[1])], one_tier)
     unlimited = replay(trace, ReplaySettings(device_blocks=None, host_blocks=0, disk_blocks=0, policy=policy))
     yield HitRow("without a limit", (None,), unlimited.hit_rate)
 
 
 def _hit_row(
     trace: Trace,
+    settings: ReplaySettings,
     sizes: list[tuple[str, int]],
-    policy: str,
     replayed: Callable[[Trace, ReplaySettings], ReplayResult] = replay,
 ) -> HitRow:
     blocks = [num_tokens // trace.block_tokens for _, num_tokens in sizes]
@@ -248,5 +253,5 @@ def _hit_row(
     if not device:
         return HitRow(names, tokens, 0.0)
     # A tier of less than a block holds none, and without a host tier there is no disk tier.
-    settings = ReplaySettings(device_blocks=device, host_blocks=host, disk_blocks=disk if host else 0, policy=policy)
+    settings = dataclasses.replace(settings, device_blocks=device, host_blocks=host, disk_blocks=disk if host else 0)
     return HitRow(names, tokens, replayed(trace, settings).hit_rate)

@@ -15,23 +15,21 @@ from dataclasses import dataclass
 import torch
 
 from hicache.build.sizing import (
-    MAX_TOKENS,
     RowBytes,
     device_bytes,
     host_page_bytes,
     host_shares,
     host_states,
-    largest_device_tokens,
     resolve,
     row_bytes,
 )
-from hicache.config import DiskConfig, EngineConfig
+from hicache.config import DiskConfig, EngineConfig, default_write_policy
 from hicache.console import gib
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import ModelGeometry
 from hicache.planning.gpus import Gpu
 from hicache.planning.presets import PlannedModel
-from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT
+from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT, MAX_TOKENS, largest_device_tokens
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
 _PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
@@ -79,6 +77,18 @@ class MemoryPlan:
     tiers: tuple[Tier, ...]
     config: EngineConfig
     start: EngineConfig
+
+    @property
+    def write_policy(self) -> str:
+        """What the engine takes, whose `start` names none."""
+        return default_write_policy(has_stores=self.config.disk is not None)
+
+    @property
+    def memory_tokens(self) -> int:
+        """Tokens that device and host hold together, those that both have counted once: copies of what the device has
+        fill a host under `write_through`, so that the larger of both says it."""
+        sizes = [tier.num_tokens for tier in self.tiers if tier.name in ("device", "host")]
+        return sum(sizes) if self.write_policy == "exclusive" else max(sizes)
 
 
 def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:

@@ -33,7 +33,7 @@ def show(plan: Mapping[str, Any]) -> None:
         (tier["name"], gib(tier["num_bytes"]), counted(tier["num_tokens"]), f"{tier['num_states'] or ''}")
         for tier in plan["tiers"]
     ]
-    print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers")
+    print_table(("tier", "GiB", "tokens", "states"), tiers, title="tiers", notes=_notes_of_host(plan))
     _show_times(plan)
     if plan["hit_rates"]:
         hits = [
@@ -45,6 +45,19 @@ def show(plan: Mapping[str, Any]) -> None:
     other = f"hicache serve uses one GPU. For each of {gpus} processes of another server:"
     print("start with" if plan["serve"] else other)
     print(f"  {printable(plan['serve'] or settings)}")
+
+
+def _notes_of_host(plan: Mapping[str, Any]) -> list[str]:
+    """What it adds under the write policy."""
+    tokens, policy = {tier["name"]: tier["num_tokens"] for tier in plan["tiers"]}, plan["memory"]["write_policy"]
+    if "host" not in tokens:
+        return []
+    held = plan["memory"]["memory_tokens"]
+    copies = "" if policy == "exclusive" else ", of which the host copies what the device has,"
+    more = counted(held - tokens["device"])
+    return [
+        f"under {policy}{copies} device and host hold {counted(held)} different tokens, {more} more than the device"
+    ]
 
 
 def _show_times(plan: Mapping[str, Any]) -> None:

@@ -19,7 +19,7 @@ import torch
 
 from hicache.alloc.base import AllocatorState
 from hicache.alloc.swa import SWATokenToKVPoolAllocator
-from hicache.config import kernel_choice
+from hicache.config.environment import kernel_choice
 from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.device.req_to_token import ReqToTokenPool
 from hicache.errors import InvariantError, OutOfRows, OutOfSlots, OutOfStates, ShapeError

@@ -29,7 +29,7 @@ import numpy as np
 import torch
 
 from hicache.errors import ConfigError, HiCacheError, InvariantError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.prefix_cache.tensor_header import HEADER_BYTES, TENSOR_FORMAT_VERSION, TensorHeader
 from hicache.storage import LmdbPageStore, PageBuffer, PageFilter, PageFormat, StoreCorrupt
@@ -70,7 +70,7 @@ class _Entry:
 
     header: TensorHeader
     value: torch.Tensor | None = None
-    blocks: torch.Tensor | None = None
+    blocks: list[int] | None = None
 
 
 class HiCache:
@@ -170,10 +170,9 @@ class HiCache:
             found.append(f"{self._l1_used} bytes counted on the device, not those of its tensors")
         if set(self._l1) & set(self._l2) or any(entry.value is None for entry in self._l1.values()):
             found.append("a name is on the device and in host memory, or on the device without a tensor")
-        blocks = [entry.blocks for entry in self._l2.values() if entry.blocks is not None]
-        owned = torch.cat(blocks) if blocks else torch.empty(0, dtype=torch.int64)
-        if owned.unique().numel() + self._host.available() != self._host.num_pages:
-            found.append(f"{owned.numel()} blocks owned, {self._host.available()} free of {self._host.num_pages}")
+        owned = [block for entry in self._l2.values() for block in entry.blocks or ()]
+        if len({*owned}) + self._host.available() != self._host.num_pages:
+            found.append(f"{len(owned)} blocks owned, {self._host.available()} free of {self._host.num_pages}")
         try:
             self._host.check()
             if self._store is not None and not self._closed:
@@ -264,8 +263,7 @@ class HiCache:
     def _memories(self, entry: _Entry) -> list[torch.Tensor]:
         """The bytes of a tensor in host memory, in order: one uint8 tensor for each run of adjacent blocks."""
         assert entry.blocks is not None
-        ids = entry.blocks.numpy()
-        runs = np.split(ids, np.flatnonzero(np.diff(ids) != 1) + 1)
+        runs = np.split(entry.blocks, np.flatnonzero(np.diff(entry.blocks) != 1) + 1)
         return [self._host.bytes_of[int(run[0]) : int(run[-1]) + 1].view(-1) for run in runs]
 
     def _write(self, header: TensorHeader, value: torch.Tensor, memories: list[torch.Tensor]) -> None:

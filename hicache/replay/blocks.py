@@ -6,10 +6,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain
 
 import numpy as np
-import torch
 
-from hicache.tree import PageHasher
-from hicache.tree.key import Tokens
+from hicache.tree.key import PageHasher, Tokens
 
 UNLIMITED = 1 << 62
 _KEY = ">V8"
@@ -25,12 +23,12 @@ class BlockPool:
     def available(self) -> int:
         return self.num_pages - self._used
 
-    def alloc(self, num_pages: int) -> torch.Tensor:
+    def alloc(self, num_pages: int) -> list[int]:
         self._used += num_pages
         self._next_id += num_pages
-        return torch.arange(self._next_id - num_pages, self._next_id)
+        return list(range(self._next_id - num_pages, self._next_id))
 
-    def free(self, pages: torch.Tensor) -> None:
+    def free(self, pages: Sequence[int]) -> None:
         self._used -= len(pages)
 
     def check(self) -> None:

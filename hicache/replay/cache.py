@@ -19,30 +19,19 @@ import torch
 
 from hicache.eviction.keeps import KEPT_SHARE, Keeps
 from hicache.eviction.write_budget import PageUses, WriteBudget
-from hicache.host import (
-    ROUND_SHARE,
-    RUN_TOKENS,
-    ExclusiveIndex,
-    HostRun,
-    NewPages,
-    PageIndex,
-    RunPart,
-    WriteAhead,
-    WrittenIndex,
-    end_of,
-    path_of,
-    spans,
-    used_alike,
-    within,
-)
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.index import PageIndex
+from hicache.host.run import RUN_TOKENS, HostRun, NewPages, RunPart, end_of, path_of, spans, used_alike, within
+from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
 from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.stores.tier import JOB_PAGES
 from hicache.tiers import DISK, FULL
-from hicache.tree import RadixTree, TreeNode
+from hicache.tree.core import RadixTree
 from hicache.tree.key import Tokens
+from hicache.tree.node import TreeNode
 
 _PAGE_TOKENS = 64  # of a host page, unless configured otherwise
 _BLOCKS_PER_S = 100.0  # that requests ask for
@@ -234,7 +223,7 @@ class CacheSimulation:
         while done < end:
             if len(under_way) > 1:
                 self._land(host, under_way.popleft())
-            last = host.step_end(done, end, self._free(), 0)
+            last = host.step_end(done, end, end - done, self._free())
             parts = host.divided(parts, last)
             step = within(parts, range(done, last))
             self._make_available(last - done)
@@ -348,8 +337,8 @@ class CacheSimulation:
         tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
         while short > 0 and (node := tree.victim(FULL, short)) is not None:
             if self.settings.write_policy in _AT_EVICTION and self.host is not None and not node.full.has_ended:
-                before = tree.names.before(node) if node.depth_tokens > node.num_tokens else None
-                piece = NewPages(tree.names.of(node), before, node.depth_tokens - node.num_tokens)
+                previous_key = tree.names.previous_key(node) if node.depth_tokens > node.num_tokens else None
+                piece = NewPages(tree.names.of(node), previous_key, node.depth_tokens - node.num_tokens)
                 unsaved.append(self._used_as(piece, node))
             short -= sum(released.size for released in tree.drop(node, FULL))
             if self._exclusive is not None:

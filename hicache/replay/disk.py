@@ -48,9 +48,10 @@ class DiskOrder:
 
     def put(self, ids: Tokens) -> None:
         """Hold these, evicting others, and at last their own suffix. What is held already counts as used."""
-        is_held = self._has(ids)
-        new = ids[~is_held]
-        self._use(ids[is_held])
+        new, is_held = ids, self._has(ids)
+        if is_held.any():
+            new = ids[~is_held]
+            self._use(ids[is_held])
         self._use(new)
         self._is_unread[new] = True
         self._held += len(new)
@@ -64,12 +65,14 @@ class DiskOrder:
         self.num_written = self.num_useful = 0
 
     def _has(self, ids: Tokens) -> npt.NDArray[np.bool_]:
-        most = int(ids.max(initial=0))
-        if most >= len(self._stamps):
-            more = max(most + 1, 2 * len(self._stamps)) - len(self._stamps)
+        try:
+            stamps = self._stamps[ids]
+        except IndexError:  # an id that is new; it is cheaper to ask for it than to look for the highest first
+            more = max(int(ids.max()) + 1, 2 * len(self._stamps)) - len(self._stamps)
             self._stamps = np.concatenate((self._stamps, np.zeros(more, np.int64)))
             self._is_unread = np.concatenate((self._is_unread, np.zeros(more, np.bool_)))
-        return self._stamps[ids] > 0
+            stamps = self._stamps[ids]
+        return stamps > 0
 
     def _use(self, ids: Tokens) -> None:
         by_stamp = ids[::-1]

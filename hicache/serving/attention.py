@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 from transformers import AttentionInterface
 
-from hicache.config import kernel_choice
+from hicache.config.environment import kernel_choice
 from hicache.device.base import KVCache
 from hicache.device.swa import SWAKVPool
 from hicache.errors import UnsupportedModel

@@ -22,7 +22,7 @@ class BesidePasses:
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine, device = engine, engine.pool.device
-        self._exchanges = engine.inspect.context.exchanges
+        self._exchanges = engine.inspect.context.exclusive is not None
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @contextmanager

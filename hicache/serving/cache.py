@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, LinearAttentionLayer
 
-from hicache.config import debug_checks
+from hicache.config.environment import debug_checks
 from hicache.device.base import KVCache
 from hicache.device.hybrid import HybridLinearKVPool
 from hicache.device.hybrid_req import HybridReqToTokenPool

@@ -184,7 +184,7 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
         "model_id": workload.loaded.model_id,
     }
     sources = EngineConfig.sources_of(flags)
-    if rows.state and not {"host_bytes", "host_ratio"} & sources.keys():
+    if rows.state and "host_bytes" not in sources:
         # Two states per turn, at the end of its prompt and of its answer, and state 0, which is the sink.
         defaults["host_states"] = 2 * workload.num_turns
         defaults["host_bytes"] = host_bytes + (2 * workload.num_turns + 1) * rows.state

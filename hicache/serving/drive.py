@@ -75,7 +75,6 @@ def serve_without_cache(
     device_only = dataclasses.replace(
         config,
         host_bytes=0,
-        host_ratio=0.0,
         host_states=0,
         disk=None,
         remote=None,

@@ -18,7 +18,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from hicache.config import models_folder
+from hicache.config.environment import models_folder
 from hicache.console import path_flag
 from hicache.errors import ConfigError
 from hicache.serving.hub import downloaded, is_hub_name, require_available

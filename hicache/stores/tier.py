@@ -28,6 +28,7 @@ _PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "process_failures": ("counter", "times that the store process ended, or said nothing for too long"),
     "failed_touches": ("counter", "uses that the store was not told of"),
     "used_ratio": ("gauge", "file_bytes over budget_bytes"),
+    "drive_writes_per_day": ("gauge", "put_stored_bytes over drive_bytes, of a day, since the store was opened"),
 }
 # By fields of `StoreStats`.
 _STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
@@ -36,6 +37,7 @@ _STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
     "raw_bytes": ("raw_bytes", "gauge", "their bytes before compression"),
     "file_bytes": ("file_bytes", "gauge", "disk space of the store's files"),
     "budget_bytes": ("budget_bytes", "gauge", "what the files may take"),
+    "drive_bytes": ("drive_bytes", "gauge", "size of the file system that has them; 0: not known"),
     "hits": ("hit_pages", "counter", "pages that the store was asked for and gave back verified"),
     "misses": ("missed_pages", "counter", "pages that the store was asked for and did not hold"),
     "puts": ("put_pages", "counter", "pages written to the store"),
@@ -123,6 +125,7 @@ class StoreTier(StoreClient):
             "process_failures": self.times_lost,
             "failed_touches": self.status.failed_touches,
             "used_ratio": stats.file_bytes / max(1, stats.budget_bytes),
+            "drive_writes_per_day": stats.drive_writes_per_day,
             **{name: getattr(stats, field) for field, (name, _, _) in _STORE_METRICS.items()},
         }
         return {f"{self.name}.{metric}": value for metric, value in found.items()}

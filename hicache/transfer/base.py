@@ -34,19 +34,15 @@ class TransferOp(Protocol):
 
     def done(self) -> bool:
         """Whether source and destination may be used by others; never blocks."""
-        ...
 
     def wait(self) -> None:
         """Block until `done()`."""
-        ...
 
     def wait_outcome(self) -> None:
         """Block until `error` is final; at once when a submitted copy cannot fail any more."""
-        ...
 
     def seconds(self) -> float:
         """How long the copy took, once done."""
-        ...
 
 
 class TransferBackend(Protocol):
@@ -64,28 +60,22 @@ class TransferBackend(Protocol):
         Waits, on the device, for the work that is queued on the current stream and may use the slots. `rest`: 0 for
         packed pages; None: all are.
         """
-        ...
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> TransferOp:
         """Copy device `slots` to host `pages`, after the work queued on the current stream, which wrote the slots.
 
         `rest`: all pages are stored raw; None: none is.
         """
-        ...
 
     def stats(self) -> dict[str, float]:
         """The measured rates of the link and the number of copies by method. Always the same names."""
-        ...
 
     def start(self) -> None:
         """Before the first copy: whatever these would wait for once, like compilers."""
-        ...
 
     def close(self) -> None:
         """Finish submitted operations, then release streams or threads."""
-        ...
 
     def abandon(self, deadline_s: float) -> None:
         """End copies early; return when none runs, or at `deadline_s` of `time.monotonic`. Any thread, copy threads
         included."""
-        ...

@@ -132,9 +132,9 @@ class CpuTransfer:
         def copy() -> None:
             try:
                 for layer in range(self.mover.num_layers):
-                    for part in copies:
+                    for of_kind in copies:
                         self._require_wanted()
-                        part.mover.scatter(self._staged(part, layer), part.slots, layer, 1)
+                        of_kind.mover.scatter(self._staged(of_kind, layer), of_kind.slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
                 op.error = error  # before its consumers raise, who may then ask for it

@@ -27,13 +27,12 @@ from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kernels.zero_copy import ZeroCopyMover
 from hicache.transfer.calibrate import measured_rates
-from hicache.transfer.copies import can_batch, copy_batched, copy_strided, need_bindings
+from hicache.transfer.copies import UnstagedCopier, can_batch, copy_batched, copy_strided, need_bindings
 from hicache.transfer.counter import LayerSink
 from hicache.transfer.load_queue import LoadQueue
 from hicache.transfer.placed import PageCopy, PagePlaces, gather, num_bytes_of
 from hicache.transfer.plan import Plan, Shape, choose, intervals, next_power_of_two, page_runs, tapered
 from hicache.transfer.streams import Buffer, Chunk, CudaOp, QueuedCopy, StreamPair
-from hicache.transfer.unstaged import UnstagedCopier
 
 log = logging.getLogger(__name__)
 
@@ -75,8 +74,8 @@ class CudaTransfer:
             layer_bytes=widest,
             num_layers=mover.num_layers,
             grouped=mover.uniform,
-            num_parts=self._unstaged.num_parts if self._unstaged else 0,
-            part_bytes=self._unstaged.piece_bytes if self._unstaged else 0,
+            num_buffers=self._unstaged.num_buffers if self._unstaged else 0,
+            piece_bytes=self._unstaged.piece_bytes if self._unstaged else 0,
             is_packed=packer is not None,
         )
         with torch.cuda.device(self._device):

@@ -104,7 +104,7 @@ class Shape:
     """What is copied. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together.
 
     `slot_runs`: the number of runs of pages whose slots are runs too, 0 when there are none or they are not known;
-    `num_parts`: buffers of all layers; `part_bytes`: of the smallest buffer in one page; `is_packed`: pages are packed
+    `num_buffers`: of all layers; `piece_bytes`: of the smallest buffer in one page; `is_packed`: pages are packed
     between staging and slots, so no kernel copies without staging.
     """
 
@@ -114,8 +114,8 @@ class Shape:
     num_runs: int
     grouped: bool = True
     slot_runs: int = 0
-    num_parts: int = 0
-    part_bytes: int = 0
+    num_buffers: int = 0
+    piece_bytes: int = 0
     is_packed: bool = False
 
     @property
@@ -146,7 +146,7 @@ def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: boo
     plans = [(_staged_s(cost, shape, staged.groups, buffer_bytes), staged)]
     if not shape.is_packed:
         plans.append((_zero_copy_s(direction.zero_copy, shape), zero_copy))
-    if shape.slot_runs and shape.part_bytes >= MIN_PIECE_BYTES:
+    if shape.slot_runs and shape.piece_bytes >= MIN_PIECE_BYTES:
         plans.append((_unstaged_s(direction.strided, shape), Plan("unstaged", layers)))
     return min(plans, key=lambda pair: pair[0])[1]
 
@@ -274,8 +274,8 @@ def _zero_copy_s(cost: CopyCost, shape: Shape) -> float:
 
 def _unstaged_s(cost: CopyCost, shape: Shape) -> float:
     """Link and host one after the other, because a forward is launched behind the calls."""
-    pieces_s = shape.num_pages * shape.num_parts * cost.piece_s
-    return shape.num_bytes / cost.bytes_per_s + pieces_s + shape.slot_runs * shape.num_parts * CALL_S
+    pieces_s = shape.num_pages * shape.num_buffers * cost.piece_s
+    return shape.num_bytes / cost.bytes_per_s + pieces_s + shape.slot_runs * shape.num_buffers * CALL_S
 
 
 def _staged_s(cost: CopyCost, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:

@@ -15,7 +15,7 @@ from hicache.eviction.orders import NOBODY, EvictionOrder, Keep
 from hicache.eviction.policy import make_order
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Released
-from hicache.tree.components.base import TreeComponent
+from hicache.tree.components import TreeComponent
 from hicache.tree.node import Holding, TreeNode, alone, last_nodes, name_of
 
 
@@ -119,8 +119,8 @@ class Accounts:
         if component == FULL:
             account.keep_parents_newer(node.parent)
 
-    def _take_out(self, node: TreeNode, component: Component) -> Released:
-        """Take a value out."""
+    def detach(self, node: TreeNode, component: Component) -> Released:
+        """Take a value out, whatever the locks."""
         account, holding = self._by_component[component], node.holdings[component]
         value = holding.value
         assert value is not None
@@ -162,14 +162,15 @@ class Accounts:
                 account.unlock(locked)
 
     def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
-        """A lock at `old`, with `ahead`, becomes one at `new`, at the cost of what lies between where `new` continues
-        `old`."""
+        """A lock at `old`, with `ahead`, becomes one at `new`, for the same prefix where that goes on, at the cost of
+        what lies between where `new` continues `old`."""
+        left = max(0, ahead + old.depth_tokens - new.depth_tokens)
         if old.parent is None or new.parent is None:
-            self.lock(new)
+            self.lock(new, left)
             self.unlock(old, ahead)
             return
         for account in self._accounts:
-            to_lock, to_unlock = account.component.nodes_to_move(old, new, ahead)
+            to_lock, to_unlock = account.component.nodes_to_move(old, new, ahead, left)
             for locked in to_lock:
                 account.lock(locked)
             for locked in to_unlock:

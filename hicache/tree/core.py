@@ -39,7 +39,8 @@ class RadixTree(Accounts):
 
     `components`: those beside FULL. `policy`: the eviction order of every component. With `events`, pages that
     come and go are reported to that log, which costs their keys at once. `is_below`: whether what a leaf lacks of a
-    component can be had from a tier below, so that a match may end in it.
+    component can be had from a tier below, so that a match may end in it. `goes_below`: what leaves goes there, so that
+    a match may go on there behind any leaf.
     """
 
     def __init__(
@@ -51,13 +52,13 @@ class RadixTree(Accounts):
         events: EventLog | None = None,
         node_type: type[TreeNode] = TreeNode,
         is_below: Callable[[TreeNode, Component], bool] | None = None,
+        goes_below: bool = False,
     ) -> None:
         super().__init__((FullComponent(), *components), policy)
         self.page_size = page_size
         self._names = tuple(component.name for component in self.components)
-        self._sharing_names = tuple(component.name for component in self.components if component.shares_full_slots)
         self._ends_matches = any(component.ends_matches for component in self.components)
-        self._new_node, self._is_below = node_type, is_below
+        self._new_node, self._is_below, self._goes_below = node_type, is_below, goes_below
         self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)), components=self._names)
         self.num_nodes = 0
         self.names, self.events = PageNames(hasher), events
@@ -171,7 +172,9 @@ class RadixTree(Accounts):
                 existing.append(child.value_of(FULL))
             else:
                 child.hit_count = max(hit_count, child.hit_count)
-                self._gain(child, own(value if not pos and end == len(tokens) else value[pos:end]))
+                self._enter(child, FULL, own(value if not pos and end == len(tokens) else value[pos:end]))
+                if self.events is not None:
+                    self.events.stored(self.names.pages(child), "GPU")
                 gained.append(child)
             if adopts:
                 self._enter(child, SWA, child.value_of(FULL))
@@ -193,7 +196,7 @@ class RadixTree(Accounts):
             if end > num_existing:
                 self._remove(node, [])
             elif any(first < end <= last for first, last in inserted.adopted):
-                self._take_out(node, SWA)
+                self.detach(node, SWA)
 
     def attach(self, node: TreeNode, component: Component, value: torch.Tensor) -> bool:
         """Give `node` what it may lack of a component; False where it has it, and `value` stays the caller's.
@@ -206,10 +209,6 @@ class RadixTree(Accounts):
         shares = self.account(component).component.shares_full_slots
         self._enter(node, component, node.value_of(FULL) if shares else own(value.reshape(-1)))
         return True
-
-    def detach(self, node: TreeNode, component: Component) -> Released:
-        """Undo `attach`, whatever the locks: what was to be copied there was not."""
-        return self._take_out(node, component)
 
     def fail_load(self, node: TreeNode) -> torch.Tensor:
         """The copy to a leaf failed: it leaves the tree, whoever has locked it, and its slots come back (windows and
@@ -235,12 +234,13 @@ class RadixTree(Accounts):
 
         With `num_tokens`, split down to its last pages where fewer than all are needed: the front of a long prefix
         outlives its end. It is not split where that would help nobody: a value at its end cannot be divided, and where
-        matches end at values only, the front could end none.
+        matches end at values only, the front could end none, nor be continued.
         """
         account = self.account(component)
         holding = account.order.victim()
         node = None if holding is None else holding.owner
-        if node is None or num_tokens is None or self._ends_matches or account.component.at_node_end:
+        is_whole = account.component.at_node_end or (self._ends_matches and not self._goes_below)
+        if node is None or num_tokens is None or is_whole:
             return node
         num_evicted = -(-num_tokens // self.page_size) * self.page_size
         while node.num_tokens > 2 * num_evicted:  # a split costs the length of both parts: in halves a page costs few
@@ -261,22 +261,9 @@ class RadixTree(Accounts):
             self._remove(node, released)
             self._prune(parent, released)
         else:
-            released.append(self._take_out(node, component))
+            released.append(self.detach(node, component))
             self._prune(node, released)
         return released
-
-    def to_leave(self, node: TreeNode, component: Component) -> list[TreeNode]:
-        """The nodes that `drop` would remove, the deepest first: none where `node` stays without its value."""
-        found, at = list[TreeNode](), node
-        if component == FULL:
-            found, at = [node], node.parent or self.root
-        while at.parent is not None and len(at.children) == len(found[-1:]) and not at.is_locked:
-            lost = component if at is node else None
-            if not any(self._is_dead(other, at, lost) for other in self.components[1:]):
-                break
-            found.append(at)
-            at = at.parent
-        return found
 
     def check(self) -> None:
         """Raise `InvariantError` with every violation of the rules above."""
@@ -338,32 +325,25 @@ class RadixTree(Accounts):
         self.num_nodes += 1
         return upper
 
-    def _gain(self, node: TreeNode, value: torch.Tensor) -> None:
-        self._enter(node, FULL, value)
-        if self.events is not None:
-            self.events.stored(self.names.pages(node), "GPU")
-
     def _remove(self, node: TreeNode, released: list[Released]) -> None:
-        """Take a leaf out of the tree with all that it holds; window slots leave unreleased, with their full slots."""
+        """Take a leaf out of the tree with all that it holds, the full slots last."""
         parent = node.parent
         assert parent is not None and not node.children
-        for name in self._sharing_names:
-            if node.has(name):
-                self._take_out(node, name)
         for name in reversed(self._names):
             if node.has(name):
                 if self.events is not None and name == FULL:
                     self.events.removed(self.names.of(node), "GPU")
-                released.append(self._take_out(node, name))
+                released.append(self.detach(node, name))
         del parent.children[node.child_key]
         self.num_nodes -= 1
         if parent.parent is not None and not parent.children:
             self.account(FULL).order.update(parent.full)
 
-    def _is_dead(self, component: TreeComponent, leaf: TreeNode, lost: Component | None = None) -> bool:
-        """Whether no match can end in `leaf`, without its value of the component `lost`."""
-        is_dead = component.name == lost or component.is_dead(leaf)
-        return is_dead and (self._is_below is None or not self._is_below(leaf, component.name))
+    def _is_dead(self, component: TreeComponent, leaf: TreeNode) -> bool:
+        """Whether no match can end in `leaf`, or go on."""
+        if self._goes_below or not component.is_dead(leaf):
+            return False
+        return self._is_below is None or not self._is_below(leaf, component.name)
 
     def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
         """Remove `node` where it is an unlocked leaf that no match can end in; then its parents."""

@@ -46,24 +46,24 @@ KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
 
 @dataclass(frozen=True)
 class PagesStored:
-    """Consecutive pages of one prompt, with `tokens` and `keys`, which follow `before`, are held by `medium`."""
+    """Consecutive pages of one prompt, with `tokens` and `keys`, which follow `previous_key`, are held by `medium`."""
 
     keys: Sequence[bytes]
-    before: bytes | None
+    previous_key: bytes | None
     tokens: Tokens
     namespace: str
     medium: Medium
 
     def blocks(self, max_blocks: int) -> Iterator[BlockStored]:
         """The same as events of at most `max_blocks` blocks each."""
-        size, before = len(self.tokens) // len(self.keys), self.before
+        size, previous_key = len(self.tokens) // len(self.keys), self.previous_key
         for start in range(0, len(self.keys), max_blocks):
             keys = self.keys[start : start + max_blocks]
             tokens = self.tokens[start * size : (start + len(keys)) * size]
             ids = tokens.tolist()
-            parent = None if before is None else block_hash(before)
+            parent = None if previous_key is None else block_hash(previous_key)
             yield BlockStored([block_hash(key) for key in keys], parent, ids, size, self.medium)
-            before = keys[-1]
+            previous_key = keys[-1]
 
 
 @dataclass(frozen=True)
@@ -158,12 +158,12 @@ class EventLog:
             self._gone.pop(key, None)
         for at in range(len(pages.keys)):
             later = pages.part(at, len(pages.keys))
-            if later.before is None or any(later.before in told for told in self._told.values()):
+            if later.previous_key is None or any(later.previous_key in told for told in self._told.values()):
                 self._tell(PagesStored(*later, medium))
                 return
             key = later.keys[0]
-            self._orphans.setdefault(later.before, {})[key, medium] = PagesStored(*later.part(0, 1), medium)
-            self._parents[key] = later.before
+            self._orphans.setdefault(later.previous_key, {})[key, medium] = PagesStored(*later.part(0, 1), medium)
+            self._parents[key] = later.previous_key
 
     def _tell(self, stored: PagesStored) -> None:
         """And those that have waited for it behind it."""

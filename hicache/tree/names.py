@@ -16,18 +16,18 @@ from hicache.tree.node import TreeNode
 
 
 class PromptPages(NamedTuple):
-    """Consecutive pages of one prompt: `keys`, which follow `before` (None at its start), of `tokens`."""
+    """Consecutive pages of one prompt: `keys`, which follow `previous_key` (None at its start), of `tokens`."""
 
     keys: Sequence[bytes]
-    before: bytes | None
+    previous_key: bytes | None
     tokens: Tokens
     namespace: str
 
     def part(self, start: int, end: int) -> PromptPages:
         """Pages [start, end)."""
         size = len(self.tokens) // max(1, len(self.keys))
-        before = self.keys[start - 1] if start else self.before
-        return PromptPages(self.keys[start:end], before, self.tokens[start * size : end * size], self.namespace)
+        previous_key = self.keys[start - 1] if start else self.previous_key
+        return PromptPages(self.keys[start:end], previous_key, self.tokens[start * size : end * size], self.namespace)
 
 
 class PageNames:
@@ -38,18 +38,18 @@ class PageNames:
 
     def of(self, node: TreeNode) -> list[bytes]:
         """The keys of the node's pages."""
-        missing = []
+        unnamed = []
         above = node
         while above.page_keys is None and not above.is_root:
-            missing.append(above)
+            unnamed.append(above)
             assert above.parent is not None
             above = above.parent
-        for below in reversed(missing):
+        for below in reversed(unnamed):
             assert below.run is not None
-            below.page_keys = self._hasher.chain(self.before(below), below.run.tokens)
+            below.page_keys = self._hasher.chain(self.previous_key(below), below.run.tokens)
         return node.page_keys or []
 
-    def before(self, node: TreeNode) -> bytes:
+    def previous_key(self, node: TreeNode) -> bytes:
         """The key of the page before the node's first: the namespace's seed at the start of a prompt."""
         parent = node.parent
         if parent is None or parent.parent is None:
@@ -60,7 +60,7 @@ class PageNames:
         """The node's pages, for events."""
         assert node.run is not None
         first = node.parent is None or node.parent.is_root
-        return PromptPages(self.of(node), None if first else self.before(node), node.run.tokens, node.namespace)
+        return PromptPages(self.of(node), None if first else self.previous_key(node), node.run.tokens, node.namespace)
 
     def of_prompt(self, match: Match, tokens: Tokens) -> list[bytes]:
         """Keys of the whole pages of a prompt, of which `match` is held."""

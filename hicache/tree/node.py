@@ -86,23 +86,9 @@ class TreeNode:
     """
 
     __slots__ = (
-        "child_key",
-        "children",
-        "creation_time",
-        "depth_tokens",
-        "full",
-        "hit_count",
-        "holdings",
-        "id",
-        "last_access_time",
-        "namespace",
-        "num_tokens",
-        "page_keys",
-        "parent",
-        "priority",
-        "run",
-        "runs",
-    )
+        "child_key", "children", "creation_time", "depth_tokens", "full", "hit_count", "holdings", "id",
+        "last_access_time", "namespace", "num_tokens", "page_keys", "parent", "priority", "run", "runs",
+    )  # fmt: skip
 
     def __init__(
         self,

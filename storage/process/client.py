@@ -263,9 +263,8 @@ class StoreClient:
     @property
     def _is_waiting(self) -> bool:
         """Whether an answer is to come."""
-        return bool(
-            self.reads.under_way or self.writes.under_way or self._lookup or self.state is State.OPENING or self._unsent
-        )
+        is_asked = self.reads.under_way or self.writes.under_way or self._lookup or self.state is State.OPENING
+        return bool(is_asked or (self._connection is not None and self._connection.unsent))
 
     # The connection
 
@@ -288,12 +287,8 @@ class StoreClient:
             except ConnectionEnded as ended:
                 self._lose(f"the store process ended: {ended}")
 
-    @property
-    def _unsent(self) -> bool:
-        return self._connection is not None and len(self._connection.unsent) > 0
-
     def _receive(self) -> None:
-        if self._unsent:
+        if self._connection is not None and self._connection.unsent:
             self._send()
         if self._connection is None or self.state is State.LOST:
             return

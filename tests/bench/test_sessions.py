@@ -7,6 +7,9 @@ import asyncio
 import gzip
 import json
 from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,24 +19,48 @@ from hicache.bench.common import Report
 from hicache.bench.servers import sessions_vllm
 from hicache.bench.servers.clients import Asked, Load, LoadRun, send
 from hicache.bench.servers.session_cases import Key, add_cases
-from hicache.bench.sessions import Prompts, Scale, Turn, generated_turns, read_turns
+from hicache.bench.serving_sessions import REAL_HOST, TINY_HOST, TINY_TRAFFIC, TRAFFIC, SessionSizes, replayed_hits
+from hicache.bench.sessions import Prompts, Scale, Traffic, Turn, generated_turns, read_turns, traffic_of
 
 SCALE = Scale(requests=200, block_tokens=8, shortest=200, longest=6000)
 
 
-def test_generated_turns_go_on_from_those_before() -> None:
+def _traffic(seed: int) -> Sequence[Turn]:
+    return traffic_of(TINY_TRAFFIC, seed).turns
+
+
+@pytest.mark.parametrize(
+    ("turns_of", "scale", "num_heads"),
+    [(partial(generated_turns, SCALE), SCALE, 2), (_traffic, replace(TINY_TRAFFIC.scale, shortest=8), 4)],
+    ids=["agents", "traffic"],
+)
+def test_generated_turns_go_on_from_those_before(
+    turns_of: Callable[[int], Sequence[Turn]], scale: Scale, num_heads: int
+) -> None:
     """Every turn begins with its session's last one; sessions share their beginnings; lengths are as asked for; a seed
     gives the same again."""
-    turns = generated_turns(SCALE)
-    assert len(turns) == SCALE.requests and turns == generated_turns(SCALE) != generated_turns(SCALE, seed=1)
+    turns = turns_of(0)
+    assert len(turns) == scale.requests and turns == turns_of(0) != turns_of(1)
     last: dict[str, tuple[int, ...]] = {}
     for turn in turns:
         before = last.get(turn.session, turn.blocks[:1])
-        assert turn.blocks[: len(before)] == before and turn.blocks != before
-        assert SCALE.shortest <= 8 * len(turn.blocks) <= SCALE.longest
+        assert turn.blocks[: len(before)] == before and (turn.session not in last or turn.blocks != before)
+        assert scale.shortest <= 8 * len(turn.blocks) <= scale.longest
         last[turn.session] = turn.blocks
     assert 5 < len(last) < 40
-    assert len({blocks[0] for blocks in last.values()}) == 2
+    assert len({blocks[0] for blocks in last.values()}) == num_heads
+
+
+@pytest.mark.parametrize(("traffic", "sizes"), [(TRAFFIC, REAL_HOST), (TINY_TRAFFIC, TINY_HOST)], ids=["real", "tiny"])
+def test_traffic_shows_what_a_host_as_large_as_the_device_brings(traffic: Traffic, sizes: SessionSizes) -> None:
+    """Four times what the device holds is under way. Under `exclusive` less is computed than under `write_through`, by
+    more than the time over it that is aimed at."""
+    workload = traffic_of(traffic)
+    assert abs(workload.working_set / sizes.device_tokens - 4) < 0.1
+    assert len(workload.turns) > 2 * sizes.num_warm_up - 1
+    if traffic is TINY_TRAFFIC:
+        none, copies, ours = replayed_hits(workload.turns, sizes, sizes.host_tokens).values()
+        assert none <= copies < ours and (1 - ours) / (1 - copies) < 0.8
 
 
 def test_a_trace_gives_prompts_that_are_alike_where_its_blocks_are(tmp_path: Path) -> None:

@@ -56,11 +56,11 @@ def test_a_second_demo_finds_the_first_ones_pages(tmp_path: Path) -> None:
 
 
 def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None:
-    """--host-ratio replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
+    """--host-bytes replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
     tier it keeps no store of its own. Without a baseline no comparison is claimed."""
-    results = _demo(tmp_path, "--no-baseline", "--host-ratio", "1.5", "--disk-level", "0", "--dtype", "auto")
+    results = _demo(tmp_path, "--no-baseline", "--host-bytes", "auto", "--disk-level", "0", "--dtype", "auto")
     sizes = results["sizes"]
-    assert sizes["device_tokens"] < sizes["host_tokens"] <= 1.5 * sizes["device_tokens"] + 64
+    assert sizes["device_tokens"] < sizes["host_tokens"] <= 2 * sizes["device_tokens"] + 64
     assert results["bytes_moved"]["host_to_disk"] > 0
     assert results["compared_with_recompute"] is False and results["ttft_ms"]["recompute"] is None
     results = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")

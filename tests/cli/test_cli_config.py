@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 
 from cli_case import output, refused, stats
-from hicache.config import SECTIONS, VARIABLES, RemoteConfig
+from hicache.config import SECTIONS, RemoteConfig
+from hicache.config.environment import VARIABLES
 from hicache.config.settings import settings_of
 from hicache.errors import ConfigError
 
@@ -88,9 +89,9 @@ def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixtur
     assert auto == computed | {"prefetch_mode", "eviction_policy", "kv_packing"}  # modes and a policy of that name
     assert computed == {name for name, row in settings.items() if "computed_from" in row}
     assert "available memory" in settings["host_bytes"]["computed_from"]
-    for flag in (["--host-bytes", "0"], ["--host-ratio", "2"]):
+    for flag in (["--host-bytes", "0"], ["--host-bytes", "auto"]):
         settings = shown_settings(capsys, *flag)["settings"]
-        assert ("computed_from" in settings["host_bytes"]) == (flag[0] == "--host-ratio")
+        assert ("computed_from" in settings["host_bytes"]) == (flag[1] == "auto")
     settings = shown_settings(capsys, "--window-tokens", "128", "--mamba-size", "auto")["settings"]
     assert settings["window_tokens"] == {"value": 128, "unit": "tokens", "source": "flag --window-tokens"}
     assert settings["mamba_size"]["value"] == "auto" and settings["mamba_size"]["source"] == "flag --mamba-size"

@@ -78,7 +78,6 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--host-bytes 4096", "host_bytes"),
         ("--host-bytes 12Q", "12Q"),
         ("--host-bytes 0 --disk {tmp}/new", "host_bytes"),
-        ("--host-bytes 1MiB --host-ratio 1", "host_ratio"),
         ("--page-size 48", "page_size"),
         ("--host-page-size 0", "host_page_size"),
         ("--dtype float7", "dtype"),

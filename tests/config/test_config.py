@@ -14,7 +14,8 @@ import torch
 import yaml
 
 from hicache import AdvancedConfig, DiskConfig, EngineConfig, ModelGeometry, build_engine
-from hicache.config import SECTIONS, debug_checks, kernel_choice
+from hicache.config import SECTIONS
+from hicache.config.environment import debug_checks, kernel_choice
 from hicache.config.settings import (
     Address,
     Choice,
@@ -36,7 +37,7 @@ from hicache.errors import ConfigError, IdentityError
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
-from hicache.stores import identity_of, namespace_digest
+from hicache.stores.page_format import identity_of, namespace_digest
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
 
@@ -83,8 +84,6 @@ WRONG_SETTINGS: list[tuple[dict[str, Any], str]] = [
     ({"dtype": "int3"}, "dtype='int3'"),
     ({"prefetch_mode": "never"}, "prefetch_mode='never'"),
     ({"host_bytes": -1}, "host_bytes=-1"),
-    ({"host_bytes": 1 << 20, "host_ratio": 2.0}, "host_ratio=2.0"),
-    ({"host_bytes": 0, "host_ratio": 2.0}, "host_ratio=2.0"),
     ({"mamba_track_interval": 96}, "mamba_track_interval=96"),
     ({"transfer_chunk_tokens": 64}, "transfer_chunk_tokens"),  # of the section advanced
     ({"disk": {"path": "/x"}, "host_bytes": 0, "model_id": "m"}, "host_bytes"),
@@ -122,17 +121,12 @@ def test_a_section_is_of_its_class() -> None:
     assert "device_tokens" in str(caught.value)
 
 
-def test_a_later_source_wins() -> None:
-    """The file wins over a command's defaults and a flag over both. host_bytes and host_ratio are one size given in two
-    ways: whichever a later source uses replaces both, and one source that gives both is refused."""
-    defaults = {"device_tokens": 4096, "host_bytes": 1 << 30}
-    ratio = EngineConfig.from_flags(flags("--host-ratio", "2"), **defaults)
-    assert (ratio.host_bytes, ratio.host_ratio) == ("auto", 2.0)
-    size = EngineConfig.from_flags(flags("--host-bytes", "1MiB"), device_tokens=4096, host_ratio=2.0)
-    assert (size.host_bytes, size.host_ratio) == (1 << 20, 0.0)
-    assert EngineConfig.from_flags(flags("--host-bytes", "auto"), **defaults).host_bytes == "auto"
-    with pytest.raises(ConfigError):
-        EngineConfig.from_flags(flags("--host-bytes", "1MiB", "--host-ratio", "2"), **defaults)
+def test_a_later_source_wins(tmp_path: Path) -> None:
+    """The file wins over a command's defaults and a flag over both."""
+    (tmp_path / "engine.yaml").write_text("host_bytes: 1MiB\n")
+    of_file, defaults = ("--config", str(tmp_path / "engine.yaml")), {"device_tokens": 4096, "host_bytes": 1 << 30}
+    assert EngineConfig.from_flags(flags(*of_file), **defaults).host_bytes == 1 << 20
+    assert EngineConfig.from_flags(flags(*of_file, "--host-bytes", "auto"), **defaults).host_bytes == "auto"
 
 
 def test_a_section_of_the_file_can_be_left_empty(tmp_path: Path) -> None:
@@ -249,7 +243,7 @@ def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting
         if is_first and isinstance(value, None | bool | int | float | list) and value not in (10**5000,):
             file = tmp_path / "engine.yaml"
             file.write_text(yaml.safe_dump(plain(section, name, value)))
-            doors.append(lambda file=file: EngineConfig.from_yaml(file))
+            doors.append(lambda file=file: EngineConfig.from_flags(flags("--config", str(file))))
         for door in doors:
             with pytest.raises(ConfigError) as caught:
                 door()
@@ -278,13 +272,12 @@ BROKEN_FILES = [
 
 @pytest.mark.parametrize("content", BROKEN_FILES, ids=lambda content: repr(content[:24]))
 def test_a_broken_file_is_one_line(content: bytes, tmp_path: Path) -> None:
-    """Whatever stands in the file of a configuration, it is read or refused in one line, with the flag as without."""
+    """Whatever stands in the file of a configuration, it is read or refused in one line, beside flags too."""
     file = tmp_path / "engine.yaml"
     file.write_bytes(content)
-    for read in (EngineConfig.from_yaml, lambda path: EngineConfig.from_flags(flags("--config", str(path)))):
-        with pytest.raises(ConfigError) as caught:
-            read(file)
-        assert "\n" not in str(caught.value)
+    with pytest.raises(ConfigError) as caught:
+        EngineConfig.from_flags(flags("--config", str(file)))
+    assert "\n" not in str(caught.value)
     given = flags("--config", str(file), "--disk-path", "/x")
     with pytest.raises(ConfigError):
         EngineConfig.from_flags(given)

@@ -136,10 +136,9 @@ def test_a_small_device_tier_gets_the_smallest_host_tier() -> None:
 
 
 def test_sizes_that_are_given_are_kept() -> None:
-    """host_bytes, host_ratio and 0 mean what they say, whatever memory there is; what does not fit is refused with the
+    """host_bytes and 0 mean what they say, whatever memory there is; what does not fit is refused with the
     setting that asked for it."""
     assert host_bytes(config(host_bytes=5 << 20), GIB, 1 << 20, PLENTY) == 5 << 20
-    assert host_bytes(config(host_ratio=3.0), GIB, 1 << 20, PLENTY) == 3 * GIB
     with pytest.raises(OutOfMemory, match="host_bytes"):
         host_bytes(config(host_bytes=5 << 30), GIB, 1 << 20, 4 * GIB)
     free = config(host_bytes="free")
@@ -148,8 +147,6 @@ def test_sizes_that_are_given_are_kept() -> None:
     assert host_bytes(free, GIB, 1 << 20, 4 * GIB) == 2 * GIB
     with pytest.raises(OutOfMemory, match=r"host_bytes=free .* set host_bytes"):
         host_bytes(free, GIB, 1 << 20, 2 * GIB)
-    with pytest.raises(OutOfMemory, match="host_ratio"):
-        host_bytes(config(host_ratio=5.0), GIB, 1 << 20, 4 * GIB)
     none = resolve(config(host_bytes=0), MODELS["hybrid"], 0)
     assert none.host_bytes == 0 and none.host_states == 0 and none.cache_page_size == 4
 

@@ -15,8 +15,8 @@ from hicache.eviction.policy import make_order
 from hicache.replay.cache import CacheSimulation
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import FULL
-from hicache.tree import PageHasher, RadixTree
-from hicache.tree.key import Tokens
+from hicache.tree.core import RadixTree
+from hicache.tree.key import PageHasher, Tokens
 
 HALF_LIFE = 200.0
 

@@ -9,7 +9,8 @@ import torch
 import largest_first
 from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.tiers import FULL
-from hicache.tree import PageHasher, RadixTree
+from hicache.tree.core import RadixTree
+from hicache.tree.key import PageHasher
 from largest_first import LargestFirst
 
 

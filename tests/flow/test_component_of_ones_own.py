@@ -14,7 +14,7 @@ import torch
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
 from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
 from hicache.errors import ConfigError, InvalidArgument, TransferError
-from hicache.tree import TreeNode
+from hicache.tree.node import TreeNode
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden

@@ -227,16 +227,18 @@ def test_what_the_device_holds_is_read_when_the_device_has_lost_it(tmp_path: Pat
         settled(engine)
 
 
-def test_windows_leave_the_host_with_their_full_pages() -> None:
-    """Of more prompts than the host has pages for: what it has of windows is of full pages that it has too."""
-    with build_engine(config(host_bytes=24 * 8 * 256), WINDOWS) as engine:
+@pytest.mark.parametrize("policy", ["write_through", "exclusive"])
+def test_windows_leave_the_host_with_their_full_pages(policy: str) -> None:
+    """Of more prompts than the host has pages for: what it has of windows is of full pages that memory has too."""
+    with build_engine(config(host_bytes=24 * 8 * 256, write_policy=policy), WINDOWS) as engine:
         full, windows = (engine.inspect.context.by_name[name].index for name in ("full", SWA))
+        tree = engine.inspect.context.tree
         for number in range(12):
             tokens = np.arange(100 * number, 100 * number + 41)
             with engine.acquire(CacheRequest(str(number), tokens)) as lease:
                 prefill(engine, lease, tokens, WINDOWS)
             engine.flush()
-            of_full = {key for page in full for key in engine.inspect.context.tree.names.of_component(SWA, [page])}
-            assert {*windows} <= of_full
+            of_device = [key for node in tree.nodes() for key in tree.names.of(node)] if policy == "exclusive" else []
+            assert {*windows} <= {*tree.names.of_component(SWA, [*full, *of_device])}
         assert engine.stats()["evict.host_lost_tokens"] > 0 and len(windows)
         engine.check()

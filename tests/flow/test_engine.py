@@ -29,7 +29,7 @@ from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
 from hicache.storage import store_folders
 from hicache.tiers import MAMBA, SWA, Component
-from hicache.tree import PageHasher
+from hicache.tree.key import PageHasher
 from toy_model import prompt, settled
 from waiting import BOUND_S
 
@@ -120,6 +120,7 @@ def test_windows_are_not_mapped_for_a_request_that_gets_no_row(monkeypatch: pyte
             with pytest.raises(OutOfRows):
                 engine.acquire(CacheRequest("a", prompt(1, 41)))
         engine.check()
+        engine.cancel("a")
         assert serve(engine, "b", prompt(1, 41), WINDOWS).cached_len == 40
         settled(engine)
 
@@ -245,8 +246,8 @@ def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, po
 
 def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
     """Where a full page finds no second place on the host, its window is not kept there, which does."""
-    sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "kv_packing": "4"}
-    with build_engine(config(**sizes, **PACKABLE), WIDER["window"]) as engine:
+    sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "write_policy": "write_through"}
+    with build_engine(config(**sizes, kv_packing="4", **PACKABLE), WIDER["window"]) as engine:
         full, names = engine.inspect.context.full.index, engine.inspect.context.tree.names
         serve(engine, "a", prompt(1, 49), WIDER["window"])
         locked = full.runs_of([*full])
@@ -319,7 +320,8 @@ def test_what_the_device_has_in_front_of_a_load_makes_room(model: ModelGeometry)
     """A prefix whose end comes from the host needs no window or state of the part that the device has: where the rest
     fits with these alone, the request is admitted."""
     one = prompt(1, 121)
-    with build_engine(config(device_tokens=512, mamba_size=4, max_requests=2), model) as engine:
+    sizes = {"device_tokens": 512, "mamba_size": 4, "max_requests": 2, "write_policy": "write_through"}
+    with build_engine(config(**sizes), model) as engine:
         serve(engine, "a", one, model, chunk=40)
         engine.reset(("device",))
         with engine.acquire(CacheRequest("b", one[:41], max_cached_tokens=0)) as lease:

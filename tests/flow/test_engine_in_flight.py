@@ -201,10 +201,10 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
 def test_copies_are_one_with_those_that_are_submitted_later() -> None:
     """Whoever has looked at copies of some components sees the failure and the bytes of one that follows."""
     op, early, late = JointOp(), CpuOp(10), CpuOp(20)
-    op.parts.append(early)
+    op.copies.append(early)
     early.run(lambda: None)
     assert op.done() and op.error is None and op.num_bytes == 10
-    op.parts.append(late)
+    op.copies.append(late)
     assert not op.done() and op.num_bytes == 30
     late.error = TransferError("a copy fails")
     late.run(lambda: None)
@@ -259,25 +259,26 @@ def test_many_random_histories(kind: str, packing: str, first_seed: int) -> None
 
 
 @pytest.mark.parametrize("policy", ["write_back", "exclusive"])
-def test_full_pages_that_stay_stay_while_their_windows_are_copied(policy: str) -> None:
-    """With these they are copied too, or the slots of both are one number: nobody gets them before the copy has ended,
-    however much room is needed, and nobody else's windows come to them."""
+def test_windows_that_leave_alone_hold_up_nobody(policy: str) -> None:
+    """Before their copy has ended their full slots get other windows, or leave, and nobody gets the old window slots,
+    whose bytes come back."""
     engine, transfers = stepped(WINDOWS, write_policy=policy)
     tokens = prompt(1, 41)
     serve(engine, transfers, "a", tokens, WINDOWS)
-    tree, (full, windows) = engine.inspect.context.tree, engine.inspect.context.components
+    full, windows = engine.inspect.context.components
     eviction = DeviceEviction(engine.inspect.context, engine.inspect.backup)
     eviction.prepare(windows, windows.available() + 8)
-    assert not eviction.prepare(full, full.capacity) and transfers.links
-    assert tree.protected(FULL_KV) == 8 == len(tree.nodes()[0].value_of(FULL_KV))
-    with engine.acquire(CacheRequest("again", tokens, max_cached_tokens=0)) as lease:  # computes these windows too
-        compute(engine, lease, tokens, 0, 41, WINDOWS)
-        engine.commit(lease, tokens)
-        engine.check()
+    for name, computed in (("again", tokens), ("other", prompt(2, 41))):
+        with engine.acquire(CacheRequest(name, computed, max_cached_tokens=0)) as lease:
+            compute(engine, lease, computed, 0, 41, WINDOWS)
+            engine.commit(lease, computed)
+            engine.check()
+    assert not eviction.prepare(full, full.capacity) and transfers.links and windows.num_leaving
+    engine.check()
     transfers.finish()
     engine.flush()
-    assert eviction.make_available(full, full.capacity)
-    serve(engine, transfers, "b", tokens, WINDOWS)
+    assert full.available() == full.capacity
+    assert serve(engine, transfers, "b", tokens, WINDOWS) == 40
     close(engine)
 
 

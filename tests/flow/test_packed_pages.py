@@ -25,7 +25,7 @@ from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
-from hicache.host import ids_of
+from hicache.host.run import ids_of
 from hicache.kernels.pack import FOUR_BITS
 from hicache.storage import open_existing, store_folders
 from memory_store import MemoryPageStore
@@ -276,7 +276,10 @@ def test_too_many_that_do_not_fit_are_told(
 ) -> None:
     """Once, with the remedy; what comes next is packed all the same."""
     monkeypatch.setattr(hicache.flow.packing, "_MIN_JUDGED_PAGES", 10)
-    with build_engine(config(device=device), MODELS["windows"]) as engine, caplog.at_level(logging.WARNING):
+    with (
+        build_engine(config(device=device, write_policy="write_through"), MODELS["windows"]) as engine,
+        caplog.at_level(logging.WARNING),
+    ):
         for seed in range(6):
             serve(engine, f"r{seed}", prompt(seed, 3), "some")
             told = [record.getMessage() for record in caplog.records if "component full" in record.getMessage()]

@@ -230,7 +230,7 @@ def test_a_load_counts_what_the_link_brings_before_it_and_those_that_computing_d
             engine.expect("s", prompts[2])
             lease = engine.acquire(CacheRequest("s", prompts[2]))
         assert (lease.hit.host > 0) == bool(beside)
-        ahead = sum(load.op.num_bytes for load in restore.in_flight())
+        ahead = sum(load.num_bytes for load in restore.in_flight())
         assert idle_s and restore.estimate(1000, 0, 8, 0).load_s == pytest.approx(idle_s * (1 + ahead / 1000))
         assert (ahead > 0) == bool(beside)
         engine.cancel("s")
@@ -248,7 +248,7 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
             with engine.acquire(CacheRequest(f"s{is_undelayed}", prompts[is_undelayed])) as lease:
                 assert lease.hit.host > 0
                 for load in engine.inspect.restore.in_flight():
-                    for op in load.op.parts:
+                    for op in load.copies:
                         op.is_undelayed = is_undelayed
                 engine.flush()
             assert (engine.stats()["cost.load_bytes_per_second"] > 0) == is_undelayed

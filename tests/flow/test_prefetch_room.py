@@ -9,8 +9,8 @@ import pytest
 from disk_case import Clock
 from hicache import AdvancedConfig, CacheRequest
 from hicache.config import PrefetchMode
-from hicache.flow.handle import Prefetch
 from hicache.flow.host_room import HostShare
+from hicache.flow.lease import Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,

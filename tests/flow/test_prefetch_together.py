@@ -12,7 +12,7 @@ from disk_case import Clock, page_keys
 from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import OutOfSlots, PrefetchPending, TransferError
-from hicache.flow.handle import Prefetch
+from hicache.flow.lease import Prefetch
 from prefetch_case import (
     PAGE,
     PacedStore,

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 from hicache.flow.prompt import HostWatch, Prompt, Prompts, event_pages_of
-from hicache.host import PageIndex
+from hicache.host.index import PageIndex
 from hicache.metrics import Metrics
 from hicache.replay.blocks import BlockPool
 from hicache.tiers import FULL
-from hicache.tree import PageHasher, RadixTree
+from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog
+from hicache.tree.key import PageHasher
 
 PAGE = 4
 
@@ -79,5 +80,5 @@ def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has
     assert held() is None
     if has_events:
         pages = event_pages_of(first)
-        assert (pages.keys, pages.before) == (keys[16:18], keys[15])
+        assert (pages.keys, pages.previous_key) == (keys[16:18], keys[15])
         assert pages.tokens.tolist() == tokens[16 * PAGE : 18 * PAGE].tolist()

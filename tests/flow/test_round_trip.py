@@ -34,7 +34,7 @@ from hicache.device import (
     SWAKVPool,
 )
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.storage import LmdbPageStore, PageFormat
 
 BF16, F16, F32 = torch.bfloat16, torch.float16, torch.float32
@@ -121,9 +121,9 @@ def through_the_disk(path: Path, host: HostPagePool, source: torch.Tensor, targe
         store = LmdbPageStore(path, identity=identity, formats=[PageFormat(host.page_bytes)], budget_bytes=16 << 20)
         with contextlib.closing(store):
             moved = (
-                store.get_into(keys, host.views(target))
+                store.get_into(keys, host.views(target.tolist()))
                 if is_back
-                else store.put(list(zip(keys, host.views(source), strict=True)))
+                else store.put(list(zip(keys, host.views(source.tolist()), strict=True)))
             )
             assert moved == [True] * len(keys)
 

@@ -15,7 +15,7 @@ from hicache import CacheEngine, DiskConfig, Prefetch, build_engine
 from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
 from hicache.flow.placement import Placement
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.storage import open_existing
 from hicache.tiers import REMOTE, Store
 from memory_store import MemoryPageStore

@@ -9,7 +9,7 @@ import torch
 import priority_write
 from hicache import CacheEngine, build_engine
 from hicache.flow.write_policy import POLICIES
-from hicache.host import ids_of
+from hicache.host.run import ids_of
 from priority_write import PriorityWriteThrough
 from toy_model import GEOMETRY, config, expected_kv, prompt, serve
 

@@ -13,18 +13,10 @@ import torch
 from cases import long
 from hicache.errors import InvariantError
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.host import (
-    ExclusiveIndex,
-    HostPagePool,
-    HostRun,
-    NewPages,
-    PageIndex,
-    RunPart,
-    ids_of,
-    pages_of,
-    path_of,
-    second_pages_of,
-)
+from hicache.host.exclusive import ExclusiveIndex
+from hicache.host.index import PageIndex
+from hicache.host.pool import HostPagePool
+from hicache.host.run import HostRun, NewPages, RunPart, ids_of, pages_of, path_of, second_pages_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.blocks import BlockPool
 

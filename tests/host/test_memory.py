@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.errors import ConfigError, OutOfMemory
+from hicache.errors import OutOfMemory
 from hicache.host import arena
 from hicache.host.arena import CudaRegistry, PinnedArena, allocate_pinned
-from hicache.host.memory import RESERVE_BYTES, available_bytes, bytes_of_ratio, free_bytes, require
+from hicache.host.memory import RESERVE_BYTES, available_bytes, free_bytes, require
 from hicache.host.numa import cpus_near, pci_address, run_near
 from memory_maps import flags_at
 
@@ -115,29 +115,13 @@ def test_cached_files_count_as_free(tmp_path: Path) -> None:
 
 
 def test_sizes_fit_up_to_the_last_byte() -> None:
-    """Bytes asked for, and a ratio of the device tier, are accepted up to the last byte that fits. What is refused
-    names the setting and the most that would do; a ratio below a byte is refused too."""
+    """Bytes asked for are accepted up to the last that fits. What is refused names the setting and the most that would
+    do."""
     require(5 * GIB, "l2_bytes", 5 * GIB + RESERVE_BYTES)
     with pytest.raises(OutOfMemory, match=f"host_bytes to at most {5 * GIB - 1}$"):
         require(5 * GIB, "host_bytes", 5 * GIB + RESERVE_BYTES - 1)
     with pytest.raises(OutOfMemory, match="l2_bytes to at most 0"):
         require(1, "l2_bytes", 0)
-    assert bytes_of_ratio(2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES) == 20 * GIB
-    with pytest.raises(OutOfMemory, match=r"host_ratio to at most 2\.499$"):
-        bytes_of_ratio(2.5, 8 * GIB, 20 * GIB + RESERVE_BYTES - 1)
-    with pytest.raises(ConfigError, match="host_ratio"):
-        bytes_of_ratio(1e-12, GIB, 64 * GIB)
-
-
-@pytest.mark.parametrize("device_bytes", [1, 999, 3 * GIB + 7, 140 * GIB])
-def test_the_ratio_that_is_proposed_fits(device_bytes: int) -> None:
-    """The ratio that the message of a refused ratio proposes fits."""
-    available = RESERVE_BYTES + 7 * GIB // 3
-    with pytest.raises(OutOfMemory) as caught:
-        bytes_of_ratio(1e12, device_bytes, available)
-    proposed = float(str(caught.value).rsplit(" ", 1)[1])
-    assert bytes_of_ratio(proposed, device_bytes, available) <= available - RESERVE_BYTES
-    assert proposed >= 0.999 * (available - RESERVE_BYTES) / device_bytes - 0.001
 
 
 TWO_NODES = {

@@ -16,7 +16,7 @@ from hicache.storage import PageBuffer, PageFormat
 from hicache.storage.process.health import LIMITS, Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.stores import open_tier
+from hicache.stores.tier import open_tier
 from waiting import BOUND_S, eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 12

@@ -11,7 +11,7 @@ import pytest
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.storage.process.jobs import FindDone
 from hicache.storage.process.settings import ServiceSettings
-from hicache.stores import StoreTier, given_tier
+from hicache.stores.tier import StoreTier, given_tier
 from memory_store import MemoryPageStore
 from waiting import eventually
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.host import PinnedRows
+from hicache.host.arena import PinnedRows
 from hicache.integrations.vllm.offloading_copies import ChunkLink, chunk_blocks
 
 NUM_BLOCKS, NUM_ROWS = 24, 9

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError, TransferError
-from hicache.host import PinnedRows
+from hicache.host.arena import PinnedRows
 from hicache.integrations.vllm.block_shapes import HeadLayout, shapes_of
 from hicache.integrations.vllm.offloading_copies import chunk_blocks
 from hicache.integrations.vllm.packed_rows import Misfits, PackedChunkLink

@@ -37,7 +37,7 @@ class History:
         text, medium = self.dice.choice(TEXTS), self.dice.choice(MEDIA)
         start = self.dice.randrange(len(text))
         pages = _pages(text, start, self.dice.randrange(start, len(text)) + 1)
-        self.parents.update(zip(pages.keys, [pages.before, *pages.keys], strict=False))
+        self.parents.update(zip(pages.keys, [pages.previous_key, *pages.keys], strict=False))
         draw = self.dice.random()
         if draw < 0.4:
             which = None if self.dice.random() < 0.5 else [self.dice.random() < 0.5 for _ in pages.keys]

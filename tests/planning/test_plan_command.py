@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import shlex
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ import pytest
 from cli_case import output, stats
 from family_case import save_model, tiny_config
 from hicache import EngineConfig
+from hicache.replay.simulation import ReplaySettings, replay
+from hicache.replay.trace import read_trace
 from hicache.serving.server import flags as serve
 from server_case import serving
 
@@ -30,9 +33,10 @@ def saved(folder: Path, row: str = "llama") -> Path:
     return folder
 
 
-def write_trace(path: Path) -> Path:
-    """Two conversations in turns, whose prompts grow by a block of 512 tokens: of 12 blocks 6 were there before."""
-    prompts = [[10], [20], [10, 11], [20, 21], [10, 11, 12], [20, 21, 22]]
+def write_trace(path: Path, num_rounds: int = 3) -> Path:
+    """Two conversations in turns, whose prompts grow by a block of 512 tokens: in three rounds of 12 blocks 6 were
+    there before."""
+    prompts = [list(range(first, first + n)) for n in range(1, num_rounds + 1) for first in (100, 200)]
     lines = [
         {"timestamp": at, "input_length": 512 * len(ids), "output_length": 1, "hash_ids": ids}
         for at, ids in enumerate(prompts)
@@ -92,6 +96,28 @@ def test_everything_is_in_the_json(tmp_path: Path, capsys: pytest.CaptureFixture
     ]  # fmt: skip
     assert rates[-1] == 0.5 and rates[0] <= rates[1] <= rates[2] <= 0.5 and rates[1] <= rates[4]
     assert plan["break_even_tokens"]["disk"] is None or plan["break_even_tokens"]["disk"] % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("row", "disk", "policy"),
+    [("llama", (), "exclusive"), ("llama", ("--disk", "8MiB"), "write_through"), ("qwen3_next", (), "exclusive")],
+)
+@pytest.mark.parametrize("host", ["1MiB", "64MiB"])
+def test_what_a_host_adds(
+    row: str, disk: Sequence[str], policy: str, host: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Under the policy that an engine takes: all of it where both hold different pages, else what it has more than the
+    device. The trace is replayed so."""
+    model, trace = saved(tmp_path / "model", row), write_trace(tmp_path / "trace.jsonl", num_rounds=12)
+    flags = (*TINY, "--host-memory", host, "--trace", str(trace), *disk)
+    plan = planned(capsys, model, *flags)
+    device, below, *_ = (tier["num_tokens"] for tier in plan["tiers"])
+    held = device + below if policy == "exclusive" else max(device, below)
+    assert (plan["memory"]["write_policy"], plan["memory"]["memory_tokens"]) == (policy, held)
+    settings = ReplaySettings(device // 512, below // 512, policy="auto", write_policy=policy)
+    assert plan["hit_rates"][1]["hit_rate"] == replay(read_trace(trace), settings).hit_rate
+    added = f"hold {held:,} different tokens, {held - device:,} more than the device"
+    assert added in " ".join(output(capsys, "plan", "--model", model, *flags).split())
 
 
 def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.storage import PageFilter, PageFormat, StoreCorrupt, StoreError, StoreMismatch, describe, open_existing
+from hicache.storage import (
+    PageFilter,
+    PageFormat,
+    StoreCorrupt,
+    StoreError,
+    StoreMismatch,
+    StoreStats,
+    describe,
+    open_existing,
+)
 from storage_pages import IDENTITY, PAGE_BYTES, found_numbers, open_store, put_numbers
 
 FORMATS = (
@@ -20,12 +30,17 @@ SIZES = (700, 5_000, 60_000)
 
 
 def test_stored_bytes_are_counted(tmp_path: Path) -> None:
-    """A page that does not compress takes its bytes and a header; one that is present is not written again."""
+    """A page that does not compress takes its bytes and a header; one that is present is not written again. How often a
+    day that fills the drive is over an hour at least."""
     with contextlib.closing(open_store(tmp_path)) as store:
         assert put_numbers(store, [0, 1, 0]) == put_numbers(store, [0, 2, 1]) == [True] * 3
         stats = store.stats()
         assert (stats.entries, stats.puts, stats.put_bytes_raw, stats.raw_bytes) == (3, 3, *[3 * PAGE_BYTES] * 2)
         assert stats.put_bytes_stored == stats.live_bytes == 3 * (PAGE_BYTES + 52)
+        assert stats.drive_bytes == shutil.disk_usage(tmp_path).total
+        assert stats.drive_writes_per_day == 24 * stats.put_bytes_stored / stats.drive_bytes
+    two_hours = StoreStats(put_bytes_stored=50, drive_bytes=100, open_seconds=7200)
+    assert (two_hours.drive_writes_per_day, StoreStats(put_bytes_stored=50).drive_writes_per_day) == (6.0, 0.0)
 
 
 def test_identity(tmp_path: Path) -> None:

@@ -33,7 +33,7 @@ from hicache.storage.process.health import Breaker, Limits, State
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.session import Session
 from hicache.storage.process.status import StatusWriter
-from hicache.stores import StoreTier
+from hicache.stores.tier import StoreTier
 from waiting import eventually
 
 LIMITS = Limits(reopen_backoff_s=1, max_reopen_backoff_s=6, max_failures=3)

@@ -35,7 +35,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
-from hicache.stores import open_tier
+from hicache.stores.tier import open_tier
 from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
 from programs import Program, output
 from store_server import served
@@ -81,7 +81,7 @@ def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     code = (
         "import logging, os, sys; sys.path.insert(0, sys.argv[2])\n"
         "from hicache.process.logs import json_lines; from hicache.storage import store_at\n"
-        "from hicache.stores import open_tier; from process_case import at, request\n"
+        "from hicache.stores.tier import open_tier; from process_case import at, request\n"
         "for level in ('WARNING', 'ERROR'):\n"
         "    logging.getLogger('hicache').setLevel(level)\n"
         "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')  # so that it is built anew, which is told\n"

@@ -17,7 +17,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.io_queue import IoQueue
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, WriteDone, WriteJob
 from hicache.storage.process.status import QUEUE_NUMBERS
-from hicache.stores import StoreTier
+from hicache.stores.tier import StoreTier
 from waiting import eventually
 
 

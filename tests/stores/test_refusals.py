@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hicache.errors import OutOfMemory
-from hicache.host import PinnedArena
+from hicache.host.arena import PinnedArena
 from hicache.storage import StoreError
 from hicache.storage.slot_file import SlotFile
 from programs import Program

@@ -12,10 +12,11 @@ import torch
 
 from disk_case import PATIENCE_S
 from hicache import CacheEngine, DiskConfig, RemoteConfig, build_engine
+from hicache.config.secret import cipher_of
 from hicache.errors import ConfigError
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.storage import PageFilter, StoreError, StoreMismatch
-from hicache.stores import cipher_of, page_filter
+from hicache.stores.page_format import page_filter
 from toy_model import GEOMETRY, config, serve
 
 KEY = bytes(range(100, 132))

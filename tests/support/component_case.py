@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from hicache import CacheEngine, CacheRequest, EngineConfig, HybridReqToTokenPool, Lease, ModelGeometry, SWAKVPool
-from hicache.layout import StateGeometry
+from hicache.layout import LatentGeometry, StateGeometry
 from toy_model import config as plain_config
 from toy_model import prefix_hashes, values_of
 
@@ -23,6 +23,7 @@ FULL = ModelGeometry(3, 2, 4)
 WINDOWS = ModelGeometry(3, 2, 4, layer_kinds=("full", "window", "window"), window=WINDOW)
 STATE = StateGeometry(((5, 3),), (2, 3, 4), torch.float32, torch.float32)
 STATES = ModelGeometry(4, 2, 4, layer_kinds=("recurrent", "full", "recurrent", "full"), state=STATE)
+LATENT = ModelGeometry(3, 1, 16, latent=LatentGeometry(12, 4))
 MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
 EACH_MODEL = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
 WITH_COMPONENTS = EACH_MODEL[1:]
@@ -53,9 +54,10 @@ def state(layer: int, tokens: np.ndarray, namespace: str) -> tuple[torch.Tensor,
 
 
 def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype: torch.dtype) -> torch.Tensor:
-    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim]. In bfloat16 one position in twenty
-    has numbers of any size: a page with two of them does not fit when it is packed."""
-    shape = (2, geometry.head_num, geometry.head_dim)
+    """Keys and values of a layer at positions of these hashes: [len, 2, heads, dim]; [len, 1, 1, dim] where they are
+    one latent row. In bfloat16 one position in twenty has numbers of any size: a page with two of them does not fit
+    when it is packed."""
+    shape = (1 if geometry.latent else 2, geometry.head_num, geometry.head_dim)
     values = values_of(hashes, layer, shape)
     if dtype == torch.bfloat16:
         wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(20) == 0)
@@ -87,7 +89,8 @@ def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, g
             slots = pool.translate_loc_from_full_to_swa(slots)
             assert bool((slots > 0).all()), "a window slot that is needed is gone"
         truth = attention_of(hashes[start:], layer, geometry, pool.dtype)
-        assert torch.equal(torch.stack([keys[slots], values[slots]], 1).cpu(), truth)
+        held = [keys[slots]] if geometry.latent else [keys[slots], values[slots]]
+        assert torch.equal(torch.stack(held, 1).cpu(), truth)
 
 
 def compute(
@@ -105,7 +108,7 @@ def compute(
             held.conv[0][index], held.temporal[index] = conv.to(pool.device), temporal.to(pool.device)
             continue
         truth = attention_of(hashes, layer, geometry, pool.dtype).to(pool.device)
-        pool.set_kv_buffer(layer, lease.slots_of(start, end), truth[:, 0], truth[:, 1])
+        pool.set_kv_buffer(layer, lease.slots_of(start, end), truth[:, 0], truth[:, -1])
 
 
 def prefill(

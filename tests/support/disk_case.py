@@ -15,7 +15,7 @@ from hicache.engine import CacheEngine
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat, PageStore
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
-from hicache.stores import StoreTier, given_tier
+from hicache.stores.tier import StoreTier, given_tier
 from memory_store import MemoryPageStore
 from waiting import BOUND_S, eventually
 

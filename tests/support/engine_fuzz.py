@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from component_case import MODELS, PACKABLE, POLICIES, WIDER, compute, config, verify
+from component_case import LATENT, MODELS, PACKABLE, POLICIES, WIDER, compute, config, verify
 from disk_case import TroubledStore
 from failing_calls import fails_at
 from faults import Faults
@@ -33,6 +33,7 @@ from toy_model import settled
 from waiting import eventually
 
 _LONGEST, _LONGEST_PROMPT = 200, 84
+KINDS = {**MODELS, "latent": LATENT}
 HINTS = ({"session_end": True}, {"next_turn_within_s": 0.02}, {"next_turn_within_s": 600}, {})
 
 
@@ -53,7 +54,7 @@ class EngineFuzz:
         self, kind: str, seed: int, folder: Path | None = None, device: str = "cpu", packing: str = "off"
     ) -> None:
         self.packing = packing
-        self.model = (MODELS if packing == "off" else WIDER)[kind]
+        self.model = (KINDS if packing == "off" else WIDER)[kind]
         self.kind, self.rng = kind, np.random.default_rng([seed, len(kind)])
         self.stems = [self.rng.integers(0, 4, 64) for _ in range(5)]
         self.stems += [np.concatenate([stem[:32], self.rng.integers(0, 4, 32)]) for stem in self.stems[:3]]
@@ -461,7 +462,7 @@ class EngineFuzz:
     def _wait_for_loads(self, lease: Lease) -> None:
         """What a forward of the lease does, and no more: loads that it does not know of stay in flight."""
         for load in lease.loads if self.device == "cpu" else ():
-            load.op.wait()
+            load.wait()
 
     def _end(self, name: str, *, cancel: bool = False) -> None:
         lease = self.live.pop(name).lease

@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import ResourceExhausted
@@ -25,7 +24,7 @@ from hicache.storage.process.jobs import PageRows
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.storage.store_files import INDEX_FILE
-from hicache.stores import open_tier
+from hicache.stores.tier import open_tier
 from programs import PIPE, program
 from storage_pages import forget_cached
 from toy_model import GEOMETRY, config
@@ -159,10 +158,10 @@ class ServingEngine:
         """How many pages stalled jobs have; none of them is free."""
         queues = (self.disk.reads, self.disk.writes)
         of_jobs = [job.pages for queue in queues for job in queue.under_way.values()]
-        pages = torch.tensor([row for rows in of_jobs if isinstance(rows, PageRows) for row in rows.rows])
+        pages = [row for rows in of_jobs if isinstance(rows, PageRows) for row in rows.rows]
         host = self.engine.inspect.context.full.host
         free = host.alloc(host.available())
-        assert free is not None and not torch.isin(pages, free).any()
+        assert free is not None and not {*pages} & {*free}
         host.free(free)
         return len(pages)
 

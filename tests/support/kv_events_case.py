@@ -26,7 +26,7 @@ def in_memory(engine: CacheEngine) -> dict[str, dict[int, int | None]]:
         medium: {
             block_hash(key): None if before is None else block_hash(before)
             for pages in held
-            for before, key in pairwise([pages.before, *pages.keys])
+            for before, key in pairwise([pages.previous_key, *pages.keys])
         }
         for medium, held in of_medium.items()
     }

@@ -20,9 +20,9 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from hicache import CacheEngine, Lease
-from hicache.flow.components import CacheComponent
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.movement import Load
-from hicache.host import HostRun
+from hicache.host.run import HostRun
 from hicache.tiers import FULL, MAMBA, Component
 from hicache.tree.node import TreeNode
 
@@ -227,8 +227,7 @@ class PageLives:
         loads |= {below for load in loads for below in load.depends_on}
         values = self._of_requests(loads) if name == MAMBA else self._of_slots(component, loads)
         yield from (((name, at), Held(state)) for state, value in values for at in _ids(value) if at)
-        left = (at for value in component.leaving.values() for at in _ids(component.device_ids(value)))
-        yield from (((name, at), Held("LEAVING")) for at in left if at)
+        yield from (((name, at), Held("LEAVING")) for ids in component.leaving.values() for at in _ids(ids))
         for page in pages:
             if page.component == name:
                 state = "LOADING" if any(run.component == name for run in page.node.runs) else "CACHED"

@@ -106,16 +106,20 @@ def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, rea
 
 
 @contextmanager
-def asked(store: PacedStore, read_s: float) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
+def asked(
+    store: PacedStore, read_s: float, *, joins: bool = False
+) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
     """An engine that computes a token a second and knows that a read takes `read_s`; the prefetch of "a", for tokens
-    that the store has and reads when it is allowed; and these tokens."""
+    that the store has and reads when it is allowed; and these tokens. `joins`: however few they are."""
     one, two = tokens_of(1), tokens_of(2)
     fill(store, one, two)
     with engine_of(store) as engine:
         engine.observe_prefill(100, 100.0)
         measure_disk(engine, store, one, read_s)
         store.hold()
-        yield engine, engine.prefetch("a", two), two
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 8
+        yield engine, engine.prefetch("a", two, joins=joins), two
 
 
 def admitted(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:

@@ -15,7 +15,7 @@ from hicache.storage.process.health import Limits
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.stores import StoreTier, open_tier
+from hicache.stores.tier import StoreTier, open_tier
 from waiting import eventually
 
 PAGE_BYTES, NUM_PAGES = 4096, 64

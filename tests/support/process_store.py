@@ -17,7 +17,7 @@ from hicache.storage.lookup import check_keys, check_pages
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
-from hicache.stores import open_tier
+from hicache.stores.tier import open_tier
 from waiting import BOUND_S
 
 LIMITS = Limits(io_timeout_s=BOUND_S, open_s=BOUND_S, close_s=BOUND_S)

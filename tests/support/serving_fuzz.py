@@ -48,7 +48,7 @@ class _FuzzedRunner:
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         for chunk in chunks:
             for load in chunk.lease.loads:
-                load.op.wait()
+                load.wait()
         if self._rng.random() < 0.01:
             self._runner.forward(chunks[: self._rng.integers(1, len(chunks) + 1)])
             raise KeyboardInterrupt

@@ -27,7 +27,7 @@ from hicache.device import (
     SlotSpace,
     SWAKVPool,
 )
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PagePacker
 from hicache.transfer import TransferBackend, TransferOp
 

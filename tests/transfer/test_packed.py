@@ -13,7 +13,7 @@ from hicache.build.packing import packer_of, place_bytes
 from hicache.config import AdvancedConfig, EngineConfig
 from hicache.device import MHATokenToKVPool, NSATokenToKVPool, SlotSpace
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool
+from hicache.host.pool import HostPagePool
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer.placed import PagePlaces
 from hicache.transfer.plan import ASSUMED, Shape, choose

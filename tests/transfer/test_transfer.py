@@ -210,11 +210,11 @@ def test_plans_choose_the_cheapest_method() -> None:
 
 def test_plans_are_unstaged_where_calls_are_few() -> None:
     """The copy engine writes to slots that are a few runs, layer by layer; many runs or small pieces are staged."""
-    few = replace(LAYERS_32, slot_runs=1, num_parts=64, part_bytes=128 << 10)
+    few = replace(LAYERS_32, slot_runs=1, num_buffers=64, piece_bytes=128 << 10)
     plan = choose(ASSUMED.up, few, BUFFER, up=True)
     assert plan.method == "unstaged" and sizes(plan) == [1] * 32
     assert choose(ASSUMED.up, replace(few, slot_runs=200, num_runs=200), BUFFER, up=True).method == "batched"
-    assert choose(ASSUMED.up, replace(few, part_bytes=64 << 10), BUFFER, up=True).method == "strided"
+    assert choose(ASSUMED.up, replace(few, piece_bytes=64 << 10), BUFFER, up=True).method == "strided"
     small = replace(few, layer_bytes=8 << 10, num_pages=16384)
     assert choose(ASSUMED.up, small, BUFFER, up=True).method == "strided"
 

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.kernels.page_copy import PageMover
-from hicache.transfer import CpuTransfer, unstaged
-from hicache.transfer.unstaged import UnstagedCopier
+from hicache.transfer import CpuTransfer, copies
+from hicache.transfer.copies import UnstagedCopier
 from transfer_case import LAYOUTS, Tier
 
 
@@ -62,7 +62,7 @@ def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.
     runs = copier.runs(pages, slots)
     assert runs is not None and sum(runs.pages.lengths) == count
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(unstaged, "copy_strided", copied)
+        patch.setattr(copies, "copy_strided", copied)
         for layer in range(mover.num_layers):
             copier.load(runs, layer, 7)
     found = [rows.clone() for rows in buffers]

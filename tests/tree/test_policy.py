@@ -10,7 +10,10 @@ import pytest
 import torch
 
 from hicache.tiers import FULL, MAMBA, Component
-from hicache.tree import MambaComponent, PageHasher, RadixTree, TreeNode
+from hicache.tree.components import MambaComponent
+from hicache.tree.core import RadixTree
+from hicache.tree.key import PageHasher
+from hicache.tree.node import TreeNode
 
 # What each policy evicts first: the lowest.
 RANKS: dict[str, Callable[[TreeNode], tuple[float, ...]]] = {

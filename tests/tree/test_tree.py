@@ -13,7 +13,10 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.tiers import FULL, MAMBA, SWA
-from hicache.tree import MambaComponent, NodeRun, PageHasher, RadixTree, SwaComponent, TreeComponent, TreeNode
+from hicache.tree.components import MambaComponent, SwaComponent, TreeComponent
+from hicache.tree.core import RadixTree
+from hicache.tree.key import PageHasher
+from hicache.tree.node import NodeRun, TreeNode
 
 
 def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:

@@ -1,20 +1,9 @@
 """What each component adds to the movements: one file a component."""
 
-from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.full import FullAttention
 from hicache.flow.components.state import RecurrentState
 from hicache.flow.components.window import SlidingWindow
 
 # Of the models that hicache knows, in the order in which the movements call them.
 COMPONENTS: tuple[type[CacheComponent], ...] = (FullAttention, SlidingWindow, RecurrentState)
-
-__all__ = [
-    "COMPONENTS",
-    "Admission",
-    "CacheComponent",
-    "EngineParts",
-    "FullAttention",
-    "HostLink",
-    "RecurrentState",
-    "SlidingWindow",
-]

@@ -1,9 +1,10 @@
 """The contract of a cache component: one record of what moves it between the tiers, and what it does in each movement.
 
-    admit     refuse_impossible, needed, refuse_now, take, start
-    evict     available, device_victim, count_eviction, free
-    restore   pages_to_load, begin_load, fail_load
-    commit    next_stop, commit_points, donate, release
+    build     tree_component_for, slot_space
+    evict     available, num_leaving, device_victim, count_eviction, free
+    admit     refuse_impossible, trim, needed, shortage, refuse_now, size_of, take, prepare_forward
+    restore   first_required, pages_to_load, begin_load, device_ids, fail_load
+    commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
 
 The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
@@ -27,7 +28,8 @@ from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.flow.packing import Packing
-from hicache.host import HostPagePool, PageIndex
+from hicache.host.index import PageIndex
+from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
@@ -55,8 +57,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them. `leaving`:
-    of each component what `CacheComponent.leaving` is."""
+    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them."""
 
     config: EngineConfig
     pool: KVCache
@@ -64,7 +65,6 @@ class EngineParts:
     allocator: BaseTokenToKVPoolAllocator
     tree: RadixTree
     metrics: Metrics
-    leaving: dict[Component, dict[object, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -122,26 +122,31 @@ class CacheComponent(ABC):
         """The rows that are moved between the tiers: of the pool, or made here for a component with rows of its own."""
         return next(space for space in pool.slot_spaces if space.name == tree_component.name)
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        self.config, self.tree, self.tree_component = parts.config, parts.tree, tree_component
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        self.config, self.tree, self.tree_component = engine.config, engine.tree, tree_component
         self.name: Component = tree_component.name
         self.counter, self.has_host = link.counter, link.host is not None
         # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
         self.index = cast(PageIndex, link.index)
         self.packing = (
-            None if link.packing is None else Packing(tree_component.name, parts.metrics, lambda: self.index.num_raw)
+            None if link.packing is None else Packing(tree_component.name, engine.metrics, lambda: self.index.num_raw)
         )
         # Elements of a device value that one host page holds.
-        self.page_size = 1 if tree_component.at_node_end else parts.tree.page_size
-        # Device values that have left the tree, by the copy to the host that has to end before they are free.
-        self.leaving = parts.leaving.setdefault(self.name, {})
+        self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
+        # What has left the tree, by the copy to the host that has to end before it is free, see `leave`.
+        self.leaving: dict[object, torch.Tensor] = {}
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """What the transfer moves of a device value: its own slots or states."""
         return value
 
     # Evict
+
+    @property
+    @abstractmethod
+    def capacity(self) -> int:
+        """All that the device may have of it."""
 
     @abstractmethod
     def available(self) -> int:
@@ -155,6 +160,15 @@ class CacheComponent(ABC):
     @abstractmethod
     def free(self, value: torch.Tensor) -> None:
         """Give a device value back."""
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """A device value has left the tree, and a copy reads it: what `free_left` gets when that has ended, an element
+        for each of its own."""
+        return value
+
+    def free_left(self, ids: torch.Tensor) -> None:
+        """Give back what `leave` returned."""
+        self.free(ids)
 
     def device_victim(self, size: int) -> TreeNode | None:
         """The node that should lose its device value next; split where less than all of it is needed."""
@@ -195,7 +209,11 @@ class CacheComponent(ABC):
         """What `take` needs for new slots."""
         return 0
 
-    def start(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
+    def size_ahead(self, num_slots: int, num_requests: int) -> int:
+        """What requests may take with their next `num_slots` slots, for which room is made ahead."""
+        return self.size_of(num_slots)
+
+    def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
         """The load of the lease was submitted, if there is one: prepare what else its first forward needs."""
 
     # Restore

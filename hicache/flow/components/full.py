@@ -15,7 +15,7 @@ from hicache.errors import PromptTooLong
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
-from hicache.host import used_alike
+from hicache.host.run import used_alike
 from hicache.layout import ModelGeometry
 from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
@@ -29,14 +29,14 @@ class FullAttention(CacheComponent):
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent:
         return FullComponent()
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
-        self.allocator = allocator = parts.allocator
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
+        self.allocator = allocator = engine.allocator
         # The full slots alone, where window slots are mapped to them.
         self._slots: BaseTokenToKVPoolAllocator = (
             allocator.full_attn_allocator if isinstance(allocator, SWATokenToKVPoolAllocator) else allocator
         )
-        count, family = parts.metrics.counter, "evict_tokens"
+        count, family = engine.metrics.counter, "evict_tokens"
         demoted, lost = "that the host holds", "that the host does not hold"
         of = "tokens evicted from the device"
         self._demoted = count(

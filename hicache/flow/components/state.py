@@ -34,25 +34,29 @@ class RecurrentState(CacheComponent):
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         return MambaComponent() if isinstance(model, ModelGeometry) and model.recurrent_layers else None
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
-        assert isinstance(parts.req_to_token, HybridReqToTokenPool)
-        self._table, self._pool = parts.req_to_token, parts.req_to_token.mamba_pool
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
+        assert isinstance(engine.req_to_token, HybridReqToTokenPool)
+        self._table, self._pool = engine.req_to_token, engine.req_to_token.mamba_pool
         self._pool.register_layer_transfer_counter(link.counter)
         # States are kept where a page ends and the model's kernels can return one.
-        self._step = math.lcm(parts.tree.page_size, parts.config.mamba_chunk_tokens)
-        self._evicted = parts.metrics.counter(
+        self._step = math.lcm(engine.tree.page_size, engine.config.mamba_chunk_tokens)
+        self._evicted = engine.metrics.counter(
             "evict.states", "recurrent states evicted from the device before their pages"
         )
-        gauge, total = parts.metrics.gauge, self._pool.size
+        gauge, total = engine.metrics.gauge, self._pool.size
         gauge("device.total_states", "recurrent states of the device tier", lambda: total)
         gauge("device.used_states", "recurrent states that the cache or a request holds", self._used)
+
+    @property
+    def capacity(self) -> int:
+        return self._pool.size
 
     def available(self) -> int:
         return self._pool.available_size()
 
     def _used(self) -> int:
-        return self._pool.size - self.available()
+        return self.capacity - self.available()
 
     def free(self, value: torch.Tensor) -> None:
         self._pool.free(value)
@@ -63,10 +67,14 @@ class RecurrentState(CacheComponent):
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
 
+    def size_ahead(self, num_slots: int, num_requests: int) -> int:
+        """Each may give one to the tree, or keep one."""
+        return num_requests
+
     def shortage(self, needed: int) -> ResourceExhausted:
         return OutOfStates(needed - self.available(), self.available())
 
-    def start(self, lease: Lease, admission: Admission) -> None:
+    def prepare_forward(self, lease: Lease, admission: Admission) -> None:
         """Copy the state that the prefix left on the device to the request's own."""
         if admission.to_load.get(MAMBA) or lease.node.is_root:
             return
@@ -131,7 +139,7 @@ class RecurrentState(CacheComponent):
     def release(self, lease: Lease) -> None:
         """Free the lease's states; where a load may still write to one, when that has ended."""
         states, load = lease.take_states(), lease.state_load
-        if load is not None and not load.op.done():
+        if load is not None and not load.done():
             load.orphan_states.setdefault(MAMBA, []).extend(states)
         elif states:
             self.free(torch.cat(states))

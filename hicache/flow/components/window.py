@@ -36,29 +36,29 @@ class SlidingWindow(CacheComponent):
             return None
         return SwaComponent(model.window, config.cache_page_size)
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
-        assert isinstance(parts.allocator, SWATokenToKVPoolAllocator)
-        self._allocator, self._full_leaving = parts.allocator, parts.leaving.setdefault(FULL, {})
-        self._evicted = parts.metrics.counter(
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
+        assert isinstance(engine.allocator, SWATokenToKVPoolAllocator)
+        self._allocator = engine.allocator
+        self._evicted = engine.metrics.counter(
             "evict.window_tokens", "tokens whose window slots were evicted from the device before their full slots"
         )
-        gauge, total = parts.metrics.gauge, self._capacity
+        gauge, total = engine.metrics.gauge, self.capacity
         gauge("device.total_window_tokens", "window slots of the device tier", lambda: total)
         gauge("device.used_window_tokens", "window slots that the cache or a request holds", self._used)
 
     @property
     def max_tokens(self) -> int:
         """Tokens that one request may get slots for at a time, beside the window of its prefix."""
-        return self._capacity - self.tree_component.window - self.page_size
+        return self.capacity - self.tree_component.window - self.page_size
 
     @property
-    def _capacity(self) -> int:
+    def capacity(self) -> int:
         page = self._allocator.page_size
         return self._allocator.size_swa // page * page
 
     def _used(self) -> int:
-        return self._capacity - self.available()
+        return self.capacity - self.available()
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
         """The window slots of full slots."""
@@ -67,18 +67,15 @@ class SlidingWindow(CacheComponent):
     def available(self) -> int:
         return self._allocator.swa_available_size()
 
-    @property
-    def num_leaving(self) -> int:
-        return len(self._leaving_ids())
-
-    def _leaving_ids(self) -> torch.Tensor:
-        """The window slots that are free when copies have ended: of windows that leave alone, and of full slots."""
-        slots = [*self.leaving.values(), *self._full_leaving.values()]
-        ids = self.device_ids(joined(slots).unique()) if slots else torch.empty(0, dtype=torch.int64)
-        return ids[ids > 0]
-
     def free(self, value: torch.Tensor) -> None:
         self._allocator.free_swa(value)
+
+    def leave(self, value: torch.Tensor) -> torch.Tensor:
+        """Full slots that stay may get other windows at once."""
+        return self._allocator.unmap(value)
+
+    def free_left(self, ids: torch.Tensor) -> None:
+        self._allocator.free_unmapped(ids)
 
     def adopt(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
         """Map the window slots of full slots `from_slots` to `to_slots` instead."""
@@ -141,14 +138,14 @@ class SlidingWindow(CacheComponent):
             [node for node in load.runs[SWA].nodes if node not in leaving and node.has(SWA)] if SWA in load.runs else []
         )
         if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
-            load.op.wait()
+            load.wait()
         for node in nodes:
             self.free(self.tree.detach(node, SWA).value)
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Window slots of the nodes that hold them, and those of full slots that leases have, or that leave."""
+        """Window slots of the nodes that hold them, those of full slots that leases have, and those that leave."""
         held = [self.device_ids(value) for value in self.tree.values(SWA)]
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
-        owned = [slots[slots > 0] for slots in owned] + [self._leaving_ids()]
+        owned = [slots[slots > 0] for slots in owned] + [*self.leaving.values()]
         sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
-        return account_violations("window slots", sums, self._capacity, [*held, *owned])
+        return account_violations("window slots", sums, self.capacity, [*held, *owned])

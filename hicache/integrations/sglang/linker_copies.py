@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from hicache.errors import TransferError
-from hicache.host import HostRun, NewPages, RunPart, ids_of, pages_of
+from hicache.host.run import HostRun, NewPages, RunPart, ids_of, pages_of
 from hicache.integrations.sglang.linker_disk import LinkerDisk
 from hicache.integrations.sglang.linker_host import HostTier, Part
 from hicache.transfer import LayerTransferCounter, TransferOp

@@ -14,7 +14,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from hicache.host import HostRun, NewPages, pages_of
+from hicache.host.run import HostRun, NewPages, pages_of
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.sglang.linker_host import HostTier, Part
 from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
@@ -115,7 +115,7 @@ class LinkerDisk:
             return False
         for at, run in enumerate(runs):
             run.job, ticket = fetch, next(self._tickets)
-            stored, views = tuple(self._keys(run.keys)), part.tier.host.views(pages_of([run]))
+            stored, views = tuple(self._keys(run.keys)), part.tier.host.views(run.ids)
             if not self.tier.reads.submit(ReadJob(ticket, 0, stored, views, fetch.cancelled, math.inf)):
                 for left in runs[at:]:
                     index.abandon(left)
@@ -148,7 +148,7 @@ class LinkerDisk:
         if not batch:
             return room > 0
         runs, ticket = [*dict.fromkeys(batch.values())], next(self._tickets)
-        stored, views = tuple(self._keys([*batch])), tier.host.views(pages_of(runs))
+        stored, views = tuple(self._keys([*batch])), tier.host.views(pages_of(runs).tolist())
         if not self.tier.writes.submit(WriteJob(ticket, stored, views)):
             self._unwritten.extendleft((tier, [*run.keys]) for run in reversed(runs))
             return False

@@ -10,9 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from hicache.config import AdvancedConfig, kernel_choice
+from hicache.config import AdvancedConfig
+from hicache.config.environment import kernel_choice
 from hicache.errors import ConfigError
-from hicache.host import HostPagePool, PageIndex, RunPart, path_of
+from hicache.host.index import PageIndex
+from hicache.host.pool import HostPagePool
+from hicache.host.run import RunPart, path_of
 from hicache.integrations.sglang.linker_pools import LinkedPool, PoolName, PoolTransfer
 from hicache.integrations.sglang.linker_settings import LinkerConfig
 from hicache.kernels.page_copy import PageMover

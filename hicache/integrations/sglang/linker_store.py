@@ -14,7 +14,7 @@ from hicache.integrations.sglang.linker_pools import RELEASE, CacheInitParams, L
 from hicache.integrations.sglang.linker_settings import LinkerConfig
 from hicache.integrations.sglang.model import model_identity
 from hicache.storage import PageFormat
-from hicache.stores import page_filter
+from hicache.stores.page_format import page_filter
 
 PAGE_FORMAT_VERSION = 1
 

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.config import kernel_choice
+from hicache.config.environment import kernel_choice
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.transfer import TransferBackend, TransferOp

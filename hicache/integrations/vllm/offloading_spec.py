@@ -28,7 +28,7 @@ from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
-from hicache.host import CudaRegistry
+from hicache.host.arena import CudaRegistry
 from hicache.integrations.vllm.head_layouts import head_layouts
 from hicache.integrations.vllm.identity import refuse_pipelines
 from hicache.integrations.vllm.offloading_settings import (

@@ -27,7 +27,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from hicache.errors import OutOfMemory
-from hicache.host import CudaRegistry, PinnedRows, allocate_pinned
+from hicache.host.arena import CudaRegistry, PinnedRows, allocate_pinned
 from hicache.integrations.vllm.offloading_copies import Direction, chunk_blocks
 from hicache.integrations.vllm.region_files import remove_names
 from hicache.integrations.vllm.row_links import Link

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.config import kernel_choice
+from hicache.config.environment import kernel_choice
 from hicache.errors import ConfigError, TransferError
 from hicache.flow.packing import are_too_many
 from hicache.integrations.vllm.block_shapes import BlockShape, digest_of

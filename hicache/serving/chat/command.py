@@ -12,7 +12,8 @@ import openai
 from rich.console import Console
 from rich.text import Text
 
-from hicache.config import EngineConfig, api_key
+from hicache.config import EngineConfig
+from hicache.config.environment import api_key
 from hicache.console import new_console, printable
 from hicache.errors import ConfigError
 from hicache.monitoring.client import MetricsClient

@@ -21,7 +21,8 @@ import transformers
 import uvicorn
 
 from hicache.build.factory import build_engine
-from hicache.config import EngineConfig, api_key
+from hicache.config import EngineConfig
+from hicache.config.environment import api_key
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.layout import ModelGeometry

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import get_args
 
-from hicache.config import EngineConfig, Kernels
+from hicache.config import EngineConfig
+from hicache.config.environment import Kernels
 from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.console import path_of
 from hicache.process.logs import LEVELS

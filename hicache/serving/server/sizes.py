@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import bisect
 import dataclasses
 from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from hicache.build.sizing import MAX_TOKENS, largest_device_tokens, row_bytes
+from hicache.build.sizing import device_bytes, mamba_size, row_bytes, window_tokens
 from hicache.config import EngineConfig
 from hicache.errors import OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, available_bytes
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
 CUDA_SHARE = 0.8  # of the memory that the weights leave; activations take the rest
 _CPU_SHARE = 0.25
 _CPU_BYTES = 512 << 20  # the device tier on a CPU, unless the longest context needs more
+MAX_TOKENS = 1 << 30  # what the request table addresses
 MAX_CONTEXT = 131072  # unless --max-context-len says more
 
 
@@ -86,3 +88,20 @@ def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: i
             "lower --max-running or choose a smaller model"
         )
     return num_tokens
+
+
+def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
+    """Slots of the largest device tier of `model`, in whole cache pages, whose pools take at most `budget` bytes; 0 if
+    not even a page fits. `config`: what else determines the pools; its device_tokens do not count."""
+    page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
+
+    def fits(num_pages: int) -> bool:
+        sized = dataclasses.replace(config, device_tokens=num_pages * page)
+        if model.window_layers:
+            sized = dataclasses.replace(sized, window_tokens=window_tokens(sized, model.window, rows))
+        if rows.state:
+            sized = dataclasses.replace(sized, mamba_size=mamba_size(sized, rows))
+        return device_bytes(sized, rows) <= budget
+
+    bound = max(0, min(most, budget // rows.full)) // page  # what is above may not fit
+    return page * bisect.bisect_left(range(1, bound + 1), True, key=lambda num_pages: not fits(num_pages))

@@ -30,7 +30,7 @@ from vllm.v1.kv_offload.base import (
 from vllm.v1.kv_offload.config import OffloadingConfig
 
 from hicache.errors import ConfigError, OutOfMemory
-from hicache.host import CudaRegistry
+from hicache.host.arena import CudaRegistry
 from hicache.integrations.vllm import HiCacheOffloadingSpec, offloading_spec
 from hicache.integrations.vllm.offloading_worker import ChunkRows
 from vllm_offload_case import Cache, Engine, engines_on, offloading_config

@@ -20,7 +20,7 @@ from hicache.errors import ConfigError
 from hicache.integrations.vllm import release
 from hicache.storage import LmdbPageStore, StoreError
 from hicache.storage.process.health import LIMITS
-from hicache.stores import StoreTier
+from hicache.stores.tier import StoreTier
 from vllm_tier_case import CONFIG, NUM_CHUNKS, ROW_BYTES, Scheduler, content, key, scheduler
 from waiting import BOUND_S
 

@@ -40,12 +40,12 @@ class LastHidden(CacheComponent):
         layout = PoolLayout((BufferSpec("last_hidden", rows.dtype, (cls.HIDDEN,), "request", (0,)),), 1)
         return SlotSpace(tree_component.name, layout, len(rows), rows.device, lambda layer: (rows,))
 
-    def __init__(self, parts: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
-        super().__init__(parts, tree_component, link)
+    def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
+        super().__init__(engine, tree_component, link)
         (self._rows,) = link.space.layer_buffers(0)
         self._free = list(range(1, len(self._rows)))
         self._offered: dict[str, tuple[int, torch.Tensor]] = {}
-        self._evicted = parts.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
+        self._evicted = engine.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
 
     # What a model runner calls
 
@@ -63,6 +63,10 @@ class LastHidden(CacheComponent):
         return self._rows[int(node.value_of(self.name))].clone() if node.has(self.name) else None
 
     # Evict
+
+    @property
+    def capacity(self) -> int:
+        return self.NUM_ROWS
 
     def available(self) -> int:
         return len(self._free)
@@ -122,7 +126,7 @@ class LastHidden(CacheComponent):
         orphans = [row for load in loads for row in load.orphan_states.get(self.name, ())]
         sums = (self.available(), len(held), len(orphans))
         free = torch.tensor(self._free, dtype=torch.int64)
-        return account_violations("hidden states", sums, self.NUM_ROWS, [*held, *orphans, free])
+        return account_violations("hidden states", sums, self.capacity, [*held, *orphans, free])
 
     def _take(self) -> torch.Tensor:
         """A free row, `[1]`."""

@@ -7,7 +7,7 @@ evict   any node
 
 from __future__ import annotations
 
-from hicache.tree.components.base import TreeComponent
+from hicache.tree.components import TreeComponent
 from hicache.tree.node import TreeNode
 
 
