@@ -4,6 +4,7 @@
                        faster; `freezes`: one that stands still after a quarter
     neighbours         time per output token of streams beside such a request, over that beside one that waits
     eight              eight such requests at once: until the last has its token
+    two_stores         first token of a prompt that is waited for, from two disks of equal rate, over one
     restart            first token after a restart, from a real disk, over computing
     sessions           sessions of agents over a store as fast as our disk, over the rule that chooses: mean first token
 
@@ -37,6 +38,7 @@ from hicache.bench.serving_sessions import SessionRun, SessionSizes, serve_turns
 from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns
 from hicache.bench.sleeping_runner import SleepingRunner
 from hicache.bench.throttled import ThrottledStore
+from hicache.host.run import RUN_PAGES
 from hicache.serving import Request, Scheduler
 from hicache.serving.warm_up import warm_up
 
@@ -44,7 +46,7 @@ NAME = "both"
 DESCRIPTION = "computing and loading at once over the better of the two: throttled stores, a real disk, sessions"
 
 Way = Literal["compute", "load", "both"]
-PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
+PARTS = ("rates", "neighbours", "eight", "two_stores", "restart", "sessions")
 
 
 @dataclass(frozen=True)
@@ -128,17 +130,19 @@ class _Asleep(Served):
 
 
 class _Case:
-    """A served model over a throttled store that has prompts."""
+    """A served model over a throttled store that has prompts, or several, each with its runs of them."""
 
-    def __init__(self, served: Served, store: ThrottledStore, known: Sequence[Tokens]) -> None:
-        self.served, self.store, self.known = served, store, known
+    def __init__(self, served: Served, stores: Sequence[ThrottledStore], known: Sequence[Tokens]) -> None:
+        self.served, self.stores, self.store, self.known = served, stores, stores[0], known
         self._number = 0
         served.engine.flush()
-        assert store.page_bytes, "what was computed to warm up is in the store"
+        assert all(store.page_bytes for store in stores), "what was computed to warm up is in the stores"
         tree = served.engine.inspect.context.tree
         prompts_keys = [tree.names.of_prompt(tree.match(tokens, ""), tokens) for tokens in known]
-        store.fill(itertools.chain(*prompts_keys))
-        self.token_bytes = store.page_bytes / tree.page_size
+        runs = [keys[at : at + RUN_PAGES] for keys in prompts_keys for at in range(0, len(keys), RUN_PAGES)]
+        for number, store in enumerate(stores):
+            store.fill(itertools.chain(*runs[number :: len(stores)]))
+        self.token_bytes = self.store.page_bytes / tree.page_size
 
     def name(self, way: Way) -> str:
         self._number += 1
@@ -170,8 +174,9 @@ class _Case:
         return time.perf_counter() - begin_s
 
     def set_rate(self, known: Sequence[Tokens], seconds: float) -> None:
-        """The store takes so long for these prompts, and the engine sees that, by a part of one."""
-        self.store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
+        """One store takes so long for these prompts, and the engine sees that, by a part of one."""
+        for store in self.stores:
+            store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
         self.forget()
         engine, name = self.served.engine, self.name("load")
         handle = engine.prefetch(name, known[0][: len(known[0]) // 32], mode="wait_complete")
@@ -240,7 +245,7 @@ class _Both:
         as fast as a disk of ours."""
         sizes, token_bytes = self._sizes.sessions, self._served.token_bytes
         turns = generated_turns(sizes.scale)
-        settings = {
+        settings: dict[str, Any] = {
             "device_tokens": sizes.device_tokens,
             "host_bytes": sizes.host_tokens * token_bytes,
             "max_context_len": sizes.scale.longest + sizes.answer,
@@ -253,6 +258,18 @@ class _Both:
                 rule, ours = (self._session_run(case, turns, clients, beside) for beside in (False, True))
                 note = f"{clients} clients; both {ours}; the rule {rule}; {describe_turns(turns, 8)}"
                 self._report_case(f"sessions.{clients}", [ours.mean_s], rule.mean_s, target, note)
+
+    def two_stores(self) -> None:
+        """A prompt that is waited for, from one disk as fast as computing, and from two of them that have half each."""
+        loaded, both, computed_s = list[list[float]](), list[float](), 0.0
+        for num_stores in (1, 2):
+            with self._case([self._sizes.long], num_stores) as case:
+                computed_s = computed_s or case.seconds(case.known, "compute")
+                case.set_rate(case.known, computed_s)
+                loaded.append([case.seconds(case.known, "load") for _ in range(2)])
+                both.append(case.seconds(case.known, "both"))
+        note = f"computed {computed_s:.2f} s; at once with loading {both[0]:.2f} s with one, {both[1]:.2f} s with two"
+        self._report_case("two_stores", loaded[1], percentile(loaded[0], 50), 0.6, note)
 
     # Inside
 
@@ -303,15 +320,16 @@ class _Both:
         return (times[end - 1] - times[begin - 1]) / max(1, end - begin)
 
     @contextmanager
-    def _case(self, lengths: Sequence[int], **settings: Any) -> Iterator[_Case]:
-        store = ThrottledStore()
-        with self._serving(lengths, store=store, **settings) as served:
-            case = _Case(served, store, [*_prompts(lengths, self._served.vocab)])
+    def _case(self, lengths: Sequence[int], num_stores: int = 1, **settings: Any) -> Iterator[_Case]:
+        stores = [ThrottledStore() for _ in range(num_stores)]
+        with self._serving(lengths, store=stores, **settings) as served:
+            case = _Case(served, stores, [*_prompts(lengths, self._served.vocab)])
             try:
                 yield case
             finally:
-                store.go_on()
-                store.bytes_per_s = math.inf
+                for store in stores:
+                    store.go_on()
+                    store.bytes_per_s = math.inf
 
     @contextmanager
     def _serving(self, lengths: Sequence[int], **settings: Any) -> Iterator[Served]:

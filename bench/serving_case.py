@@ -117,9 +117,14 @@ class Served:
 
 @contextmanager
 def serving(
-    served: ServedModel, *, chunk_tokens: int, compiled: bool = False, store: PageStore | None = None, **settings: Any
+    served: ServedModel,
+    *,
+    chunk_tokens: int,
+    compiled: bool = False,
+    store: PageStore | Sequence[PageStore] | None = None,
+    **settings: Any,
 ) -> Iterator[Served]:
-    """An engine of `settings` for the model, started, and its runner. `store`: its disk tier."""
+    """An engine of `settings` for the model, started, and its runner. `store`: its disk tier, or several disks."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "host_bytes": 0,

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from hicache.config import DiskConfig, EngineConfig, RemoteConfig
+from hicache.config import EngineConfig, RemoteConfig
 from hicache.config.secret import key_of
 from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
@@ -67,9 +67,8 @@ def build_stores(
         for store, of_caller in given.items():
             if store.is_disk:
                 stores[store] = given_tier(of_caller, _disk_settings(config, pages, store))
-        if (disk := config.disk) is not None:
-            for number, url in enumerate(disk.urls, 1):
-                stores[Store(number)] = _disk(config, disk, url, Store(number), pages, tells_removed=tells_removed)
+        for number, url in enumerate(() if config.disk is None else config.disk.urls, 1):
+            stores[Store(number)] = _disk(config, Store(number), url, pages, tells_removed=tells_removed)
         if config.remote is not None or REMOTE in given:
             stores[REMOTE] = _remote(config, given.get(REMOTE), pages)
         for store, tier in stores.items():
@@ -101,10 +100,9 @@ def given_stores(
     return given if remote is None else {**given, REMOTE: remote}
 
 
-def _disk(
-    config: EngineConfig, disk: DiskConfig, url: str, store: Store, pages: _HostPages, *, tells_removed: bool
-) -> StoreTier:
-    settings = _disk_settings(config, pages, store)
+def _disk(config: EngineConfig, store: Store, url: str, pages: _HostPages, *, tells_removed: bool) -> StoreTier:
+    disk, settings = config.disk, _disk_settings(config, pages, store)
+    assert disk is not None
     request = StoreRequest(url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
     job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // pages.largest_bytes))
     return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)

@@ -268,7 +268,7 @@ class StoreAnswers:
 
 def look_up(located: Located, wait_s: float) -> tuple[int, int, bool]:
     """Tokens that the disks add to what memory can serve, and the remote tier to that; and whether all of them answered
-    within `wait_s`."""
+    within `wait_s`. No side effect."""
     has, until_s, all_known = StoreAnswers(located), time.monotonic() + wait_s, True
     for store, tier in located.context.stores.items():
         question = has.question()

@@ -102,8 +102,6 @@ class Persist(Movement):
         self._bytes, self._seconds = metrics.movement(name, moved, took, movement="write", direction=direction)
         self._failures = count("failed_pages", "pages that the store did not take")
         gauge("queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
-        help = "runs of pages that wait for their turn to be sent, or for room in the writer's queue"
-        gauge("queued_jobs", help, self._backlog.__len__)
         self._written = count("written_bytes", "bytes, before compression, of pages that the store lacked and took")
         if (uses := self._uses) is not None:
             budget = self._budget

@@ -279,7 +279,8 @@ class Prefetcher(Movement):
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
         for asked in sorted([asked for asked in self._begun if self._readers.may_read(asked)], key=_TURN):
             had_shared, more = asked.has_shared, min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.yields else 1
-            while (chosen := self._readers.next_of(asked, max(1, more // 4))) or self._readers.take_over(asked):
+            times = max(1, more // 4)
+            while (chosen := self._readers.next_of(asked, times)) is not None or self._readers.take_over(asked):
                 if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:
                     break
                 if chosen is not None:

@@ -103,7 +103,7 @@ class Readers:
                 at, skipped = at + 1, stores
         return None
 
-    def _free_stores(self, asked: Asked, num_times: int) -> int:
+    def _free_stores(self, asked: Asked, num_times: int = 1) -> int:
         """The stores that have not enough to do, for what is urgent or for what is not, as a set."""
         found = 0
         for store, tier in self._context.stores.items():
@@ -195,7 +195,7 @@ class Readers:
     def take_over(self, asked: Asked) -> bool:
         """What a store is to bring that another gives sooner, which has nothing else to do for the request, is to be
         read from there; whether there is any."""
-        free, full = self._free_stores(asked, 1), self._context.full
+        free, full = self._free_stores(asked), self._context.full
         for piece in asked.to_read:
             free &= ~piece.stores
         if not free or asked.has is None or len(self._context.stores) == 1:

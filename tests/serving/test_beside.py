@@ -235,19 +235,20 @@ class _DrawnStore(TroubledStore):
 
 
 def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
-    """Rounds of requests for what stores alone have, one to three at a time, some of which are aborted: how many
-    there were, and how many tokens were found beside. Over two disks in each second history, and a remote tier in each
+    """Rounds of requests for what stores alone have, one to three at a time, some of which are aborted: how many there
+    were, and how many tokens were found beside. Over two disks in each second history, and a remote tier in each
     third."""
     rng, geometry, counts = np.random.default_rng(seed), GEOMETRIES[kind], Counter[str]()
-    stores = [_DrawnStore(1000 * n + seed) for n in range(1 + seed % 2)]
+    disks = [_DrawnStore(1000 * n + seed) for n in range(1 + seed % 2)]
     remote = None if seed % 3 else _DrawnStore(seed)
+    stores = [*disks, *([remote] if remote else ())]
     advanced = AdvancedConfig(
         transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_io_timeout_s=_IO_TIMEOUT_S
     )
     settings = {"device_tokens": int(rng.choice([432, 2048])), "max_context_len": 400, "window_tokens": 512}
     settings |= {"advanced": advanced, "mamba_size": int(rng.choice([6, 16])), "host_states": int(rng.choice([4, 12]))}
     settings |= {"host_bytes": int(rng.choice([60, 300])) * 8 * 256, "write_policy": str(rng.choice(POLICIES))}
-    with build_engine(config(**settings), geometry, store=stores, remote=remote) as engine:
+    with build_engine(config(**settings), geometry, store=disks, remote=remote) as engine:
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.beside.least_pages = 4
         chunk = int(rng.choice([16, 30, 64]))
@@ -257,7 +258,7 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
         for number in range(num_rounds):
             engine.flush()
             engine.reset(["device", "host"])
-            for store in (*stores, *([remote] if remote else ())):
+            for store in stores:
                 store.calm = False
             requests = dict[str, Request]()
             for n in range(int(rng.choice([1, 1, 1, 2, 3]))):
@@ -279,7 +280,7 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
                 engine.check()
                 if not scheduler.num_unfinished:
                     break
-            for store in (*stores, *([remote] if remote else ())):
+            for store in stores:
                 store.calm = True
         assert_released(engine)
         stats = engine.stats()
@@ -288,8 +289,8 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
         return counts
 
 
-@pytest.mark.parametrize("seed", [1, 2, 3])
 @pytest.mark.parametrize("kind", GEOMETRIES)
+@pytest.mark.parametrize("seed", [1, 3])
 def test_random_histories(kind: str, seed: int) -> None:
     """Over stores that answer late, stall, fail and lack pages all tokens are those of no cache, all accounts hold
     after each step, and nothing is left."""
