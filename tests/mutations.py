@@ -89,7 +89,7 @@ MUTATIONS = (
     Mutation("hicache/host/exclusive.py", "        self.lock([run] * (needed - before))\n", "", "tests/host"),
     Mutation("hicache/flow/exchange.py", " or not (wanted.load is None or wanted.load.completed):", ":",
              "tests/flow/test_exchange.py"),
-    Mutation("hicache/flow/exchange.py", "if self._has_grown(wanted):", "if False:", "tests/flow/test_exchange.py"),
+    Mutation("hicache/flow/exchange.py", "elif self._has_grown(wanted):", "elif False:", "tests/flow/test_exchange.py"),
     Mutation("hicache/flow/exchange.py", "            index.lock(divided)  #", "            pass  #",
              "tests/flow/test_exchange.py"),
     Mutation("hicache/flow/restore.py", "came_to_device(load.parts.get(FULL, ()))", "came_to_device(())",
