@@ -217,8 +217,7 @@ class Backup(CopyMovement[_Copy]):
             full_keys = pages.event_pages and pages.event_pages[pages.offset : pages.offset + len(pages.keys)]
             of_use = [at for at in range(len(pages.keys)) if full_keys is None or is_coming(full_keys[at])]
             for start, end in spans(of_use):
-                keys, first, offset = pages.keys[start:end], pages.first + start, pages.offset + start
-                found.pages.append(pages._replace(keys=keys, first=first, offset=offset))
+                found.pages.append(pages.part(start, end)._replace(previous_key=pages.previous_key))
                 found.values.append(value)
         return found
 
@@ -371,7 +370,6 @@ class DeviceEviction:
                 left = self._context.drop(node, name)
                 (leaving if lacking else released).extend(left)
                 short -= sum(item.size for item in left if item.component == name)
-            self._context.tell_host()
             if self._backup is not None:
                 self._backup.save([*chain(*victims.values())], leaving)
             for node in victims:

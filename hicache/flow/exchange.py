@@ -185,8 +185,6 @@ class Exchange(Movement):
             return False
         if any(load.error is not None for load in wanted.lease.loads):
             return self._fail(wanted, TransferBusy("a load of this prefix has failed"))
-        if self._has_grown(wanted):
-            return self.end()  # others have brought what it was to load: what is left is found when it asks again
         is_last = wanted.step_end == wanted.end
         num_slots = (wanted.step_end - wanted.done) * self._context.tree.page_size
         sizes: Mapping[CacheComponent, int] = wanted.needed if is_last else {full: num_slots}
@@ -198,6 +196,8 @@ class Exchange(Movement):
             return False
         if is_last:
             wanted.is_ready = True
+        elif self._has_grown(wanted):
+            self.end()  # others have brought what it was to load: what is left is found when it asks again
         else:
             self._load_step(wanted, num_slots)
         return True
