@@ -175,16 +175,18 @@ class Asked:
 
     def follow(self, component: CacheComponent, came: Sequence[HostRun], now_s: float) -> None:
         """What comes next follows these runs, of a job, which have come: the last stays, and what it follows. Where
-        they come from the end, all stay until they are joined."""
+        they come in another order, from the end or from several stores, all stay until they are joined."""
         if not came:
             return
-        if self.handle.joins:
+        is_ordered = not self.handle.joins and (self.has is None or self.has.num_stores == 1)
+        if not is_ordered:
             self.lock(component, [*came])
+        if self.handle.joins:
             self.progress_s = now_s
         if component.name != FULL:
             return
         self.num_came += sum([len(run.keys) for run in came])
-        if self.handle.joins and self.has is not None:
+        if not is_ordered and self.has is not None:
             keys = self.has.located.prompt.keys
             component.index.link(keys[max(0, came[0].first - 1) : came[-1].first + len(came[-1].keys) + 1])
         elif self.tail is None or came[-1].first > self.tail.first:

@@ -144,7 +144,8 @@ class StoreAnswers:
     [num_usable, num_pages)  of these pages stores are asked for windows and states too
     `known`                  full pages that stores have, or that a read brings (0): (start, end, set of stores)
 
-    `is_read`: whether a read brings a key of a component that its request may share.
+    `is_read`: whether a read brings a key of a component that its request may share. `has_several`: of some page
+    several stores have told.
     """
 
     def __init__(self, located: Located, is_read: Callable[[CacheComponent, bytes], bool] = lambda *_: False) -> None:
@@ -158,6 +159,7 @@ class StoreAnswers:
         self._stores[lacking] = 0
         self._stores[sorted(read)] = _READ
         self._others: dict[bytes, int] = {}
+        self.num_stores, self.has_several = len(located.context.stores), False
 
     @property
     def known(self) -> list[tuple[int, int, int]]:
@@ -184,7 +186,9 @@ class StoreAnswers:
     def add(self, store: Store, question: Question, ok: Sequence[bool]) -> None:
         """What `store` answered: it has those that are `ok`, of full pages in order and of the others."""
         num_pages = len(question.pages)
-        self._stores[[*compress(question.pages, ok)]] |= store.bit
+        pages = [*compress(question.pages, ok)]
+        self.has_several |= bool((self._stores[pages] > 0).any())
+        self._stores[pages] |= store.bit
         for key in compress(question.keys[num_pages:], ok[num_pages:]):
             self._others[key] = self._others.get(key, 0) | store.bit
 

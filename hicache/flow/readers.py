@@ -85,7 +85,7 @@ class Readers:
 
     def may_read(self, asked: Asked) -> bool:
         """Whether something is to be read for a request, or may be from another store."""
-        return bool(asked.to_read or (asked.runs and len(self._context.stores) > 1))
+        return bool(asked.to_read or (asked.runs and asked.has is not None and asked.has.has_several))
 
     def next_of(self, asked: Asked, num_times: int) -> tuple[int, Store] | None:
         """Which piece of what is to be read for a request comes next, and the store that gives it soonest. Where that
@@ -195,11 +195,11 @@ class Readers:
     def take_over(self, asked: Asked) -> bool:
         """What a store is to bring that another gives sooner, which has nothing else to do for the request, is to be
         read from there; whether there is any."""
+        if asked.has is None or not asked.has.has_several:
+            return False
         free, full = self._free_stores(asked), self._context.full
         for piece in asked.to_read:
             free &= ~piece.stores
-        if not free or asked.has is None or len(self._context.stores) == 1:
-            return False
         for job in reversed([*{run.job: None for run in asked.runs}]):
             stores = free & ~job.store.bit if job.component is full and [*job.wanted] == [asked] else 0
             for run in job.runs if stores else ():

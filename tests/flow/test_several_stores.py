@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from prometheus_client import CollectorRegistry
 
 from disk_case import Clock, Gate, TroubledStore, failing, page_keys
 from hicache import CacheEngine, DiskConfig, Prefetch, build_engine
@@ -16,6 +17,7 @@ from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
 from hicache.flow.placement import Placement
 from hicache.host.run import HostRun
+from hicache.serving.server.prometheus import EngineCollector
 from hicache.storage import open_existing
 from hicache.tiers import REMOTE, Store
 from memory_store import MemoryPageStore
@@ -212,7 +214,7 @@ def test_each_page_lies_on_one_disk_and_all_are_found_after_a_restart(tmp_path: 
             eventually(lambda: engine.poll() or not engine.inspect.prefetcher.is_busy())  # type: ignore[union-attr]
             serve(engine, f"c{n}", tokens)
             engine.flush()
-        stats, of = engine.stats(), engine.inspect.context.metrics.describe()
+        stats, of = engine.stats(), engine.describe()
         assert stats["disk.stored_pages"] + stats["disk2.stored_pages"] == 8 * 11
         assert min(stats["disk.stored_pages"], stats["disk2.stored_pages"]) >= 2 * 11
         assert stats["prefetch.bytes"] + stats["disk2_prefetch.bytes"] == 4 * 88 * 192
@@ -223,6 +225,10 @@ def test_each_page_lies_on_one_disk_and_all_are_found_after_a_restart(tmp_path: 
             ("disk2_prefetch.bytes", "movement_bytes", {"movement": "read", "direction": "disk2_to_host"}),
         ):
             assert (of[name].family, dict(of[name].labels)) == (family, labels)
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(engine.metrics, of))
+        pages = [registry.get_sample_value("hicache_disk_stored_pages", {"disk": disk}) for disk in ("", "2")]
+        assert pages == [stats["disk.stored_pages"], stats["disk2.stored_pages"]]
     for path in paths:
         store = open_existing(path)
         store.check()

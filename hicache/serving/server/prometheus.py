@@ -78,7 +78,8 @@ class ServerMetrics:
 
 
 class EngineCollector(Collector):
-    """The engine's metrics at the time of a scrape: `hicache_`, the family, `_total` for counters.
+    """The engine's metrics at the time of a scrape: `hicache_`, the family, `_total` for counters. A label that a
+    member lacks is empty, which means the same.
 
     `metrics`: `CacheEngine.metrics`, or what it returned lately; `described`: `CacheEngine.describe()`.
     """
@@ -93,7 +94,8 @@ class EngineCollector(Collector):
         families = {family: _family(members) for family, members in self._members.items()}
         for name, value in self._metrics().items():
             info = self._described[name]
-            _add(families[info.family], list(info.labels.values()), value)
+            labels = [info.labels.get(label, "") for label in _labels(self._members[info.family])]
+            _add(families[info.family], labels, value)
         yield from (family for family in families.values() if family.samples)
 
     def describe(self) -> list[Metric]:
@@ -105,7 +107,11 @@ def _family(members: Sequence[MetricInfo]) -> Metric:
     first = members[0]
     kinds = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
     kind: Callable[..., Metric] = kinds[first.type]
-    return kind(f"hicache_{first.family}", joined_help(members), labels=list(first.labels))
+    return kind(f"hicache_{first.family}", joined_help(members), labels=_labels(members))
+
+
+def _labels(members: Sequence[MetricInfo]) -> list[str]:
+    return [*{label: None for info in members for label in info.labels}]
 
 
 def _add(family: Metric, labels: list[str], value: MetricValue) -> None:
