@@ -289,9 +289,8 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
         return counts
 
 
-@pytest.mark.parametrize("kind", GEOMETRIES)
-@pytest.mark.parametrize("seed", [1, 3])
-def test_random_histories(kind: str, seed: int) -> None:
+@pytest.mark.parametrize(("seed", "kind"), [*enumerate(GEOMETRIES, 1)])
+def test_random_histories(seed: int, kind: str) -> None:
     """Over stores that answer late, stall, fail and lack pages all tokens are those of no cache, all accounts hold
     after each step, and nothing is left."""
     assert _history(kind, seed, 6)["beside_loaded_tokens"] > 0
