@@ -104,7 +104,7 @@ def build_engine(
         return index is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in index
 
     others = [found for found in present.values() if found.name != FULL]
-    goes_below = config.has_host and write_policy.at_eviction
+    goes_below = config.has_host and (write_policy.at_eviction or write_policy.is_exclusive)
     tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host, goes_below=goes_below)
     parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)

@@ -127,7 +127,10 @@ class Admit:
 
     def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
         """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
-        admission, _, _ = self._count(request, num_delayed)
+        try:
+            admission, _, _ = self._count(request, num_delayed)
+        except ExchangePending:
+            return False
         is_free = self._restore.can_submit() and not self._restore.has_failed(admission.match.nodes)
         return admission.length > num_tokens and is_free
 

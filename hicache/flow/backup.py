@@ -217,8 +217,7 @@ class Backup(CopyMovement[_Copy]):
             full_keys = pages.event_pages and pages.event_pages[pages.offset : pages.offset + len(pages.keys)]
             of_use = [at for at in range(len(pages.keys)) if full_keys is None or is_coming(full_keys[at])]
             for start, end in spans(of_use):
-                keys, first, offset = pages.keys[start:end], pages.first + start, pages.offset + start
-                found.pages.append(pages._replace(keys=keys, first=first, offset=offset))
+                found.pages.append(pages.part(start, end)._replace(previous_key=pages.previous_key))
                 found.values.append(value)
         return found
 
@@ -360,24 +359,17 @@ class DeviceEviction:
             self._evict(component, short)
         return size <= component.available()
 
-    def _unsaved(self, node: TreeNode, name: Component) -> list[Unsaved]:
-        """What the host lacks of what leaves when `node` loses a value; under `write_back` of all that the node has."""
-        if self._backup is None:
-            return []
-        is_alone = name != FULL and self._context.exclusive is not None
-        return self._backup.unsaved([node], name if is_alone else None)
-
     def _evict(self, component: CacheComponent, short: int) -> None:
         name = component.name
         released, leaving = list[Released](), list[Released]()  # what is free at once, and what is copied before
         victims = dict[TreeNode, list[Unsaved]]()
         try:
             while short > 0 and (node := component.device_victim(short)) is not None:
-                victims[node] = lacking = self._unsaved(node, name)
+                only = None if name == FULL else name  # its full pages stay
+                victims[node] = lacking = self._backup.unsaved([node], only) if self._backup is not None else []
                 left = self._context.drop(node, name)
                 (leaving if lacking else released).extend(left)
                 short -= sum(item.size for item in left if item.component == name)
-            self._context.tell_host()
             if self._backup is not None:
                 self._backup.save([*chain(*victims.values())], leaving)
             for node in victims:

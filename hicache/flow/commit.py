@@ -84,15 +84,14 @@ class Commit:
 
     def _use_below(self, lease: Lease) -> None:
         """What is below the device of the lease's prefix was used, of the stores what may be used again."""
-        if self._context.has_host:
-            keys = path_keys(self._context, lease.node)
-            for component in self._context.components:
-                runs = component.index.runs_of(keys[component.name])
-                component.index.touch(runs)
-                component.index.raise_priority(runs, lease.priority)
+        keys = path_keys(self._context, lease.node) if self._context.has_host else {}
+        for component in self._context.components if keys else ():
+            runs = component.index.runs_of(keys[component.name])
+            component.index.touch(runs)
+            component.index.raise_priority(runs, lease.priority)
         end = self.hints.enter(lease)
         if self._persists and not end.is_root:
-            keys = path_keys(self._context, end)
+            keys = keys if end is lease.node else path_keys(self._context, end)
             for persist in self._persists:
                 persist.touch(keys)
 

@@ -33,7 +33,6 @@ class EngineContext(EngineParts):
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
     page_uses: PageUses = field(default_factory=PageUses)
     clock: Callable[[], float] = time.monotonic
-    _dropped: list[TreeNode] = field(default_factory=list)  # of which the host has not been told
 
     @cached_property
     def full(self) -> FullAttention:
@@ -69,20 +68,11 @@ class EngineContext(EngineParts):
         return index if isinstance(index, ExclusiveIndex) else None
 
     def drop(self, node: TreeNode, name: Component) -> list[Released]:
-        """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be freed.
-        `tell_host` has to follow before the host makes room."""
-        if self.exclusive is not None:
-            self._dropped.append(node)
+        """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be
+        freed."""
+        if name == FULL and self.exclusive is not None:
+            self.exclusive.left_device(self.tree.names.of(node))
         return self.tree.drop(node, name)
-
-    def tell_host(self) -> None:
-        """Which pages have left the device."""
-        while self._dropped and self.exclusive is not None:
-            gone = self._dropped[-1]
-            while gone.parent is not None and not gone.has(FULL):
-                self.exclusive.left_device(self.tree.names.of(gone))
-                gone = gone.parent
-            self._dropped.pop()
 
     def free(self, released: Sequence[Released]) -> None:
         """Free what left the tree."""

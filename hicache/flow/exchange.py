@@ -1,16 +1,19 @@
-"""Device and host exchange pages, step by step, where they are to hold different ones.
+"""Room for a request on the device, made before it is admitted, where device and host hold different pages.
 
-A request for which others have to leave the device, whom the host lacks, is not admitted at once. It gets room first:
+What has to leave the device, and the host lacks, is copied to the host first. No call waits for these copies:
 
-    require   it asks, and is refused while anything is under way for it; its prefix and what it loads stay meanwhile
-    poll      the copies of a step have ended: the step is loaded, and the victims of the next one go
-    end       it is admitted, or gone
+    require   raises ExchangePending until there is room; what the request has on the device, and what it loads from the
+              host, is locked from its first call on
+    poll      where the copies of a step have ended, it loads the step, and evicts what leaves for the next one
+    end       the request was admitted, or is gone: the locks end
 
-A load of full pages for which the host has no room, beside the victims, is made in steps. What leaves the device for a
-step goes to the host while the step before comes up, and takes the places of what came up in the steps before that. So
-no more than two steps are in both places, and what the host drops is on the device by then. The last step, and the
-windows and states that the prefix needs, are loaded when the request is admitted, layer by layer: when there is as much
-room of each component as that takes. One request at a time: they would take each other's room.
+Where the host has no room for all that leaves, full pages are loaded in steps. The host drops what the device has as
+well: what leaves for a step is copied to the places of pages that earlier steps have loaded, while the step before it
+is loaded. So at most two steps are on both tiers.
+
+The last step is loaded when the request is admitted, layer by layer, and the windows and states of its prefix with it.
+Until then room is made for all that admission takes of each component. One request at a time gets room like this, for
+two would take each other's.
 """
 
 from __future__ import annotations
@@ -36,14 +39,15 @@ _AHEAD_SHARE = 8  # of the device, at most one part in so many is made free befo
 
 
 class _Wanted:
-    """What a request gets before it is admitted.
+    """The request for which room is made. Full pages of its prompt:
 
-    `lease`      its hold, and nobody else's, on what the device has of its prefix, which ends with page `end`
-    `parts`      what is to be loaded of each component, locked on the host; of full pages [done, end)
-    `step_end`   where the next step ends
-    `needed`     what has to be free of each component when it is admitted
-    `num_held`   full pages that the device had; `sources`: of those loaded since, what a read had brought, by store
-    `hold`       ends all of that
+    [0, num_held)      were on the device at the beginning
+    [num_held, done)   were loaded in steps; of these `sources` counts what a read had brought, by store
+    [done, step_end)   the next step, the last one where that is `end`
+    [done, end)        are locked on the host, as are the windows and states that the prefix needs: `parts`
+
+    `lease` locks what the device has of the prefix, `load` is that of the last step, `needed` is what has to be free of
+    each component when the request is admitted. `hold.close()` ends the locks. `error`: why it gets no room.
     """
 
     def __init__(self, lease: Lease, prompt: Prompt, admission: Admission, page_size: int) -> None:
@@ -73,12 +77,12 @@ class Exchange(Movement):
         return self._wanted is not None and not (self._wanted.is_ready or self._wanted.error)
 
     def of(self, request_id: str) -> _Wanted | None:
-        """What it has got so far."""
+        """Its room, as far as it is made."""
         wanted = self._wanted
         return wanted if wanted is not None and wanted.lease.request_id == request_id else None
 
     def require_idle(self, request_id: str) -> None:
-        """Raise ExchangePending while anything is under way for the request; once, what made that fail."""
+        """Raise ExchangePending while room is made for the request, and once the error where that failed."""
         wanted = self.of(request_id)
         if wanted is not None and wanted.error is not None:
             self.end()
@@ -87,9 +91,9 @@ class Exchange(Movement):
             raise ExchangePending(f"pages are exchanged for {request_id}: poll() until it is admitted")
 
     def require(self, request: CacheRequest, admission: Admission, located: Located) -> bool:
-        """There is room for the request, and what it loads is one step. Whether anything has changed for that.
+        """Returns when there is room for all that admission takes: whether `admission` has to be counted anew.
 
-        Raises ExchangePending until it is so, the shortage of slots, and TransferBusy where a step failed."""
+        Raises ExchangePending until then, the shortage of a component, and TransferBusy where a step failed."""
         wanted, components = self.of(request.request_id), self._context.components
         has_room = all(component.needed(admission) <= component.available() for component in components)
         if has_room and (wanted is not None or self._is_one_step(admission)):
@@ -103,14 +107,14 @@ class Exchange(Movement):
         return True
 
     def wait(self) -> None:
-        """Until what is loaded has come, and what left has been copied; the next step begins then."""
+        """Wait for the copies of a step, and begin the next one."""
         self._eviction.wait()
         self._restore.complete([self._wanted.load] if self._wanted is not None and self._wanted.load else [])
         self._advance()
 
     def end(self, request_id: str | None = None) -> bool:
-        """The request, or whichever it is, gets no more; whether there was any. What came for it stays on the device
-        while others need no room."""
+        """Make no more room for the request, or for any; whether that was under way. What was loaded for it stays on
+        the device, unlocked."""
         wanted = self._wanted if request_id is None else self.of(request_id)
         if wanted is not None:
             self._wanted = None
@@ -118,8 +122,8 @@ class Exchange(Movement):
         return wanted is not None
 
     def make_room(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
-        """For what requests take next, so that they wait for no copy then: as much as they took of their prompts since
-        the last time, while any is left, and a page each. Once after each time that any took something."""
+        """Evict for what `leases` take next, so that they wait for no copy then: as much as was taken of prompts since
+        the last time, while any is left of them, and a page each. Nothing before anybody has taken something again."""
         if not self.is_room_due:
             return
         num_taken, self._num_taken, self.is_room_due = self._num_taken, 0, False
@@ -138,7 +142,7 @@ class Exchange(Movement):
         return self._advance()
 
     def is_busy(self) -> bool:
-        """Its copies and loads are those of other movements."""
+        """Its copies are those of backup and restore."""
         return False
 
     def locks(self) -> list[TreeNode]:
@@ -160,7 +164,7 @@ class Exchange(Movement):
         return index.step_end(start, end, -(-num_slots // page), full.available() // page)
 
     def _begin(self, request: CacheRequest, admission: Admission, located: Located) -> None:
-        """What it has on the device, and what of the rest the host has, stays from now on."""
+        """Lock what the device has of the prefix, and what is to be loaded on the host."""
         with ExitStack() as undo:
             lease = self._restore.pin(request, admission, undo)
             lease.read(self._restore.loads_of(lease.node.path()))
@@ -179,14 +183,12 @@ class Exchange(Movement):
             self._context.by_name[name].index.unlock([part.run for part in of_component])
 
     def _advance(self) -> bool:
-        """The next step, where nothing is under way any more; whether there was one."""
+        """Make the next step, where the copies of the last one have ended; whether anything was done."""
         wanted, full = self._wanted, self._context.full
         if wanted is None or not self.is_under_way or not (wanted.load is None or wanted.load.completed):
             return False
         if any(load.error is not None for load in wanted.lease.loads):
             return self._fail(wanted, TransferBusy("a load of this prefix has failed"))
-        if self._has_grown(wanted):
-            return self.end()  # others have brought what it was to load: what is left is found when it asks again
         is_last = wanted.step_end == wanted.end
         num_slots = (wanted.step_end - wanted.done) * self._context.tree.page_size
         sizes: Mapping[CacheComponent, int] = wanted.needed if is_last else {full: num_slots}
@@ -198,6 +200,8 @@ class Exchange(Movement):
             return False
         if is_last:
             wanted.is_ready = True
+        elif self._has_grown(wanted):
+            self.end()  # others have brought what it was to load: what is left is found when it asks again
         else:
             self._load_step(wanted, num_slots)
         return True
@@ -209,7 +213,7 @@ class Exchange(Movement):
         return match.full_len > wanted.lease.node.depth_tokens
 
     def _load_step(self, wanted: _Wanted, num_slots: int) -> None:
-        """What has to leave for the step behind it goes meanwhile."""
+        """Load the next step, and evict what leaves for the one after it."""
         full, index, done = self._context.full, self._context.exclusive, wanted.step_end
         assert index is not None
         parts = wanted.parts[FULL] = index.divided(wanted.parts[FULL], done)
@@ -232,15 +236,15 @@ class Exchange(Movement):
 
     @staticmethod
     def _fail(wanted: _Wanted, error: ResourceExhausted) -> bool:
-        """Its next `require` raises that."""
+        """`require_idle` raises the error."""
         wanted.error = error
         wanted.hold.close()
         return True
 
 
 def sources_of(parts: Sequence[RunPart], rest: Sequence[RunPart] = ()) -> Counter[Store]:
-    """Of pages that a request uses those that a read had brought, by its store. They count once as that. `rest`: what
-    the request loads later, of the last run perhaps."""
+    """How many of the pages that a request loads a read had brought, by its store. A run counts as read for the first
+    request alone. `rest`: what the request loads later, perhaps of the last run too."""
     found, later = Counter[Store](), {part.run for part in rest[:1]}
     for part in parts:
         if part.run.source is not None:

@@ -148,7 +148,7 @@ class Persist(Movement):
             if isinstance(done, Stalled):
                 write.is_stalled = True
                 for run in write.runs:
-                    self._ahead.is_stalled(run)
+                    self._ahead.note_stall(run)
             else:
                 self._take(self._writes.pop(done.ticket), done)
         self.is_torn = False
@@ -216,7 +216,7 @@ class Persist(Movement):
             if events is not None and self.into.is_disk and component.name == FULL:
                 events.stored(event_pages_of(run), "DISK", [came.get(key, False) for key in run.keys])
             run.stored = run.stored | self.into.bit if all(came.values()) else run.stored & ~self.into.bit
-            self._ahead.is_answered(run)
+            self._ahead.note_answer(run)
         self._landed += write.runs if component.name == FULL else []
         component.index.unlock(write.runs)
 

@@ -96,9 +96,10 @@ class Prompts:
 
     def _keep(self, request_id: str, prompt: Prompt) -> None:
         """As the one used last. Others go for it: a request that was refused may never be cancelled."""
-        self.forget(request_id)
-        self._by_request[request_id] = prompt
-        self._num_bytes += prompt.num_bytes
+        if self._by_request.get(request_id) is not prompt:
+            self.forget(request_id)
+            self._num_bytes += prompt.num_bytes
+        self._by_request[request_id] = self._by_request.pop(request_id, prompt)
         while self._num_bytes > self._max_bytes and len(self._by_request) > 1:
             self.forget(next(iter(self._by_request)))
 

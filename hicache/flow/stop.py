@@ -16,6 +16,7 @@ from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.persist import Persist
+from hicache.host.exclusive import step_pages
 from hicache.host.run import NewPages
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
@@ -24,7 +25,6 @@ from hicache.tree.node import TreeNode
 log = logging.getLogger(__name__)
 
 _PIECE_PAGES, _ANSWER_S = 16, 5.0
-_STEP_PAGES, _STEP_SHARE = 64, 32  # of a flush, and of a host, one part in so many
 _HOST_PARTS, _STORE_PARTS = 2, 8  # a batch takes one of them: raw pages have two places; what a put evicts is no head
 
 
@@ -75,7 +75,7 @@ def flush_device(
     tiers = _tiers(context, persists)
     if backup is None or not tiers or not context.write_policy.at_eviction:
         return True
-    limits = {at.name: max(1, min(_STEP_PAGES, at.host.num_pages // _STEP_SHARE)) for at in context.components}
+    limits = {at.name: step_pages(at.host.num_pages) for at in context.components}
     for batch in _batches(
         (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
     ):
@@ -131,11 +131,7 @@ def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Ite
         for new, value in zip(pages, values, strict=True):
             event_pages = new.event_pages if component.name == FULL else None
             for start in range(0, len(new.keys), most):
-                previous_key = new.keys[start - 1] if start else new.previous_key
-                keys, first, offset = new.keys[start : start + most], new.first + start, new.offset + start
-                piece = new._replace(
-                    keys=keys, previous_key=previous_key, first=first, offset=offset, event_pages=event_pages
-                )
+                piece = new.part(start, start + most)._replace(event_pages=event_pages)
                 yield _Piece(node, Unsaved(component, [piece], [value]))
 
 

@@ -64,7 +64,6 @@ def check_engine(
         if component.has_host:
             locks = Counter[HostRun](run for movement in movements for run in movement.host_locks(component.name))
             checks.append(partial(component.index.check, locks))
-    context.tell_host()
     if context.exclusive is not None:
         on_device = {key for node in context.tree.nodes() for key in context.tree.names.of(node)}
         num_wrong = len({*context.exclusive.duplicates()} - on_device)
@@ -111,7 +110,6 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
                     released += context.drop(node, component.name)
             finally:
                 context.free(released)
-                context.tell_host()
         if "host" in names and component.has_host:
             component.index.clear()
             left += len(component.index) + component.index.num_in_flight

@@ -19,6 +19,11 @@ from hicache.host.run import RUN_PAGES, HostRun, Pages, RunPart
 _STEP_PAGES, _STEP_SHARE = 64, 32
 
 
+def step_pages(num_pages: int) -> int:
+    """How many pages a host of `num_pages` exchanges with the device at a time, while they are in both places."""
+    return max(1, min(_STEP_PAGES, num_pages // _STEP_SHARE))
+
+
 class ExclusiveIndex(PageIndex):
     """See the module. `num_duplicates`: published pages that the device has as well. `num_returned`: pages that were
     dropped as such and have left the device since, so that they have to be copied again."""
@@ -64,10 +69,10 @@ class ExclusiveIndex(PageIndex):
     def step_end(self, start: int, end: int, num_needed: int, num_free: int) -> int:
         """Where the next step of a load of pages [start, end) ends, of a request that needs places for `num_needed` on
         the device, which has `num_free`: all, where host and device have room for all who leave; else what is free, or
-        64 pages or a 32nd of the host, for while a step is under way its pages are in both places."""
+        a step."""
         if num_free + self.pool.available() + self.num_duplicates >= num_needed:
             return end
-        return min(end, start + max(1, num_free, min(_STEP_PAGES, self.pool.num_pages // _STEP_SHARE)))
+        return min(end, start + max(num_free, step_pages(self.pool.num_pages)))
 
     def divided(self, parts: list[RunPart], end: int) -> list[RunPart]:
         """`parts` of a prompt, whose runs the caller has locked once, with one that ends with page `end`, so that what

@@ -115,12 +115,7 @@ class PageIndex(PageHints):
 
     def absent(self, pages: NewPages) -> list[NewPages]:
         """Those of `pages` that are not `is_coming`, in pieces without a gap."""
-        found, keys = list[NewPages](), pages.keys
-        for start, end in spans(self.lacking(keys, 0)):
-            previous_key = keys[start - 1] if start else pages.previous_key
-            first, offset = pages.first + start, pages.offset + start
-            found.append(pages._replace(keys=keys[start:end], previous_key=previous_key, first=first, offset=offset))
-        return found
+        return [pages.part(start, end) for start, end in spans(self.lacking(pages.keys, 0))]
 
     @property
     def capacity(self) -> int:
@@ -147,7 +142,7 @@ class PageIndex(PageHints):
                 self.lock(needed)
                 num_pages = min(len(pages.keys), max(0, self.capacity - taken))
                 if num_pages:
-                    fits.append(pages._replace(keys=pages.keys[:num_pages]))
+                    fits.append(pages.part(0, num_pages))
                 if num_pages < len(pages.keys):
                     break
                 taken += num_pages

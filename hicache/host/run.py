@@ -48,6 +48,12 @@ class NewPages(NamedTuple):
     uses: float = 1.0
     namespace: str = ""
 
+    def part(self, start: int, end: int) -> NewPages:
+        """The `start`-th to the `end`-th of them."""
+        keys, previous_key = self.keys[start:end], self.keys[start - 1] if start else self.previous_key
+        first, offset = self.first + start, self.offset + start
+        return self._replace(keys=keys, previous_key=previous_key, first=first, offset=offset)
+
 
 class HostRun(CountedRecord):
     """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only

@@ -66,7 +66,8 @@ class WriteAhead:
     """Owned by the scheduler thread. `indexes`: those whose pages are of no use without others come first.
 
     `uses`: what requests used, as far as that is told. `takes`: whether a run goes to this store, of those alike.
-    `is_done`: nothing is written before something comes, is used or is written, or the bucket has got more."""
+    `is_done`: nothing is written before something comes, is used or is written, or the bucket has got more; `is_idle`:
+    nor when it has got more."""
 
     def __init__(
         self,
@@ -125,12 +126,12 @@ class WriteAhead:
         self.is_idle = self.is_done and not self._is_behind
         return [(at, run) for run, at in self._round.items()]
 
-    def is_answered(self, run: HostRun) -> None:
+    def note_answer(self, run: HostRun) -> None:
         """The writer has answered for `run`."""
         self._under_way.discard(run)
         self._round.pop(run, None)
 
-    def is_stalled(self, run: HostRun) -> None:
+    def note_stall(self, run: HostRun) -> None:
         """The writer does not answer for `run` for now: others go on without it."""
         self._round.pop(run, None)
 

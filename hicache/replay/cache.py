@@ -273,7 +273,7 @@ class CacheSimulation:
                 num_before = disk.num_written
                 disk.put(ids_of([run.keys]))
                 run.stored |= DISK.bit
-                ahead.is_answered(run)
+                ahead.note_answer(run)
                 self._budget.spend(disk.num_written - num_before, len(run.keys))
             for path in _paths(runs):
                 disk.touch(ids_of(run.keys for run in path))

@@ -268,6 +268,7 @@ def test_windows_that_leave_alone_hold_up_nobody(policy: str) -> None:
     full, windows = engine.inspect.context.components
     eviction = DeviceEviction(engine.inspect.context, engine.inspect.backup)
     eviction.prepare(windows, windows.available() + 8)
+    assert [len(link) for link in transfers.down] == [0, 1]  # of full pages, which stay, none is copied
     for name, computed in (("again", tokens), ("other", prompt(2, 41))):
         with engine.acquire(CacheRequest(name, computed, max_cached_tokens=0)) as lease:
             compute(engine, lease, computed, 0, 41, WINDOWS)

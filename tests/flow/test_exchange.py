@@ -239,10 +239,11 @@ def test_another_may_compute_what_an_exchange_is_about_to_bring(engine: CacheEng
 
 
 def test_what_is_on_its_way_down_is_waited_for(engine: CacheEngine) -> None:
-    """A request for pages that have left the device and are not on the host yet computes none of them."""
+    """A request for pages that have left the device and are not on the host yet computes none of them, and one that is
+    computed joins nothing meanwhile."""
     first, second = both(engine)
     begin(engine, 0, first)
-    assert len(transfers[engine].down[0])
+    assert len(transfers[engine].down[0]) and not engine._admit.gains(CacheRequest("r2", second), 0, 0)
     begin(engine, 1, second)
     engine.cancel("r0")
     with engine.acquire(CacheRequest("r1", second, reserve_tokens=0)) as lease:

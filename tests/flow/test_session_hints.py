@@ -6,8 +6,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+import component_case
 from disk_case import Clock
-from hicache import CacheEngine, build_engine
+from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, prompt, serve, settled
 from waiting import eventually
@@ -65,6 +66,22 @@ def test_a_session_that_goes_on_all_the_same_is_as_before() -> None:
         assert engine.lookup(tokens).device == 56
         assert stored(engine, tokens) == 56
         settled(engine)
+
+
+@pytest.mark.parametrize("model", component_case.WITH_COMPONENTS)
+def test_the_end_reaches_windows_and_states_that_left_before(model: ModelGeometry) -> None:
+    """Those of earlier turns, which the host alone has, leave first too."""
+    sizes = {"device_tokens": 512, "window_tokens": 56, "mamba_size": 6, "write_policy": "exclusive"}
+    with build_engine(component_case.config(**sizes), model) as engine:
+        for turn in (1, 2, 3):
+            tokens = prompt(1, 32 * turn + 1)
+            with engine.acquire(CacheRequest(f"r{turn}", tokens, reserve_tokens=8, session_end=turn == 3)) as lease:
+                component_case.prefill(engine, lease, tokens, model, chunk=8)
+            component_case.serve(engine, f"other {turn}", prompt(turn + 1, 41), model, 8)
+        tree, component = engine.inspect.context.tree, engine.inspect.context.components[1]
+        keys = tree.names.of_component(component.name, tree.names.of_prompt(tree.match(tokens[:96]), tokens[:96]))
+        found = component.index.runs_of(keys)
+        assert found and all(run.has_ended for run in found)
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

@@ -126,6 +126,21 @@ def test_the_engine_hits_as_much(policy: str, write_policy: str, has_disk: bool,
     assert on_disk > 0 or not has_disk
 
 
+@pytest.mark.parametrize("host", [1, 2, 5])
+def test_a_host_of_a_few_pages_adds_what_it_holds(host: int) -> None:
+    """However few: victims that it has no room for would have left one tier as large as both, too."""
+    settings = ReplaySettings(26, host, 0, "lru", "exclusive"), ReplaySettings(26 + host, 0, 0, "lru", "write_through")
+    simulation, one_tier = (CacheSimulation(each, 1, 1) for each in settings)
+    sizes = {"device_tokens": 26, "host_bytes": (host + 1) * TOKEN_BYTES, "page_size": 1, "host_page_size": 1}
+    num_hits = num_in_one = 0
+    with build_engine(config(**sizes, eviction_policy="lru"), GEOMETRY) as engine:
+        for now, blocks in enumerate(prefix_ids(branching_prompts("few", 120, 24))):
+            hits = simulation.serve(blocks)
+            assert serve(engine, f"r{now}", blocks.tolist()) == hits, f"request {now}: {blocks}"
+            num_hits, num_in_one = num_hits + sum(hits), num_in_one + sum(one_tier.serve(blocks))
+        assert abs(num_hits - num_in_one) <= 2 < engine.stats()["backup.skipped_tokens"]
+
+
 @pytest.mark.parametrize("policy", ["lru", "slru"])
 @pytest.mark.parametrize("budget", [0.125, 0.5])
 def test_the_engine_writes_as_much_within_a_budget(policy: str, budget: float, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -115,15 +115,30 @@ class ServingFuzz:
                         self._submit()
                 self._disturb()
                 self._step()
-            self.faults.heal()
-            while self.scheduler.num_unfinished:
-                self.faults.clock.now_s += 0.01
-                self._step()
+            self._drain()
             self._settle()
         finally:
             self.faults.heal()
             self.engine.close()
         return self.counts
+
+    def _drain(self) -> None:
+        self.faults.heal()
+        while self.scheduler.num_unfinished:
+            self.faults.clock.now_s += 0.01
+            self._step()
+
+    def _read_beside(self) -> None:
+        """A request comes, alone, for what the disk alone has: it is computed while that is read."""
+        self._drain()
+        self.faults.move_all()
+        self.engine.flush()
+        self.engine.reset(["device", "host"])
+        self.engine.observe_prefill(10**7, 1e6)
+        self._submit(self.requests[str(self.rng.choice(list(self.requests)))].tokens)
+        for _ in range(int(self.rng.integers(0, 30))):
+            self._step()
+            time.sleep(0.0005)  # the store's threads have something to do
 
     def _step(self) -> None:
         for _ in range(int(self.rng.integers(0, 6))):
@@ -149,12 +164,14 @@ class ServingFuzz:
             self.faults.clock.now_s += float(self.rng.choice([0.1, 1.0, 5.0]))
         elif draw < 0.22:
             self.faults.heal()  # an hour passes
+        elif draw < 0.26 and self.faults.stores and self.requests:
+            self._read_beside()
         elif draw < 0.3:  # computing is faster, or slower, than whatever moves bytes
             self.engine.observe_prefill(10**7, float(self.rng.choice([1e-9, 1e-9, 1e6])))
 
-    def _submit(self) -> None:
+    def _submit(self, begin: np.ndarray | None = None) -> None:
         rng, name = self.rng, next(self.names)
-        stem = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 97)]
+        stem = self.stems[rng.integers(len(self.stems))][: rng.integers(1, 97)] if begin is None else begin[:97]
         request = Request(
             name,
             np.concatenate([stem, rng.integers(0, 4, rng.integers(0, 20))]),
@@ -208,8 +225,8 @@ class ServingFuzz:
         self.faults.clock.now_s += 3600
         self.engine.flush()
         self.engine.check()
-        for fault in ("restore.failures", "backup.failures", "prefetch.lost_pages", "persist.failed_pages"):
-            self.counts[fault] += int(self.engine.stats().get(fault, 0))
+        for name in ("restore.failures", "backup.failures", "prefetch.beside_loaded_tokens", "persist.failed_pages"):
+            self.counts[name] += int(self.engine.stats().get(name, 0))
         stats, table = self.engine.stats(), self.engine.req_to_token
         assert stats["device.protected_tokens"] == stats["engine.leases"] == stats["admit.expected_requests"] == 0
         assert {name: stats[f"admit.{name}"] for name in self.admitted} == self.admitted
@@ -223,7 +240,7 @@ class ServingFuzz:
         return config(
             device_tokens=DEVICE_TOKENS,
             disk=folder and DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20),
-            prefetch_mode=str(rng.choice(get_args(PrefetchMode))),
+            prefetch_mode=str(rng.choice(["auto", "auto", "auto", *get_args(PrefetchMode)])),
             prefetch_timeout_s=0.01,
             advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
             write_policy=str(rng.choice(POLICIES)),

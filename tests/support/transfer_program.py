@@ -176,10 +176,9 @@ class Program:
             return
         assert entry.blocks is not None
         for t, (tier, blocks) in enumerate(zip(self.tiers, entry.blocks, strict=True)):
-            places = tier.host.alloc(tier.num_places(entry.contents))
-            assert places is not None
-            if self.rng.random() < 0.5:
-                places = torch.from_numpy(self.rng.permutation(places.numpy()))
+            allocated = tier.host.alloc(tier.num_places(entry.contents))
+            assert allocated is not None
+            places = torch.tensor(self.rng.permutation(allocated) if self.rng.random() < 0.5 else allocated)
             tier.host.bytes_of[places] = tier.pages[POISON]
             tier.on_host[places.numpy()] = UNKNOWN
             at = tier.divide(places, entry.contents)
