@@ -107,7 +107,7 @@ class Asked:
         self.is_found, self.end, self.begun_s, self.num_came = True, end, now_s, 0
         self.to_read.extend(self.has.to_read(end))
         self._sort()
-        coming = [(piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL]
+        coming = sorted([(piece.start, piece.end) for piece in self.to_read if piece.component.name == FULL])
         if self.to_come:
             before = [(start, min(stop, end)) for start, stop in self.to_come]
             coming = spans(sorted({index for interval in (*before, *coming) for index in range(*interval)}))

@@ -9,7 +9,8 @@ from hicache.stores.tier import StoreTier
 from hicache.tiers import Store
 
 _REMEMBERED = 1 << 16  # pages
-_KEEP = 0.9  # what the writes so far weigh when another one ends
+_KEEP = 0.99  # what the writes so far weigh when another one ends
+_MEASURED_BYTES, _ALIKE = 64 << 20, 1.5  # what tells a rate, and by how much those of disks that are alike may differ
 
 
 class Placement:
@@ -52,16 +53,22 @@ class Placement:
     def _choose(self, run: HostRun, takes: Sequence[Store]) -> Store:
         if (known := self._known.get(run.keys[0])) is not None and known in takes:
             return known
-        written = self._written.items()
-        rates = {store: num_bytes / seconds if seconds else 0.0 for store, (num_bytes, seconds) in written}
-        total = sum(rates.values()) if all(rates.values()) else 0.0
+        parts = self._parts()
         floor = min(self._turns[store] for store in takes)
         ends = dict[Store, float]()
         for store, turn in self._turns.items():
             if store in takes:
-                ends[store] = turn + len(run.keys) / (rates[store] / total if total else 1 / len(rates))
+                ends[store] = turn + len(run.keys) / parts[store]
             else:
                 self._turns[store] = max(turn, floor)
         chosen = min(ends, key=lambda store: ends[store])
         self._turns[chosen] = ends[chosen]
         return chosen
+
+    def _parts(self) -> dict[Store, float]:
+        """Of all pages those of each disk."""
+        rates = dict.fromkeys(self._tiers, 1.0)
+        if all(num_bytes >= _MEASURED_BYTES and seconds for num_bytes, seconds in self._written.values()):
+            measured = {store: num_bytes / seconds for store, (num_bytes, seconds) in self._written.items()}
+            rates = rates if max(measured.values()) < _ALIKE * min(measured.values()) else measured
+        return {store: rate / sum(rates.values()) for store, rate in rates.items()}
