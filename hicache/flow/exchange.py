@@ -185,10 +185,12 @@ class Exchange(Movement):
     def _advance(self) -> bool:
         """Make the next step, where the copies of the last one have ended; whether anything was done."""
         wanted, full = self._wanted, self._context.full
-        if wanted is None or not self.is_under_way or not (wanted.load is None or wanted.load.completed):
+        if wanted is None or wanted.error is not None:
             return False
         if any(load.error is not None for load in wanted.lease.loads):
             return self._fail(wanted, TransferBusy("a load of this prefix has failed"))
+        if wanted.is_ready or not (wanted.load is None or wanted.load.completed):
+            return False
         is_last = wanted.step_end == wanted.end
         num_slots = (wanted.step_end - wanted.done) * self._context.tree.page_size
         sizes: Mapping[CacheComponent, int] = wanted.needed if is_last else {full: num_slots}

@@ -112,6 +112,24 @@ def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine
     assert (found.device, found.host) == (24, 96) and engine.lookup(prompts[1]).device < 120
 
 
+@pytest.mark.parametrize("engine", [FULL], indirect=True)
+def test_a_request_that_could_be_admitted_keeps_nothing_of_a_load_that_fails(engine: CacheEngine) -> None:
+    """Its prefix was still being loaded for another when there was room for it: it is told, and all slots are free."""
+    first, _ = both(engine)
+    engine.acquire(CacheRequest("other", first[:33], reserve_tokens=0))
+    begin(engine, 1, first[:41])
+    while not engine.stats()["device.free_tokens"]:
+        transfers[engine].down[0].run_all()
+        engine.poll()
+    transfers[engine].up[0].fails = ConnectionError("the link is down")
+    engine.cancel("other")
+    engine.flush()
+    engine.check()
+    with pytest.raises(TransferBusy):
+        engine.acquire(CacheRequest("r1", first[:41], reserve_tokens=0))
+    transfers[engine].up[0].fails = None
+
+
 def copies_and_waits(engine: CacheEngine) -> tuple[int, int]:
     """Copies of what left the device, and those that a call stood still for."""
     exposed = engine.metrics()["backup.exposed_seconds"]
