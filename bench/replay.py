@@ -30,7 +30,7 @@ DESCRIPTION = "requests a second of `hicache replay` through three tiers"
 
 T = TypeVar("T")
 _BLOCK_TOKENS, _LONGEST = 64, 500_000
-_CASES = (("auto", "write_through"), ("auto", "write_back"), ("lru", "write_through"))
+_CASES = (("auto", "exclusive"), ("auto", "write_through"), ("auto", "write_back"), ("lru", "write_through"))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from hicache.eviction.heap import NO_ENTRY, Entry, Heap, lowest_first
@@ -258,13 +258,31 @@ class EvictionOrder(Generic[R]):
 
     def lock(self, record: R) -> None:
         """It got its first lock and leaves the order."""
-        self.policy.lock(record)
-        self._leave(record)
+        self.lock_all((record,))
+
+    def lock_all(self, records: Iterable[R]) -> None:
+        """As `lock`, one after the other."""
+        lock, aside = self.policy.lock, self._aside
+        for record in records:
+            lock(record)
+            if record.at == NO_ENTRY:
+                del aside[record]
+            else:
+                self._leave(record)
 
     def unlock(self, record: R) -> None:
         """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
-        self.policy.enter(record)
-        self._enter(record)
+        self.unlock_all((record,))
+
+    def unlock_all(self, records: Iterable[R]) -> None:
+        """As `unlock`, one after the other."""
+        enter, is_evictable, aside = self.policy.enter, self._is_evictable, self._aside
+        for record in records:
+            enter(record)
+            if is_evictable(record):
+                self._enter(record)
+            else:
+                aside[record] = None
 
     def update(self, record: R) -> None:
         """It may be a victim from now on, or its rank changed without a use; where it is locked, nothing happens."""

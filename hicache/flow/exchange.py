@@ -68,7 +68,7 @@ class Exchange(Movement):
     def __init__(self, context: EngineContext, restore: Restore, eviction: DeviceEviction) -> None:
         self._context, self._restore, self._eviction = context, restore, eviction
         self._wanted: _Wanted | None = None
-        self.is_room_due, self._num_taken = False, 0
+        self._is_room_due, self._num_taken = False, 0
         self._steps = context.metrics.counter("exchange.loads", "steps of loads for which others left the device")
 
     @property
@@ -124,9 +124,9 @@ class Exchange(Movement):
     def make_room(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
         """Evict for what `leases` take next, so that they wait for no copy then: as much as was taken of prompts since
         the last time, while any is left of them, and a page each. Nothing before anybody has taken something again."""
-        if not self.is_room_due:
+        if not self._is_room_due:
             return
-        num_taken, self._num_taken, self.is_room_due = self._num_taken, 0, False
+        num_taken, self._num_taken, self._is_room_due = self._num_taken, 0, False
         left = sum([max(0, lease.prompt_len - lease.held_len) for lease in leases.values()])
         num_slots = self._context.tree.page_size * len(leases) + (num_taken if has_queued else min(num_taken, left))
         for component in self._context.components:
@@ -136,7 +136,7 @@ class Exchange(Movement):
 
     def note_taken(self, num_slots: int) -> None:
         """A request took so many slots for tokens to be computed."""
-        self._num_taken, self.is_room_due = self._num_taken + num_slots, True
+        self._num_taken, self._is_room_due = self._num_taken + num_slots, True
 
     def poll(self) -> bool:
         return self._advance()

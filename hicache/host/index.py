@@ -84,6 +84,8 @@ class PageIndex(PageHints):
 
     def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
         """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+        if self._runs.keys().isdisjoint(keys):
+            return []
         # [at, last): of one run, its pages from the `skipped`-th on
         found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
         while at < end:
@@ -115,6 +117,8 @@ class PageIndex(PageHints):
 
     def absent(self, pages: NewPages) -> list[NewPages]:
         """Those of `pages` that are not `is_coming`, in pieces without a gap."""
+        if self._runs.keys().isdisjoint(pages.keys):
+            return [pages] if pages.keys else []
         return [pages.part(start, end) for start, end in spans(self.lacking(pages.keys, 0))]
 
     @property
@@ -243,18 +247,21 @@ class PageIndex(PageHints):
 
     def lock(self, runs: Iterable[HostRun]) -> None:
         """Someone needs these to stay, and so what they follow."""
+        first = list[HostRun]()  # those that nobody had locked
         for locked in runs:
             run: HostRun | None = locked
             while run is not None:
                 run.locks += 1
                 if run.locks > 1:
                     break
-                self.num_evictable -= run.num_held
-                self._order.lock(run)
+                first.append(run)
                 run = run.needs
+        self.num_evictable -= sum([run.num_held for run in first])
+        self._order.lock_all(first)
 
     def unlock(self, runs: Iterable[HostRun]) -> None:
         """Undo one `lock`, which is no use."""
+        last = list[HostRun]()  # those that nobody has locked any more
         for unlocked in runs:
             run: HostRun | None = unlocked
             while run is not None:
@@ -262,9 +269,10 @@ class PageIndex(PageHints):
                 assert run.locks >= 0, "unlocked more often than locked"
                 if run.locks:
                     break
-                self.num_evictable += run.num_held
-                self._order.unlock(run)
+                last.append(run)
                 run = run.needs
+        self.num_evictable += sum([run.num_held for run in last])
+        self._order.unlock_all(last)
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""

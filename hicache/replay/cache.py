@@ -269,12 +269,14 @@ class CacheSimulation:
         """Host to disk: what it gets by now."""
         while (chosen := ahead.next_round()) or not ahead.is_done:
             runs = [run for _, run in chosen]
-            for run in runs:
+            ids = _by_use(runs)
+            for piece in [runs] if disk.takes_alike(ids) else [[run] for run in runs]:
                 num_before = disk.num_written
-                disk.put(ids_of([run.keys]))
+                disk.put(ids if piece is runs else _by_use(piece))
+                self._budget.spend(disk.num_written - num_before, sum(len(run.keys) for run in piece))
+            for run in runs:
                 run.stored |= DISK.bit
                 ahead.note_answer(run)
-                self._budget.spend(disk.num_written - num_before, len(run.keys))
             for path in _paths(runs):
                 disk.touch(ids_of(run.keys for run in path))
 
@@ -344,6 +346,11 @@ class CacheSimulation:
             if self._exclusive is not None:
                 self._exclusive.left_device(tree.names.of(node))
         self._save(unsaved[::-1])
+
+
+def _by_use(runs: Sequence[HostRun]) -> Tokens:
+    """The blocks of runs that are put one after the other, the most recently used first."""
+    return ids_of(run.keys[::-1] for run in runs)[::-1]
 
 
 def _paths(ends: Sequence[HostRun]) -> list[list[HostRun]]:
