@@ -336,12 +336,14 @@ class Asked:
 
 @dataclass(eq=False, slots=True)
 class Find:
-    """A job that asks a store for the pages of a request. `has`: what is known of these."""
+    """A job that asks a store for the pages of a request. `has`: what is known of these. `is_also`: others have them,
+    so that nobody waits for the answer."""
 
     asked: Asked
     store: Store
     has: StoreAnswers
     question: Question
+    is_also: bool = False
     is_stalled: bool = False
 
 

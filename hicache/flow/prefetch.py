@@ -184,7 +184,7 @@ class Prefetcher(Movement):
     def _has_turn(self, asked: Asked) -> bool:
         """Whether another one may begin beside those that have, and those that a store was asked for and that are gone
         since. Who does not wait holds up nobody who does."""
-        if len(self._readers.finds) >= _MAX_BEGUN * len(self._context.stores):
+        if self._readers.num_finds >= _MAX_BEGUN * len(self._context.stores):
             return False
         return sum([other.handle.waits == asked.handle.waits for other in self._begun]) < _MAX_BEGUN
 

@@ -51,6 +51,11 @@ class Readers:
     def runs(self, component: Component) -> Iterable[HostRun]:
         return (run for job in self.reads.values() if job.component.name == component for run in job.runs)
 
+    @property
+    def num_finds(self) -> int:
+        """Those that somebody waits for, or did."""
+        return sum([not find.is_also for find in self.finds.values()])
+
     def find(self, asked: Asked) -> bool:
         """Ask the next stores for what those before them lack; False where there are none, or nothing to ask for, or
         their queues are full."""
@@ -70,8 +75,8 @@ class Readers:
             return
         num_bytes = len(question.pages) * self._context.full.host.page_bytes
         for store in behind:
-            if self.queues.is_worth_asking(store, num_bytes):
-                self._ask(asked, store, question)
+            if self.queues.is_worth_asking(store, num_bytes) and (find := self._ask(asked, store, question)):
+                find.is_also = True
 
     def _ask(self, asked: Asked, store: Store, question: Question) -> Find | None:
         assert asked.has is not None
