@@ -41,6 +41,16 @@ def server():
         file.write("once ")
     return os.getpid()
 """
+TELLS = """
+import os
+from pathlib import Path
+
+RUN = os.getpid()  # of which the workers are forked
+
+def pytest_runtest_logreport(report):
+    if report.failed and os.getpid() == RUN:
+        Path("failed").touch()
+"""
 DIES = """
 def test_dies():
     os.kill(os.getpid(), signal.SIGKILL)
@@ -70,6 +80,8 @@ def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
     assert status == 1 and "1 failed, 63 passed" in said and re.findall("said by .*", said) == ["said by 7"]
     assert re.search(r"processor time of tests: \d+ s", said) and "test_many.py" in said
     assert (below / "made").read_text() == "once "
+    (tmp_path / "conftest.py").write_text(TELLS)
+    file.write_text(f"from waiting import eventually\n{TESTS}    number < 8 or eventually(Path('failed').exists)\n")
     status, said = _run(tmp_path, "-x")
     assert status != 0 and int(re.findall(r"(\d+) passed", said)[0]) < 63
     file.write_text(TESTS.replace("number != 7", "True") + DIES)
