@@ -89,7 +89,7 @@ class Prefetcher(Movement):
         if handle.waits:
             self._requests.waiting.add(request_id)
         try:
-            if self._has_turn(asked):
+            if asked.handle.waits in self._may_begin():
                 self._begin(asked)
             else:
                 self._line[asked] = None
@@ -181,21 +181,22 @@ class Prefetcher(Movement):
 
     # Where its pages are
 
-    def _has_turn(self, asked: Asked) -> bool:
-        """Whether another one may begin beside those that have, and those that a store was asked for and that are gone
-        since. Who does not wait holds up nobody who does."""
+    def _may_begin(self) -> tuple[bool, ...]:
+        """Whether one that waits (True) may begin, and whether one that does not (False), beside those that have, and
+        those that a store was asked for and that are gone since. Who does not wait holds up nobody who does."""
         if self._readers.num_finds >= _MAX_BEGUN * len(self._context.stores):
-            return False
-        return sum([other.handle.waits == asked.handle.waits for other in self._begun]) < _MAX_BEGUN
+            return ()
+        num_waiting = sum([asked.handle.waits for asked in self._begun])
+        return (True,) * (num_waiting < _MAX_BEGUN) + (False,) * (len(self._begun) - num_waiting < _MAX_BEGUN)
 
     def _begin_next(self) -> bool:
         """Begin with those in line, until enough was begun; of those that were postponed with the first, now and then,
         once there is room. Whether any was begun."""
-        num_tokens, has_begun = 0, False
-        for asked in sorted(self._line, key=_TURN) if self._line else ():
+        num_tokens, has_begun, may_begin = 0, False, self._may_begin() if self._line else ()
+        for asked in sorted(self._line, key=_TURN) if may_begin else ():
             if num_tokens >= _MAX_STARTED_TOKENS and self._begun:
                 break
-            if not self._has_turn(asked):
+            if asked.handle.waits not in may_begin:
                 continue
             if asked.is_postponed:
                 if self._clock() < self._retry_at_s or self._room.left(asked) <= 0:
@@ -205,6 +206,7 @@ class Prefetcher(Movement):
             del self._line[asked]
             num_tokens, has_begun = num_tokens + len(asked.tokens), True
             self._begin(asked)
+            may_begin = self._may_begin()
         return has_begun
 
     def _begin(self, asked: Asked) -> None:
