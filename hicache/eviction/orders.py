@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from hicache.eviction.heap import NO_ENTRY, Entry, Heap, lowest_first
@@ -256,33 +256,17 @@ class EvictionOrder(Generic[R]):
         if is_placed:
             self._enter(record)
 
-    def lock(self, record: R) -> None:
-        """It got its first lock and leaves the order."""
-        self.lock_all((record,))
-
-    def lock_all(self, records: Iterable[R]) -> None:
-        """As `lock`, one after the other."""
-        lock, aside = self.policy.lock, self._aside
+    def lock(self, *records: R) -> None:
+        """Each got its first lock and leaves the order."""
         for record in records:
-            lock(record)
-            if record.at == NO_ENTRY:
-                del aside[record]
-            else:
-                self._leave(record)
+            self.policy.lock(record)
+            self._leave(record)
 
-    def unlock(self, record: R) -> None:
-        """It lost its last lock and is back in the order, with the rank of its last use. That is no use."""
-        self.unlock_all((record,))
-
-    def unlock_all(self, records: Iterable[R]) -> None:
-        """As `unlock`, one after the other."""
-        enter, is_evictable, aside = self.policy.enter, self._is_evictable, self._aside
+    def unlock(self, *records: R) -> None:
+        """Each lost its last lock and is back in the order, with the rank of its last use. That is no use."""
         for record in records:
-            enter(record)
-            if is_evictable(record):
-                self._enter(record)
-            else:
-                aside[record] = None
+            self.policy.enter(record)
+            self._enter(record)
 
     def update(self, record: R) -> None:
         """It may be a victim from now on, or its rank changed without a use; where it is locked, nothing happens."""
@@ -330,9 +314,7 @@ class EvictionOrder(Generic[R]):
         return record.at != NO_ENTRY or record in self._aside
 
     def __iter__(self) -> Iterator[R]:
-        for own in self._owns.values():
-            yield from own.records
-        yield from self._aside
+        return itertools.chain(*(own.records for own in self._owns.values()), self._aside)
 
     def __len__(self) -> int:
         return sum(len(own.records) for own in self._owns.values()) + len(self._aside)

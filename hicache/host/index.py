@@ -257,7 +257,7 @@ class PageIndex(PageHints):
                 first.append(run)
                 run = run.needs
         self.num_evictable -= sum([run.num_held for run in first])
-        self._order.lock_all(first)
+        self._order.lock(*first)
 
     def unlock(self, runs: Iterable[HostRun]) -> None:
         """Undo one `lock`, which is no use."""
@@ -272,7 +272,7 @@ class PageIndex(PageHints):
                 last.append(run)
                 run = run.needs
         self.num_evictable += sum([run.num_held for run in last])
-        self._order.unlock_all(last)
+        self._order.unlock(*last)
 
     def discard(self, keys: Sequence[bytes]) -> None:
         """Evict these pages, which are of no use any more: of a run the last ones, where nobody needs it."""
