@@ -12,6 +12,7 @@ import shutil
 import subprocess
 import sys
 import tarfile
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -44,11 +45,11 @@ pytestmark = [
 
 
 class Podman:
-    """Images and containers of its own, which are kept in `folder`."""
+    """Images and containers of its own, which are kept in `folder`; `run`: of at most 50 characters."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, run: str) -> None:
         runtime = ("--runtime", "runc") if shutil.which("runc") else ()
-        places = ("--root", folder / "root", "--runroot", folder / "run", "--cgroup-manager", "cgroupfs")
+        places = ("--root", folder / "root", "--runroot", run, "--cgroup-manager", "cgroupfs")
         self._command = ["podman", *map(str, places), *runtime]
 
     def call(self, *words: object) -> subprocess.CompletedProcess[str]:
@@ -87,7 +88,8 @@ def base_of(folder: Path) -> Path:
 def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     """Has the image `hicache`. Skips where podman runs nothing, as in most sandboxes."""
     folder = tmp_path_factory.mktemp("podman")
-    podman = Podman(folder)
+    run = tempfile.mkdtemp()
+    podman = Podman(folder, run)
     try:
         changes = [word for name, value in ENVIRONMENT.items() for word in ("--change", f"ENV {name}={value}")]
         podman("import", *changes, base_of(folder), "base")
@@ -101,6 +103,7 @@ def podman(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Podman]:
     finally:
         podman.call("rm", "--force", "--all", "--time", "0")
         podman.call("rmi", "--force", "--all")
+        shutil.rmtree(run, ignore_errors=True)
 
 
 def test_a_container_keeps_its_pages(podman: Podman) -> None:
