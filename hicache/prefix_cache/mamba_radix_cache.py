@@ -107,6 +107,10 @@ class MambaRadixCache(BasePrefixCache):
         inserted, _ = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
         return InsertResult(len(inserted.existing), mamba_exist=MAMBA not in inserted.attached)
 
+    def evict_mamba(self, mamba_num: int) -> int:
+        """Evict `mamba_num` states, or all that are unlocked, the least recently used first. Returns their number."""
+        return self.evict(EvictParams(0, mamba_num=mamba_num)).mamba_num_evicted
+
     def mamba_evictable_size(self) -> int:
         return self._tree.evictable(MAMBA)
 
@@ -198,7 +202,7 @@ class MambaRadixCache(BasePrefixCache):
 
     def _has_free_state(self) -> bool:
         """Whether a state is free, after the eviction of one where none was."""
-        return self._pool.available_size() > 0 or self.evict(EvictParams(0, mamba_num=1)).mamba_num_evicted > 0
+        return self._pool.available_size() > 0 or self.evict_mamba(1) > 0
 
     def _checkpoint_of(self, req: CachedRequest, num_tokens: int) -> int:
         """How many of the first `num_tokens` tokens the checkpoint has consumed; 0 where there is none to store."""

@@ -103,6 +103,7 @@ SIGNATURES = {
     "RadixCache.create_simulated": "disable mock_allocator page_size enable_kv_cache_events",
     "RadixCache.cache_unfinished_req": "req chunked",
     "RadixCache.cache_finished_req": "req is_insert",
+    "MambaRadixCache.evict_mamba": "mamba_num",
     "TreeNode": "id",
     "SLRUStrategy": "protected_threshold",
     "get_eviction_strategy": "name",

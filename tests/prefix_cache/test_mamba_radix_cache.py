@@ -120,16 +120,21 @@ def test_no_state_is_stored_under_another_length() -> None:
 
 
 def test_states_are_evicted_by_their_own_recency() -> None:
-    """The least recently used state is evicted, alone from an inner node; a match refreshes only the state it uses."""
+    """The least recently used state is evicted, alone from an inner node; a match refreshes only the state it uses.
+    `evict_mamba` does the same and returns how many states it evicted; a locked state stays."""
     cache = mamba_cache()
     put(cache, [1, 2])
     put(cache, [1, 2, 3, 4])
     put(cache, [7, 8])
     matched(cache, [1, 2, 3, 4])
-    assert cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(0, 0, 1)
+    assert cache.evict_mamba(0) == 0 and cache.evict_mamba(1) == 1
     assert matched(cache, [1, 2]) == 0 and matched(cache, [1, 2, 3, 4]) == 4
     assert cache.evict(EvictParams(0, mamba_num=1)) == EvictResult(2, 0, 1)
     assert matched(cache, [7, 8]) == 0
-    assert cache.evict(EvictParams(0, mamba_num=5)) == EvictResult(4, 0, 1)
+    locked = cache.match_prefix(key([1, 2, 3, 4])).last_device_node
+    cache.inc_lock_ref(locked)
+    assert cache.evict_mamba(5) == 0
+    cache.dec_lock_ref(locked)
+    assert cache.evict_mamba(5) == 1
     assert free(cache) == (64, 12)
     cache.sanity_check()
