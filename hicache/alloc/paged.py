@@ -104,7 +104,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
         Integer tensors `[requests]`; lengths in tokens, on the device and on the CPU. `last_loc` is the slot of the
         prefix's last token, -1 without one: (last_loc + 1) % page_size == prefix_len % page_size. None when pages
-        are short, checked before the launch. One launch, no wait for the device. ShapeError where lengths disagree.
+        are short, checked before the launch. One launch writes them; no wait for the device. ShapeError where lengths
+        disagree. InvariantError if a `last_loc` does not end its prefix; on CUDA outside debug mode an assertion of the
+        device, after which the process cannot use the device.
         """
         prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
         new_tokens = seq - prefix
@@ -113,8 +115,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             raise ShapeError(f"seq_lens {seq.tolist()} are below prefix_lens {prefix.tolist()}")
         if int(new_tokens.sum()) != extend_num_tokens:
             raise ShapeError(f"extend_num_tokens={extend_num_tokens}, but the lengths grow by {int(new_tokens.sum())}")
-        if self._debug:
-            self._check_last_loc(last_loc, prefix_lens)
+        self._check_last_loc(last_loc, prefix_lens)
         num_new_pages = int((self._num_pages(seq) - self._num_pages(prefix)).sum())
         if not self._reserve(num_new_pages):
             return None
@@ -131,13 +132,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> torch.Tensor | None:
         """One slot a request, int64 `[requests]`; `seq_lens` count the new token, `last_loc` is the token before it.
 
-        None when pages are short, checked before the launch. One launch, no wait for the device.
+        None when pages are short, checked before the launch. One launch writes them; no wait for the device. A wrong
+        `last_loc` is refused as by `alloc_extend`.
         """
         seq = seq_lens_cpu.numpy()
         if seq.min(initial=1) < 1:
             raise ShapeError(f"seq_lens {seq.tolist()} must count the new token")
-        if self._debug:
-            self._check_last_loc(last_loc, seq_lens - 1)
+        self._check_last_loc(last_loc, seq_lens - 1)
         num_new_pages = int(np.count_nonzero((seq - 1) % self.page_size == 0))
         if not self._reserve(num_new_pages):
             return None
@@ -217,8 +218,17 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             )
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
-        bad = (last_loc + 1) % self.page_size != prefix_lens % self.page_size
-        if bad.any():
+        """Refuse a `last_loc` whose offset in its page is not that of its prefix's last token: new tokens would get
+        slots of another sequence.
+
+        InvariantError on the CPU and in debug mode. On CUDA the device asserts it, by five small launches per batch.
+        The host does not wait, and no later kernel runs if the assertion fails.
+        """
+        ends = (prefix_lens - last_loc) % self.page_size == 1 % self.page_size
+        if self.device.type == "cuda" and not self._debug:
+            torch._assert_async(ends.all(), "last_loc does not end its prefix: see alloc_extend and alloc_decode")
+        elif not ends.all():
+            bad = ~ends
             raise InvariantError(
                 type(self).__name__,
                 [

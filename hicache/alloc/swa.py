@@ -316,20 +316,22 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._mapping_by_page[pages] = 0
 
     def _last_window_slots(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Window slots of the prefixes' last tokens. On the CPU and in debug mode InvariantError where new tokens would
-        fill the rest of a window page that was freed."""
+        """Window slots of the prefixes' last tokens; -1 for a prefix of whole pages: its last slot is not needed, and
+        may be outside the window.
+
+        If new tokens would fill the rest of a window page that was freed: InvariantError on the CPU and in debug mode;
+        on CUDA the slot is -1 too, which the window allocator refuses.
+        """
         window_slots = self.translate_loc_from_full_to_swa(last_loc)
+        needed = prefix_lens % self.page_size != 0
         if self._debug or self.device.type == "cpu":
-            needed = prefix_lens % self.page_size != 0
             freed = last_loc[needed & (window_slots == 0)]
             if freed.numel():
                 raise InvariantError(
                     type(self).__name__,
                     [f"the window slots of {freed[:8].tolist()} were freed, and new tokens would fill their pages"],
                 )
-            # The last token of a prefix of whole pages is not needed, and may be outside the window.
-            window_slots = torch.where(needed, window_slots, -1)
-        return window_slots
+        return torch.where(needed & (window_slots > 0), window_slots, -1)
 
     def _check_move(self, from_slots: torch.Tensor, window_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
         if (from_slots % self.page_size != to_slots % self.page_size).any():

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given
@@ -110,16 +113,17 @@ def test_check_finds_every_violation() -> None:
         assert len(caught.value.violations) == count
 
 
-def test_sizes_and_lengths_that_are_wrong_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A rest below a page stays unused. Sizes and lengths that fit no pages or do not add up and, in debug mode, slots
-    that do not end their prefixes raise and change nothing; a batch of nobody gets nothing."""
+@pytest.mark.parametrize("debug", ["0", "1"])
+def test_sizes_and_lengths_that_are_wrong_are_refused(debug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rest below a page stays unused. Sizes and lengths that fit no pages or do not add up, and slots that do not end
+    their prefixes, raise and change nothing, also outside debug mode; an empty batch gets nothing."""
     assert paged(19, 4).available_size() == 16
     with pytest.raises(ConfigError, match="device_tokens"):
         paged(3, 4)
     with pytest.raises(ConfigError, match="kvcache"):
         single(4).get_cpu_copy(torch.tensor([1]))
     assert single(4).get_kvcache() is None
-    monkeypatch.setenv("HICACHE_DEBUG", "1")
+    monkeypatch.setenv("HICACHE_DEBUG", debug)
     allocator, one = paged(16, 4), torch.tensor([1])
     for out in (extend(allocator, [], [], []), extend(allocator, [3], [3], [6]), decode(allocator, [], [])):
         assert must(out).numel() == 0
@@ -136,3 +140,35 @@ def test_sizes_and_lengths_that_are_wrong_are_refused(monkeypatch: pytest.Monkey
         with pytest.raises(InvariantError):
             unended()
     assert allocator.available_size() == 16 and "16 of 16" in allocator.debug_print()
+
+
+_UNENDED = """
+import sys, torch
+from alloc_case import must, paged, windowed
+call, last = sys.argv[1], torch.tensor([int(sys.argv[2])], device="cuda")
+allocator = windowed(64, 64, 4, device="cuda") if call == "window" else paged(64, 4, device="cuda")
+slots = must(allocator.alloc(8))  # of two pages, 4 to 11
+if call == "window":
+    allocator.free_swa(slots)
+five, six = torch.tensor([5]), torch.tensor([6])
+on_device = five.cuda(), six.cuda()
+torch.cuda.synchronize()
+torch.cuda.set_sync_debug_mode("error")
+if call == "extend":
+    allocator.alloc_extend(on_device[0], five, on_device[1], six, last, 1)
+else:
+    allocator.alloc_decode(on_device[1], six, last)
+torch.cuda.set_sync_debug_mode("default")
+torch.cuda.synchronize()
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("call", ["extend", "decode", "window"])
+def test_the_device_refuses_slots_that_do_not_end_their_prefixes(call: str) -> None:
+    """On CUDA outside debug mode the host does not wait, and the device asserts: the next wait raises. So do window
+    slots that were freed within their page. The device is lost for that process, so it is a process of its own."""
+    for last, refused in ((8, call == "window"), (11, True)):
+        run = [sys.executable, "-c", _UNENDED, call, str(last)]
+        done = subprocess.run(run, capture_output=True, text=True, check=False, timeout=200)
+        assert ("assert" in done.stderr.lower()) == refused == bool(done.returncode), done.stderr
