@@ -42,6 +42,33 @@ def test_the_small_scheduler_serves_what_a_model_generates() -> None:
         engine.check()
 
 
+def test_a_batch_served_as_sglang_does_generates_what_plain_attention_does(device: str, kernels: str) -> None:
+    """With either implementation of the kernels: prefixes are shared, prompts are computed in chunks, a request is
+    retracted to the CPU in several copies and restored, and the tokens are those of whole passes without a cache. A
+    pass that read another request's slots would fail the comparison."""
+    example = runpy.run_path(str(EXAMPLES / "sglang_batch.py"))
+    place = torch.device(device)
+    model, plain = (example[name](example["TINY"], 64, place, torch.float32) for name in ("Model", "PlainAttention"))
+    server = example["Server"](model, 84, 64, page_size=4, chunk_tokens=16, copy_tokens=16, plain=plain)
+    requests = [example["Request"]([*range(20), *range(i, i + n)], 6) for i, n in enumerate((13, 12, 7, 12))]
+    server.serve(requests)
+    server.check()
+    assert all(server.counts.values()) and server.counts["restored"] == server.counts["retracted"]
+    for request in requests:
+        tokens = torch.tensor(request.origin_input_ids + request.output_ids, device=place)
+        hidden = model.forward(tokens[:-1], torch.arange(len(tokens) - 1, device=place), _attend_causally)
+        assert model.next_tokens(hidden)[-6:] == request.output_ids
+    server.pool.get_key_buffer(1).mul_(1.01)
+    server.serve([example["Request"](requests[0].origin_input_ids, 1)])
+    with pytest.raises(AssertionError, match="differs from plain attention"):
+        server.check()
+
+
+def _attend_causally(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    q, k, v = (rows.transpose(0, 1)[None] for rows in (q, k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)[0].transpose(0, 1)
+
+
 @pytest.mark.parametrize("seed", range(8))
 def test_the_small_engine_serves_what_was_computed(seed: int) -> None:
     """Over random histories of requests that share beginnings and overlap, what comes from the cache is what a model
