@@ -5,6 +5,8 @@
     states   recurrent states copied and cleared, slots of windows translated
     slots    allocations and frees against an empty kernel and a fill of the result, on the device and, as `host_us`,
              in the caller's time
+    batch    prefill, decode, retraction and restoration as SGLang's callers make them, against plain attention over
+             contiguous keys and values and against plain copies (bench.device_batch)
 
 What was computed is compared outside the timing, and what must not wait is run once where torch raises if it does.
 """
@@ -20,7 +22,9 @@ import torch
 
 from hicache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.bench.common import Report, interleave
+from hicache.bench.device_batch import measure_batch
 from hicache.bench.device_bytes import PAGE, Run, measure_bytes, queued_timer
+from hicache.bench.machine import ROOT
 from hicache.config.environment import kernel_choice
 from hicache.kernels._triton import jit
 from hicache.kernels.alloc_decode import alloc_decode
@@ -29,7 +33,7 @@ from hicache.kernels.alloc_extend import alloc_extend
 NAME = "device"
 DESCRIPTION = "device tier: pages, rows and states moved, against a device copy; allocators against an empty launch"
 
-PARTS = ("bytes", "rows", "states", "slots")
+PARTS = ("bytes", "rows", "states", "slots", "batch")
 TOKEN_ALLOC_US, LAUNCH_TARGET = 5.0, 1.5
 
 
@@ -62,13 +66,16 @@ def run(args: argparse.Namespace, report: Report) -> None:
     device: torch.device = args.device
     samples = args.samples or (30 if device.type == "cuda" else 5)
     torch.manual_seed(0)
-    for part in (args.only,) if args.only else PARTS:
-        if part != "slots":
+    here = PARTS if ROOT is not None else PARTS[:-1]  # the batch is an example, which is in a clone only
+    for part in (args.only,) if args.only else here:
+        if part == "batch":
+            measure_batch(report, samples, device)
+        elif part == "slots":
+            _measure_launches(report, samples, device)
+            _measure_host(report, samples, device)
+            _measure_frees(report, samples, device)
+        else:
             measure_bytes(report, part, samples, device, args.tiles)
-            continue
-        _measure_launches(report, samples, device)
-        _measure_host(report, samples, device)
-        _measure_frees(report, samples, device)
 
 
 def _baseline(out: torch.Tensor) -> Run:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache.bench import device_bytes
+from hicache import MHATokenToKVPool
+from hicache.bench import device_batch, device_bytes
 from hicache.bench.common import Report, read_report
 from hicache.cli import main
 
@@ -31,8 +32,23 @@ def test_a_small_run_has_every_case(tmp_path: Path) -> None:
         "alloc_decode",
         "token_alloc",
         "free_group",
+        "batch",
     }
     assert not any(case.target for case in cases.values() if case.name != "token_alloc.128.host_us")
+
+
+def test_a_batch_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The served batch has rates of its passes and copies, each with a ceiling. Its tokens are compared first: if keys
+    and values differ from those of plain attention, there is no figure."""
+    report = Report("device", "toy", {}, "", "", "")
+    device_batch.measure_batch(report, 1, torch.device("cpu"))
+    assert [case.name for case in report.cases] == [f"batch.{n}" for n in ("prefill", "decode", "retract", "restore")]
+    assert all(case.ceiling and case.target is None for case in report.cases)
+    report, load = Report("device", "toy", {}, "", "", ""), MHATokenToKVPool.get_kv_buffer
+    monkeypatch.setattr(MHATokenToKVPool, "get_kv_buffer", lambda *of: tuple(rows * 1.01 for rows in load(*of)))
+    with pytest.raises(AssertionError, match="plain attention"):
+        device_batch.measure_batch(report, 1, torch.device("cpu"))
+    assert report.cases == []
 
 
 def test_a_kernel_that_moves_nothing_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
