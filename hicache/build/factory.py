@@ -161,7 +161,7 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
     row_len = -(-config.max_context_len // config.page_size) * config.page_size
     state = model.state if isinstance(model, ModelGeometry) else None
     if state is None or not isinstance(model, ModelGeometry):
-        return ReqToTokenPool(config.max_requests, row_len, device, enable_memory_saver=False)
+        return ReqToTokenPool(config.max_requests, row_len, device, config.enable_memory_saver)
     shape = Mamba2StateShape(conv=state.conv, temporal=state.temporal)
     params = Mamba2CacheParams(shape, model.recurrent_layers, state.temporal_dtype, state.conv_dtype)
     return HybridReqToTokenPool(
@@ -169,7 +169,7 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
         mamba_size=config.mamba_size,
         max_context_len=row_len,
         device=device,
-        enable_memory_saver=False,
+        enable_memory_saver=config.enable_memory_saver,
         cache_params=params,
         enable_mamba_extra_buffer=True,
     )
@@ -191,17 +191,18 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
             geometry.full_layers,
             device,
             states,
+            config.enable_memory_saver,
             use_mla=latent is not None,
             kv_lora_rank=rank,
             qk_rope_head_dim=rope,
             v_head_dim=geometry.v_head_dim,
         )
-    common = (size, config.page_size, config.torch_dtype)
+    common, placed = (size, config.page_size, config.torch_dtype), (device, config.enable_memory_saver)
     if latent is not None:
-        return MLATokenToKVPool(*common, latent.rank, latent.rope, geometry.layer_num, device, False)
+        return MLATokenToKVPool(*common, latent.rank, latent.rope, geometry.layer_num, *placed)
     heads = geometry.full_heads
     return MHATokenToKVPool(
-        *common, heads.head_num, heads.head_dim, geometry.layer_num, device, False, v_head_dim=heads.v_head_dim
+        *common, heads.head_num, heads.head_dim, geometry.layer_num, *placed, v_head_dim=heads.v_head_dim
     )
 
 
@@ -219,6 +220,7 @@ def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.de
         swa_attention_layer_ids=[layer for layer in geometry.window_layers if layer not in full],
         full_attention_layer_ids=full,
         device=device,
+        enable_memory_saver=config.enable_memory_saver,
         v_head_dim=whole.v_head_dim,
         swa_head_num=heads.head_num,
         swa_head_dim=heads.head_dim,
@@ -294,6 +296,7 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
         ("page_size", pool.page_size, config.page_size),
         ("dtype", pool.dtype, config.torch_dtype),
         ("device", _device(pool.device), device),
+        ("enable_memory_saver", pool.enable_memory_saver, config.enable_memory_saver),
     ):
         if of_pool != wanted:
             raise ConfigError(f"the pool has {name} {of_pool}, the configuration {wanted}; set {name} to the pool's")

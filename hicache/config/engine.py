@@ -49,6 +49,19 @@ _MAX_PAGE_TOKENS = 1 << 20
 EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # how a kv_events address may begin
 
 
+@dataclass(frozen=True)
+class Switch(Choice):
+    """A `Choice` of true and false, as Python and YAML write them."""
+
+    words: tuple[str, ...] = ("true", "false")
+
+    def text(self, value: object) -> str:
+        return str(value).lower()
+
+    def _value(self, given: object) -> bool:
+        return given if isinstance(given, bool) else super()._value(given) == "true"
+
+
 @dataclass(frozen=True, kw_only=True)
 class AdvancedConfig:
     """Internal settings. The defaults suit the machines in `bench/results/`; change them for a measurement."""
@@ -116,6 +129,10 @@ class EngineConfig:
     dtype: Annotated[str, Choice("dtype of keys and values", ("auto", *_DTYPES), computed_from="the model's dtype")] = (
         "auto"
     )
+    enable_memory_saver: Annotated[
+        bool,
+        Switch("allocate pools and request table in the region kv_cache of torch_memory_saver, which can be paused"),
+    ] = False
     kv_packing: Annotated[
         KvPacking,
         Packing(

@@ -261,7 +261,7 @@ class Choice(Setting):
     def detail(self) -> str:
         return f"one of {', '.join(self.words)}"
 
-    def _value(self, given: object) -> str:
+    def _value(self, given: object) -> Any:
         if not isinstance(given, str) or given not in self.words:
             raise ValueError(f"{short_repr(given)}: choose one of {', '.join(self.words)}")
         return given
@@ -271,7 +271,7 @@ class Choice(Setting):
 class Packing(Choice):
     """A `Choice` whose words YAML may read as something else: off as false, 4 as a number."""
 
-    def _value(self, given: object) -> str:
+    def _value(self, given: object) -> Any:
         if given is False:
             return super()._value("off")
         return super()._value(str(given) if isinstance(given, int) and not isinstance(given, bool) else given)

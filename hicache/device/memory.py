@@ -16,16 +16,6 @@ import torch
 from hicache.config.environment import CUSTOM_MEM_POOL, custom_mem_pool
 from hicache.errors import ConfigError, OutOfMemory
 
-try:
-    import torch_memory_saver as _memory_saver
-except ImportError:
-    _memory_saver = None
-
-try:
-    from mooncake.allocator import NVLinkAllocator as _NVLinkAllocator
-except ImportError:
-    _NVLinkAllocator = None
-
 
 @contextmanager
 def allocation_region(enable_memory_saver: bool) -> Iterator[None]:
@@ -33,11 +23,13 @@ def allocation_region(enable_memory_saver: bool) -> Iterator[None]:
     if not enable_memory_saver:
         yield
         return
-    if _memory_saver is None:
+    try:
+        from torch_memory_saver import torch_memory_saver
+    except ImportError as error:
         raise ConfigError(
             "enable_memory_saver needs the package torch_memory_saver; install it, or set enable_memory_saver=False"
-        )
-    with _memory_saver.torch_memory_saver.region(tag="kv_cache"):
+        ) from error
+    with torch_memory_saver.region(tag="kv_cache"):
         yield
 
 
@@ -54,12 +46,14 @@ def custom_pool_region(device: torch.device) -> Iterator[None]:
 @cache
 def nvlink_pool(device: torch.device) -> Any:
     """The `torch.cuda.MemPool` over Mooncake's NVLink allocator, built once: it must outlive its tensors."""
-    if _NVLinkAllocator is None:
+    try:
+        from mooncake.allocator import NVLinkAllocator
+    except ImportError as error:
         raise ConfigError(
             f"{' or '.join(CUSTOM_MEM_POOL.names)} is set, which needs mooncake.allocator of the package "
             "mooncake-transfer-engine; install it, or unset the variable"
-        )
-    return torch.cuda.MemPool(_NVLinkAllocator.get_allocator(device).allocator())
+        ) from error
+    return torch.cuda.MemPool(NVLinkAllocator.get_allocator(device).allocator())
 
 
 def allocate_zeros(

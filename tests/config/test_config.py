@@ -15,6 +15,7 @@ import yaml
 
 from hicache import AdvancedConfig, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.config import SECTIONS
+from hicache.config.engine import Switch
 from hicache.config.environment import debug_checks, kernel_choice
 from hicache.config.settings import (
     Address,
@@ -203,6 +204,7 @@ WRONG: dict[type[Setting], list[object]] = {
     Urls: [None, 1, b"m", ["m"], "\ud800"],
     Address: [None, 1, b"tcp://*:1", ["tcp://*:1"], "\ud800", "x", "udp://x:1", "tcp:", "tcp://", " tcp://*:1"],
     Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
+    Switch: [None, 1, 0, "", "yes", "True", ["true"], "\ud800"],
     Packing: [None, 1, True, 4.0, "", "sometimes", ["off"], "\ud800"],
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
     FilePaths: [None, 1, b"/x", [], [""], ["/x", 1], ["/x", "/x"], ["/x", "/x/"], list("abcdefghi"), "a\0b", "\ud800"],

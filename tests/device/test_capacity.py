@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import importlib.util
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
 from cases import refused
+from component_case import MODELS, config
+from hicache import build_engine
 from hicache.alloc import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.device import (
     HybridLinearKVPool,
@@ -22,19 +27,34 @@ from hicache.device import (
     SWAKVPool,
     plan_capacity,
 )
-from hicache.device.memory import LazyColumn, nvlink_pool
+from hicache.device.memory import LazyColumn, custom_pool_region, nvlink_pool
 from hicache.errors import ConfigError, OutOfMemory
-from hicache.layout import BufferSpec, PoolLayout
+from hicache.layout import BufferSpec, LatentGeometry, ModelGeometry, PoolLayout
 from hicache.metrics import memory_pressure
 from hicache.monitoring import plot
 from hicache.monitoring.plot import MemorySample, plot_memory_usage
 
 BF16 = torch.bfloat16
 GIB = 1 << 30
+EVERY_MODEL = {**MODELS, "latent": ModelGeometry(3, 1, 48, latent=LatentGeometry(32, 16))}
 
 
-def has(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
+PACKAGES = ("torch_memory_saver", "mooncake", "mooncake.allocator")
+
+
+@pytest.fixture
+def fakes(no_packages: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Imports find the packages of tests/support/fake_packages, whatever is installed."""
+    for name in PACKAGES:
+        del sys.modules[name]
+    monkeypatch.syspath_prepend(Path(__file__).parent.parent / "support" / "fake_packages")
+
+
+@pytest.fixture
+def no_packages(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if none of these packages were installed."""
+    for name in PACKAGES:
+        monkeypatch.setitem(sys.modules, name, None)
 
 
 def lazy_pool(device: str = "cpu", lazy: bool = True) -> MHATokenToKVPool:
@@ -85,7 +105,7 @@ def test_no_first_use_within_a_graph() -> None:
     assert bool((pool.get_key_buffer(5)[loc] == 3).all())
 
 
-@pytest.mark.skipif(has("torch_memory_saver"), reason="the memory saver is there")
+@pytest.mark.usefixtures("no_packages")
 def test_a_missing_memory_saver_is_named() -> None:
     """Every pool and table that is asked for the memory saver without its package raises with both ways out."""
     shape = Mamba2StateShape.create(1, 16, 1, 2, 8, 4, 4)
@@ -101,17 +121,87 @@ def test_a_missing_memory_saver_is_named() -> None:
     refused(ConfigError, *builders)
 
 
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize("kind", sorted(EVERY_MODEL))
+def test_an_engine_allocates_in_the_region_of_the_memory_saver(kind: str) -> None:
+    """With `enable_memory_saver` pools, states and request table of an engine are allocated in the region kv_cache;
+    without it nothing is."""
+    saver, sizes = importlib.import_module("torch_memory_saver").torch_memory_saver, []
+    for enabled in (True, False):
+        saver.num_bytes.clear()
+        with build_engine(config(enable_memory_saver=enabled, host_bytes=0), EVERY_MODEL[kind]) as engine:
+            pool, table = engine.inspect.context.pool, engine.inspect.context.req_to_token
+            spaces = {space.name: space for space in pool.slot_spaces}
+            if isinstance(table, HybridReqToTokenPool):
+                spaces |= {space.name: space for space in table.mamba_pool.slot_spaces}
+            buffers = [b for at in spaces.values() for layer in at.layout.layers for b in at.layer_buffers(layer)]
+            sizes.append(sum(tensor.nbytes for tensor in (*buffers, table.req_to_token)))
+        assert saver.num_bytes == ({"kv_cache": sizes[0]} if enabled else {})
+    assert sizes[0] == sizes[1]
+
+
+@pytest.mark.usefixtures("fakes")
+def test_a_pool_of_ones_own_agrees_about_the_memory_saver() -> None:
+    """A pool outside the region is refused by an engine with the memory saver, which names the setting."""
+    pool = MHATokenToKVPool(128, 4, torch.float32, 1, 8, 2, "cpu", False)
+    with pytest.raises(ConfigError, match="enable_memory_saver"):
+        build_engine(config(enable_memory_saver=True), pool)
+
+
+@pytest.mark.usefixtures("no_packages")
 def test_custom_memory_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """An unknown pool says which there are, a missing Mooncake what to install; the CPU has no use for either."""
+    """A missing Mooncake says what to install; the CPU has no use for it."""
     monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "NVLink")
     assert lazy_pool(lazy=False).mem_usage > 0
-    if not has("mooncake"):
-        with pytest.raises(ConfigError, match="HICACHE_CUSTOM_MEM_POOL"):
-            nvlink_pool(torch.device("cuda:0"))
+    with pytest.raises(ConfigError, match="HICACHE_CUSTOM_MEM_POOL"):
+        nvlink_pool(torch.device("cuda:0"))
+
+
+@pytest.mark.usefixtures("fakes")
+def test_pools_are_allocated_from_the_pool_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`custom_pool_region` uses one memory pool of a device, over the allocator that Mooncake returns for it. The part
+    of torch that needs a GPU is replaced here, and not in the test on a GPU."""
+    used: list[tuple[object, torch.device]] = []
+
+    @contextlib.contextmanager
+    def use_mem_pool(pool: object, device: torch.device) -> Iterator[None]:
+        used.append((pool, device))
+        yield
+
+    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: [allocator])
+    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
+    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
+    device = torch.device("cuda:7")
+    try:
+        for _ in range(2):
+            with custom_pool_region(device):
+                pass
+        assert used == [([None], device)] * 2 and used[0][0] is used[1][0] is nvlink_pool(device)
+        assert sys.modules["mooncake.allocator"].NVLinkAllocator.devices == [device]
+    finally:
+        nvlink_pool.cache_clear()
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(has("mooncake"), reason="Mooncake is there")
+@pytest.mark.usefixtures("fakes")
+def test_a_pool_lies_in_the_memory_pool_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU the buffers of a pool are segments of the memory pool; those of a pool built without it are not."""
+    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
+    try:
+        pool = lazy_pool("cuda", lazy=False)
+        segments = nvlink_pool(pool.device).snapshot()
+        monkeypatch.delenv("HICACHE_CUSTOM_MEM_POOL")
+        for built, inside in ((pool, True), (lazy_pool("cuda", lazy=False), False)):
+            at = built.get_key_buffer(5).data_ptr()
+            found = [s for s in segments if s["address"] <= at < s["address"] + s["total_size"]]
+            assert bool(found) == inside
+        del pool, built
+    finally:
+        nvlink_pool.cache_clear()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("no_packages")
 def test_a_pool_from_a_missing_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a GPU the setting is honoured: without Mooncake no pool is built, and an unknown name is refused."""
     monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
