@@ -40,6 +40,41 @@ def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) ->
     assert states_of(cache, tokens) == states
 
 
+def serve_as_sglang_does(toy: Toy, tokens: list[int], chunk: int, stop: int = 0) -> int:
+    """One request in the order of SGLang's calls without an extra buffer, its prefill ended at `stop` too; returns how
+    long its hit was."""
+    cache, req = toy.cache, Request(tokens)
+    hit_len = toy.admit(req)  # match_prefix(cow_mamba=True), inc_lock_ref
+    while (start := req.kv_committed_len) < len(tokens):
+        end = min(start + chunk, len(tokens))
+        toy.extend(req, stop if start < stop < end else end)  # alloc_for_extend, forward pass
+        is_last = req.kv_committed_len == len(tokens)
+        if is_last:
+            req.output_ids.append(7)
+        cache.cache_unfinished_req(req, chunked=not is_last)
+    for token in (8, 9):
+        toy.decode(req, token)  # alloc_for_decode, forward pass
+    release_kv_cache(req, cache)
+    cache.sanity_check()
+    return hit_len
+
+
+@pytest.mark.parametrize(("prompt_len", "hit_len", "hit_with_stop"), [(1000, 0, 960), (9000, 8192, 8960)])
+def test_a_repeated_prompt_without_a_buffer(prompt_len: int, hit_len: int, hit_with_stop: int) -> None:
+    """Two equal requests in chunks of 8192 tokens: the second hits where a pass of the first ended, so a short prompt
+    hits only if a pass ends at `checkpoint_len`. No state is stored for a length that it has not consumed: at 1000
+    tokens none is stored for 960 unless a pass ended there."""
+    tokens = [i % 11 for i in range(prompt_len)]
+    for stop, expected in ((0, hit_len), (checkpoint_len(prompt_len, 64), hit_with_stop)):
+        cache = mamba_cache(2 * prompt_len, columns=prompt_len + 8, chunk=64)
+        toy = Toy(cache)
+        assert [serve_as_sglang_does(toy, tokens, 8192, stop) for _ in range(2)] == [0, expected]
+        held = {len(path): (node.mamba_value, path) for node, path in nodes_of(cache) if node.mamba_value is not None}
+        ends = {8192} if prompt_len > 8192 else set()
+        assert set(held) - {prompt_len, prompt_len + 2} == ends | ({stop} if stop else set())
+        assert all(toy.state(state) == recurrence(path) for state, path in held.values())
+
+
 def test_decoding_is_cached_by_two_states_in_turns() -> None:
     """Every interval the running state becomes the checkpoint and the older one is written next; the last checkpoint
     and the end are stored."""
