@@ -169,6 +169,19 @@ def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
     assert sum(map(len, marks)) > 60
 
 
+def test_the_table_of_kernels_is_complete() -> None:
+    """Each kernel has a row with the test that compares it, and says that no engine runs it where its module says that
+    it is for callers of SGLang's names alone."""
+    table = (ROOT / "docs/architecture.md").read_text().partition("## The kernels")[2].partition("\n## ")[0]
+    found = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| `(.*)` \|$", table, re.MULTILINE)
+    rows = {kernel: (engine, test) for kernel, engine, test in found}
+    modules = {path.stem: path.read_text() for path in (ROOT / "kernels").glob("[!_]*.py")}
+    assert rows.keys() == modules.keys()
+    for kernel, (engine, test) in rows.items():
+        assert (engine == "no") == ("For SGLang's callers alone" in modules[kernel]), kernel
+        assert kernel in (ROOT / test).read_text(), test
+
+
 def test_the_settings_page_has_every_declaration(tables: ModuleType) -> None:
     """Each class that declares settings has a table there, each setting a row with its help, and with "required" where
     it has no default."""
