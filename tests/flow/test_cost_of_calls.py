@@ -20,6 +20,7 @@ from hicache import (
     Prefetch,
     build_engine,
 )
+from hicache.storage.process.client import StoreClient
 from hicache.storage.process.client_queue import ClientQueue
 from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
@@ -107,6 +108,19 @@ def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.Monke
         engine.cancel("again")
         engine.flush()
         engine.check()
+
+
+def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that grows by a page at a time, as in decoding: four keys a page at most, however long it has become."""
+    told, used = list[bytes](), StoreClient.used
+    monkeypatch.setattr(StoreClient, "used", lambda client, keys: told.extend(keys) or used(client, keys))
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 256 * PAGE)
+    with engine_of(tmp_path, 256) as engine, engine.acquire(CacheRequest("a", tokens)) as lease:
+        for end in range(PAGE, len(tokens) + 1, PAGE):
+            engine.commit(lease, tokens[:end])
+            engine.flush()
+        assert engine.stats()["persist.bytes"] == 256 * PAGE * 192
+        assert 0 < len(told) <= 4 * 256
 
 
 def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:
