@@ -2,12 +2,51 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import pytest
 
-from hicache import CacheRequest
+from component_case import STATES, prefill
+from component_case import config as config_with_states
+from hicache import CacheEngine, CacheRequest, Lease, Prefetch, build_engine
+from hicache.tiers import MAMBA
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
 from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
+
+
+class LosingStore(PacedStore):
+    """Tells that it has the `lost` pages, and those of `lost_bytes`, and never brings them."""
+
+    lost, lost_bytes = frozenset[bytes](), 0
+
+    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        sizes = [len(buffer) for buffer in buffers]
+        return [
+            came and key not in self.lost and size != self.lost_bytes
+            for came, key, size in zip(ok, keys, sizes, strict=True)
+        ]
+
+
+@contextmanager
+def computing(
+    store: PacedStore, tokens: np.ndarray, **changes: object
+) -> Iterator[tuple[CacheEngine, Prefetch, Lease]]:
+    """An engine over the store, which holds its reads, and a request with two computed pages, not yet committed."""
+    with engine_of(store, **changes) as engine:
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 8
+        store.hold()
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ready)
+        lease = engine.acquire(CacheRequest("a", tokens))
+        assert lease.cached_len == 0 and engine.next_stop(lease, 0, 2 * PAGE) == 2 * PAGE
+        compute(engine, lease, tokens, 0, 2 * PAGE)
+        yield engine, handle, lease
 
 
 def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> None:
@@ -15,27 +54,38 @@ def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> N
     the `with` of the first lease ends the one that took its place."""
     tokens = tokens_of(1)
     fill(store, tokens)
-    with engine_of(store) as engine:
-        assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.beside.least_pages = 8
-        store.hold()
-        handle = engine.prefetch("a", tokens, joins=True)
-        eventually(lambda: engine.poll() or handle.ready)
-        with engine.acquire(CacheRequest("a", tokens)) as first:
+    with computing(store, tokens) as (engine, handle, first):
+        with first:
             assert not handle.ended and engine.join(first, 0) is first
-            end = engine.next_stop(first, 0, 2 * PAGE)
-            assert first.cached_len == 0 and end == 2 * PAGE
-            compute(engine, first, tokens, 0, end)
-            engine.commit(first, tokens[:end])
+            engine.commit(first, tokens[: 2 * PAGE])
             store.allow()
             eventually(lambda: engine.poll() or handle.ended)
-            lease = engine.join(first, end)
+            lease = engine.join(first, 2 * PAGE)
             assert first.released and lease.cached_len == 192 and engine.join(lease, 192) is lease
             assert (read(engine, lease, 192) == expected_kv(tokens[:192])).all()
             engine.check()
         assert lease.released and lease.hit.device == 2 * PAGE
         settled(engine)
         assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
+
+
+def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
+    """The state that a hybrid prompt needs at the end does not come: no full page is read, and no page is locked."""
+    store, tokens = LosingStore(store.clock), tokens_of(1)
+    config = config_with_states(device_tokens=640, host_bytes=200 * PAGE * 256, max_context_len=512)
+    with build_engine(config, STATES, store=store) as engine, engine.acquire(CacheRequest("fill", tokens)) as lease:
+        prefill(engine, lease, tokens, STATES)
+    with build_engine(config, STATES, store=store) as engine:
+        engine.observe_prefill(100, 100.0)
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 8
+        store.landed.clear()
+        store.lost_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ended)
+        assert handle.yields and handle.found_tokens == 192
+        assert sum(store.sizes) == sum(store.landed.values()) == 2
+        settled(engine)
 
 
 @pytest.mark.parametrize(("read_s", "waits"), [(2.0, True), (4.0, False)])
