@@ -69,6 +69,23 @@ def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> N
         assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
 
 
+def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore) -> None:
+    """The host evicts the end of a prompt first, also by a policy that evicts first what came last: the beginning."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with computing(store, tokens, eviction_policy="filo") as (engine, handle, first):
+        store.allow()
+        eventually(lambda: engine.poll() or handle.ended)
+        engine.commit(first, tokens[: 2 * PAGE])
+        lease = engine.join(first, 2 * PAGE)
+        compute(engine, lease, tokens, 192, 193)
+        engine.commit(lease, tokens)
+        engine.release(lease)
+        settled(engine)
+        starts = [run.first for run in engine.inspect.context.full.index.leaving()]
+        assert starts[-1] == 0 and starts == sorted(starts, reverse=True)
+
+
 def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
     """The state that a hybrid prompt needs at the end does not come: no full page is read, and no page is locked."""
     store, tokens = LosingStore(store.clock), tokens_of(1)
