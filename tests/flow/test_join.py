@@ -11,8 +11,10 @@ import pytest
 
 from component_case import STATES, prefill
 from component_case import config as config_with_states
+from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, Lease, Prefetch, build_engine
 from hicache.tiers import MAMBA
+from hicache.tree.key import PageHasher
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
 from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
@@ -67,6 +69,54 @@ def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> N
         assert lease.released and lease.hit.device == 2 * PAGE
         settled(engine)
         assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
+
+
+def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
+    store: PacedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joins and a second question to the stores hash nothing; a request that was released leaves no keys."""
+    hashed, chain = list[int](), PageHasher.chain
+    monkeypatch.setattr(
+        PageHasher, "chain", lambda self, seed, tokens: hashed.append(len(tokens)) or chain(self, seed, tokens)
+    )
+    store, tokens = LosingStore(store.clock), tokens_of(1)
+    fill(store, tokens)
+    with computing(store, tokens) as (engine, handle, first):
+        store.lost = frozenset(page_keys(engine, tokens)[-1:])
+        hashed.clear()
+        store.allow()
+        eventually(lambda: engine.poll() or handle.ended)
+        engine.commit(first, tokens[: 2 * PAGE])
+        lease = engine.join(first, 2 * PAGE)
+        assert lease is not first and engine.join(lease, lease.cached_len) is lease
+        engine.release(lease)
+        assert sum(hashed) == 0
+        settled(engine)
+        engine.reset()
+        engine.prefetch("a", tokens)
+        assert sum(hashed) == 192
+        engine.cancel("a")
+
+
+def test_reads_end_with_the_prompt(store: PacedStore) -> None:
+    """A request whose last page does not come keeps nothing on the host, and no claim on it, while it decodes."""
+    store, tokens = LosingStore(store.clock), tokens_of(1)
+    fill(store, tokens)
+    with computing(store, tokens) as (engine, handle, first):
+        store.lost = frozenset(page_keys(engine, tokens)[-1:])
+        store.allow()
+        eventually(lambda: engine.poll() or handle.ended)
+        engine.commit(first, tokens[: 2 * PAGE])
+        lease = engine.join(first, 2 * PAGE)
+        assert lease.cached_len == 184
+        index = engine.inspect.context.full.index
+        assert index.num_evictable < len(index) and engine.stats()["prefetch.waiting_requests"] == 1
+        compute(engine, lease, tokens, 184, 193)
+        engine.commit(lease, tokens)
+        engine.flush()
+        assert index.num_evictable == len(index) == 24 and engine.stats()["prefetch.waiting_requests"] == 0
+        engine.release(lease)
+        settled(engine)
 
 
 def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore) -> None:
