@@ -30,6 +30,7 @@ _MAX_SENT_JOBS = 6  # of one step, so that it ends soon
 _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most, of several runs
 _STORE_SHARE = 0.25  # of its budget, on its way at a time
 _MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5  # of writes that are timed, and of what they reach
+_LOOK_S = 0.05  # between two looks whether the budget admits pages that it refused
 _UNTOLD_SHARE = 0.25  # of store and host, written before the store is told which prefixes the written pages continue
 
 
@@ -79,6 +80,7 @@ class Persist(Movement):
         self._names = {at: name for name, at in self._indexes.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
+        self._next_look_s = 0.0
         self._times_lost = 0  # its process, as events know
         self._backlog = deque[tuple[CacheComponent, HostRun]]()  # locked, and not sent yet
         self._landed = list[HostRun]()  # full ones, of this round
@@ -156,9 +158,10 @@ class Persist(Movement):
             else:
                 self._take(self._writes.pop(done.ticket), done)
         self.is_torn = False
-        if (self._landed or not self._ahead.is_idle) and not self._backlog and not any(self._locked_pages.values()):
+        if (self._landed or self._may_begin()) and not self._backlog and not any(self._locked_pages.values()):
             self._note_prefixes()
             self._begin_round()
+            self._next_look_s = self._context.clock() + _LOOK_S
         self._push()
         return bool(outcomes)
 
@@ -201,6 +204,12 @@ class Persist(Movement):
         least_bytes = min(host_bytes, self._tier.stats().budget_bytes or host_bytes)
         if self._untold_bytes >= _UNTOLD_SHARE * least_bytes:
             self.tell_prefixes()
+
+    def _may_begin(self) -> bool:
+        """Whether runs may be chosen that were not chosen before. The budget grows all the time, and is asked now and
+        then."""
+        ahead = self._ahead
+        return not ahead.is_done or (not ahead.is_idle and self._context.clock() >= self._next_look_s)
 
     def _begin_round(self) -> None:
         """Lock what is sent next. Beside that the rest of the host pool stays free of such locks, and the store has
