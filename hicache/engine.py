@@ -58,14 +58,14 @@ class CacheEngine(EngineLife):
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
         super().__init__(context, events)
-        self._leases, prompts = dict[str, Lease](), Prompts(context.tree)
+        self._leases, self._prompts = dict[str, Lease](), Prompts(context.tree)
         self._cost, self._persists = CostModel.of(context), persists_of(context)
         self._backup = Backup(context, self._persists) if context.has_host else None
         self._restore = Restore(context, self._cost)
         eviction = DeviceEviction(context, self._backup)
-        self._admit = Admit(context, prompts, self._restore, eviction, self._backup)
+        self._admit = Admit(context, self._prompts, self._restore, eviction, self._backup)
         self._requests = requests = Requests(self._leases, self._admit.expected)
-        self._prefetcher = Prefetcher(context, prompts, self._cost, requests) if context.stores else None
+        self._prefetcher = Prefetcher(context, self._prompts, self._cost, requests) if context.stores else None
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, self._admit.exchange, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -106,7 +106,7 @@ class CacheEngine(EngineLife):
         `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
         Until it has ended, another call for the request returns the same handle. `joins`: the caller calls `join`: in
         mode auto pages then come from the end of the prompt on, also while the request is computed, for which it waits
-        for none of them where that delays no others.
+        for none of them where that delays no others. The commit of the complete prompt ends that.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
@@ -166,6 +166,8 @@ class CacheEngine(EngineLife):
             self._admit.forget(request.request_id)
             if self._prefetcher:
                 self._prefetcher.admit(lease)
+            else:
+                self._prompts.forget(request.request_id)
         except BaseException:
             self._end(lease)
             raise
@@ -228,7 +230,10 @@ class CacheEngine(EngineLife):
         do not begin with the lease's prompt, and `InvalidTokens` where there are more than it has slots for.
         """
         self._held([lease])
-        self._commit.commit(lease, valid_tokens(tokens, minimum=0, known_len=len(lease.tokens)))
+        packed = valid_tokens(tokens, minimum=0, known_len=len(lease.tokens))
+        self._commit.commit(lease, packed)
+        if self._prefetcher and len(packed) >= lease.prompt_len:
+            self._prefetcher.end_reads(lease)
 
     @exclusive
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
@@ -370,13 +375,14 @@ class CacheEngine(EngineLife):
     def _forget(self, request_id: str) -> None:
         """The request waits no more."""
         self._admit.forget(request_id)
+        self._prompts.forget(request_id)
         if self._prefetcher:
             self._prefetcher.cancel(request_id)
 
     def _release(self, lease: Lease) -> None:
         try:
             if self._prefetcher and not self._is_broken:
-                self._prefetcher.release(lease)
+                self._prefetcher.end_reads(lease)
         finally:
             self._end(lease)
 

@@ -172,7 +172,6 @@ class Admit:
 
     def forget(self, request_id: str) -> None:
         """The request is queued no more."""
-        self._prompts.forget(request_id)
         self._end_expectation(request_id)
         if self.exchange is not None:
             self.exchange.end(request_id)

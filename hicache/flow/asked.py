@@ -128,6 +128,15 @@ class Asked:
             )
         )
 
+    @property
+    def lacks_end(self) -> bool:
+        """Whether windows or states at the end of a prompt, without which the request cannot join full pages, have not
+        come. Full pages are not read before."""
+        if not self.handle.joins:
+            return False
+        to_read = any(piece.component.name != FULL for piece in self.to_read)
+        return to_read or any(run.job.component.name != FULL for run in self.runs)
+
     def num_to_read(self, component: CacheComponent) -> int:
         """Pages of a component that it is to read itself."""
         num_pages = 0
@@ -302,13 +311,15 @@ class Asked:
         return self.leave([*self.runs])
 
     def cut(self, index: int) -> list[ReadOfRuns]:
-        """Page `index` does not come: what follows it is of no use, unless what is before it is computed. Returns jobs
-        that nobody waits for now."""
+        """Page `index` does not come. Pages behind it are of no use, unless the request computes the page: a full page,
+        but no state or window at the end. Returns jobs without waiting requests."""
+        assert self.has is not None
         self.has_failed = True
-        if self.handle.joins:
+        joins = self.handle.joins
+        if joins and self.has.usable_end(self.end) == self.end:
             return []
         self.to_read.clear()
-        return self.leave([run for run in self.runs if run.first > index])
+        return self.leave([run for run in self.runs if joins or run.first > index])
 
     def leave(self, runs: Iterable[HostRun]) -> list[ReadOfRuns]:
         """Wait for these runs no more. Returns jobs that nobody waits for now."""

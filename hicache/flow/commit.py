@@ -89,6 +89,8 @@ class Commit:
             runs = component.index.runs_of(keys[component.name])
             component.index.touch(runs)
             component.index.raise_priority(runs, lease.priority)
+        if keys:
+            self._context.full.index.link(keys[FULL])  # of pages read from the end, nothing did so before
         end = self.hints.enter(lease)
         if self._persists and not end.is_root:
             keys = keys if end is lease.node else path_keys(self._context, end)

@@ -30,6 +30,8 @@ _MAX_SENT_JOBS = 6  # of one step, so that it ends soon
 _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most, of several runs
 _STORE_SHARE = 0.25  # of its budget, on its way at a time
 _MEASURED_BYTES, _BUDGET_SHARE = 256 << 20, 0.5  # of writes that are timed, and of what they reach
+_LOOK_S = 0.05  # between two looks whether the budget admits pages that it refused
+_UNTOLD_SHARE = 0.25  # of store and host, written before the store is told which prefixes the written pages continue
 
 
 class _Write:
@@ -78,9 +80,13 @@ class Persist(Movement):
         self._names = {at: name for name, at in self._indexes.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
+        self._next_look_s = 0.0
         self._times_lost = 0  # its process, as events know
         self._backlog = deque[tuple[CacheComponent, HostRun]]()  # locked, and not sent yet
         self._landed = list[HostRun]()  # full ones, of this round
+        # For `tell_prefixes`: keys in the order of prompts, the runs that have them, bytes sent since the last call.
+        self._prefix_keys, self._prefix_runs = list[bytes](), set[HostRun]()
+        self._untold_bytes = 0
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._register("persist" if store.is_disk else "remote_persist", f"{store.prefix}persist")
@@ -152,9 +158,10 @@ class Persist(Movement):
             else:
                 self._take(self._writes.pop(done.ticket), done)
         self.is_torn = False
-        if (self._landed or not self._ahead.is_idle) and not self._backlog and not any(self._locked_pages.values()):
-            self._use_prefixes()
+        if (self._landed or self._may_begin()) and not self._backlog and not any(self._locked_pages.values()):
+            self._note_prefixes()
             self._begin_round()
+            self._next_look_s = self._context.clock() + _LOOK_S
         self._push()
         return bool(outcomes)
 
@@ -177,14 +184,32 @@ class Persist(Movement):
             events.disk_lost()
         self._times_lost = num_lost
 
-    def _use_prefixes(self) -> None:
-        """What the pages of the last round continue counts as used after them: of a prompt that is larger than the
-        store the end leaves."""
-        followed = {run.parent_run for run in self._landed}
+    def tell_prefixes(self) -> None:
+        """Tell the store that prefixes were used after the written pages that continue them. So the store evicts the
+        end of a prompt first."""
+        self._tier.used(self._prefix_keys)
+        self._prefix_keys, self._prefix_runs = [], set()
+        self._untold_bytes = 0
+
+    def _note_prefixes(self) -> None:
+        """Collect the prefixes of the last round, and tell them when a share of the store was written since the last
+        time. So the store is told a few keys for each written page, however long the prompts are."""
+        if not self._landed:
+            return
         for run in self._landed:
-            if run.parent_run is not None and run not in followed:
-                self._tier.used([key for above in path_of(run) for key in above.keys])
+            if run.parent_run is not None:
+                self._prefix_keys += [key for above in path_of(run, self._prefix_runs) for key in above.keys]
         self._landed.clear()
+        host_bytes = sum(at.host.num_pages * at.host.page_bytes for at in self._context.components)
+        least_bytes = min(host_bytes, self._tier.stats().budget_bytes or host_bytes)
+        if self._untold_bytes >= _UNTOLD_SHARE * least_bytes:
+            self.tell_prefixes()
+
+    def _may_begin(self) -> bool:
+        """Whether runs may be chosen that were not chosen before. The budget grows all the time, and is asked now and
+        then."""
+        ahead = self._ahead
+        return not ahead.is_done or (not ahead.is_idle and self._context.clock() >= self._next_look_s)
 
     def _begin_round(self) -> None:
         """Lock what is sent next. Beside that the rest of the host pool stays free of such locks, and the store has
@@ -205,6 +230,7 @@ class Persist(Movement):
         if written:
             self._bytes.observe(written * component.host.page_bytes)
             self._seconds.observe(done.seconds)
+        self._untold_bytes += len(done.ok) * component.host.page_bytes
         self._count_new(write, done)
         self._failures.value += len(done.ok) - written
         events = self._context.tree.events

@@ -124,13 +124,14 @@ class Prefetcher(Movement):
             self._release(asked)
             self._begin(asked)
 
-    def release(self, lease: Lease) -> None:
-        """The lease of a request ends."""
+    def end_reads(self, lease: Lease) -> None:
+        """The prompt of a lease is computed, or the lease ends: its request joins nothing any more."""
         if self.beside.reads_for(lease):
             self.cancel(lease.request_id)
 
     def cancel(self, request_id: str) -> None:
         """The request is admitted or gone: read no further for it, unless others want the same."""
+        self._prompts.forget(request_id)
         if self._room.share.end(request_id):
             self._retry_at_s = -math.inf
         if (asked := self._asked.get(request_id)) is not None:

@@ -70,8 +70,8 @@ class Prompt:
 
 
 class Prompts:
-    """The prompts of requests that wait to be admitted; of `max_bytes`, those used last, and at least one. Owned by the
-    scheduler thread."""
+    """The prompts of requests that wait to be admitted, or are computed while stores are read; of `max_bytes`, those
+    used last, and at least one. Owned by the scheduler thread."""
 
     def __init__(self, tree: RadixTree, max_bytes: int = _MAX_KEPT_BYTES) -> None:
         self._tree, self._max_bytes = tree, max_bytes
@@ -90,7 +90,7 @@ class Prompts:
         return prompt
 
     def forget(self, request_id: str) -> None:
-        """The request waits no more."""
+        """The request waits no more, and nothing is read for it."""
         prompt = self._by_request.pop(request_id, None)
         self._num_bytes -= 0 if prompt is None else prompt.num_bytes
 

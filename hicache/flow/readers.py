@@ -99,6 +99,8 @@ class Readers:
         at, skipped = 0, 0  # all of whose stores have enough to do
         while at < len(asked.to_read):
             stores = asked.to_read[at].stores
+            if asked.to_read[at].component is self._context.full and asked.lacks_end:
+                return None
             if at and (stores == skipped or not stores & free):
                 at += 1
             elif asked.share(at):

@@ -44,6 +44,7 @@ def store_promised(
 ) -> None:
     """Nothing is under way, and no lease is held. `settle`: lands what is under way, and says whether all of it has."""
     for persist in persists:
+        persist.tell_prefixes()
         persist.drain(anew=True)
     tiers = _tiers(context, persists)
     pieces = _all_pieces(context, backup, _limits(context, tiers))

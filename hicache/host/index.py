@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import groupby, pairwise
+from itertools import groupby
 
 from hicache.errors import InvariantError
 from hicache.eviction.orders import clock
@@ -222,10 +222,11 @@ class PageIndex(PageHints):
             self._leave(run, parent)
 
     def link(self, keys: Sequence[bytes]) -> None:
-        """These pages follow each other in a prompt: so do their published runs, where that was not known."""
-        for upper, lower in pairwise(self.parts(keys)):
-            if lower.run.parent_run is None and lower.start == upper.end:
-                self._follow(lower.run, upper.run)
+        """Have published runs of these pages, which follow each other in a prompt, follow the runs before them, also
+        those in flight, where that was not known."""
+        for part in self.parts(keys):
+            if part.start and part.run.parent_run is None:
+                self._follow(part.run, self._runs.get(keys[part.start - 1]))
 
     def count_use(self, parts: list[RunPart]) -> list[RunPart]:
         """One more request uses these pages of its prompt, from wherever: it counts when it ends, see `touch`. A run

@@ -255,7 +255,9 @@ class CacheSimulation:
         """What the tiers below have of the prefix counts as used, whichever tier served it; of the disk, what may be
         used again. Then what the request says of later ones counts."""
         if self.host is not None:
-            self.host.touch(self.host.runs_of(keys[: node.depth_tokens]))
+            used = keys[: node.depth_tokens]
+            self.host.touch(self.host.runs_of(used))
+            self.host.link(used)
         shared = self._end_session(node, keys) if hint.session_end else node
         if hint.next_turn_within_s is not None:
             self._keep(node, keys, now_s, hint.next_turn_within_s)

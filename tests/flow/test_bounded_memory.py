@@ -142,6 +142,12 @@ def test_memory_does_not_grow_with_requests(order: Order) -> None:
         assert growth(engine, order, range(70), range(70, 110)) < NOISE_BYTES
 
 
+def test_memory_without_stores_does_not_grow_with_requests() -> None:
+    """The same with device and host alone."""
+    with build_engine(settings(host_bytes=20 * PAGE * 192), GEOMETRY) as engine:
+        assert growth(engine, expect_and_acquire, range(70), range(70, 110)) < NOISE_BYTES
+
+
 @pytest.mark.long
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("name", [name for name in ORDERS if name not in get_args(PrefetchMode)])

@@ -10,6 +10,7 @@ import pytest
 
 from component_case import STATES
 from costs import calls_of
+from disk_case import Clock
 from hicache import (
     AdvancedConfig,
     CacheEngine,
@@ -20,6 +21,8 @@ from hicache import (
     Prefetch,
     build_engine,
 )
+from hicache.eviction.write_budget import WriteBudget
+from hicache.storage.process.client import StoreClient
 from hicache.storage.process.client_queue import ClientQueue
 from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
@@ -107,6 +110,42 @@ def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.Monke
         engine.cancel("again")
         engine.flush()
         engine.check()
+
+
+def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt that grows by a page at a time, as in decoding: four keys a page at most, however long it has become."""
+    told, used = list[bytes](), StoreClient.used
+    monkeypatch.setattr(StoreClient, "used", lambda client, keys: told.extend(keys) or used(client, keys))
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 256 * PAGE)
+    with engine_of(tmp_path, 256) as engine, engine.acquire(CacheRequest("a", tokens)) as lease:
+        for end in range(PAGE, len(tokens) + 1, PAGE):
+            engine.commit(lease, tokens[:end])
+            engine.flush()
+        assert engine.stats()["persist.bytes"] == 256 * PAGE * 192
+        assert 0 < len(told) <= 4 * 256
+
+
+def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the budget refuses pages, a step in which nothing ended does not ask it again before its clock goes on."""
+    looks, look, clock = list[WriteBudget](), WriteBudget.look, Clock()
+    monkeypatch.setattr(WriteBudget, "look", lambda budget: looks.append(budget) or look(budget))
+    disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # 20 pages at once
+    with build_engine(config(disk=disk, write_policy="write_through"), GEOMETRY, clock=clock) as engine:
+        backup, (persist,) = engine.inspect.backup, engine.inspect.persists
+        assert backup is not None
+        for n in range(4):
+            tokens = np.random.default_rng(n).integers(0, 1 << 20, 8 * PAGE + 1)
+            with engine.acquire(CacheRequest(f"r{n}", tokens)) as lease:
+                engine.commit(lease, tokens)
+            eventually(lambda: engine.poll() or not (backup.is_busy() or persist.is_busy()))
+        assert 0 < engine.stats()["persist.bytes"] < 32 * PAGE * 192
+        looks.clear()
+        for _ in range(50):
+            engine.poll()
+        assert len(looks) == 0
+        clock.now_s += 0.1
+        engine.poll()
+        assert len(looks) == 1
 
 
 def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:

@@ -115,15 +115,33 @@ def test_a_stop_stores_beginnings_before_ends(
     assert all(all(of_prompt[:num_heads]) for of_prompt in stored)
 
 
-def test_a_store_smaller_than_a_prompt_keeps_its_beginning() -> None:
+@pytest.mark.parametrize("chunk", [16, 80])
+def test_a_store_smaller_than_a_prompt_keeps_its_beginning(chunk: int) -> None:
     """However its pages reach the store, one after the other, the end of a prompt leaves there, not its beginning."""
     store, tokens = MemoryPageStore(20 * 8 * 192), prompt(1, 481)
     sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 80 * 8 * 192}
     with build_engine(config(**sizes), FULL, store=store) as engine:
         with engine.acquire(CacheRequest("a", tokens)) as lease:
-            prefill(engine, lease, tokens, FULL, chunk=80)
+            for end in range(chunk, 481, chunk):
+                prefill(engine, lease, tokens[:end], FULL)
+                engine.flush()
         keys = page_keys(engine, tokens[:480])
     assert all(store.contains(keys[:8]))
+
+
+def test_a_store_evicts_the_end_that_came_after_its_request() -> None:
+    """The last pages of a prompt are written when its request has ended, and yet the store evicts them first."""
+    store, tokens = MemoryPageStore(200 * 8 * 192), prompt(1, 161)
+    sizes = {"device_tokens": 512, "max_context_len": 512, "host_bytes": 400 * 8 * 192}
+    with build_engine(config(**sizes), FULL, store=store) as engine:
+        with engine.acquire(CacheRequest("a", tokens)) as lease:
+            prefill(engine, lease, tokens[:80], FULL)
+            engine.flush()
+            prefill(engine, lease, tokens, FULL)
+        keys = page_keys(engine, tokens[:160])
+    assert all(store.contains(keys))
+    store.put([(b"other%d" % n, np.zeros(8 * 192, np.uint8)) for n in range(190)])
+    assert store.contains(keys) == [True] * 10 + [False] * 10
 
 
 @pytest.mark.parametrize("model", WITH_COMPONENTS)

@@ -2,12 +2,53 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
 import pytest
 
-from hicache import CacheRequest
+from component_case import STATES, prefill
+from component_case import config as config_with_states
+from disk_case import page_keys
+from hicache import CacheEngine, CacheRequest, Lease, Prefetch, build_engine
+from hicache.tiers import MAMBA
+from hicache.tree.key import PageHasher
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
 from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually
+
+
+class LosingStore(PacedStore):
+    """Tells that it has the `lost` pages, and those of `lost_bytes`, and never brings them."""
+
+    lost, lost_bytes = frozenset[bytes](), 0
+
+    def get_into(self, keys, buffers, *, deadline_s=math.inf):  # type: ignore[no-untyped-def]
+        ok = super().get_into(keys, buffers, deadline_s=deadline_s)
+        sizes = [len(buffer) for buffer in buffers]
+        return [
+            came and key not in self.lost and size != self.lost_bytes
+            for came, key, size in zip(ok, keys, sizes, strict=True)
+        ]
+
+
+@contextmanager
+def computing(
+    store: PacedStore, tokens: np.ndarray, **changes: object
+) -> Iterator[tuple[CacheEngine, Prefetch, Lease]]:
+    """An engine over the store, which holds its reads, and a request with two computed pages, not yet committed."""
+    with engine_of(store, **changes) as engine:
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 8
+        store.hold()
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ready)
+        lease = engine.acquire(CacheRequest("a", tokens))
+        assert lease.cached_len == 0 and engine.next_stop(lease, 0, 2 * PAGE) == 2 * PAGE
+        compute(engine, lease, tokens, 0, 2 * PAGE)
+        yield engine, handle, lease
 
 
 def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> None:
@@ -15,27 +56,103 @@ def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> N
     the `with` of the first lease ends the one that took its place."""
     tokens = tokens_of(1)
     fill(store, tokens)
-    with engine_of(store) as engine:
-        assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.beside.least_pages = 8
-        store.hold()
-        handle = engine.prefetch("a", tokens, joins=True)
-        eventually(lambda: engine.poll() or handle.ready)
-        with engine.acquire(CacheRequest("a", tokens)) as first:
+    with computing(store, tokens) as (engine, handle, first):
+        with first:
             assert not handle.ended and engine.join(first, 0) is first
-            end = engine.next_stop(first, 0, 2 * PAGE)
-            assert first.cached_len == 0 and end == 2 * PAGE
-            compute(engine, first, tokens, 0, end)
-            engine.commit(first, tokens[:end])
+            engine.commit(first, tokens[: 2 * PAGE])
             store.allow()
             eventually(lambda: engine.poll() or handle.ended)
-            lease = engine.join(first, end)
+            lease = engine.join(first, 2 * PAGE)
             assert first.released and lease.cached_len == 192 and engine.join(lease, 192) is lease
             assert (read(engine, lease, 192) == expected_kv(tokens[:192])).all()
             engine.check()
         assert lease.released and lease.hit.device == 2 * PAGE
         settled(engine)
         assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
+
+
+def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
+    store: PacedStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Joins and a second question to the stores hash nothing; a request that was released leaves no keys."""
+    hashed, chain = list[int](), PageHasher.chain
+    monkeypatch.setattr(
+        PageHasher, "chain", lambda self, seed, tokens: hashed.append(len(tokens)) or chain(self, seed, tokens)
+    )
+    store, tokens = LosingStore(store.clock), tokens_of(1)
+    fill(store, tokens)
+    with computing(store, tokens) as (engine, handle, first):
+        store.lost = frozenset(page_keys(engine, tokens)[-1:])
+        hashed.clear()
+        store.allow()
+        eventually(lambda: engine.poll() or handle.ended)
+        engine.commit(first, tokens[: 2 * PAGE])
+        lease = engine.join(first, 2 * PAGE)
+        assert lease is not first and engine.join(lease, lease.cached_len) is lease
+        engine.release(lease)
+        assert sum(hashed) == 0
+        settled(engine)
+        engine.reset()
+        engine.prefetch("a", tokens)
+        assert sum(hashed) == 192
+        engine.cancel("a")
+
+
+def test_reads_end_with_the_prompt(store: PacedStore) -> None:
+    """A request whose last page does not come keeps nothing on the host, and no claim on it, while it decodes."""
+    store, tokens = LosingStore(store.clock), tokens_of(1)
+    fill(store, tokens)
+    with computing(store, tokens) as (engine, handle, first):
+        store.lost = frozenset(page_keys(engine, tokens)[-1:])
+        store.allow()
+        eventually(lambda: engine.poll() or handle.ended)
+        engine.commit(first, tokens[: 2 * PAGE])
+        lease = engine.join(first, 2 * PAGE)
+        assert lease.cached_len == 184
+        index = engine.inspect.context.full.index
+        assert index.num_evictable < len(index) and engine.stats()["prefetch.waiting_requests"] == 1
+        compute(engine, lease, tokens, 184, 193)
+        engine.commit(lease, tokens)
+        engine.flush()
+        assert index.num_evictable == len(index) == 24 and engine.stats()["prefetch.waiting_requests"] == 0
+        engine.release(lease)
+        settled(engine)
+
+
+def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore) -> None:
+    """The host evicts the end of a prompt first, also by a policy that evicts first what came last: the beginning."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with computing(store, tokens, eviction_policy="filo") as (engine, handle, first):
+        store.allow()
+        eventually(lambda: engine.poll() or handle.ended)
+        engine.commit(first, tokens[: 2 * PAGE])
+        lease = engine.join(first, 2 * PAGE)
+        compute(engine, lease, tokens, 192, 193)
+        engine.commit(lease, tokens)
+        engine.release(lease)
+        settled(engine)
+        starts = [run.first for run in engine.inspect.context.full.index.leaving()]
+        assert starts[-1] == 0 and starts == sorted(starts, reverse=True)
+
+
+def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
+    """The state that a hybrid prompt needs at the end does not come: no full page is read, and no page is locked."""
+    store, tokens = LosingStore(store.clock), tokens_of(1)
+    config = config_with_states(device_tokens=640, host_bytes=200 * PAGE * 256, max_context_len=512)
+    with build_engine(config, STATES, store=store) as engine, engine.acquire(CacheRequest("fill", tokens)) as lease:
+        prefill(engine, lease, tokens, STATES)
+    with build_engine(config, STATES, store=store) as engine:
+        engine.observe_prefill(100, 100.0)
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.beside.least_pages = 8
+        store.landed.clear()
+        store.lost_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
+        handle = engine.prefetch("a", tokens, joins=True)
+        eventually(lambda: engine.poll() or handle.ended)
+        assert handle.yields and handle.found_tokens == 192
+        assert sum(store.sizes) == sum(store.landed.values()) == 2
+        settled(engine)
 
 
 @pytest.mark.parametrize(("read_s", "waits"), [(2.0, True), (4.0, False)])
