@@ -92,7 +92,8 @@ def _without_weights(values: Mapping[str, Any]) -> Any:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind}")
-    plain = {name: value for name, value in values.items() if name not in ("model_type", "quantization_config")}
+    left_out = ("model_type", "quantization_config", "auto_map")  # the last names code of a folder, which never runs
+    plain = {name: value for name, value in values.items() if name not in left_out}
     config = CONFIG_MAPPING[kind].from_dict(plain)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.get_text_config().dtype or torch.bfloat16)

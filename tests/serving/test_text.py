@@ -64,6 +64,21 @@ def test_characters_are_never_broken(text: str, prompt: str, which: int) -> None
     assert not any("\ufffd" in part for part in parts)
 
 
+def test_spaces_are_not_cleaned_up() -> None:
+    """A tokenizer that suggests to remove spaces before full stops and contractions loses no character in a stream:
+    the text of the tokens so far never changes."""
+    words = [("<unk>", 0.0), ("\u2581", -1.0), *((letter, -2.0) for letter in "not.,?!'s")]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(words, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
+    cleaning = LocalTokenizer(
+        hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=True)
+    )
+    text = " . , ?  ! n't 's ."
+    ids = cleaning.encode(text)
+    assert cleaning.decode(ids) == "".join(parts_of(cleaning.decoder(()), ids)) == text
+
+
 def test_special_tokens_and_broken_bytes_end() -> None:
     """End tokens decode to nothing; bytes that are no character become U+FFFD at the end, or once they are many."""
     tokenizer = byte_level()
