@@ -14,13 +14,14 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from hicache.errors import ConfigError
+from hicache.serving.chat_template import rendered_chat
 from hicache.serving.end_tokens import end_tokens
 from hicache.serving.packaged_model import require_folder
 from hicache.serving.positions import position_limit
@@ -41,6 +42,14 @@ UNLIMITED = 1 << 24  # positions of a model that names no limit
 RANDOM_CONTEXT = 131072
 
 
+class ChatTokens(NamedTuple):
+    """The prompt of a chat. `history_len`: tokens before the generation prompt, with which the answer begins. The next
+    turn's prompt may write an answer in another way, and so share these tokens alone."""
+
+    ids: list[int]
+    history_len: int
+
+
 class Tokenizer(Protocol):
     """Converts text to token ids and back. `max_token_chars`: of the text of one token."""
 
@@ -57,10 +66,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         """The prompt for the assistant's answer to `messages` of a "role", a "content" and perhaps a "name" each,
         special tokens included. `variables`: of the chat template; `add_generation_prompt` is true unless given.
-        Raises ConfigError where the tokenizer has no chat template, or the template refuses them."""
+        Raises ConfigError if the tokenizer has no chat template, or the template refuses them or leaves one out."""
         ...
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
@@ -89,13 +98,13 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         tokens = [self.bos_id]
         for message in messages:
             tokens += [self.start_id, *self.encode(f"{message['role']}\n{message['content']}"), self.end_id]
         if not variables.get("add_generation_prompt", True):
-            return tokens
-        return [*tokens, self.start_id, *self.encode("assistant\n")]
+            return ChatTokens(tokens, len(tokens))
+        return ChatTokens([*tokens, self.start_id, *self.encode("assistant\n")], len(tokens))
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
         return ByteDecoder(skip_special)
@@ -120,17 +129,14 @@ class LocalTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return self._decoded(tokens, skip_special=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         if not self.transformers_tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; ask for a completion instead")
         if reserved := _NO_VARIABLES & variables.keys():
             raise ConfigError(f"{', '.join(sorted(reserved))}: no variable of a chat template that a request may set")
-        given = {"add_generation_prompt": True, **variables}
-        try:
-            text = self.transformers_tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **given)
-        except Exception as error:  # the template is the checkpoint's, and its variables are the client's
-            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
-        return self.encode(text)
+        chat = rendered_chat(self.transformers_tokenizer, messages, {"add_generation_prompt": True, **variables})
+        ids = self.encode(chat.text)
+        return ChatTokens(ids, max(0, len(ids) - len(self.encode(chat.generation_prompt))))
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
         return TokenDecoder(lambda tokens: self._decoded(tokens, skip_special), prompt)

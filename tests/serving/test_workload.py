@@ -91,6 +91,7 @@ def test_identity_sees_weights_and_configuration() -> None:
         ({"eos_token_id": 10**6}, {}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " <turn>\n"}, {9}),
         ({}, {"eos_token_id": 3}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " b <turn>"}, {3}),
         ({}, {"eos_token_id": 3}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " unknown"}, {3}),
+        ({}, {}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER[:-3] + "[0]['text'] }} <turn>"}, {9}),
         ({}, {"eos_token_id": 3}, {"chat_template": "{{ raise_exception('no') }}"}, {3}),
     ],
 )  # fmt: skip
