@@ -189,6 +189,7 @@ async def serve(
             log_level="error",  # its warnings are of requests, which are logged where they are answered
             access_log=False,
             server_header=False,
+            timeout_keep_alive=flags.keep_alive_s,
             timeout_graceful_shutdown=_CLOSE_S,
         )
     )
