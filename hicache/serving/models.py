@@ -246,7 +246,7 @@ def _reason(path: str, error: Exception) -> str:
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" not in text:
         return text[:300]
-    files = [file.name for file in sorted(Path(path).glob("*config.json")) if "auto_map" in file.read_text("utf-8")]
+    files = [file.name for file in sorted(Path(path).glob("*config.json")) if b"auto_map" in file.read_bytes()]
     return (
         f"auto_map in {' and '.join(files)} names Python code of the directory, which hicache never runs; give a model "
         "and tokenizer of classes that transformers has itself"
