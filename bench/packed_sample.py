@@ -152,8 +152,9 @@ def make_sample(file: Path, report: Report, num_tokens: int = SAMPLE_TOKENS) -> 
 def _computed(path: str, text: str, num_tokens: int) -> npt.NDArray[np.uint16]:
     from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # here, for it takes seconds
 
-    ids = AutoTokenizer.from_pretrained(path)(text, return_tensors="pt").input_ids[:, :num_tokens]
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16)
+    tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False)
+    ids = tokenizer(text, return_tensors="pt").input_ids[:, :num_tokens]
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=False)
     cache = DynamicCache()
     with torch.inference_mode():
         model(ids, use_cache=True, logits_to_keep=1, **cache_argument(model, cache))

@@ -69,6 +69,30 @@ def printable(text: str) -> str:
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
+def say(message: str) -> None:
+    """Print one line on stderr, with escapes for control characters. A stderr that cannot be written is ignored."""
+    with contextlib.suppress(OSError):
+        print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
+
+
+def announce(line: str) -> None:
+    """Print one line on stdout. The process continues without output if stdout is a closed pipe or on a full disk."""
+    try:
+        print(line, flush=True)
+    except OSError:
+        drop_output()
+
+
+def drop_output() -> None:
+    """Discard output that cannot be written, on which the interpreter would fail again when it exits."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def sized(num_bytes: int) -> str:
     """`3.2 GiB (3435973836 bytes)`: readable, and exact. Below 1 KiB the bytes alone."""
     if num_bytes < 1024:

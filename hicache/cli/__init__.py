@@ -25,7 +25,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-from hicache.console import printable
+from hicache.console import drop_output, say
 from hicache.process.init import leave_process_1
 
 _WRONG_INPUT_STATUS = 2
@@ -153,16 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
             if sys.stdout is not None:
                 sys.stdout.flush()
     except KeyboardInterrupt:
-        _say(_INTERRUPTED)
+        say(_INTERRUPTED)
         return _INTERRUPTED_STATUS
     except BrokenPipeError:
-        _drop_output()
+        drop_output()
         return _BROKEN_PIPE_STATUS
     except Exception as error:
         line = _line_of(error)
         if line is None:
             raise
-        _drop_output()
+        drop_output()
         return _fail(line)
 
 
@@ -204,24 +204,8 @@ def _line_of(error: Exception) -> str | None:
 
 
 def _fail(message: str) -> int:
-    _say(f"hicache: error: {message}")
+    say(f"hicache: error: {message}")
     return _WRONG_INPUT_STATUS
-
-
-def _say(message: str) -> None:
-    """Print one line on stderr, with escapes for control characters. A closed stderr is ignored."""
-    with contextlib.suppress(OSError):
-        print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
-
-
-def _drop_output() -> None:
-    """Discard output that cannot be written, on which the interpreter would fail again when it exits."""
-    try:
-        if sys.stdout is not None:
-            sys.stdout.flush()
-    except OSError:
-        with contextlib.suppress(OSError):
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 if __name__ == "__main__":

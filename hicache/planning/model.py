@@ -6,6 +6,7 @@ The model is built on the device "meta", which has shapes and no numbers, and on
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoModelForCausalLM, PretrainedConfig, logging
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.quantizers.quantizers_utils import should_convert_module
 
 from hicache.errors import ConfigError, HiCacheError
 from hicache.layout import ModelGeometry
@@ -92,7 +94,8 @@ def _without_weights(values: Mapping[str, Any]) -> Any:
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind}")
-    plain = {name: value for name, value in values.items() if name not in ("model_type", "quantization_config")}
+    left_out = ("model_type", "quantization_config", "auto_map")  # the last names code of a folder, which never runs
+    plain = {name: value for name, value in values.items() if name not in left_out}
     config = CONFIG_MAPPING[kind].from_dict(plain)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.get_text_config().dtype or torch.bfloat16)
@@ -172,7 +175,25 @@ def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
         raise ConfigError(
             f"--model {given}: weights quantised by {method} take bytes that are not known here; give --weight-bytes"
         )
-    quantised = [w for _, module in _multiplied(model) for w in module.parameters() if w.ndim > 1]
-    for weight in quantised:
+    try:
+        quantised = [module for name, module in _multiplied(model) if _is_quantised(name, settings)]
+    except (AttributeError, TypeError, re.error) as error:
+        raise ConfigError(
+            f"--model {given}: quantization_config names modules in a form that is not known here; give --weight-bytes"
+        ) from error
+    for weight in (weight for module in quantised for weight in module.parameters() if weight.ndim > 1):
         total += int(weight.numel() * bits_each / 8) - weight.nbytes
     return total
+
+
+def _is_quantised(name: str, settings: Mapping[str, Any]) -> bool:
+    """Whether a quantisation converts the module of that name. It may list modules to spare, in `dynamic` of GPTQ by
+    patterns that begin with "-:", or the modules of a block to convert; those of experts, which are one module here."""
+    spared = settings.get("modules_to_not_convert") or settings.get("ignored_layers")
+    excluded = [pattern[2:] for pattern in settings.get("dynamic") or {} if pattern.startswith("-:")]
+    chosen = [part for block in settings.get("modules_in_block_to_quantize") or [[""]] for part in block]
+    return (
+        should_convert_module(name, spared)
+        and not any(re.match(pattern, name) for pattern in excluded)
+        and any(name.endswith("experts" if ".experts." in part else part) for part in chosen)
+    )

@@ -107,7 +107,7 @@ _MODELS = (
     PlannedModel(
         "gpt-oss-120b",
         ModelGeometry(36, 8, 64, layer_kinds=("window", "full") * 18, window=128, dtype=_BF16),
-        116_829_156_672, 4_551_966_720, 63_767_435_904, 131072,
+        116_829_156_672, 4_551_966_720, 65_190_340_224, 131072,
         PrefillWork(9_103_933_440, 1_158_266_880, 294_912, 294_912, window=128),
     ),
     PlannedModel(

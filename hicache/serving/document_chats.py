@@ -164,7 +164,7 @@ def chats_about_diaries(shape: DocumentShape, tokenizer: Tokenizer) -> list[Conv
 def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer) -> Conversation:
     """Each question about the text in a chat of its own."""
     prompts = [
-        tuple(tokenizer.encode_chat([{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]))
+        tuple(tokenizer.encode_chat([{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]).ids)
         for question in questions
     ]
     shared = min((common_len(prompts[0], prompt) for prompt in prompts[1:]), default=len(prompts[0]))

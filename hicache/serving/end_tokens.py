@@ -16,6 +16,7 @@ from typing import Any
 from jinja2 import TemplateError
 
 from hicache.errors import ConfigError
+from hicache.serving.chat_template import in_form
 
 log = logging.getLogger(__name__)
 
@@ -68,9 +69,12 @@ def _behind_an_answer(tokenizer: Any) -> str:
     if not tokenizer.chat_template:
         return ""
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = tokenizer.apply_chat_template(chat, tokenize=False)
-    except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        log.info("the chat template does not show how an answer ends: %s", error)
-        return ""
-    return str(text).rpartition(_ANSWER)[2].strip() if _ANSWER in text else ""
+    for in_parts in (False, True):
+        try:
+            text = tokenizer.apply_chat_template(in_form(chat, as_system=False, in_parts=in_parts), tokenize=False)
+        except (TemplateError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+            log.info("the chat template does not show how an answer ends: %s", error)
+            continue
+        if _ANSWER in text:
+            return str(text).rpartition(_ANSWER)[2].strip()
+    return ""

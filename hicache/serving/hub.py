@@ -1,12 +1,13 @@
 """Models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache that all its tools share.
 
-A model that is in the cache is used as it is, without asking the hub: another revision would be another model, whose
-pages no store has. Only weights that hold no code are taken. huggingface_hub is imported where it is needed, in a
-quarter of a second, so that a wrong name is told before what serves it is imported.
+A model that is completely in the cache is used as it is, without asking the hub: another revision would be another
+model, whose pages no store has. Only weights that hold no code are taken. huggingface_hub is imported where it is
+needed, in a quarter of a second, so that a wrong name is told before what serves it is imported.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable
@@ -18,6 +19,8 @@ from hicache.errors import ConfigError
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _WEIGHTS = "*.safetensors"
+_SINGLE_FILE = "model.safetensors"
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.*", "tekken.json")
 _FILES: dict[str, Any] = {"allow_patterns": [_WEIGHTS, "*.json", "*.txt", "*.model", "*.jinja"]}
 
 
@@ -50,14 +53,27 @@ def downloaded(name: str, say: Callable[[str], object]) -> str:
 
 
 def _cached(name: str) -> str | None:
-    """None where files are missing."""
+    """The folder of a model that is completely in the cache. Other programs leave single files there."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        return str(snapshot_download(name, **_FILES, local_files_only=True))
+        folder = Path(snapshot_download(name, **_FILES, local_files_only=True))
     except LocalEntryNotFoundError:
         return None
+    return str(folder) if _is_complete(folder) else None
+
+
+def _is_complete(folder: Path) -> bool:
+    """Whether the folder has a configuration, a tokenizer, and all files of weights that its index names."""
+    shards = {_SINGLE_FILE}
+    if (index := folder / f"{_SINGLE_FILE}.index.json").is_file():
+        try:
+            shards = {*json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError, TypeError):
+            return False
+    needed = ("config.json", "tokenizer_config.json", *shards)
+    return all((folder / file).is_file() for file in needed) and any(any(folder.glob(name)) for name in _VOCABULARIES)
 
 
 def _listed(name: str) -> int:

@@ -10,17 +10,18 @@ import dataclasses
 import hashlib
 import inspect
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import xxhash
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
 
 from hicache.errors import ConfigError
+from hicache.serving.chat_template import rendered_chat
 from hicache.serving.end_tokens import end_tokens
 from hicache.serving.packaged_model import require_folder
 from hicache.serving.positions import position_limit
@@ -33,8 +34,20 @@ _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template)
     "add_generation_prompt", "continue_final_message", "documents"
 }  # fmt: skip
 _NONE: Mapping[str, Any] = MappingProxyType({})
+_FILES: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "trust_remote_code": False})
+# transformers fills tensors that the files lack, or have in another shape, with random values, and says which.
+_WEIGHTS: Mapping[str, Any] = MappingProxyType({"ignore_mismatched_sizes": True, "output_loading_info": True})
+_MAX_NAMED_TENSORS = 3
 UNLIMITED = 1 << 24  # positions of a model that names no limit
 RANDOM_CONTEXT = 131072
+
+
+class ChatTokens(NamedTuple):
+    """The prompt of a chat. `history_len`: tokens before the generation prompt, with which the answer begins. The next
+    turn's prompt may write an answer in another way, and so share these tokens alone."""
+
+    ids: list[int]
+    history_len: int
 
 
 class Tokenizer(Protocol):
@@ -53,10 +66,10 @@ class Tokenizer(Protocol):
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         """The prompt for the assistant's answer to `messages` of a "role", a "content" and perhaps a "name" each,
         special tokens included. `variables`: of the chat template; `add_generation_prompt` is true unless given.
-        Raises ConfigError where the tokenizer has no chat template, or the template refuses them."""
+        Raises ConfigError if the tokenizer has no chat template, or the template refuses them or leaves one out."""
         ...
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
@@ -85,13 +98,13 @@ class ByteTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         return bytes(token for token in tokens if token < 256).decode(errors="replace")
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         tokens = [self.bos_id]
         for message in messages:
             tokens += [self.start_id, *self.encode(f"{message['role']}\n{message['content']}"), self.end_id]
         if not variables.get("add_generation_prompt", True):
-            return tokens
-        return [*tokens, self.start_id, *self.encode("assistant\n")]
+            return ChatTokens(tokens, len(tokens))
+        return ChatTokens([*tokens, self.start_id, *self.encode("assistant\n")], len(tokens))
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
         return ByteDecoder(skip_special)
@@ -114,23 +127,26 @@ class LocalTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.transformers_tokenizer.decode(list(tokens)))
+        return self._decoded(tokens, skip_special=False)
 
-    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         if not self.transformers_tokenizer.chat_template:
             raise ConfigError("the model's tokenizer has no chat template; ask for a completion instead")
         if reserved := _NO_VARIABLES & variables.keys():
             raise ConfigError(f"{', '.join(sorted(reserved))}: no variable of a chat template that a request may set")
-        given = {"add_generation_prompt": True, **variables}
-        try:
-            text = self.transformers_tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **given)
-        except Exception as error:  # the template is the checkpoint's, and its variables are the client's
-            raise ConfigError(f"the model's chat template refuses the messages: {error}") from error
-        return self.encode(text)
+        chat = rendered_chat(self.transformers_tokenizer, messages, {"add_generation_prompt": True, **variables})
+        ids = self.encode(chat.text)
+        return ChatTokens(ids, max(0, len(ids) - len(self.encode(chat.generation_prompt))))
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        return TokenDecoder(
-            lambda tokens: str(self.transformers_tokenizer.decode(tokens, skip_special_tokens=skip_special)), prompt
+        return TokenDecoder(lambda tokens: self._decoded(tokens, skip_special), prompt)
+
+    def _decoded(self, tokens: Sequence[int], skip_special: bool) -> str:
+        """The text as the tokens have it: a clean-up of spaces would change text that was returned before."""
+        return str(
+            self.transformers_tokenizer.decode(
+                list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
+            )
         )
 
 
@@ -197,21 +213,22 @@ def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedM
 
 def local_tokenizer(path: str) -> LocalTokenizer:
     """The tokenizer in a directory; nothing is downloaded. Raises what transformers raises."""
-    return LocalTokenizer(AutoTokenizer.from_pretrained(path, local_files_only=True))
+    return LocalTokenizer(AutoTokenizer.from_pretrained(path, **_FILES))
 
 
 def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
-    """A causal language model with its tokenizer from a directory; nothing is downloaded. `dtype`: "auto" is that of
-    the checkpoint. Raises ConfigError, with a message of one line, if it cannot be loaded."""
+    """A causal language model with its tokenizer from a directory; nothing is downloaded, and no code of the directory
+    runs. `dtype`: "auto" is that of the checkpoint. Raises ConfigError, with a message of one line, if the model cannot
+    be loaded or the checkpoint lacks tensors of it."""
     require_folder(path)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
+        tokenizer = AutoTokenizer.from_pretrained(path, **_FILES)
         # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
-        model = AutoModelForCausalLM.from_pretrained(path, local_files_only=True, dtype=dtype)
+        model, loading = AutoModelForCausalLM.from_pretrained(path, **_FILES, **_WEIGHTS, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
-        text = " ".join(str(error).split()) or type(error).__name__
-        raise ConfigError(f"model {path} cannot be loaded: {text[:300]}") from error
+        raise ConfigError(f"model {path} cannot be loaded: {_reason(path, error)}") from error
+    _require_all_weights(path, loading)
     return LoadedModel(
         name=Path(path).resolve().name,
         model=model,
@@ -221,6 +238,40 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
         eos_ids=end_tokens(Path(path), model.config, tokenizer),
         sampling=_suggested_sampling(Path(path) / "generation_config.json"),
     )
+
+
+def _reason(path: str, error: Exception) -> str:
+    """Why transformers failed to load, in one line. transformers asks for `trust_remote_code` if the class of a model
+    or tokenizer is in the directory; hicache has no such setting."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if "trust_remote_code" not in text:
+        return text[:300]
+    files = [file.name for file in sorted(Path(path).glob("*config.json")) if b"auto_map" in file.read_bytes()]
+    return (
+        f"auto_map in {' and '.join(files)} names Python code of the directory, which hicache never runs; give a model "
+        "and tokenizer of classes that transformers has itself"
+    )
+
+
+def _require_all_weights(path: str, loading: Mapping[str, Any]) -> None:
+    """Raises ConfigError, with names of tensors, if the files lack a tensor of the model or have it in another shape.
+    Tensors that the model does not have are no fault by themselves: a checkpoint may contain an image encoder."""
+    found = {
+        "lacks tensors of the model": loading["missing_keys"],
+        "has tensors in another shape than the model's": {name for name, *_ in loading["mismatched_keys"]},
+    }
+    if not any(found.values()):
+        return
+    found["has tensors that the model lacks"] = loading["unexpected_keys"]
+    wrong = "; it ".join(f"{what}: {_listed(names)}" for what, names in found.items() if names)
+    raise ConfigError(
+        f"model {path} cannot be loaded: the checkpoint {wrong}; give a complete one of this architecture"
+    )
+
+
+def _listed(tensors: Collection[str]) -> str:
+    first, more = sorted(tensors)[:_MAX_NAMED_TENSORS], len(tensors) - _MAX_NAMED_TENSORS
+    return ", ".join(first) + (f" and {more} more" if more > 0 else "")
 
 
 def _suggested_sampling(file: Path) -> SamplingParams:

@@ -127,7 +127,7 @@ def _save_unpacked(file: Path, folder: Path) -> None:
     # transformers reads the file three times and makes the map of names for each module: half of all the time.
     for name in ("GGUFReader", "get_tensor_name_map"):
         setattr(gguf, name, functools.cache(getattr(gguf, name)))
-    given = {"gguf_file": file.name, "local_files_only": True}
+    given = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
     whole = GgufConfig(dequantize=True)
     model = AutoModelForCausalLM.from_pretrained(file.parent, **given, dtype=torch.float32, quantization_config=whole)
     model.generation_config.update(**_SAMPLING)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import sys
 from collections.abc import Callable
 
 from hicache.config.settings import Size, Whole, as_flag
 from hicache.config.stores import MAX_STORE_BYTES
-from hicache.console import path_flag, path_of, printable
+from hicache.console import path_flag, path_of, say
 from hicache.process.logs import text_lines
 from hicache.serving.interrupt import CalmInterrupt
 from hicache.storage.process.serve import serve
@@ -64,7 +63,7 @@ def run(flags: argparse.Namespace) -> int:
         progress = Steps(calm, wanted=not flags.json)
         outcome: commands.Outcome = flags.run_command(commands.Task(flags, progress, log))
     for message in log.messages:
-        print(printable(f"hicache: warning: {' '.join(message.split())}"), file=sys.stderr)
+        say(f"hicache: warning: {message}")
     text = json.dumps(outcome.stats) if flags.json else outcome.text
     if text:
         print(text, flush=True)

@@ -18,9 +18,10 @@ from cases import long
 from cli_case import output
 from hicache.cli import main
 from hicache.console import write_whole
+from hicache.monitoring.loopback import opener_for
 from programs import PIPE, Program, command
 from storage_pages import open_store, put_numbers
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 DEMO = ["demo", "--documents", "4", "--turns", "2", "--document-tokens", "600"]
 DEMO += ["--model", "random", "--chunk", "256", "--max-new-tokens", "4"]
@@ -81,6 +82,29 @@ def test_an_output_that_takes_nothing(arguments: str, path: Path) -> None:
     if "stat" in words:
         with open("/dev/full", "wb") as full:
             assert ended(command(*words, stdout=full)) == (2, "", "hicache: error: No space left on device\n")
+
+
+@pytest.mark.parametrize("stdout", ["full", "broken"])
+def test_a_server_needs_no_output(stdout: str, tmp_path: Path) -> None:
+    """A server whose stdout is on a full disk, or is a closed pipe, serves and ends with status 0. The log has its
+    address."""
+    reading, broken = os.pipe()
+    os.close(reading)
+    flags = ("--model", "random", "--port", "0", "--device-tokens", "1024", "--host-bytes", "16MiB")
+    with open("/dev/full", "wb") as full, (tmp_path / "log").open("w") as log:
+        server = command("serve", *flags, stdout=full if stdout == "full" else broken, stderr=log)
+    os.close(broken)
+
+    def listening() -> list[dict[str, Any]]:
+        logged = (tmp_path / "log").read_text().splitlines(keepends=True)
+        return [json.loads(line) for line in logged if line.endswith("\n") and '"listening"' in line]
+
+    with server:
+        url = eventually(listening)[0]["url"]
+        with opener_for(url).open(url.removesuffix("v1") + "health", timeout=BOUND_S) as answer:
+            assert answer.status == 200
+        server.send_signal(signal.SIGTERM)
+        assert server.wait(BOUND_S) == 0
 
 
 def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:

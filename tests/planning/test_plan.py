@@ -96,7 +96,18 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "max_position_embeddings": 131072,
     }
     | dict(zip(SIZES, (5376, 21504, 62, 32), strict=True)),
-    "gpt-oss-120b": {"model_type": "gpt_oss", "quantization_config": {"quant_method": "mxfp4"}},
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "quantization_config": {
+            "quant_method": "mxfp4",
+            "modules_to_not_convert": [
+                "model.layers.*.self_attn",
+                "model.layers.*.mlp.router",
+                "model.embed_tokens",
+                "lm_head",
+            ],
+        },
+    },
     "qwen3-next-80b-a3b": {"model_type": "qwen3_next", "max_position_embeddings": 262144},
 }
 
@@ -270,8 +281,8 @@ def test_what_is_not_a_model_is_refused_in_one_line(tmp_path: Path) -> None:
 
 
 def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
-    """The index of safetensors says the bytes of the weights, else the configuration's quantisation and dtype do; a
-    method whose bytes are unknown asks for them."""
+    """The index of safetensors says the bytes of the weights, else the configuration's quantisation and dtype do, where
+    modules that a quantisation spares have the dtype's bytes; a method whose bytes are unknown asks for them."""
     config = tiny_config("llama", dtype="float32")
     config.save_pretrained(tmp_path)
     plain = read_model(str(tmp_path))
@@ -280,6 +291,21 @@ def test_weights_are_counted_by_files_bits_or_dtype(tmp_path: Path) -> None:
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 8}}))
     inner = plain.num_active  # of a dense model: every weight of its layers
     assert read_model(str(tmp_path)).weight_bytes == plain.weight_bytes - 4 * inner + inner * 13 // 16
+    spared = 3 * config.hidden_size * config.intermediate_size * config.num_hidden_layers
+    attention = [[f"self_attn.{part}_proj" for part in "qkvo"]]
+    for named in (
+        {"modules_to_not_convert": ["model.layers.*.mlp"]},
+        {"ignored_layers": ["gate_proj", "up_proj", "down_proj"]},
+        {"dynamic": {r"-:.*\.mlp\.": {}, r"\+:.*q_proj": {"bits": 4}}},
+        {"modules_in_block_to_quantize": attention},
+    ):
+        quantization = {"quant_method": "gptq", "bits": 4, "group_size": 8, **named}
+        file.write_text(json.dumps({**values, "auto_map": {}, "quantization_config": quantization}))
+        assert read_model(str(tmp_path)).weight_bytes == plain.weight_bytes - (4 - 13 / 16) * (inner - spared), named
+    for unknown in ({"modules_to_not_convert": ["("]}, {"dynamic": 3}, {"modules_in_block_to_quantize": [3]}):
+        file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "fp8", **unknown}}))
+        with pytest.raises(ConfigError, match="--weight-bytes"):
+            read_model(str(tmp_path))
     file.write_text(json.dumps({**values, "quantization_config": {"quant_method": "novel"}}))
     with pytest.raises(ConfigError, match="--weight-bytes"):
         read_model(str(tmp_path))

@@ -6,6 +6,7 @@ import contextlib
 import http.server
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,8 +19,13 @@ pytest.importorskip("huggingface_hub", reason="no huggingface_hub here, of the e
 
 REVISION = "0123456789abcdef0123456789abcdef01234567"
 TAKEN = {"config.json": b"{}", "model.safetensors": b"weights" * 300, "tokenizer.json": b'{"a": 1}'}
+TAKEN["tokenizer_config.json"] = b"{}"
+SHARDS = {f"model-{i}.safetensors": b"weights" for i in range(2)}
+INDEX = json.dumps({"weight_map": {f"weight{i}": shard for i, shard in enumerate(SHARDS)}}).encode()
+PARTED = {**{name: text for name, text in TAKEN.items() if "weights" not in str(text)}, **SHARDS}
+PARTED["model.safetensors.index.json"] = INDEX
 LEFT = {"pytorch_model.bin": b"a pickle", "modeling.py": b"print('code')"}
-HUB = {"tiny/model": {**TAKEN, **LEFT}, "tiny/pickled": {"config.json": b"{}", **LEFT}}
+HUB = {"tiny/model": {**TAKEN, **LEFT}, "tiny/parted": PARTED, "tiny/pickled": {"config.json": b"{}", **LEFT}}
 CHOOSE = """
 import argparse, sys
 from hicache.serving.packaged_model import choose_model, model_flag
@@ -104,3 +110,28 @@ def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
     again, missing = chosen(endpoint, tmp_path, "tiny/model", "tiny/missing")
     assert again == told, "the hub is gone, the cache is there"
     assert "the hub cannot be asked: " in missing and "hf download tiny/missing --local-dir" in missing
+
+
+def test_what_another_program_left_in_the_cache_is_completed(tmp_path: Path) -> None:
+    """A snapshot of which any file is missing is no model: the hub is asked for the rest, and where no hub is, the
+    error says so. A complete one needs no hub."""
+    models, cache = ("tiny/model", "tiny/parted"), tmp_path / "hub"
+    with hub() as endpoint:
+        chosen(endpoint, tmp_path, *models)
+    broken = []
+    for name in models:
+        whole = cache / f"models--{name.replace('/', '--')}"
+        shutil.rmtree(whole / "trees", ignore_errors=True)  # a listing, which earlier versions of the hub's tools lack
+        for file in (whole / "snapshots" / REVISION).iterdir():
+            broken.append(f"{name}-without-{file.name}")
+            copy = cache / f"models--{broken[-1].replace('/', '--')}"
+            shutil.copytree(whole, copy, symlinks=True)
+            (copy / "snapshots" / REVISION / file.name).unlink()
+    refused = chosen("http://127.0.0.1:1", tmp_path, *models, *broken)
+    assert [line.split()[-1] for line in refused[: len(models)]] == [*models]
+    assert all("the hub cannot be asked" in line for line in refused[len(models) :]) and len(broken) == 10, refused
+    (cache / "models--tiny--parted" / "snapshots" / REVISION / "model-1.safetensors").unlink()
+    with hub() as endpoint:
+        said, told = chosen(endpoint, tmp_path, "tiny/parted")
+    assert said.startswith("downloading tiny/parted from the hub")
+    assert {file.name for file in Path(told.split()[0]).iterdir()} == {*PARTED}

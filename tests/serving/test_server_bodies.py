@@ -15,7 +15,10 @@ import pytest
 
 from app_case import CONTEXT, MAX_OPEN, Client, served
 from hicache.serving.models import ByteTokenizer
+from hicache.serving.request import Request
+from hicache.serving.server.frontend import Frontend, Limits, ServedModel
 from hicache.serving.server.prompts import PromptEncoder, PromptLimits
+from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError
 from programs import output
 from server_case import KEY, SECRET, Server
@@ -107,6 +110,40 @@ def test_a_client_that_leaves_before_its_text_is_tokenized() -> None:
     asyncio.run(ask())
 
 
+class _Submitted:
+    """In place of the engine's thread: keeps what is submitted."""
+
+    alive, num_running = True, 0
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+
+    def submit(self, request: Request) -> None:
+        self.requests.append(request)
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "branch_points"),
+    [
+        ("chat", {"messages": [{"role": "user", "content": "a"}]}, (9,)),  # bos, start, "user", "\n", "a" and end
+        ("chat", {"messages": [{"role": "user", "content": "a"}], "session_end": True}, ()),
+        ("completion", {"prompt": "a" * 40}, (33,)),
+        ("completion", {"prompt": "a"}, (0,)),
+    ],
+)
+def test_a_request_names_where_the_next_turn_may_leave_its_prompt(
+    kind: str, fields: dict[str, Any], branch_points: tuple[int, ...]
+) -> None:
+    """For a chat that is where the generation prompt begins, and a few tokens before the end of any other prompt. A
+    session that ends has no next turn."""
+    tokenizer, thread = ByteTokenizer(), _Submitted()
+    prepared = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, 260)).prepare(kind, json.dumps(fields).encode())
+    assert isinstance(prepared.body, GenerationBody)
+    frontend = Frontend(ServedModel(("m",), tokenizer, 260, CONTEXT), Limits(MAX_OPEN, 60.0), thread, {})  # type: ignore[arg-type]
+    frontend.start(prepared.body, prepared.prompts, "r", 0.0)
+    assert [request.branch_points for request in thread.requests] == [branch_points]
+
+
 # Large bodies by processes of their own: what the tokenizer of this one, which encodes nothing, would not do.
 PROGRAM = """
 import asyncio, json, os, signal, time
@@ -142,12 +179,13 @@ async def outcome(task):
         done = await task
     except ApiError as error:
         return error.status, error.body["error"]["param"]
-    return [prompt.tokens.tolist() for prompt in done.prompts], done.body.seed, done.body.stops
+    prompts = [(prompt.tokens.tolist(), prompt.shared_len) for prompt in done.prompts]
+    return prompts, done.body.seed, done.body.stops
 
 async def main(tokenizers):
     workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), tokenizers)
     ask = lambda prompt: asyncio.create_task(workers.prepare("completion", body(prompt)))
-    print(await outcome(ask(["ab", "c"])), await outcome(ask("a" * 65)), await outcome(ask("fail")))
+    print(await outcome(ask(["ab", "c" * 9])), await outcome(ask("a" * 65)), await outcome(ask("fail")))
     left = ask("hang")
     pid = await begun(left)
     left.cancel()
@@ -171,8 +209,8 @@ def test_processes_of_large_bodies(tmp_path: Path) -> None:
     """They answer as a thread would, and a refusal is a refusal. One ends where its client left; one that fails, or is
     killed, is a status 500 of its request alone. Where they can no longer be forked it is 503."""
     first, second, third = output(PROGRAM, cwd=tmp_path, server="serving").splitlines()
-    assert first == "([[256, 97, 98], [256, 99]], 3, ['x']) (400, 'prompt') (500, None)"
-    assert second == "(500, None) ([[1]], 3, ['x'])"
+    assert first == f"([([256, 97, 98], 0), ([256{', 99' * 9}], 2)], 3, ['x']) (400, 'prompt') (500, None)"
+    assert second == "(500, None) ([([1], 0)], 3, ['x'])"
     assert third == "(503, None)"
 
 

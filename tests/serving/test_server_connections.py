@@ -7,6 +7,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
+from typing import Any
 
 import pytest
 import uvicorn
@@ -59,12 +60,16 @@ def refused(status: int, client: tuple[str, int] | None) -> Response:
 
 
 @contextlib.asynccontextmanager
-async def serving(limits: ConnectionLimits) -> AsyncIterator[tuple[App, Callable[[bytes], Awaitable[Streams]]]]:
+async def serving(
+    limits: ConnectionLimits, keep_alive_s: float = EVER
+) -> AsyncIterator[tuple[App, Callable[[bytes], Awaitable[Streams]]]]:
     """The application, and what opens a connection and sends the bytes."""
     app, opened = App(), []
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
-        config = uvicorn.Config(app, http=partial(Connection, limits), lifespan="off", log_config=None)  # type: ignore[arg-type]
+        http: Any = partial(Connection, limits)
+        keep_alive: Any = keep_alive_s  # fractions do
+        config = uvicorn.Config(app, http=http, lifespan="off", log_config=None, timeout_keep_alive=keep_alive)
         server = uvicorn.Server(config)
         task = asyncio.create_task(server._serve([listener]))
 
@@ -120,6 +125,29 @@ def test_connections_without_a_request_are_closed() -> None:
         async with serving(ConnectionLimits(100, EVER, refused, head_s=0.05)) as (_, connect):
             for sent in (b"", ASK[:-2], ASK + ASK[:-2]):
                 assert await is_closed(await connect(sent))
+
+    asyncio.run(run())
+
+
+def test_an_idle_connection_takes_the_next_request() -> None:
+    """After a response a connection has the time of idle ones, which is no head's; then it is closed. The time of a
+    head runs from the first byte of the next request."""
+
+    async def run() -> None:
+        limits = ConnectionLimits(100, EVER, refused, head_s=EVER)
+        async with serving(limits) as (_, connect):
+            reader, writer = await connect(ASK)
+            await reader.readuntil(DONE)
+            limits.head_s = 0.05
+            writer.write(ASK)
+            await reader.readuntil(DONE)
+            assert await is_closed(await connect(b""))  # the time of a head has passed
+            writer.write(ASK)
+            await reader.readuntil(DONE)
+            writer.write(ASK[:-2])
+            assert await is_closed((reader, writer))
+        async with serving(ConnectionLimits(100, EVER, refused, head_s=EVER), keep_alive_s=0.05) as (_, connect):
+            assert await is_closed(await connect(ASK))
 
     asyncio.run(run())
 

@@ -56,7 +56,10 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
     import openai
 
     (tmp_path / "first").mkdir()
-    with serving(tmp_path / "first", *flags) as server:
+    with serving(tmp_path / "first", *flags, "--keep-alive-s", "0.05") as server:
+        with socket.create_connection((server.host, server.port), BOUND_S) as idle:
+            idle.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert b"".join(iter(lambda: idle.recv(4096), b"")).startswith(b"HTTP/1.1 200 ")
         text, cached = chat(server)
         assert cached == 0
         # Acknowledged by the store: all whole pages of the prompt.

@@ -64,6 +64,21 @@ def test_characters_are_never_broken(text: str, prompt: str, which: int) -> None
     assert not any("\ufffd" in part for part in parts)
 
 
+def test_spaces_are_not_cleaned_up() -> None:
+    """A tokenizer that suggests to remove spaces before full stops and contractions loses no character in a stream:
+    the text of the tokens so far never changes."""
+    words = [("<unk>", 0.0), ("\u2581", -1.0), *((letter, -2.0) for letter in "not.,?!'s")]
+    tokenizer = tokenizers.Tokenizer(models.Unigram(words, unk_id=0))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="never", split=False)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme="never", split=False)
+    cleaning = LocalTokenizer(
+        hf.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="<unk>", clean_up_tokenization_spaces=True)
+    )
+    text = " . , ?  ! n't 's ."
+    ids = cleaning.encode(text)
+    assert cleaning.decode(ids) == "".join(parts_of(cleaning.decoder(()), ids)) == text
+
+
 def test_special_tokens_and_broken_bytes_end() -> None:
     """End tokens decode to nothing; bytes that are no character become U+FFFD at the end, or once they are many."""
     tokenizer = byte_level()
@@ -116,19 +131,80 @@ def test_chat_formats() -> None:
     """A chat of bytes has its roles in special tokens; a template is applied with the request's variables; one that
     refuses is an error, and so is a variable that would be a parameter."""
     messages = [{"role": "user", "content": "hi<|x|>"}]
-    bare, whole = (ByteTokenizer().encode_chat(messages, {"add_generation_prompt": begins}) for begins in (False, True))
-    assert whole[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
-    assert ByteTokenizer().encode_chat(messages) == whole == [*bare, ByteTokenizer.start_id, *b"assistant\n"]
+    (bare, _), (whole, history_len) = (
+        ByteTokenizer().encode_chat(messages, {"add_generation_prompt": begins}) for begins in (False, True)
+    )
+    assert history_len == len(bare) and whole[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
+    assert ByteTokenizer().encode_chat(messages).ids == whole == [*bare, ByteTokenizer.start_id, *b"assistant\n"]
     tokenizer = byte_level()
     for template in (None, "{{ raise_exception('never') }}"):
         tokenizer.transformers_tokenizer.chat_template = template
         with pytest.raises(ConfigError):
             tokenizer.encode_chat(messages)
     tokenizer.transformers_tokenizer.chat_template = "{% for m in messages %}{{ m.role }}:{{ m.content }}{% endfor %}>"
-    assert tokenizer.decode(tokenizer.encode_chat(messages)) == "user:hi<|x|>>"
+    assert tokenizer.decode(tokenizer.encode_chat(messages).ids) == "user:hi<|x|>>"
     tokenizer.transformers_tokenizer.chat_template += "{{ mood }}{% if add_generation_prompt %}a{% endif %}"
     variables = {"mood": "calm", "unread": 1, "add_generation_prompt": False}
-    assert tokenizer.decode(tokenizer.encode_chat(messages, variables)) == "user:hi<|x|>>calm"
+    assert tokenizer.decode(tokenizer.encode_chat(messages, variables).ids) == "user:hi<|x|>>calm"
     for reserved in ("chat_template", "tools", "tokenize", "messages"):
         with pytest.raises(ConfigError, match=reserved):
             tokenizer.encode_chat(messages, {reserved: "{{ 1 }}"})
+
+
+EACH, TEXT = "{% for m in messages %}{{ m.role }}:", "{{ m.content }}{% endfor %}"
+KNOWN_ROLES = "{% for m in messages %}{% if m.role in ('system', 'user', 'assistant') %}{{ m.role }}:" + (
+    "{{ m.content }}{% endif %}{% endfor %}"
+)
+PARTS = (
+    EACH + "{% for part in m.content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endfor %}"
+)
+EITHER = EACH + "{{ m.content if m.content is string else m.content[0].text }}{% endfor %}"
+STRICT = KNOWN_ROLES.replace("{% endif %}", "{% else %}{{ raise_exception('role ' + m.role) }}{% endif %}")
+NO_SYSTEM = STRICT.replace("'system', ", "")
+SILENT = KNOWN_ROLES.replace("'system', ", "")
+
+
+@pytest.mark.parametrize(
+    ("template", "developer"),
+    [
+        (EACH + TEXT, "developer"), (KNOWN_ROLES, "system"), (STRICT, "system"), (PARTS, "developer"),
+        (EITHER, "developer"), (EACH + TEXT.replace("m.content", "m.content | trim"), "developer"),
+        (PARTS.replace(EACH, "{% for m in messages if m.role != 'developer' %}{{ m.role }}:"), "system"),
+        (SILENT, r"leaves out messages of the role developer"), (NO_SYSTEM, "role developer"),
+        (EACH + "{% endfor %}", "leaves out messages of the role assistant and developer and user"),
+    ],
+)  # fmt: skip
+def test_every_message_of_a_chat_is_in_its_prompt(template: str, developer: str) -> None:
+    """Whichever roles a template knows and in whichever form it reads a content: a message of the role developer
+    becomes one of the system if the template passes over developers. A chat that would lose a message is refused."""
+    tokenizer = byte_level()
+    tokenizer.transformers_tokenizer.chat_template = template
+    contents = {"developer": "be-brief", "user": "{{ 1 }}", "assistant": ""}
+    messages = [{"role": role, "content": content} for role, content in contents.items()]
+    messages += [{"role": "assistant", "content": "yes"}, {"role": "user", "content": "{'type': 'text'}"}]
+    if "role" in developer:
+        with pytest.raises(ConfigError, match=developer):
+            tokenizer.encode_chat(messages)
+        return
+    chat = tokenizer.decode(tokenizer.encode_chat(messages).ids)
+    assert chat == f"{developer}:be-briefuser:{{{{ 1 }}}}assistant:assistant:yesuser:{{'type': 'text'}}"
+
+
+@pytest.mark.parametrize(
+    ("end", "begun"),
+    [
+        ("{% if add_generation_prompt %}assistant:{{ '' if think else '<think>' }}{% endif %}", "assistant:<think>"),
+        ("{% if not add_generation_prompt %}{{ raise_exception('only to answer') }}{% endif %}assistant:", ""),
+        ("", ""),
+    ],
+)  # fmt: skip
+def test_where_the_generation_prompt_of_a_chat_begins(end: str, begun: str) -> None:
+    """The history of a chat ends where the template begins the answer, with the request's variables. The history is the
+    complete prompt if the template does not show that place."""
+    tokenizer, messages = byte_level(), [{"role": "user", "content": "hi"}]
+    tokenizer.transformers_tokenizer.chat_template = EACH + TEXT + end
+    ids, history_len = tokenizer.encode_chat(messages)
+    assert tokenizer.decode(ids[history_len:]) == begun
+    if "think" in end:
+        ids, history_len = tokenizer.encode_chat(messages, {"think": True})
+        assert tokenizer.decode(ids[history_len:]) == "assistant:"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import tokenizers
 import torch
 import transformers as hf
+from safetensors.torch import load_file, save_file
 
 from hicache.errors import ConfigError
 from hicache.serving import SamplingParams
@@ -89,6 +91,7 @@ def test_identity_sees_weights_and_configuration() -> None:
         ({"eos_token_id": 10**6}, {}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " <turn>\n"}, {9}),
         ({}, {"eos_token_id": 3}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " b <turn>"}, {3}),
         ({}, {"eos_token_id": 3}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER + " unknown"}, {3}),
+        ({}, {}, {"extra_special_tokens": ["<turn>"], "chat_template": ANSWER[:-3] + "[0]['text'] }} <turn>"}, {9}),
         ({}, {"eos_token_id": 3}, {"chat_template": "{{ raise_exception('no') }}"}, {3}),
     ],
 )  # fmt: skip
@@ -107,12 +110,63 @@ def test_an_answer_ends_with_each_token_that_a_file_names(
     assert end_tokens(tmp_path, hf.LlamaConfig(vocab_size=len(names)), read) == ends
 
 
+def save_checkpoint(path: Path, max_shard_size: str = "1GB") -> None:
+    tiny_llama().save_pretrained(path, max_shard_size=max_shard_size)
+    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
+    hf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (lambda tensors: {name: x for name, x in tensors.items() if "layers.1.mlp" not in name},
+         r"lacks tensors of the model: model\.layers\.1\.mlp\.down_proj\.weight, .*1\.mlp\.up_proj\.weight; give"),
+        (lambda tensors: {f"language_{name}": x for name, x in tensors.items()},
+         r"lacks .*lm_head\.weight, .* more; it has tensors that the model lacks: language_lm_head\.weight, .* more;"),
+        (lambda tensors: {**tensors, "model.norm.weight": torch.zeros(7)}, r"another shape .*: model\.norm\.weight;"),
+    ],
+)  # fmt: skip
+def test_a_checkpoint_without_all_weights_is_refused(
+    change: Callable[[dict[str, torch.Tensor]], dict[str, torch.Tensor]], named: str, tmp_path: Path
+) -> None:
+    """A tensor that is missing, or has another name or shape, is named in the error; none is filled at random."""
+    save_checkpoint(tmp_path)
+    file = tmp_path / "model.safetensors"
+    save_file(change(load_file(file)), file, {"format": "pt"})
+    with pytest.raises(ConfigError, match=named):
+        load_local(str(tmp_path), torch.float32, torch.device("cpu"))
+
+
+def test_a_missing_shard_is_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, max_shard_size="10KB")
+    shard = sorted(tmp_path.glob("*.safetensors"))[1]
+    load_local(str(tmp_path), torch.float32, torch.device("cpu"))
+    shard.unlink()
+    with pytest.raises(ConfigError, match=shard.name):
+        load_local(str(tmp_path), torch.float32, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("file", ["config.json", "tokenizer_config.json"])
+def test_code_of_a_directory_never_runs(file: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model or tokenizer whose class is Python code of the directory is refused without a question; the error names
+    the file and its entry."""
+    save_checkpoint(tmp_path)
+    ran = tmp_path / "ran"
+    (tmp_path / "own.py").write_text(f"open({str(ran)!r}, 'w').close()")
+    values = json.loads((tmp_path / file).read_text())
+    auto_map = {"AutoConfig": "own.C", "AutoModelForCausalLM": "own.M", "AutoTokenizer": ["own.T", None]}
+    own = {"auto_map": auto_map, "model_type": "own_kind", "tokenizer_class": "OwnTokenizer"}
+    (tmp_path / file).write_text(json.dumps({**values, **own}))
+    monkeypatch.setattr("builtins.input", lambda question: "y")
+    with pytest.raises(ConfigError, match=rf"auto_map in {file} names Python code of the directory"):
+        load_local(str(tmp_path), torch.float32, torch.device("cpu"))
+    assert not ran.exists()
+
+
 def test_a_checkpoint_suggests_its_sampling(tmp_path: Path) -> None:
     """What generation_config.json says itself, values included that are transformers' defaults; one that cannot be used
     is an error with its name."""
-    tiny_llama().save_pretrained(tmp_path)
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "<unk>": 1}, "<unk>"))
-    hf.PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
+    save_checkpoint(tmp_path)
     file = tmp_path / "generation_config.json"
     for says, expected in (
         ({"do_sample": True, "temperature": 0.6, "top_k": 50, "top_p": None, "eos_token_id": 3}, (0.6, 50, 1.0)),

@@ -23,6 +23,7 @@ import uvicorn
 from hicache.build.factory import build_engine
 from hicache.config import EngineConfig
 from hicache.config.environment import api_key
+from hicache.console import announce
 from hicache.engine import CacheEngine
 from hicache.errors import ConfigError
 from hicache.layout import ModelGeometry
@@ -148,7 +149,7 @@ async def _until_signalled(flags: argparse.Namespace, context: ServerContext) ->
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
     name = ", ".join(context.names)
-    return await serve(flags, context, signals, lambda url: print(f"hicache: serving {name} on {url}", flush=True))
+    return await serve(flags, context, signals, lambda url: announce(f"hicache: serving {name} on {url}"))
 
 
 async def serve(
@@ -189,6 +190,7 @@ async def serve(
             log_level="error",  # its warnings are of requests, which are logged where they are answered
             access_log=False,
             server_header=False,
+            timeout_keep_alive=flags.keep_alive_s,
             timeout_graceful_shutdown=_CLOSE_S,
         )
     )

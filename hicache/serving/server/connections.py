@@ -1,8 +1,8 @@
 """Connections that are bounded in number and in time, and whose clients are seen to leave.
 
-uvicorn bounds neither: a connection that sends nothing, or half a head, stays for ever, and there may be as many as
-there are descriptors; its `limit_concurrency` refuses probes like all others. And it stops reading a connection with
-bytes behind its request, and so does not see its end.
+uvicorn bounds neither: a new connection that sends nothing, or half a head, stays for ever, and only the limit of open
+files bounds their number; its `limit_concurrency` refuses probes like all others. And it stops reading a connection
+with bytes behind its request, and so does not see its end.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ log = logging.getLogger(__name__)
 @dataclass
 class ConnectionLimits:
     """`max_connections`: at a time. `head_s`: until the head of a request has come, from the connection or from the
-    end of the response before. `request_s`: from then on until the response is complete and sent. `refused`: answers
-    what is no request, by the status, 400, or 503 where there is no place, and the client's address."""
+    first byte behind the response before. `request_s`: from then on until the response is complete and sent. `refused`:
+    answers what is no request, by the status, 400, or 503 where there is no place, and the client's address. uvicorn
+    closes a connection that is idle after a response, by its `timeout_keep_alive`."""
 
     max_connections: int
     request_s: float
@@ -61,7 +62,7 @@ class Connection(H11Protocol):
         self._limits, self._served = limits, self.app
         self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None
-        self._timed: object = None  # the request that the timer is for; None: the next one
+        self._timed: object = None  # the request that the timer is for; None: the head of the next one
         self._waits_since_s = self.loop.time()
 
     @property
@@ -125,6 +126,9 @@ class Connection(H11Protocol):
                 return
             self._timer.cancel()
         is_sending = request is not None or self.transport.get_write_buffer_size()
+        if not is_sending and self.cycle is not None and not self.conn.trailing_data[0]:
+            self._timer = None
+            return
         seconds = self._limits.request_s if is_sending else self._limits.head_s
         self._timed, self._timer = request, self.loop.call_later(seconds, self.transport.abort)
 

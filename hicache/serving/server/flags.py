@@ -59,6 +59,11 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
         help="connections, at most half of the files that may be open (default 1024)",
     )  # fmt: skip
     server.add_argument(
+        "--keep-alive-s", type=_TIMEOUT_S, default=120.0, metavar="SECONDS",
+        help="how long a connection may be idle after a response; longer than proxies and clients keep theirs "
+        "(default 120)",
+    )  # fmt: skip
+    server.add_argument(
         "--max-body-bytes",
         type=_BYTES,
         metavar="SIZE",

@@ -227,6 +227,7 @@ class Frontend:
             sampling,
             namespace=body.cache_salt or "",
             eos_ids=eos_ids.union(body.stop_token_ids or ()),
+            branch_points=() if body.session_end else (prompt.shared_len,),
             expected_uses=body.expected_reuse,
             session_end=bool(body.session_end),
             next_turn_within_s=body.next_turn_within_s,

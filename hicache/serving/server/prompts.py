@@ -12,7 +12,7 @@ import numpy.typing as npt
 from pydantic import ValidationError
 
 from hicache.errors import ConfigError
-from hicache.serving.models import Tokenizer
+from hicache.serving.models import ChatTokens, Tokenizer
 from hicache.serving.server.fields import SHAPES
 from hicache.serving.server.protocol import ChatBody, CompletionBody, Message
 from hicache.serving.server.replies import ApiError, invalid
@@ -34,6 +34,7 @@ BODIES: dict[str, type[AnyBody]] = {
 }
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
+_GENERATION_PROMPT_TOKENS = 8  # at most, an empty thought included, if a client applied the template
 _MAX_REASONS = 3  # of those why a body is refused
 _MAX_NAME = 64  # characters of a client's field name in a message
 _REASONS = {"extra_forbidden": "this route has no such field", "missing": "the field is required"}
@@ -44,11 +45,12 @@ _PIECE_CHARS = 1 << 16
 @dataclass(frozen=True)
 class Prompt:
     """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: where answers
-    begin with it."""
+    begin with it. `shared_len`: tokens that the next turn's prompt shares at least, if one follows."""
 
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
     text: str = ""
+    shared_len: int = 0
 
 
 @dataclass(frozen=True)
@@ -116,12 +118,13 @@ class PromptEncoder:
 
     def _of_chat(self, body: ChatBody) -> Prompt:
         """Without a maximum in the body, the answer may be as long as the context allows."""
-        ids = self._chat(body.messages, body.chat_template_kwargs or {})
-        rest = max(1, self.limits.max_len - len(ids))
-        return self._checked(ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
+        chat = self._chat(body.messages, body.chat_template_kwargs or {})
+        rest = max(1, self.limits.max_len - len(chat.ids))
+        prompt = self._checked(chat.ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
+        return dataclasses.replace(prompt, shared_len=min(prompt.shared_len, chat.history_len))
 
-    def _chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> list[int]:
-        given = [message.as_template_reads_it() for message in messages]
+    def _chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
+        given = [message.with_text() for message in messages]
         self._require_not_far_too_long("".join(message["content"] for message in given), "messages")
         try:
             return self._tokenizer.encode_chat(given, variables)
@@ -135,7 +138,7 @@ class PromptEncoder:
         variables = body.chat_template_kwargs or {}
         if body.add_generation_prompt is not None:
             variables = {**variables, "add_generation_prompt": body.add_generation_prompt}
-        return self._chat(body.messages, variables)
+        return self._chat(body.messages, variables).ids
 
     def _detokenized(self, tokens: Sequence[int]) -> Prompt:
         if max(tokens, default=0) >= self.limits.vocab_size:
@@ -178,7 +181,8 @@ class PromptEncoder:
                 param,
                 "context_length_exceeded",
             )
-        return Prompt(np.array(ids, dtype=np.int64), max_new_tokens)
+        tokens, shared_len = np.array(ids, dtype=np.int64), max(0, len(ids) - _GENERATION_PROMPT_TOKENS)
+        return Prompt(tokens, max_new_tokens, shared_len=shared_len)
 
 
 def _refusal(error: ValidationError) -> ApiError:

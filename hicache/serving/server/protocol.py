@@ -319,7 +319,8 @@ class Message(RefusedMessageFields):
             raise PydanticCustomError("no_content", "only an assistant's content may be null")
         return value
 
-    def as_template_reads_it(self) -> dict[str, str]:
+    def with_text(self) -> dict[str, str]:
+        """The message with its content as one text."""
         content = self.content or ""
         text = content if isinstance(content, str) else "".join(part.text for part in content)
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}

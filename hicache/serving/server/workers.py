@@ -184,7 +184,7 @@ def _done(tokenizer: Tokenizer, job: bytes) -> bytes:
     except ApiError as error:
         refusal = {"status": error.status, "headers": error.headers, **error.body["error"]}
         return json.dumps({"refusal": refusal}).encode()
-    shapes = [(len(prompt.tokens), prompt.max_new_tokens, prompt.text) for prompt in prepared.prompts]
+    shapes = [(len(each.tokens), each.max_new_tokens, each.text, each.shared_len) for each in prepared.prompts]
     checked = prepared.body.model_dump_json(exclude_unset=True)
     line = json.dumps({"body": checked, "prompts": shapes, "ignored": prepared.ignored}).encode()
     return b"\n".join([line, b"".join(prompt.tokens.tobytes() for prompt in prepared.prompts)])
@@ -206,7 +206,7 @@ def _prepared(kind: str, answer: bytes) -> Prepared:
             headers=refusal["headers"],
         )
     tokens, start, prompts = np.frombuffer(raw, dtype=np.int64), 0, []
-    for num_tokens, max_new_tokens, text in head["prompts"]:
-        prompts.append(Prompt(tokens[start : start + num_tokens], max_new_tokens, text))
+    for num_tokens, *others in head["prompts"]:
+        prompts.append(Prompt(tokens[start : start + num_tokens], *others))
         start += num_tokens
     return Prepared(BODIES[kind].model_validate_json(head["body"]), prompts, tuple(head["ignored"]))
