@@ -158,7 +158,8 @@ def _usage(flag: argparse.Action) -> str:
     name = flag.option_strings[0] if flag.option_strings else str(flag.metavar)
     if not flag.option_strings or flag.nargs == 0:
         return name
-    return f"{name} {flag.metavar or ','.join(flag.choices or ()) or 'N'}"
+    value = flag.dest.upper() if flag.type is None else "N"  # text, or a number
+    return f"{name} {flag.metavar or ','.join(flag.choices or ()) or value}"
 
 
 _TABLES: dict[str, Callable[[str], str]] = {
