@@ -87,10 +87,14 @@ class Plan:
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache plan`."""
-    parser.add_argument(
+    model = parser.add_mutually_exclusive_group(required=True)
+    model.add_argument(
+        "model", nargs="?", type=path_flag, default=argparse.SUPPRESS, metavar="MODEL", help="as --model MODEL"
+    )
+    model.add_argument(
         "--model",
-        required=True,
         type=path_flag,
+        metavar="MODEL",
         help=f"a transformers config.json, a folder with one, or one of {', '.join(PRESETS)}",
     )
     parser.add_argument("--gpu", required=True, help=f"its memory, like 80GiB, or one of {', '.join(GPUS)}")
