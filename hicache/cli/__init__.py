@@ -33,7 +33,7 @@ _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
 _SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "openai")
 _EXTRAS = {**dict.fromkeys((*_SERVE_PACKAGES, "huggingface_hub", "jinja2"), "serve"), "matplotlib": "replay"}
-_INTERRUPTED = "hicache: interrupted; what was stored stays"
+_INTERRUPTED = "hicache: interrupted"
 
 
 class _Command(NamedTuple):

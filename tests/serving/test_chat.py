@@ -126,7 +126,7 @@ def test_an_interrupt_ends_the_chat(answering: bool, server: Server) -> None:
         else:  # the prompt shows before the program waits: a signal between them is seen with the next key
             eventually(lambda: Path(f"/proc/{program.pid}/stat").read_text().rpartition(")")[2].split()[0] == "S")
         program.send_signal(signal.SIGINT)
-        assert shown_until(ours, "").splitlines()[-1] == "hicache: interrupted; what was stored stays"
+        assert shown_until(ours, "").splitlines()[-1] == "hicache: interrupted"
         assert program.wait(BOUND_S) == 130
     server.wait_idle()
 
