@@ -45,13 +45,17 @@ def open_store(
 
     Raises `StoreError` for a URL that cannot be used, and what the store raises.
     """
-    url = url.strip()
+    url, about = url.strip(), {"identity": identity, "formats": formats, "cipher": cipher}
+    opener = opener_of(url)
+    return opener(url, **about, on_removed=on_removed, name=name) if opener is _open_lmdb else opener(url, **about)
+
+
+def opener_of(url: str) -> _Opener:
+    """The function that opens the store of `url`. Raises `StoreError` for a URL whose store has no client here."""
     if re.search(rf",\s*{SCHEME}", url, re.IGNORECASE | re.ASCII):
         raise StoreError("several URLs with commas between them; give that of one store")
-    scheme = scheme_of(url)
-    opener = _OPENERS.get(scheme) or _registered(scheme)
-    about = {"identity": identity, "formats": formats, "cipher": cipher}
-    return opener(url, **about, on_removed=on_removed, name=name) if scheme == "lmdb" else opener(url, **about)
+    scheme = scheme_of(url.strip())
+    return _OPENERS.get(scheme) or _registered(scheme)
 
 
 def _open_lmdb(url: str, /, *, name: str, **about: Any) -> PageStore:

@@ -18,6 +18,7 @@ from hicache.alloc import (
 from hicache.build.packing import packer_of, place_bytes
 from hicache.build.sizing import host_shares, resolve
 from hicache.build.store_tiers import build_stores, given_stores
+from hicache.build.validation import device_named
 from hicache.config import EngineConfig, default_write_policy
 from hicache.config.environment import kernel_choice
 from hicache.device import (
@@ -80,7 +81,7 @@ def build_engine(
     seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """
-    device = _device(config.device)
+    device = device_named(config.device)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
     given = given_stores(config, store, remote)
     present = _present(config, model, components)
@@ -295,28 +296,12 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
         ("device_tokens", pool.size, _whole_pages(config)),
         ("page_size", pool.page_size, config.page_size),
         ("dtype", pool.dtype, config.torch_dtype),
-        ("device", _device(pool.device), device),
+        ("device", device_named(pool.device), device),
         ("enable_memory_saver", pool.enable_memory_saver, config.enable_memory_saver),
     ):
         if of_pool != wanted:
             raise ConfigError(f"the pool has {name} {of_pool}, the configuration {wanted}; set {name} to the pool's")
     return pool
-
-
-def _device(name: str | torch.device) -> torch.device:
-    """The device with its index; ConfigError where torch does not see it."""
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise ConfigError(f"device={name!r}: write cpu, cuda or cuda:1") from None
-    if device.type not in ("cpu", "cuda"):
-        raise ConfigError(f"device={name!r}: this engine runs on cpu and cuda")
-    if device.type == "cuda":
-        count = torch.cuda.device_count()
-        if (device.index or 0) >= count:
-            raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use cpu or a lower index")
-        return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
-    return device
 
 
 def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> BaseTokenToKVPoolAllocator:

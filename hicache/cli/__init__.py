@@ -110,12 +110,20 @@ class _Parser(argparse.ArgumentParser):
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Of each command its own: the parser of all commands would name itself."""
+        if self._subparsers is None:  # before a value is checked, which may be taken for another argument
+            given = list(sys.argv[1:] if args is None else args)
+            given = given[: given.index("--")] if "--" in given else given
+            options = [each for each in given if each.startswith("--") and " " not in each.partition("=")[0]]
+            self._refuse([each for each in options if each.partition("=")[0] not in self._option_string_actions])
         parsed, unknown = super().parse_known_args(args, namespace)
+        self._refuse(unknown)
+        return parsed, unknown
+
+    def _refuse(self, unknown: Sequence[str]) -> None:
         if unknown:
             meant = difflib.get_close_matches(unknown[0].partition("=")[0], self._option_string_actions, 1)
             guess = f" ({meant[0]} is one)" if meant else ""
             self.error(f"unrecognized arguments: {' '.join(unknown)}{guess}")
-        return parsed, unknown
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:

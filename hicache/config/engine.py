@@ -9,13 +9,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias, get_args
 
 from hicache.config.environment import dtype_named
+from hicache.config.flags import Layer, add_section, combine, flag_of, given_flags, naming_flags
 from hicache.config.settings import (
     Address,
     Choice,
-    Layer,
     Number,
     Packing,
     Share,
@@ -23,11 +24,8 @@ from hicache.config.settings import (
     Text,
     Tokens,
     Whole,
-    add_section,
     as_mapping,
-    combine,
     from_mapping,
-    given_flags,
     read_yaml,
     settle,
     short_repr,
@@ -283,7 +281,7 @@ class EngineConfig:
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
         """Build from plain values; `disk` and `advanced` are mappings. `ConfigError` names what is wrong."""
-        return cls._of(as_mapping(values, "the configuration"), "the configuration")
+        return cls._of(as_mapping(values, "the configuration"))
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, title: str = "settings") -> None:
@@ -302,7 +300,9 @@ class EngineConfig:
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **defaults: Any) -> EngineConfig:
         """Combine `defaults`, the file of `--config` and the flags that were given; the later wins."""
-        return cls._of(_combined(flags, defaults)[0], "the configuration")
+        values, sources = _combined(flags, defaults)
+        with naming_flags(sources):
+            return cls._of(values)
 
     @staticmethod
     def sources_of(flags: argparse.Namespace, **defaults: Any) -> Mapping[str, str]:
@@ -310,11 +310,13 @@ class EngineConfig:
         return _combined(flags, defaults)[1]
 
     @classmethod
-    def _of(cls, values: Mapping[Any, Any], name: str) -> EngineConfig:
+    def _of(cls, values: Mapping[Any, Any]) -> EngineConfig:
         plain = {key: value for key, value in values.items() if key not in _NESTED or value is not None}
         for section in _NESTED.keys() & plain.keys():
-            plain[section] = from_mapping(_NESTED[section], as_mapping(plain[section], section), section)
-        config: EngineConfig = from_mapping(cls, plain, name)
+            plain[section] = from_mapping(
+                _NESTED[section], as_mapping(plain[section], section), section, partial(flag_of, section)
+            )
+        config: EngineConfig = from_mapping(cls, plain, "the configuration", partial(flag_of, ""))
         return config
 
 

@@ -13,12 +13,12 @@ import math
 import numbers
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple, get_type_hints
+from typing import Any, get_type_hints
 
 import yaml
 
@@ -94,7 +94,8 @@ class Setting:
         raise NotImplementedError
 
     def _refused(self, given: object, reason: str) -> ValueError:
-        return ValueError(f"{short_repr(self.shown(given))} {reason}: {self.help}")
+        meaning = f" (setting: {self.help})" if self.help else ""
+        return ValueError(f"{short_repr(self.shown(given))} {reason}{meaning}")
 
 
 @dataclass(frozen=True)
@@ -107,10 +108,13 @@ class Whole(Setting):
     def _value(self, given: object) -> int:
         value = self._number(given)
         if value < self.minimum:
-            raise self._refused(value, f"is below {self.minimum}")
+            raise self._refused(given, f"is below the minimum of {self._bound(self.minimum)}")
         if value > self.maximum:
-            raise self._refused(value, f"is above {self.maximum}")
+            raise self._refused(given, f"is above the maximum of {self._bound(self.maximum)}")
         return value
+
+    def _bound(self, value: int) -> str:
+        return str(value)
 
     def _number(self, given: object) -> int:
         if isinstance(given, str):
@@ -138,6 +142,9 @@ class Size(Whole):
 
     def _value(self, given: object) -> Any:
         return given if self.word and given == self.word else super()._value(given)
+
+    def _bound(self, value: int) -> str:
+        return sized(value).partition(" (")[0]
 
     def _number(self, given: object) -> int:
         return parse_bytes(given) if isinstance(given, str) else super()._number(given)
@@ -169,8 +176,9 @@ class Number(Setting):
         if not math.isfinite(value):
             raise self._refused(given, "is not a finite number")
         if not self.minimum <= value <= self.maximum:
-            bound = f"below {self.minimum:g}" if value < self.minimum else f"above {self.maximum:g}"
-            raise self._refused(value, f"is {bound}")
+            is_low = value < self.minimum
+            bound = f"below the minimum of {self.minimum:g}" if is_low else f"above the maximum of {self.maximum:g}"
+            raise self._refused(given, f"is {bound}")
         return value
 
 
@@ -303,40 +311,18 @@ def as_mapping(values: object, name: str) -> Mapping[Any, Any]:
     return values
 
 
-def from_mapping(cls: type, values: Mapping[Any, Any], name: str) -> Any:
-    """Build the dataclass `cls` from values by field name. `ConfigError` lists unknown and missing names."""
+def from_mapping(cls: type, values: Mapping[Any, Any], name: str, flag: Callable[[str], str] | None = None) -> Any:
+    """Build the dataclass `cls` from values by field name. `ConfigError` lists unknown and missing names. `flag`: of a
+    setting that has one."""
     known = {item.name: item for item in dataclasses.fields(cls)}
     unknown = sorted(key if isinstance(key, str) else short_repr(key) for key in values if key not in known)
     if unknown:
         raise ConfigError(f"{name}: unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
     missing = [key for key, item in known.items() if item.default is dataclasses.MISSING and key not in values]
     if missing:
-        raise ConfigError(f"{name}: missing setting {', '.join(missing)}")
+        flags = "" if flag is None else f" (as a flag: {', '.join(map(flag, missing))})"
+        raise ConfigError(f"{name}: missing setting {', '.join(missing)}{flags}")
     return cls(**values)
-
-
-class Layer(NamedTuple):
-    """Values of one source, those of a section as a mapping. `source` names it; empty: each came from its own flag."""
-
-    values: Mapping[Any, Any]
-    source: str = ""
-
-
-def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The values of all layers, the later over the earlier, and the source of each by `name` or `section.name`. A layer
-    updates the values of a section one by one."""
-    values: dict[Any, Any] = {}
-    sources: dict[str, str] = {}
-    for layer in layers:
-        for key, value in layer.values.items():
-            if key in sections and isinstance(value, Mapping):
-                below = values.get(key)
-                values[key] = {**as_mapping({} if below is None else below, key), **value}
-                sources.update({f"{key}.{name}": layer.source or f"flag {_flag(key, name)}" for name in value})
-            else:
-                values[key] = value
-                sources[str(key)] = layer.source or f"flag {_flag('', key)}"
-    return values, sources
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
@@ -349,36 +335,6 @@ def read_yaml(path: str | Path) -> Mapping[Any, Any]:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     return as_mapping(values, f"the configuration {path}")
-
-
-def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:
-    """A flag for each setting of the dataclass `cls`: `--NAME`, or `--SECTION-NAME`. Values stay text."""
-    defaults = {item.name: item.default for item in dataclasses.fields(cls)}
-    for name, setting in settings_of(cls).items():
-        details = [setting.detail] if setting.detail else []
-        if defaults[name] is not dataclasses.MISSING:
-            details.append(f"default {setting.text(defaults[name])}")
-        help = f"{setting.help} ({'; '.join(details)})" if details else setting.help
-        flag, dest, action = _flag(section, name), _dest(section, name), "append" if setting.is_many else "store"
-        group.add_argument(flag, dest=dest, metavar=setting.metavar, help=help.replace("%", "%%"), action=action)
-
-
-def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:
-    """What the command line gave. The section "" is that of the settings without a prefix."""
-    values: dict[str, Any] = {}
-    for section, cls in sections.items():
-        given = {name: getattr(flags, _dest(section, name)) for name in settings_of(cls)}
-        given = {name: value for name, value in given.items() if value is not None}
-        values.update({section: given} if section and given else given)
-    return Layer(values)
-
-
-def _flag(section: str, name: str) -> str:
-    return "--" + _dest(section, name).replace("_", "-")
-
-
-def _dest(section: str, name: str) -> str:
-    return f"{section}_{name}" if section else name
 
 
 def as_flag(setting: Setting) -> Callable[[str], Any]:

@@ -83,10 +83,15 @@ def make_order(name: str, is_evictable: Callable[[R], bool]) -> EvictionOrder[R]
 
     ConfigError for an unknown name.
     """
+    return EvictionOrder(policy_named(name), is_evictable)
+
+
+def policy_named(name: str, setting: str = "eviction_policy") -> EvictionPolicy:
+    """A new policy `name`, in any case. ConfigError for an unknown name, which `setting` gave."""
     policy = EVICTION_POLICIES.get(name.lower())
     if policy is None:
-        raise _unknown(name, EVICTION_POLICIES)
-    return EvictionOrder(policy(), is_evictable)
+        raise _unknown(name, EVICTION_POLICIES, setting)
+    return policy()
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:
@@ -97,5 +102,5 @@ def get_eviction_strategy(name: str) -> EvictionStrategy:
     return strategy()
 
 
-def _unknown(name: str, names: Iterable[str]) -> ConfigError:
-    return ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(sorted(names))}")
+def _unknown(name: str, names: Iterable[str], setting: str = "eviction_policy") -> ConfigError:
+    return ConfigError(f"{setting}={name!r} is unknown; use one of {', '.join(sorted(names))}")

@@ -32,11 +32,12 @@ _END = (-1).to_bytes(8, "big", signed=True)
 def sink_of(address: str, topic: str = "", replay: str = "") -> EventSink:
     """The sink for the address of `kv_events`. Raises `ConfigError` where it cannot be used."""
     if address.startswith("file:"):
-        return FileSink(_path_in(address))
+        return FileSink(path_in(address))
     return ZmqSink(address, topic, replay)
 
 
-def _path_in(address: str) -> str:
+def path_in(address: str) -> str:
+    """The path in `file:PATH`. Raises `ConfigError` where there is none."""
     try:
         return path_text(address if address.startswith("file://") else address.removeprefix("file:"))
     except ConfigError as error:

@@ -22,12 +22,14 @@ import transformers
 
 from hicache.build.factory import build_engine
 from hicache.build.sizing import row_bytes
+from hicache.build.validation import device_named, require_usable
 from hicache.config import EngineConfig
+from hicache.config.flags import naming_flags
 from hicache.console import new_console, require_writable, write_whole
 from hicache.errors import ConfigError, PromptTooLong
 from hicache.serving.document_chats import chats_about_diaries
 from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
-from hicache.serving.models import device_named, load_local, random_model
+from hicache.serving.models import load_local, random_model
 from hicache.serving.packaged_model import choose_model
 from hicache.serving.report import HEADER, Report, Turn
 from hicache.serving.support import check_supported
@@ -96,6 +98,8 @@ def run(flags: argparse.Namespace) -> int:
 def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     """Load the model and the conversations. Raises ConfigError if a conversation is too long for the model."""
     basis = _basis(flags)
+    with naming_flags(EngineConfig.sources_of(flags)):
+        require_usable(basis)
     device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
         dtype = torch.bfloat16  # of the model; only the pool stores 8 bits
@@ -150,7 +154,7 @@ def _configure(flags: argparse.Namespace, workload: Workload, temporary: str) ->
 def _basis(flags: argparse.Namespace) -> EngineConfig:
     """The settings, with placeholders for what depends on the workload: invalid ones raise before the model is
     loaded."""
-    disk = {"disk": {"path": "not made yet"}} if _has_disk_settings(flags) else {}
+    disk = {"disk": {"path": tempfile.gettempdir()}} if _has_disk_settings(flags) else {}
     return _config(flags, device_tokens=1 << 20, host_bytes=1 << 30, device="cpu", model_id="not loaded yet", **disk)
 
 

@@ -168,21 +168,6 @@ class LoadedModel:
         return sum(weight.numel() for weight in self.model.parameters())
 
 
-def device_named(name: str) -> torch.device:
-    """The device of that name. Raises ConfigError where there is none, or models are not served on its kind."""
-    wrong = ConfigError(f"device={name!r}: write cpu, cuda or cuda:1")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise wrong from None
-    if device.type not in ("cpu", "cuda"):
-        raise wrong
-    count = torch.cuda.device_count()
-    if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"device={name!r}: torch sees {count} CUDA devices; use one of them, or --device cpu")
-    return device
-
-
 def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """A Llama model over bytes with 3.7 million weights drawn from `seed` on the CPU: the same on every machine."""
     config = LlamaConfig(

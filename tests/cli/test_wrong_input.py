@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import sys
 from pathlib import Path
 from urllib.parse import quote
 
@@ -67,7 +68,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--turns many", "--turns"),
         ("--turns 0", "--turns"),
         (f"--seed {HUGE}", "--seed"),
-        (f"--device-tokens {HUGE}", "device_tokens"),
+        (f"--device-tokens {HUGE}", "--device-tokens"),
         ("--model {tmp}/missing", "model"),
         ("--model {tmp}", "model"),
         ("--json {tmp}/no/where.json", "--json"),
@@ -78,8 +79,8 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--host-bytes 4096", "host_bytes"),
         ("--host-bytes 12Q", "12Q"),
         ("--host-bytes 0 --disk {tmp}/new", "host_bytes"),
-        ("--page-size 48", "page_size"),
-        ("--host-page-size 0", "host_page_size"),
+        ("--page-size 48", "--page-size 48"),
+        ("--host-page-size 0", "--host-page-size"),
         ("--dtype float7", "dtype"),
         ("--device abacus", "device"),
         ("--device cuda:77", "device"),
@@ -89,16 +90,16 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--config {tmp}/broken.yaml", "broken.yaml"),
         ("--config {tmp}/bytes.yaml", "bytes.yaml"),
         ("--config {tmp}/float.yaml", "host_bytes"),
-        ("--disk {tmp}/file", "disk path"),
-        ("--disk {tmp}/new --disk-key-file {tmp}/\udcff", "key_file"),
+        ("--disk {tmp}/file", "--disk-path {tmp}/file"),
+        ("--disk {tmp}/new --disk-key-file {tmp}/\udcff", "--disk-key-file"),
     ],
-    "serve": [("--kv-events udp://x", "kv_events")],
+    "serve": [("--disk-pth /nowhere", "--disk-pth (--disk-path is one)"), ("--disk-budget-bytes 10GB", "--disk-path")],
     "config": [
         ("", "--show"),
         ("--show --flavour mild", "--flavour"),
         ("--show --disk-readers 3", "--disk-readers"),
-        ("--show --page-size 48", "page_size"),
-        ("--show --disk-level 3", "path"),
+        ("--show --page-size 48", "--page-size 48"),
+        ("--show --disk-level 3", "--disk-path"),
         ("--show --disk-path /x", "model_id"),
         ("--show --config {tmp}/missing.yaml", "missing.yaml"),
         ("--show --config {tmp}/broken.yaml", "broken.yaml"),
@@ -151,6 +152,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--calibration '{tmp}/no rates.json'", "no rates.json"),
     ],
     "replay": [("{tmp}/none.jsonl", "none.jsonl"), ("{tmp}/cut.jsonl --json {tmp}/file", "line 2")],
+    "plan": [("--gpu h100", "MODEL"), ("nowhere --gpu h100", "nowhere")],
     PLAN: [
         ("--gpu h900", "--gpu"),
         ("--gpu 0", "--gpu"),
@@ -172,6 +174,20 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("http://127.0.0.1:1 --interval 0", "--interval"),
     ],
 }
+# Settings that no engine can have, whatever its model; the line names the flag as it was given.
+UNUSABLE = [
+    ("--kv-events udp://x", "--kv-events"),
+    ("--kv-events file:{tmp}/none/events", "kv_events"),
+    ("--eviction-policy lruu", "--eviction-policy 'lruu'"),
+    ("--host-eviction-policy lruu", "--host-eviction-policy 'lruu'"),
+    ("--write-policy never", "--write-policy 'never'"),
+    ("--device cuda:77", "--device 'cuda:77'"),
+    ("--enable-memory-saver true", "torch_memory_saver"),
+    ("--disk-path {tmp}/file", "--disk-path {tmp}/file"),
+    ("--disk-path {tmp}/new --disk-key-file {tmp}/none", "--disk-key-file {tmp}/none"),
+    ("--disk-path {tmp}/new --disk-budget-bytes 1KB", "--disk-budget-bytes '1KB' is below the minimum of 1.0 MiB"),
+    ("--remote-url novel://host", "novel"),
+]
 ROWS = [(command, row, culprit) for command, rows in TABLES.items() for row, culprit in rows]
 
 
@@ -201,6 +217,24 @@ def test_wrong_input_is_one_line(
     before = state(folder)
     assert culprit.format(**names) in refused(capsys, *shlex.split(f"{command} {row}".format(**names)))
     assert state(folder) == before and not (folder / "new" / "store.json").exists()
+
+
+@pytest.mark.parametrize("command", ["serve --model random --port 0", DEMO])
+def test_settings_are_refused_before_a_model_is_loaded(
+    command: str, folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model takes minutes to load. The line about a wrong setting names its flag; no file is made or changed."""
+
+    def load(*_: object) -> None:
+        raise AssertionError("a model is loaded")
+
+    monkeypatch.setattr("hicache.serving.server.command.choose_model", load)
+    monkeypatch.setattr("hicache.serving.demo.choose_model", load)
+    monkeypatch.setitem(sys.modules, "torch_memory_saver", None)
+    before = state(folder)
+    for row, culprit in UNUSABLE:
+        assert culprit.format(tmp=folder) in refused(capsys, *shlex.split(f"{command} {row}".format(tmp=folder)))
+    assert state(folder) == before and not (folder / "new").exists()
 
 
 def test_an_unknown_flag_names_the_help_of_its_command(capsys: pytest.CaptureFixture[str]) -> None:

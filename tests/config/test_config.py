@@ -223,8 +223,9 @@ def plain(section: str, name: str, value: object) -> dict[str, object]:
 
 @pytest.mark.parametrize(("section", "name", "setting"), DECLARED, ids=[f"{at}.{name}" for at, name, _ in DECLARED])
 def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting: Setting, tmp_path: Path) -> None:
-    """What a setting does not take is a ConfigError of one short line with its name, however it is given: built
-    directly, from a mapping, from YAML, from a flag. Nothing is cut, rounded or taken for a number."""
+    """A wrong value is a ConfigError of one short line that names the setting if the value was given directly, in a
+    mapping or in YAML, and the flag if a flag gave it. Nothing is cut, rounded or taken
+    for a number."""
     cls: type = SECTIONS[section]
     is_first = setting is next(other for _, _, other in DECLARED if type(other) is type(setting))
     required: dict[str, object] = {
@@ -234,23 +235,24 @@ def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting
         "advanced": {},
     }[section]
     for value in WRONG[type(setting)]:
-        doors: list[Callable[[], object]] = [
-            lambda value=value: cls(**{**required, name: value}),
-            lambda value=value: EngineConfig.from_dict(plain(section, name, value)),
+        doors: list[tuple[str, Callable[[], object]]] = [
+            (f"{name}=", lambda value=value: cls(**{**required, name: value})),
+            (f"{name}=", lambda value=value: EngineConfig.from_dict(plain(section, name, value))),
         ]
         if isinstance(value, str) and "\0" not in value:
-            given = f"{flag_of(section, name)}={value}"
-            doors.append(lambda given=given: EngineConfig.from_flags(flags(given), **RIGHT))
+            flag = flag_of(section, name)
+            given = flags(f"{flag}={value}")
+            doors.append((f"{flag} ", lambda given=given: EngineConfig.from_flags(given, **RIGHT)))
         # A file is read into a mapping, so that one setting of each kind tells for all.
         if is_first and isinstance(value, None | bool | int | float | list) and value not in (10**5000,):
             file = tmp_path / "engine.yaml"
             file.write_text(yaml.safe_dump(plain(section, name, value)))
-            doors.append(lambda file=file: EngineConfig.from_flags(flags("--config", str(file))))
-        for door in doors:
+            doors.append((f"{name}=", lambda file=file: EngineConfig.from_flags(flags("--config", str(file)))))
+        for named, door in doors:
             with pytest.raises(ConfigError) as caught:
                 door()
             line = str(caught.value)
-            assert f"{name}=" in line and len(line) < 400 and "\n" not in line, line
+            assert named in line and len(line) < 400 and "\n" not in line, line
 
 
 BROKEN_FILES = [

@@ -21,6 +21,7 @@ import transformers
 import uvicorn
 
 from hicache.build.factory import build_engine
+from hicache.build.validation import device_named
 from hicache.config import EngineConfig
 from hicache.config.environment import api_key
 from hicache.console import announce
@@ -33,7 +34,6 @@ from hicache.serving.models import (
     ByteTokenizer,
     LoadedModel,
     Tokenizer,
-    device_named,
     load_local,
     local_tokenizer,
     random_model,

@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from hicache.build.sizing import device_bytes, mamba_size, row_bytes, window_tokens
+from hicache.build.validation import require_usable
 from hicache.config import EngineConfig
+from hicache.config.flags import naming_flags
 from hicache.errors import OutOfMemory
 from hicache.host.memory import RESERVE_BYTES, available_bytes
 from hicache.layout import ModelGeometry
@@ -28,7 +30,10 @@ MAX_CONTEXT = 131072  # unless --max-context-len says more
 def first_config(flags: argparse.Namespace) -> EngineConfig:
     """The flags, with placeholders for what depends on the model: wrong ones raise before it is loaded."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    return EngineConfig.from_flags(flags, device_tokens=1 << 20, device=device, model_id="not loaded yet")
+    config = EngineConfig.from_flags(flags, device_tokens=1 << 20, device=device, model_id="not loaded yet")
+    with naming_flags(EngineConfig.sources_of(flags)):
+        require_usable(config)
+    return config
 
 
 def model_dtype(config: EngineConfig) -> torch.dtype | Literal["auto"]:

@@ -1,0 +1,81 @@
+"""The settings as flags of the command line, and the source of each value: a default, a file or a flag."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import dataclasses
+import re
+from collections.abc import Iterator, Mapping, Sequence, Set
+from typing import Any, NamedTuple
+
+from hicache.config.settings import as_mapping, settings_of
+from hicache.errors import ConfigError
+
+
+class Layer(NamedTuple):
+    """Values of one source, those of a section as a mapping. `source` names it; empty: each came from its own flag."""
+
+    values: Mapping[Any, Any]
+    source: str = ""
+
+
+def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any], dict[str, str]]:
+    """The values of all layers, the later over the earlier, and the source of each by `name` or `section.name`. A layer
+    updates the values of a section one by one."""
+    values: dict[Any, Any] = {}
+    sources: dict[str, str] = {}
+    for layer in layers:
+        for key, value in layer.values.items():
+            if key in sections and isinstance(value, Mapping):
+                below = values.get(key)
+                values[key] = {**as_mapping({} if below is None else below, key), **value}
+                sources.update({f"{key}.{name}": layer.source or f"flag {flag_of(key, name)}" for name in value})
+            else:
+                values[key] = value
+                sources[str(key)] = layer.source or f"flag {flag_of('', key)}"
+    return values, sources
+
+
+@contextlib.contextmanager
+def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
+    """Inside, a `ConfigError` about a setting that a flag gave names the flag: `--page-size 48`, not `page_size=48`.
+    `sources`: as `combine` returns them."""
+    try:
+        yield
+    except ConfigError as error:
+        message = str(error)
+        for name, source in sources.items():
+            if source.startswith("flag "):
+                message = re.sub(rf"\b{name.replace('.', ' ')}=", f"{source.removeprefix('flag ')} ", message)
+        raise ConfigError(message) from error
+
+
+def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:
+    """A flag for each setting of the dataclass `cls`: `--NAME`, or `--SECTION-NAME`. Values stay text."""
+    defaults = {item.name: item.default for item in dataclasses.fields(cls)}
+    for name, setting in settings_of(cls).items():
+        details = [setting.detail] if setting.detail else []
+        if defaults[name] is not dataclasses.MISSING:
+            details.append(f"default {setting.text(defaults[name])}")
+        help = f"{setting.help} ({'; '.join(details)})" if details else setting.help
+        flag, dest, action = flag_of(section, name), _dest(section, name), "append" if setting.is_many else "store"
+        group.add_argument(flag, dest=dest, metavar=setting.metavar, help=help.replace("%", "%%"), action=action)
+
+
+def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:
+    """What the command line gave. The section "" is that of the settings without a prefix."""
+    values: dict[str, Any] = {}
+    for section, cls in sections.items():
+        given = {name: getattr(flags, _dest(section, name)) for name in settings_of(cls)}
+        given = {name: value for name, value in given.items() if value is not None}
+        values.update({section: given} if section and given else given)
+    return Layer(values)
+
+
+def flag_of(section: str, name: str) -> str:
+    return "--" + _dest(section, name).replace("_", "-")
+
+
+def _dest(section: str, name: str) -> str:
+    return f"{section}_{name}" if section else name
