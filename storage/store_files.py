@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -30,6 +31,7 @@ from hicache.storage.read_write_lock import ReadWriteLock
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import SlotFile, SlotFiles, SlotLength
 from hicache.storage.slots import Slots
+from hicache.storage.store_folder import is_store_name
 
 log = logging.getLogger("hicache.storage")
 Progress = Callable[[int, int], None]  # slots done, and in all
@@ -155,6 +157,8 @@ def read_record(path: Path) -> StoreRecord:
     except FileNotFoundError:
         if _is_left(path):
             raise StoreCorrupt(f"the store {path} has lost its {STORE_FILE}; remove the directory") from None
+        if denied := _denied_folder(path):
+            raise StoreError(f"cannot look for a store in {denied}: permission denied; run this as its owner") from None
         raise StoreError(f"there is no store at {path}; check the path") from None
     except OSError as error:
         raise opening_error(f"the store {path}", error) from error
@@ -170,6 +174,15 @@ def _record(path: Path, record: StoreRecord) -> StoreRecord:
     with replacing(path / STORE_FILE) as file:
         file.write(record.pack())
     return record
+
+
+def _denied_folder(path: Path) -> Path | None:
+    """A folder of a store in `path` that this user must not look into, if there is one."""
+    try:
+        named = [folder for folder in sorted(path.iterdir()) if is_store_name(folder.name)]
+    except OSError:
+        return None
+    return next((folder for folder in named if not os.access(folder, os.R_OK | os.X_OK)), None)
 
 
 def _is_left(path: Path) -> bool:

@@ -57,7 +57,7 @@ def store_folders(path: str | os.PathLike[str]) -> list[Path]:
     """The directories in `path` that hold a store, by name; none where `path` holds one itself, or cannot be read."""
     try:
         folders = [] if (Path(path) / STORE_FILE).exists() else sorted(Path(path).iterdir())
-        return [folder for folder in folders if (folder / STORE_FILE).is_file()]
+        return [folder for folder in folders if os.path.isfile(folder / STORE_FILE)]
     except OSError:
         return []
 

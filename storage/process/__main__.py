@@ -12,7 +12,7 @@ import signal
 import socket
 import sys
 
-from hicache.process.logs import json_lines, text_lines
+from hicache.process.logs import server_lines, text_lines
 from hicache.storage.process.server import Server
 from hicache.storage.process.stores import OpenStores
 
@@ -24,7 +24,7 @@ _TEXT = "%(asctime)s %(levelname)s store process %(process)d: %(message)s"
 def main(descriptor: int, engine: int, log_level: int, is_json: bool = False) -> None:
     """Serve the client at a socket's `descriptor` until it leaves, or the process of the pidfd `engine` ends.
     `log_level`, `is_json`: of the engine's logs."""
-    with json_lines(log_level) if is_json else text_lines(_TEXT, log_level):
+    with server_lines(log_level) if is_json else text_lines(_TEXT, log_level):
         _serve(descriptor, engine)
 
 

@@ -238,3 +238,21 @@ def test_the_key_of_an_encrypted_store(
     assert "both set" in refused(capsys, "store", "ls", tmp_path / "s", *with_key)
     monkeypatch.setenv("HICACHE_DISK_KEY", "no key")
     assert "HICACHE_DISK_KEY holds no key" in refused(capsys, "store", "ls", tmp_path / "s")
+
+
+def test_a_store_of_another_user_is_not_called_absent(path: Path) -> None:
+    """The line names the store that the user must not read. A store of a name of its own is found by its path alone."""
+    folder = path.parent / "stores"
+    folder.mkdir(mode=0o755)
+    store = path.rename(folder / "hicache-0123456789abcdef")
+    store.chmod(0o700 if os.getuid() == 0 else 0)
+    code = (  # imports all that it needs first: another user may not be able to read this checkout
+        "import os, sys, hicache.store_command; from hicache.cli import main\n"
+        "if os.getuid() == 0:\n    os.setuid(65534)\n"
+        "sys.exit(main(['store', *sys.argv[1:]]))"
+    )
+    for verb in ("stat", "ls"):
+        with Program(code, verb, ".", cwd=folder) as stranger:
+            out, err = stranger.communicate()
+        assert (stranger.returncode, out) == (2, "") and f"in {store.name}: permission denied" in err, err
+    store.chmod(0o700)
