@@ -75,10 +75,10 @@ def say(message: str) -> None:
         print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
 
 
-def announce(line: str) -> None:
-    """Print one line on stdout. The process continues without output if stdout is a closed pipe or on a full disk."""
+def announce(text: str) -> None:
+    """Print text on stdout. The process continues without output if stdout is a closed pipe or on a full disk."""
     try:
-        print(line, flush=True)
+        print(text, flush=True)
     except OSError:
         drop_output()
 

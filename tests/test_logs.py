@@ -1,4 +1,4 @@
-"""What servers log: JSON lines, whoever says them, for which nobody waits."""
+"""The logs of servers: lines of JSON, or of text on a terminal, from every logger. The process waits for no reader."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hicache.process.logs import JsonLines, LineWriter, json_lines
+from hicache.process.logs import JsonLines, LineWriter, server_lines
 
 SECRET = "Xylophon"
 
@@ -85,7 +85,7 @@ def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     def fail() -> None:
         raise ValueError(SECRET)
 
-    with json_lines(logging.WARNING):
+    with server_lines(logging.WARNING):
         other.warning("from a library")
         with warnings.catch_warnings():
             warnings.simplefilter("always")
@@ -101,3 +101,24 @@ def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     assert [line["logger"] for line in lines] == ["other.library", "py.warnings", *["hicache.process.logs"] * 3]
     assert lines[2]["error"] == "ValueError" and SECRET not in json.dumps(lines)
+
+
+def test_a_terminal_gets_text() -> None:
+    """One line an event, with its fields and without what a terminal would obey."""
+    ours, theirs = os.openpty()
+    stderr = os.dup(2)
+    os.dup2(theirs, 2)
+    try:
+        with server_lines():
+            logging.getLogger("hicache").info("a \x1b[2J b", extra={"fields": {"url": "http://a", "of": "x \x1b"}})
+            logging.getLogger("hicache").error("two", exc_info=ValueError(SECRET))
+    finally:
+        os.dup2(stderr, 2)
+    said = b""
+    while said.count(b"\n") < 2:
+        said += os.read(ours, 1 << 16)
+    for descriptor in (ours, theirs, stderr):
+        os.close(descriptor)
+    first, second = said.decode().splitlines()
+    assert first.split(" ", 1)[1] == r'INFO a \u001b[2J b url=http://a of="x \u001b"'
+    assert " ERROR two error=ValueError frames=[" in second and SECRET not in second

@@ -1,7 +1,7 @@
-"""What servers and their store processes log: JSON lines on stderr, which nobody waits for.
+"""The logs of servers and their store processes: lines on stderr, text on a terminal and JSON elsewhere.
 
-No line holds text of a prompt or an answer, whatever fails. A thread writes the lines: where nobody reads stderr, lines
-are dropped and counted, and the process goes on.
+No line holds text of a prompt or an answer, whatever fails. A thread writes the lines. If stderr is not read, lines are
+dropped and counted, and the process goes on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import queue
+import re
 import sys
 import threading
 import time
@@ -24,6 +25,7 @@ _OWN = "hicache"
 _MAX_LINES = 4096  # that wait to be written, about a megabyte
 _LEFT_S = 1.0  # that the last lines have, at the end of the process
 _STDERR = 2
+_PLAIN = re.compile(r'"[^\s"\\]+"')  # text in JSON that is as clear without its quotes
 
 
 class JsonLines(logging.Formatter):
@@ -34,16 +36,27 @@ class JsonLines(logging.Formatter):
     """
 
     def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "time": datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat("T", "milliseconds"),
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "event": record.getMessage().split("\n", 1)[0],
-        }
-        line.update(record.__dict__.get("fields", {}))
-        if record.exc_info and record.exc_info[1] is not None:
-            line.update(described(record.exc_info[1]))
-        return json.dumps(line)
+        time = datetime.datetime.fromtimestamp(record.created, datetime.UTC).isoformat("T", "milliseconds")
+        return json.dumps({"time": time, "level": record.levelname.lower(), "logger": record.name, **_fields(record)})
+
+
+class TextLines(logging.Formatter):
+    """The same for people: `10:30:00 INFO request route=/health status=200`, with escapes for control characters."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        time = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
+        texts = {name: json.dumps(value) for name, value in _fields(record).items()}
+        event = texts.pop("event")[1:-1]
+        fields = [f"{name}={text[1:-1] if _PLAIN.fullmatch(text) else text}" for name, text in texts.items()]
+        return " ".join((time, record.levelname, event, *fields))
+
+
+def _fields(record: logging.LogRecord) -> dict[str, Any]:
+    """The event of a record, and its fields."""
+    line: dict[str, Any] = {"event": record.getMessage().split("\n", 1)[0], **record.__dict__.get("fields", {})}
+    if record.exc_info and record.exc_info[1] is not None:
+        line.update(described(record.exc_info[1]))
+    return line
 
 
 def described(error: BaseException) -> dict[str, Any]:
@@ -128,12 +141,13 @@ class LineWriter(logging.Handler):
 
 
 @contextlib.contextmanager
-def json_lines(level: int = logging.INFO) -> Iterator[None]:
-    """Inside, all logging of this process goes to stderr as JSON lines: hicache's from `level` on, that of others and
-    warnings from WARNING on, also where others have a handler of their own, and what ends a thread."""
+def server_lines(level: int = logging.INFO) -> Iterator[None]:
+    """Inside, all logging of this process goes to stderr, as text if that is a terminal, else as JSON: hicache's from
+    `level` on, and from WARNING on warnings, the errors that end a thread, and other libraries, also those with a
+    handler of their own."""
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(contextlib.closing(LineWriter()))
-        writer.setFormatter(JsonLines())
+        writer.setFormatter(TextLines() if os.isatty(_STDERR) else JsonLines())
         for logger in [each for each in logging.root.manager.loggerDict.values() if isinstance(each, logging.Logger)]:
             kept = [handler for handler in logger.handlers if not _is_of_a_terminal(handler)]
             if len(kept) < len(logger.handlers):
@@ -153,7 +167,7 @@ def json_lines(level: int = logging.INFO) -> Iterator[None]:
 
 @contextlib.contextmanager
 def text_lines(format: str, level: int) -> Iterator[None]:
-    """As `json_lines`, as text, for a process that ends behind it."""
+    """As `server_lines`, always as text, for a process that ends behind it."""
     with contextlib.closing(LineWriter()) as writer:
         writer.setFormatter(logging.Formatter(format))
         logging.basicConfig(handlers=[writer], level=level)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import http.client
 import json
+import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -221,7 +222,7 @@ def test_texts_become_the_tokens_that_prompts_do(server: Server, client: openai.
 
 
 def test_what_asks_whether_a_server_is_there(server: Server) -> None:
-    """/ping and /health, with GET and HEAD, and the version, without a key."""
+    """/ping and /health, with GET and HEAD, and the version, without a key; the root leads to the dashboard."""
     for method, path in (
         ("GET", "/ping"),
         ("POST", "/ping"),
@@ -236,6 +237,8 @@ def test_what_asks_whether_a_server_is_there(server: Server) -> None:
         assert (response.status, bool(body)) == (200, method != "HEAD")
         connection.close()
     assert json.loads(body) == {"version": hicache.__version__}
+    with urllib.request.urlopen(f"{server.root}/", timeout=BOUND_S) as page:
+        assert page.url == f"{server.root}/dashboard" and b"<html" in page.read()
 
 
 def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:

@@ -80,13 +80,13 @@ def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     does."""
     code = (
         "import logging, os, sys; sys.path.insert(0, sys.argv[2])\n"
-        "from hicache.process.logs import json_lines; from hicache.storage import store_at\n"
+        "from hicache.process.logs import server_lines; from hicache.storage import store_at\n"
         "from hicache.stores.tier import open_tier; from process_case import at, request\n"
         "for level in ('WARNING', 'ERROR'):\n"
         "    logging.getLogger('hicache').setLevel(level)\n"
         "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')  # so that it is built anew, which is told\n"
         "    open_tier(request(at(sys.argv[1]))).close()\n"
-        "with json_lines():\n"
+        "with server_lines():\n"
         "    os.unlink(store_at(sys.argv[1]) / 'index.mdb')\n"
         "    open_tier(request(at(sys.argv[1]))).close()"
     )

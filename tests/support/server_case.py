@@ -105,6 +105,7 @@ def serving(folder: Path, *flags: str, api_key: str = "") -> Iterator[Server]:
         assert process.stdout is not None
         line = process.stdout.readline()
         assert " on http://" in line, stderr.read_text()
+        assert process.stdout.readline().endswith("/dashboard\n")
         server = Server(process, line.split(" on ")[1].strip(), stderr)
         yield server
         if process.poll() is None:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from fastapi import FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse
+from fastapi.responses import HTMLResponse, JSONResponse, RedirectResponse
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
@@ -218,6 +218,10 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
     @app.get("/dashboard", response_class=HTMLResponse)
     async def dashboard() -> Response:
         return HTMLResponse(page, headers={"Content-Security-Policy": _POLICY, "Cache-Control": "no-cache"})
+
+    @app.get("/", include_in_schema=False)
+    async def root() -> Response:
+        return RedirectResponse("dashboard")  # relative: a proxy may put a prefix before it
 
     @app.get("/metrics.json")
     async def metrics_json() -> Response:

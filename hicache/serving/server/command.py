@@ -75,7 +75,7 @@ class ServerContext:
 
 def run(flags: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
-    with logs.json_lines(getattr(logging, flags.log_level.upper())), prepared(flags, log.info) as context:
+    with logs.server_lines(getattr(logging, flags.log_level.upper())), prepared(flags, log.info) as context:
         return asyncio.run(_until_signalled(flags, context))
 
 
@@ -148,8 +148,12 @@ async def _until_signalled(flags: argparse.Namespace, context: ServerContext) ->
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, signals.put_nowait, number)
-    name = ", ".join(context.names)
-    return await serve(flags, context, signals, lambda url: announce(f"hicache: serving {name} on {url}"))
+    return await serve(flags, context, signals, partial(_announce, ", ".join(context.names)))
+
+
+def _announce(name: str, url: str) -> None:
+    page = f"{url.removesuffix('/v1')}/dashboard"
+    announce(f"hicache: serving {name} on {url}\nhicache: to look at it in a browser: {page}")
 
 
 async def serve(
