@@ -78,6 +78,14 @@ def test_every_package_is_listed() -> None:
     assert set(listed["package-data"]["hicache"]) == data
 
 
+@pytest.mark.skipif(not (Path(sys.prefix) / ".made-from").exists(), reason="the environment is not of .ci/setup")
+def test_a_program_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
+    """A folder without `__init__.py`, as a clone named hicache is, does not stand for the package."""
+    (tmp_path / "hicache" / "hicache").mkdir(parents=True)
+    (tmp_path / "mine.py").write_text("from hicache import EngineConfig\nimport hicache.kernels, hicache.storage\n")
+    python(tmp_path, "mine.py")
+
+
 @pytest.mark.parametrize(("server", "tested"), [("vllm", VLLM), ("sglang", SGLANG), ("lmcache", LMCACHE)])
 def test_an_extra_installs_what_its_plug_in_takes(server: str, tested: Sequence[str]) -> None:
     """Of all releases around those that are tested: exactly these."""
