@@ -14,6 +14,7 @@ from collections.abc import Iterator
 import pytest
 
 from hicache.process.logs import JsonLines, LineWriter, server_lines
+from waiting import BOUND_S
 
 SECRET = "Xylophon"
 
@@ -27,10 +28,17 @@ def pipe() -> Iterator[tuple[int, int]]:
         os.close(writer)
 
 
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A flush and a close wait until all is written, however busy the machine is."""
+    monkeypatch.setattr("hicache.process.logs._LEFT_S", BOUND_S)
+
+
 def record(text: str, *arguments: object) -> logging.LogRecord:
     return logging.LogRecord("hicache", logging.INFO, __file__, 1, text, arguments, None)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_log_that_nobody_reads_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
     """Lines are dropped while nobody reads; once somebody does, their number is told."""
     reader, fd = pipe
@@ -62,6 +70,7 @@ def test_the_end_waits_for_no_reader(pipe: tuple[int, int]) -> None:
     assert b"child" not in os.read(pipe[0], 1 << 20)
 
 
+@pytest.mark.usefixtures("patient")
 def test_what_was_logged_is_written_behind_a_flush(pipe: tuple[int, int]) -> None:
     """So a server's log says why before it says that it listens. Behind the end there is nothing to wait for."""
     reader, fd = pipe
@@ -75,6 +84,7 @@ def test_what_was_logged_is_written_behind_a_flush(pipe: tuple[int, int]) -> Non
     writer.flush()
 
 
+@pytest.mark.usefixtures("patient")
 def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     """Libraries that have a handler of their own, warnings, threads that end, fields that are no JSON and messages that
     do not fit their arguments; none quotes an exception. Behind it all is as before."""
@@ -103,6 +113,7 @@ def test_all_that_is_logged_is_json(capfd: pytest.CaptureFixture[str]) -> None:
     assert lines[2]["error"] == "ValueError" and SECRET not in json.dumps(lines)
 
 
+@pytest.mark.usefixtures("patient")
 def test_a_terminal_gets_text() -> None:
     """One line an event, with its fields and without what a terminal would obey."""
     ours, theirs = os.openpty()

@@ -11,7 +11,7 @@ import pytest
 
 from component_case import MODELS, compute, config, prefill, verify
 from failing_calls import fails_at
-from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engine
+from hicache import CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import HiCacheError, InvariantError, NotRunning
 from hicache.storage import open_existing
 from hicache.tiers import FULL
@@ -28,8 +28,7 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
     """The outcome of a write is lost between its arrival and its count, so it counts as under way for good. The next
     call says so, what a lease holds is not freed into accounts that do not hold, close returns, and the store has what
     was acknowledged."""
-    advanced = AdvancedConfig(disk_io_timeout_s=0.2)
-    settings = plain_config(disk=DiskConfig(path=str(tmp_path), budget_bytes=8 << 20), advanced=advanced)
+    settings = plain_config(disk=DiskConfig(path=str(tmp_path), budget_bytes=8 << 20))
     with build_engine(settings, GEOMETRY) as engine:
         (persist,) = engine.inspect.persists
 

@@ -342,8 +342,10 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
 @pytest.mark.parametrize(("seed", "kind"), [*enumerate(GEOMETRIES, 1)])
 def test_random_histories(seed: int, kind: str) -> None:
     """Over stores that answer late, stall, fail and lack pages all tokens are those of no cache, all accounts hold
-    after each step, and nothing is left."""
-    assert _history(kind, seed, 6)["beside_loaded_tokens"] > 0
+    after each step, every request ends, and nothing is left. Whether pages arrive while a request is computed depends
+    on the machine; the other tests here decide it."""
+    counts = _history(kind, seed, 6)
+    assert counts["length"] + counts["stop"] + counts["abort"] == counts["requests"] >= 6
 
 
 @pytest.mark.long

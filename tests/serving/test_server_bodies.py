@@ -72,7 +72,7 @@ def test_refused_before_they_are_tokenized() -> None:
         assert tokenizer.lengths == lengths
 
 
-def test_a_client_that_leaves_before_its_text_is_tokenized() -> None:
+def test_a_client_that_leaves_before_its_text_is_tokenized(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its text is never tokenized; until it leaves it takes a place. One that waits for its tokens too long gets 408,
     as does one that never ends its body; the time counts from the arrival."""
     tokenizer, body = _Blocked(), json.dumps({"prompt": "a"}).encode()
@@ -101,10 +101,15 @@ def test_a_client_that_leaves_before_its_text_is_tokenized() -> None:
             assert {(await answer)[0] for answer in answers} == {499}
             tokenizer.free.set()
         tokenizer.free.clear()
-        async with served(tokenizer, timeout_s=0.05) as parts:
+        async with served(tokenizer) as parts:
             for sends_all in (True, False):
+                left_s, arrivals = iter([BOUND_S, 0.05] if sends_all else [0.05]), list[float]()
+                monkeypatch.setattr(
+                    parts.frontend, "left_s", lambda at_s, n=left_s, a=arrivals: a.append(at_s) or next(n)
+                )
                 status, error = await Client(parts.app, COMPLETIONS, body, sends_all=sends_all).answer()
                 assert (status, error["code"], "body" in error["message"]) == (408, "request_timeout", not sends_all)
+                assert len(arrivals) == 1 + sends_all and len({*arrivals}) == 1
             tokenizer.free.set()
 
     asyncio.run(ask())

@@ -36,7 +36,7 @@ from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
 from hicache.stores.tier import open_tier
-from process_case import HASTY, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
+from process_case import PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
 from programs import Program, output
 from store_server import served
 from waiting import eventually
@@ -201,13 +201,13 @@ def test_a_process_that_dies_is_started_again(case: Case) -> None:
 def test_a_process_that_stands_still_is_left(tmp_path: Path) -> None:
     """Under SIGSTOP, as under a frozen disk, what is under way is announced as stalled, and answered when the process
     has been ended; a new one serves what was acknowledged."""
-    with contextlib.closing(Case(at(tmp_path / "s"), HASTY)) as case:
+    with contextlib.closing(Case(at(tmp_path / "s"))) as case:
         keys, data = pages(1, 4)
         assert case.stored(keys, data) == (True,) * 4
         os.kill(case.tier.pid, signal.SIGSTOP)
         read = case.read(keys)
         found: list = []
-        eventually(lambda: found.extend(case.tier.reads.poll()) or len(found) == 2, lambda: found)
+        eventually(lambda: found.extend(case.poll_in_silence()) or len(found) == 2, lambda: found)
         assert found == [Stalled(read.ticket, 0), ReadDone(read.ticket, 0, (False,) * 4)]
         case.until_open()
         assert case.found(keys, data) == (True,) * 4
@@ -255,7 +255,8 @@ def test_a_store_that_does_not_open_holds_nobody_up(
     monkeypatch.setattr(hicache.storage.process.stores, "open_store", slow)
     limits = Limits(open_s=0.05, close_s=60)
     with contextlib.closing(open_tier(request(at(tmp_path / "s"), limits), in_process=True)) as tier:
-        assert tier.find([b"key"], 60) is None and gate.held == 1
+        assert tier.find([b"key"], 60) is None
+        eventually(lambda: gate.held == 1)
         assert len([line for line in caplog.messages if "not open" in line]) == 1
         if not closes:
             gate.open()

@@ -29,7 +29,7 @@ from hicache.storage.process.jobs import FindJob, ReadDone, Stalled, WriteJob
 from hicache.storage.process.server import Server
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores
-from process_case import HASTY, NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at, request
+from process_case import NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at, request
 from programs import Program
 from waiting import BOUND_S, eventually
 
@@ -101,11 +101,11 @@ def test_a_served_process_that_goes_on_is_used_again(served: tuple[Program, str]
     """One that stood still is left, and when it goes on it answers for what it was given, and is connected to again."""
     program, path = served
     keys, data = pages(1, 4)
-    with contextlib.closing(Case(path, HASTY)) as case:
+    with contextlib.closing(Case(path)) as case:
         assert case.stored(keys, data) == (True,) * 4
         program.send_signal(signal.SIGSTOP)
         read = case.read(keys)
-        assert case.answer(case.tier.reads.poll) == Stalled(read.ticket, 0)
+        assert case.answer(case.poll_in_silence) == Stalled(read.ticket, 0)
         program.send_signal(signal.SIGCONT)
         assert case.answer(case.tier.reads.poll) == ReadDone(read.ticket, 0, (False,) * 4)
         case.until_open()

@@ -21,7 +21,6 @@ from waiting import eventually
 PAGE_BYTES, NUM_PAGES = 4096, 64
 IDENTITY: dict[str, str | int] = {"model": "toy"}
 LIMITS = Limits(io_timeout_s=60, reopen_backoff_s=0.01, max_reopen_backoff_s=0.05, close_s=60)
-HASTY = Limits(io_timeout_s=1, reopen_backoff_s=0.01, max_reopen_backoff_s=0.05, close_s=60)
 SEEDS = range(60)
 
 # Arguments: URL, this folder, and what it does behind its writes. A process of its own has read none of them.
@@ -84,6 +83,11 @@ class Case:
         job = ReadJob(self._ticket, 0, keys, target, threading.Event())
         assert self.tier.reads.submit(job)
         return job
+
+    def poll_in_silence(self) -> list:  # type: ignore[type-arg]
+        """The outcomes of reads, as if the process had said nothing for an hour."""
+        self.tier._silence.heard_s -= 3600
+        return self.tier.reads.poll()
 
     def answer(self, poll: Callable[[], list]) -> object:
         """The next outcome."""
