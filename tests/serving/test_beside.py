@@ -85,7 +85,8 @@ class _Pair:
 def _engine(model: Any, store: PacedStore | _Pair, **settings: Any) -> CacheEngine:
     """One reader, which is given two pages at a time, and room for all."""
     disks = store.stores if isinstance(store, _Pair) else store
-    advanced = {"transfer_chunk_tokens": 2 * PAGE, "staging_bytes": 1 << 20, "disk_reader_threads": 1}
+    advanced = {"transfer_chunk_tokens": 2 * PAGE, "staging_bytes": 1 << 20}
+    advanced |= {"disk_reader_threads": 1, "disk_io_timeout_s": 1e8}
     defaults = {"prefetch_mode": "auto", "prefill_tokens_per_s": "auto", "host_bytes": 8 << 20, "device_tokens": 1024}
     return tiny_engine(model, store=disks, **{**defaults, "advanced": advanced, **settings})
 
@@ -115,16 +116,22 @@ def _restarted(model: Any, *prompts: np.ndarray, kind: Any = PacedStore, **setti
 def _serve(
     engine: CacheEngine, store: PacedStore, scheduler: Scheduler, reads: Iterable[int]
 ) -> dict[str, RequestOutput]:
-    """Step to the end, with so many reads between steps; every account is proved after each."""
+    """Step to the end, with so many reads between steps; every account is proved after each. The next read is known
+    before each step, however late the threads of the store are."""
     outputs, prefetcher = dict[str, RequestOutput](), engine.inspect.prefetcher
     assert prefetcher is not None
+
+    def settle() -> None:
+        eventually(lambda: engine.poll() or store.held or not prefetcher.is_busy())
+
     for num_reads in reads:
+        settle()
         outputs.update({output.request_id: output for output in scheduler.step()})
         engine.check()
         if not scheduler.num_unfinished:
             return outputs
         for _ in range(num_reads):
-            eventually(lambda: engine.poll() or store.held or not prefetcher.is_busy())
+            settle()
             if not store.held:
                 break
             before = store.num_ended
