@@ -85,6 +85,7 @@ MUTATIONS = (
              "parent", "tests/host"),
     Mutation("hicache/host/exclusive.py", "for run in reversed(self._duplicates)", "for run in self._duplicates",
              "tests/host"),
+    Mutation("hicache/host/exclusive.py", "for run in reversed(runs):", "for run in runs:", "tests/host"),
     Mutation("hicache/host/exclusive.py", "min(part.run.on_device, part.skipped)", "part.run.on_device", "tests/host"),
     Mutation("hicache/host/exclusive.py", "        self.lock([run] * (needed - before))\n", "", "tests/host"),
     Mutation("hicache/flow/exchange.py", " or not (wanted.load is None or wanted.load.completed):", ":",

@@ -371,14 +371,17 @@ def test_what_the_device_has_as_well_leaves_first() -> None:
     for keys in prompts:
         for run in index.reserve([NewPages(keys)]) or ():
             index.publish(run)
-    for keys in prompts[1:]:
+    for keys in (prompts[2], prompts[1]):
         index.came_to_device(index.parts(keys[:20]))
+    for keys in prompts[1:]:
+        index.touch(index.runs_of(keys[:20]))
     index.left_device(prompts[2][18:20])
     index.lock(index.runs_of(prompts[2][20:]))  # and so its head, was it no duplicate
     held = [(32, 32, 32), (32, 32, 31), (32, 32, 16), (32, 31, 16), (32, 16, 16), (32, 12, 16), (31, 12, 16)]
     for num_pages, wanted in zip((0, 1, 15, 1, 15, 4, 1), held, strict=True):
         assert num_pages == 0 or index.reserve([NewPages([bytes([9, num_pages, at]) for at in range(num_pages)])])
         assert tuple(sum(key in index for key in keys) for keys in prompts) == wanted
+        assert [keys[0] in index for keys in prompts[1:]] == [num_held == 32 for num_held in wanted[1:]]
     assert prompts[2][16] in index and prompts[2][0] not in index
     index.left_device(prompts[2][8:18])
     assert index.num_returned == 8 and index.num_duplicates == 0
