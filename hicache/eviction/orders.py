@@ -3,7 +3,7 @@
 The order is a persistent structure: the next victim is found without a look at the others. It holds records, one for
 each thing that may be evicted, and knows nothing of what they stand for: of nodes the radix tree keeps an order for
 each component, of runs of pages their index keeps one, of chunks vLLM's CPU tier. What queued requests expect goes last
-in all of them, what is of an ended session first, and what is kept for its next turn after what else its namespace has.
+in all of them, what is of an ended session first. Records with a deadline are evicted after plain ones until then.
 
 A policy of one's own is an `EvictionStrategy`, or an `EvictionPolicy` where it remembers more than how a thing was
 used, in a file that imports this one, and an entry in the table of `hicache.eviction.policy`.
@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import itertools
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Hashable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 from hicache.eviction.heap import NO_ENTRY, Entry, Heap, lowest_first
@@ -24,11 +25,17 @@ clock = itertools.count(1)  # ticks, one for each use
 NOBODY: Any = None
 # The first of an entry: hints and queued requests count before every policy.
 _ENDED, _PLAIN, _KEPT, _EXPECTED = range(-1, 3)
+KEPT_SHARE = 0.9  # of a tier, for kept pages; the rest is for prompts without a hint
+_PATIENCE = 4.0  # factor on the announced time: without it a turn that comes later than announced would miss
+
+
+def deadline_s(now_s: float, within_s: float) -> float:
+    """Until when a prompt is kept whose next turn was announced at `now_s`, by a client whose times may be wrong."""
+    return now_s + _PATIENCE * within_s
 
 
 class Usage(Protocol):
-    """How a thing was used, which strategies rank by. Times are ticks. `name`: the same when it comes back.
-    `namespace`: whose hints order it."""
+    """How a thing was used, which strategies rank by. Times are ticks. `name`: the same when it comes back."""
 
     hit_count: int
     priority: int
@@ -39,13 +46,10 @@ class Usage(Protocol):
     @property
     def name(self) -> int: ...
 
-    @property
-    def namespace(self) -> str: ...
-
 
 class Record:
     """A thing's place in its order. `owner`: whose use counts, while the thing is held. `expected`: how many queued
-    requests will need it. `has_ended`: its session has, and nobody used it since. `keep`: until its next turn.
+    requests will need it. `has_ended`: its session has, and nobody used it since. `keep`: its deadline, if it has one.
 
     Of the order: `at`, the index of its entry. Of the policy auto: `uses`, `used_at`, `hits`.
     """
@@ -72,12 +76,12 @@ class Record:
 class CountedRecord(Record):
     """A record that counts its own use: of a page, or of what else is known by a key."""
 
-    __slots__ = ("creation_time", "hit_count", "key", "last_access_time", "namespace", "priority")
+    __slots__ = ("creation_time", "hit_count", "key", "last_access_time", "priority")
     num_tokens = 1
 
-    def __init__(self, key: Hashable, namespace: str = "") -> None:
+    def __init__(self, key: Hashable) -> None:
         super().__init__()
-        self.key, self.namespace = key, namespace
+        self.key = key
         self.hit_count = self.priority = 0
         self.last_access_time = self.creation_time = next(clock)
 
@@ -145,66 +149,36 @@ class EvictionStrategy(EvictionPolicy):
 
 
 class Keep:
-    """A prompt stays until its next turn: `record`, its last, behind which none of `num_tokens` tokens leaves before
-    others of its namespace.
+    """The hint of one prompt. `records`: the records with its deadline, by the tokens or pages of each. `at`: its index
+    in the heap of deadlines."""
 
-    Of the order: `at`, the index of its turn; `owed_tokens`, of others that have yet to leave for it; `first_paid`: the
-    turn of the first that did."""
+    __slots__ = ("at", "records")
 
-    __slots__ = ("at", "first_paid", "num_tokens", "order", "owed_tokens", "record")
-
-    def __init__(self, order: EvictionOrder[Any], record: Record, num_tokens: int) -> None:
-        self.order, self.record, self.num_tokens = order, record, num_tokens
-        self.at, self.owed_tokens = NO_ENTRY, num_tokens
-        self.first_paid: Entry = ()
-
-    @property
-    def is_over(self) -> bool:
-        """Whether the record was used since, or has left."""
-        return self.record.keep is not self
-
-    def end(self) -> None:
-        """The record has the rank of its last use again. Idempotent."""
-        if not self.is_over:
-            self.order.set_keep(self.record, None)
-
-
-class _Own(Generic[R]):
-    """What a namespace has in an order. `records`: who of them leaves first. `turns`: of those that are kept, when one
-    of the namespace is to leave for it. Of the order of namespaces: `at`."""
-
-    __slots__ = ("at", "namespace", "records", "turns")
-
-    def __init__(self, namespace: str) -> None:
-        self.namespace, self.at = namespace, NO_ENTRY
-        self.records, self.turns = Heap[R](), Heap[Keep]()
-
-    def next_turn(self) -> Entry | None:
-        """When the next of its records is to leave."""
-        records, turns = self.records.entries, self.turns.entries
-        if turns and not (records and records[0][:-1] <= turns[0][:-1]):
-            return turns[0]
-        return records[0] if records else None
+    def __init__(self, records: dict[Any, int]) -> None:
+        self.records, self.at = records, NO_ENTRY
 
 
 class EvictionOrder(Generic[R]):
-    """The records of what is held and not locked, and which of them is evicted next. First what is of a session that
-    has ended, last what queued requests expect; of the others, the namespace of the record whose rank was lowest at its
-    last event (of equals, the one with the earlier event) loses its lowest that is not kept. So a hint orders what its
-    namespace has, and what others have leaves no earlier for it.
+    """The records of what is held and not locked, and which of them is evicted next. Records of ended sessions come
+    first, then plain ones, then records that are kept until a deadline, last those that queued requests expect. Among
+    these the record with the lowest rank at its last event comes first, and of equal ranks the one with the earlier
+    event.
 
-    Called from one thread. A record has one order for life; its owner is up to date when an event is reported, and of a
+    Called from one thread; other threads may read `num_kept`, the tokens or pages of all records with a deadline,
+    locked ones included. A record has one order for life; its owner is up to date when an event is reported, and of a
     path the deepest is reported first. `is_evictable(record)`: whether it may be a victim now. One that may not has no
-    entry in a heap, or loses it at the top, until `update`. Nothing stale is left behind for one later call to clear
+    entry in the heap, or loses it at the top, until `update`. Nothing stale is left behind for one later call to clear
     away: every event costs at most O(log n), but for a victim after all ranks have changed. Iteration: in no order.
     """
 
     def __init__(self, policy: EvictionPolicy, is_evictable: Callable[[R], bool]) -> None:
         self.policy, self._is_evictable = policy, is_evictable
-        self._owns: dict[str, _Own[R]] = {}  # by namespace; entries are (standing, *rank, sequence number, record)
-        self._turns, self._sequence, self._aside = Heap[_Own[R]](), itertools.count(), dict[R, None]()
+        # Entries are (standing, *rank, sequence number, record) and (deadline, sequence number, keep).
+        self._records, self._deadlines = Heap[R](), Heap[Keep]()
+        self._keeps = OrderedDict[Keep, None]()  # the oldest first
+        self._sequence, self._aside = itertools.count(), dict[R, None]()
         self._generation = policy.generation
-        self._victim: R | None = None
+        self.num_kept = 0
 
     def insert(self, record: R) -> None:
         """What is held, and not locked, from now on enters the order."""
@@ -215,7 +189,7 @@ class EvictionOrder(Generic[R]):
         """It was used; where it is locked, that counts once it is unlocked. Its session goes on, and the next turn of a
         prompt that was kept has come."""
         record.has_ended = False
-        self.set_keep(record, None)
+        self.end_keep(record)
         if record in self:
             self.policy.use(record)
             self._move(record)
@@ -233,28 +207,49 @@ class EvictionOrder(Generic[R]):
     def end(self, record: R) -> None:
         """Its session has ended: it goes before all others until it is used again."""
         record.has_ended = True
-        self.set_keep(record, None)
+        self.end_keep(record)
         self.update(record)
 
-    def keep(self, record: R, num_tokens: int) -> Keep:
-        """It goes after all others of its namespace, until it is used or the keep ends; `num_tokens` stay with it.
+    def keep(self, sizes: Mapping[R, int], until_s: float, limit: float) -> None:
+        """Evict the records of a prompt after plain ones until `until_s`, or until they are used. `sizes`: their tokens
+        or pages.
 
-        Where it would have gone others of its namespace go, until these are as many tokens; then it has the turn of the
-        first of them."""
-        keep = Keep(self, record, num_tokens)
-        self.set_keep(record, keep)
-        return keep
-
-    def set_keep(self, record: R, keep: Keep | None) -> None:
-        """Replace its keep."""
-        if record.keep is keep:
+        Older hints end, the oldest first, until at most `limit` tokens or pages are kept. A prompt that exceeds the
+        limit alone is not kept."""
+        size = sum(sizes.values())
+        if not 0 < size <= limit:
             return
-        is_placed = record.at != NO_ENTRY
-        if is_placed:
-            self._leave(record)
-        record.keep = keep
-        if is_placed:
-            self._enter(record)
+        for record in sizes:
+            self.end_keep(record)
+        while self.num_kept + size > limit:
+            self._end(next(iter(self._keeps)))
+        keep = Keep({**sizes})
+        self._deadlines.push((until_s, next(self._sequence), keep))
+        self._keeps[keep] = None
+        self.num_kept += size
+        for record in sizes:
+            record.keep = keep
+            self.update(record)
+
+    def end_keep(self, record: R) -> None:
+        """The record has no deadline any more, and the rank of its last use again. Idempotent."""
+        if (keep := record.keep) is not None:
+            self.num_kept -= keep.records.pop(record)
+            record.keep = None
+            if not keep.records:
+                self._deadlines.remove(keep)
+                del self._keeps[keep]
+            self.update(record)
+
+    def expire(self, now_s: float) -> None:
+        """End the deadlines up to now."""
+        while (deadlines := self._deadlines.entries) and deadlines[0][0] <= now_s:
+            self._end(deadlines[0][-1])
+
+    @property
+    def kept(self) -> dict[R, int]:
+        """The tokens or pages of every record with a deadline."""
+        return {record: size for keep in self._keeps for record, size in keep.records.items()}
 
     def lock(self, *records: R) -> None:
         """Each got its first lock and leaves the order."""
@@ -276,19 +271,28 @@ class EvictionOrder(Generic[R]):
         else:
             self._move(record)
 
-    def split(self, upper: R, lower: R) -> None:
-        """`upper` is new and took a part of `lower`, which is in the order; it enters with `lower`'s rank: their owners
-        were used alike."""
-        self.policy.split(upper, lower)
-        self._enter(upper)
+    def split(self, upper: R, lower: R, size: int) -> None:
+        """`upper` is new and took a part of `size` tokens or pages from `lower`. It gets `lower`'s deadline. If `lower`
+        is in the order, `upper` enters with the same rank: their owners were used alike."""
+        if (keep := lower.keep) is not None:
+            keep.records[lower] -= size
+            keep.records[upper] = size
+            upper.keep = keep
+        if lower in self:
+            self.policy.split(upper, lower)
+            self._enter(upper)
+
+    def shrink(self, record: R, size: int) -> None:
+        """The record lost a part of `size` tokens or pages."""
+        if (keep := record.keep) is not None:
+            keep.records[record] -= size
+            self.num_kept -= size
 
     def evict(self, record: R) -> None:
         """It is held no more and leaves the order."""
-        if record is self._victim and record.at != NO_ENTRY:
-            self._leave_in_turn(record)
-        else:
-            self._leave(record)
-        record.has_ended, record.keep = False, None
+        self._leave(record)
+        self.end_keep(record)
+        record.has_ended = False
         self.policy.forget(record)
 
     def victim(self) -> R | None:
@@ -296,10 +300,9 @@ class EvictionOrder(Generic[R]):
         if self._generation != self.policy.generation:
             self._generation = self.policy.generation
             self._rank_again()
-        while turns := self._turns.entries:
-            record: R = turns[0][-1].records.entries[0][-1]
+        while entries := self._records.entries:
+            record: R = entries[0][-1]
             if self._is_evictable(record):
-                self._victim = record
                 return record
             self._leave(record)
             self._aside[record] = None
@@ -307,40 +310,25 @@ class EvictionOrder(Generic[R]):
 
     def leaving(self, freed: Callable[[R], R | None]) -> Iterator[R]:
         """All by rank as of now, and once one has gone which others followed, it too: `freed` says after which."""
-        entries = [own.records.entry_of(record) for own in self._owns.values() for record in own.records]
+        entries = [*self._records.entries]
         return lowest_first(entries, lambda gone: [self._entry(up) for up in (freed(gone),) if up in self._aside])
 
     def __contains__(self, record: R) -> bool:
         return record.at != NO_ENTRY or record in self._aside
 
     def __iter__(self) -> Iterator[R]:
-        return itertools.chain(*(own.records for own in self._owns.values()), self._aside)
+        return itertools.chain(self._records, self._aside)
 
     def __len__(self) -> int:
-        return sum(len(own.records) for own in self._owns.values()) + len(self._aside)
+        return len(self._records) + len(self._aside)
+
+    def _end(self, keep: Keep) -> None:
+        for record in [*keep.records]:
+            self.end_keep(record)
 
     def _rank_again(self) -> None:
-        for own in self._owns.values():
-            ranked = [(self._entry(record), own.records.entry_of(record)) for record in own.records]
-            own.records.replace_all((*entry[:-2], *old[-2:]) for entry, old in ranked)
-            own.turns.replace_all([self._turn_entry(keep, own) for keep in own.turns])
-        self._turns.replace_all((*(own.next_turn() or ())[:-1], own) for own in self._owns.values())
-
-    def _leave_in_turn(self, record: R) -> None:
-        """The victim leaves. If that is for another one, which is kept, that owes so much less; once it has paid, its
-        next turn is when the first that left for it would have left."""
-        own = self._owns[record.owner.namespace]
-        turn = own.records.entry_of(record) if record.keep is None else own.turns.entry_of(record.keep)
-        first = next(iter(own.turns.entries), None)
-        self._leave(record)
-        if first is not None and first[-1] is not record.keep and first < turn:
-            keep: Keep = first[-1]
-            keep.owed_tokens -= record.owner.num_tokens
-            keep.first_paid = keep.first_paid or turn[:-1]
-            if keep.owed_tokens <= 0:
-                own.turns.replace((*keep.first_paid, keep))
-                keep.owed_tokens, keep.first_paid = keep.num_tokens, ()
-                self._set_turn(own)
+        ranked = [(self._entry(entry[-1]), entry) for entry in self._records.entries]
+        self._records.replace_all((*entry[:-2], *old[-2:]) for entry, old in ranked)
 
     def _entry(self, record: R) -> Entry:
         """With the record's standing and rank of now."""
@@ -350,51 +338,20 @@ class EvictionOrder(Generic[R]):
         rank = self.policy.rank(record)
         return (standing, *(rank if isinstance(rank, tuple) else (rank,)), next(self._sequence), record)
 
-    @staticmethod
-    def _turn_entry(keep: Keep, own: _Own[Any]) -> Entry:
-        """As though its record were not kept."""
-        standing, *rank, _ = own.records.entry_of(keep.record)
-        return (_PLAIN if standing == _KEPT else standing, *rank, keep)
-
-    def _set_turn(self, own: _Own[R]) -> None:
-        """What the namespace has was changed."""
-        turn = own.next_turn()
-        if turn is None:
-            self._turns.remove(own)
-            del self._owns[own.namespace]
-        elif own.at == NO_ENTRY:
-            self._turns.push((*turn[:-1], own))
-        elif turn[-2] != self._turns.entry_of(own)[-2] or turn[0] != self._turns.entry_of(own)[0]:
-            self._turns.replace((*turn[:-1], own))
-
     def _enter(self, record: R) -> None:
         assert record.at == NO_ENTRY and record not in self._aside
-        if not self._is_evictable(record):
+        if self._is_evictable(record):
+            self._records.push(self._entry(record))
+        else:
             self._aside[record] = None
-            return
-        namespace = record.owner.namespace
-        if (own := self._owns.get(namespace)) is None:
-            own = self._owns[namespace] = _Own(namespace)
-        own.records.push(self._entry(record))
-        if record.keep is not None:
-            own.turns.push(self._turn_entry(record.keep, own))
-        self._set_turn(own)
 
     def _move(self, record: R) -> None:
         """To where its rank of now puts it."""
         if record.at != NO_ENTRY:
-            own = self._owns[record.owner.namespace]
-            own.records.replace(self._entry(record))
-            if record.keep is not None:
-                own.turns.replace(self._turn_entry(record.keep, own))
-            self._set_turn(own)
+            self._records.replace(self._entry(record))
 
     def _leave(self, record: R) -> None:
         if record.at == NO_ENTRY:
             del self._aside[record]
-            return
-        own = self._owns[record.owner.namespace]
-        own.records.remove(record)
-        if record.keep is not None:
-            own.turns.remove(record.keep)
-        self._set_turn(own)
+        else:
+            self._records.remove(record)

@@ -158,7 +158,7 @@ class Backup(CopyMovement[_Copy]):
             keys, event_pages = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             event_pages = tree.names.pages(node)
-        new = NewPages(keys, previous_key, first, event_pages, 0, node.priority, node.hit_count, uses, node.namespace)
+        new = NewPages(keys, previous_key, first, event_pages, 0, node.priority, node.hit_count, uses)
         absent = component.index.absent(new)
         pages += absent
         values += [value] * len(absent)

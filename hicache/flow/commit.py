@@ -7,14 +7,14 @@ freed. What belongs to exactly the tokens that were computed, like a recurrent s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from functools import partial
 
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
-from hicache.eviction.keeps import KEPT_SHARE, Keeps
+from hicache.eviction.orders import KEPT_SHARE, deadline_s
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.state import RecurrentState
@@ -85,13 +85,14 @@ class Commit:
     def _use_below(self, lease: Lease) -> None:
         """What is below the device of the lease's prefix was used, of the stores what may be used again."""
         keys = path_keys(self._context, lease.node) if self._context.has_host else {}
-        for component in self._context.components if keys else ():
-            runs = component.index.runs_of(keys[component.name])
-            component.index.touch(runs)
-            component.index.raise_priority(runs, lease.priority)
+        for name, of_component in keys.items():
+            index = self._context.by_name[name].index
+            runs = index.runs_of(of_component)
+            index.touch(runs)
+            index.raise_priority(runs, lease.priority)
         if keys:
             self._context.full.index.link(keys[FULL])  # of pages read from the end, nothing did so before
-        end = self.hints.enter(lease)
+        end = self.hints.enter(lease, keys)
         if self._persists and not end.is_root:
             keys = keys if end is lease.node else path_keys(self._context, end)
             for persist in self._persists:
@@ -175,31 +176,31 @@ class Hints:
 
     def __init__(self, context: EngineContext) -> None:
         self._context, self._has_kept = context, False
-        self._on_device = Keeps(KEPT_SHARE * context.full.capacity)
-        self._on_host = Keeps(KEPT_SHARE * context.full.host.num_pages if context.has_host else 0)
+        order = context.tree.account(FULL).order
         context.metrics.gauge(
-            "evict.kept_tokens",
-            "tokens of prompts that the device keeps for their next turn",
-            lambda: self._on_device.num_tokens,
+            "evict.kept_tokens", "tokens of prompts that the device keeps for their next turn", lambda: order.num_kept
         )
 
     def expire(self) -> None:
-        """What was awaited until now is kept no more."""
+        """End the deadlines of prompts up to now."""
         if not self._has_kept:
             return
         now_s = self._context.clock()
-        self._on_device.expire(now_s)
-        self._on_host.expire(now_s)
+        self._context.tree.expire(now_s)
+        for component in self._context.components if self._context.has_host else ():
+            component.index.expire(now_s)
 
-    def enter(self, lease: Lease) -> TreeNode:
-        """What a request that ends says, which has let go of its prompt and used it last. Returns the end of what of it
-        may be used again."""
+    def enter(self, lease: Lease, keys: Mapping[Component, Sequence[bytes]]) -> TreeNode:
+        """Apply the hints of a request that ends, after it has unlocked and used its prompt. `keys`: `path_keys` of the
+        prompt, empty without a host. Returns the end of the prefix that may be used again."""
         if lease.session_end:
             return self._end_session(lease)
         if lease.expected_uses is not None:
-            self._expect_uses(lease, lease.expected_uses)
+            self._context.tree.expect_uses(lease.node, lease.expected_uses)
+            for name, of_component in keys.items():
+                self._context.by_name[name].index.expect_uses(of_component, lease.expected_uses)
         if lease.next_turn_within_s is not None:
-            self._keep(lease, lease.next_turn_within_s)
+            self._keep(lease.node, keys, lease.next_turn_within_s)
         return lease.node
 
     def _end_session(self, lease: Lease) -> TreeNode:
@@ -214,23 +215,13 @@ class Hints:
                 component.index.end_session(names.of_component(component.name, keys))
         return shared
 
-    def _expect_uses(self, lease: Lease, num_uses: int) -> None:
-        self._context.tree.expect_uses(lease.node, num_uses)
-        if self._context.has_host:
-            keys = path_keys(self._context, lease.node)
-            for component in self._context.components:
-                component.index.expect_uses(keys[component.name], num_uses)
-
-    def _keep(self, lease: Lease, within_s: float) -> None:
-        context, node, now_s = self._context, lease.node, self._context.clock()
-        if node.is_root:
-            return
+    def _keep(self, node: TreeNode, keys: Mapping[Component, Sequence[bytes]], within_s: float) -> None:
         self._has_kept = True
-        self._on_device.add(lease.namespace, now_s, within_s, node.depth_tokens, context.tree.keep(node))
-        if context.has_host:
-            keys = path_keys(context, node)
-            keeps = [keep for at in context.components for keep in at.index.keep(keys[at.name])]
-            self._on_host.add(lease.namespace, now_s, within_s, len(keys[FULL]), keeps)
+        context, until_s = self._context, deadline_s(self._context.clock(), within_s)
+        context.tree.keep(node, until_s, {each.name: KEPT_SHARE * each.capacity for each in context.components})
+        for name, of_component in keys.items():
+            component = context.by_name[name]
+            component.index.keep(of_component, until_s, KEPT_SHARE * component.host.num_pages)
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:

@@ -76,8 +76,8 @@ class CacheRequest:
     These two count under every policy, from the end of the lease until the prompt is used again. `session_end`: nobody
     will ask for it again; what no other prompt has in common with it, behind the last branch point, leaves memory first
     and is not saved any more, and what the request computes is not copied to the host. `next_turn_within_s`: a prompt
-    that continues it is expected by then; it leaves memory after what else its namespace has, until it is used, or four
-    times as long. A hint orders what its own namespace has: what others have leaves no earlier for it.
+    that continues it is expected by then; until it is used, or four times as long, its pages are evicted after pages
+    without a hint. At most nine tenths of a tier are kept so; beyond that the oldest hint ends.
     """
 
     request_id: str

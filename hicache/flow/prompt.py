@@ -52,7 +52,7 @@ class Prompt:
         found = list[NewPages]()
         for start, end in spans(indices):
             keys = self.keys_of(component, range(start, end))
-            new = NewPages(keys, None, start, namespace=self.namespace)
+            new = NewPages(keys, None, start)
             if component == FULL:
                 previous_key = self.keys[start - 1] if start else None
                 new = new._replace(previous_key=previous_key, event_pages=self.event_pages(), offset=start)

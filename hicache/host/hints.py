@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import takewhile
 
-from hicache.eviction.orders import EvictionOrder, Keep
-from hicache.host.run import HostRun, path_of
+from hicache.eviction.orders import EvictionOrder
+from hicache.host.run import HostRun
 
 
 class PageHints:
@@ -15,6 +14,11 @@ class PageHints:
     def __init__(self, order: EvictionOrder[HostRun]) -> None:
         self._order = order
         self._runs: dict[bytes, HostRun] = {}  # of a key that several bring the published one
+
+    @property
+    def num_kept(self) -> int:
+        """Pages with a deadline, see `keep`."""
+        return self._order.num_kept
 
     def expect(self, runs: Iterable[HostRun], change: int) -> None:
         """`change` more (1) or fewer (-1) queued requests will need these."""
@@ -37,13 +41,15 @@ class PageHints:
             if ended.issuperset(run.keys):
                 self._order.end(run)
 
-    def keep(self, keys: Sequence[bytes]) -> list[Keep]:
-        """The pages of this prompt leave after all others of its namespace, until they are used or the keep ends."""
-        last = next((self._runs[key] for key in reversed(keys) if key in self._runs), None)
-        if last is None or last.after:
-            return []
-        alone = list(takewhile(lambda run: run is last or len(run.after) == 1, reversed(path_of(last))))
-        return [self._order.keep(last, sum(len(run.keys) for run in alone))]
+    def keep(self, keys: Sequence[bytes], until_s: float, limit: float) -> None:
+        """Evict the pages of this prompt, also those in flight, after plain ones until a deadline, see
+        `EvictionOrder.keep`."""
+        runs = dict.fromkeys(self._runs[key] for key in reversed(keys) if key in self._runs)
+        self._order.keep({run: len(run.keys) for run in runs}, until_s, limit)
+
+    def expire(self, now_s: float) -> None:
+        """End the deadlines up to now."""
+        self._order.expire(now_s)
 
     def raise_priority(self, runs: Iterable[HostRun], priority: int) -> None:
         """A request of `priority` uses these: none has a lower one from now on."""
@@ -51,6 +57,13 @@ class PageHints:
             if run.priority < priority:
                 run.priority = priority
                 self._order.update(run)
+
+    def _kept_violations(self, in_flight: Iterable[HostRun]) -> list[str]:
+        """Where the order counts other deadlines than those of the runs that are held or `in_flight`."""
+        kept = {run: len(run.keys) for run in {*self._runs.values(), *in_flight} if run.keep is not None}
+        if self._order.kept == kept and self.num_kept == sum(kept.values()):
+            return []
+        return [f"{self.num_kept} pages were counted as kept, {sum(kept.values())} are"]
 
     def _tell_uses(self, run: HostRun) -> None:
         """What was said of its uses counts once it is there."""

@@ -206,6 +206,7 @@ class PageIndex(PageHints):
 
     def abandon(self, run: HostRun) -> None:
         """Give a reserved run back."""
+        self._order.end_keep(run)
         self.num_in_flight -= run.num_held
         self.pool.free(held_by([run]))
         for key in run.keys:
@@ -292,7 +293,7 @@ class PageIndex(PageHints):
         runs = {run for run in self._runs.values() if run.is_published}
         counted = len(self), self.num_raw, self.num_in_flight, self.num_evictable
         counts = Counts(*counted, self.pool.available(), self.pool.num_pages)
-        found = index_violations(runs, {*self._order}, counts, locks)
+        found = index_violations(runs, {*self._order}, counts, locks) + self._kept_violations(locks)
         if found:
             raise InvariantError("host index", found)
         self.pool.check()
@@ -336,6 +337,7 @@ class PageIndex(PageHints):
         self._num_published -= num_pages
         if start:
             del run.keys[start:], run.ids[start:]
+            self._order.shrink(run, num_pages)
             left = HostRun(gone, ids, None, 0)  # what comes back was used as this
             left.follow(run)
             self._order.policy.forget(left)
@@ -388,8 +390,7 @@ class PageIndex(PageHints):
         first.after.add(run)
         first.locks = 1 + (run.needs is first) if run.locks else 0
         self._runs.update((key, first) for key in first.keys if self._runs.get(key) is run)
-        if run.is_published and not run.locks:
-            self._order.split(first, run)
+        self._order.split(first, run, num_pages)
         return first
 
     def _leave(self, run: HostRun, parent: HostRun) -> None:

@@ -35,8 +35,7 @@ class NewPages(NamedTuple):
     """Pages to be reserved: `keys`, which follow each other in a prompt, behind the page `previous_key` or none.
     `first`: the index of the first in its prompt. `event_pages`: what events tell of pages, of which the first here is
     the `offset`-th; of windows and states, the keys of their full pages. `priority`: of the request that they are for.
-    `hit_count`: requests that used them where they come from, `uses`: see `EvictionPolicy.uses_of`. `namespace`: whose
-    they are."""
+    `hit_count`: requests that used them where they come from, `uses`: see `EvictionPolicy.uses_of`."""
 
     keys: Sequence[bytes]
     previous_key: bytes | None = None
@@ -46,7 +45,6 @@ class NewPages(NamedTuple):
     priority: int = 0
     hit_count: int = 1
     uses: float = 1.0
-    namespace: str = ""
 
     def part(self, start: int, end: int) -> NewPages:
         """The `start`-th to the `end`-th of them."""
@@ -79,10 +77,8 @@ class HostRun(CountedRecord):
         "offset", "on_device", "parent_run", "second_pages", "source", "stored", "wanted",
     )  # fmt: skip
 
-    def __init__(
-        self, keys: list[bytes], ids: list[int], event_pages: Any, offset: int, first: int = 0, namespace: str = ""
-    ) -> None:
-        super().__init__(keys[0], namespace)
+    def __init__(self, keys: list[bytes], ids: list[int], event_pages: Any, offset: int, first: int = 0) -> None:
+        super().__init__(keys[0])
         self.keys, self.ids, self.event_pages, self.offset, self.first = keys, ids, event_pages, offset, first
         self.job: Any = None
         self.wanted: Any = None  # a dict, for its order
@@ -124,7 +120,7 @@ class HostRun(CountedRecord):
     def take_first(self, num_pages: int) -> HostRun:
         """Its first `num_pages` become a run of their own, like it; no index knows that yet."""
         keys, ids = self.keys[:num_pages], self.ids[:num_pages]
-        first = HostRun(keys, ids, self.event_pages, self.offset, self.first, self.namespace)
+        first = HostRun(keys, ids, self.event_pages, self.offset, self.first)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
         first.disk = self.disk
         first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
@@ -157,7 +153,7 @@ def runs_for(pages: NewPages, ids: Iterator[int], run_pages: int) -> Iterator[Ho
     while start < len(pages.keys):
         end = min(len(pages.keys), start + run_pages - (pages.first + start) % run_pages)
         keys, offset, first = list(pages.keys[start:end]), pages.offset + start, pages.first + start
-        run = HostRun(keys, list(islice(ids, end - start)), pages.event_pages, offset, first, pages.namespace)
+        run = HostRun(keys, list(islice(ids, end - start)), pages.event_pages, offset, first)
         run.priority, run.hit_count, run.expected_uses = pages.priority, pages.hit_count, pages.uses
         yield run
         start = end

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from hicache.eviction.keeps import KEPT_SHARE, Keeps
+from hicache.eviction.orders import KEPT_SHARE, deadline_s
 from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
@@ -91,8 +91,6 @@ class CacheSimulation:
             self._ahead = WriteAhead([self._written], DISK, self._budget, self._uses)
         self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
         self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
-        sizes = (settings.device_blocks, settings.host_blocks)
-        self._keeps = [Keeps(math.inf if blocks is None else KEPT_SHARE * blocks) for blocks in sizes]
         self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
 
@@ -114,8 +112,9 @@ class CacheSimulation:
 
     def serve(self, blocks: Tokens, hint: Hint = NO_HINT, now_s: float = 0.0) -> BlockHits:
         """One request, from its arrival to its end, at `now_s`. `blocks`: ids of prefixes, see `prefix_ids`."""
-        for keeps in self._keeps:
-            keeps.expire(now_s)
+        self.tree.expire(now_s)
+        if self.host is not None:
+            self.host.expire(now_s)
         self._is_last = hint.session_end
         if len(blocks) > len(self._slots):
             self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
@@ -260,7 +259,7 @@ class CacheSimulation:
             self.host.link(used)
         shared = self._end_session(node, keys) if hint.session_end else node
         if hint.next_turn_within_s is not None:
-            self._keep(node, keys, now_s, hint.next_turn_within_s)
+            self._keep(node, keys, deadline_s(now_s, hint.next_turn_within_s))
         if self.disk is not None and self._ahead is not None:
             self.disk.touch(blocks[: shared.depth_tokens])
             self._uses.use(keys[: shared.depth_tokens])
@@ -292,12 +291,11 @@ class CacheSimulation:
             self.host.end_session(keys[shared.depth_tokens : node.depth_tokens])
         return shared
 
-    def _keep(self, node: TreeNode, keys: Sequence[bytes], now_s: float, within_s: float) -> None:
-        on_device, on_host = self._keeps
-        if not node.is_root:
-            on_device.add("", now_s, within_s, node.depth_tokens, self.tree.keep(node))
-            if self.host is not None:
-                on_host.add("", now_s, within_s, node.depth_tokens, self.host.keep(keys[: node.depth_tokens]))
+    def _keep(self, node: TreeNode, keys: Sequence[bytes], until_s: float) -> None:
+        most = self.settings.device_blocks
+        self.tree.keep(node, until_s, {FULL: math.inf if most is None else KEPT_SHARE * most})
+        if self.host is not None:
+            self.host.keep(keys[: node.depth_tokens], until_s, KEPT_SHARE * self.host.pool.num_pages)
 
     # Between the tiers
 

@@ -11,7 +11,7 @@ from itertools import takewhile
 
 import torch
 
-from hicache.eviction.orders import NOBODY, EvictionOrder, Keep
+from hicache.eviction.orders import NOBODY, EvictionOrder
 from hicache.eviction.policy import make_order
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Released
@@ -128,6 +128,7 @@ class Accounts:
         holding.value = None
         if holding.locks:
             account.protected -= size
+            account.order.end_keep(holding)
         else:
             account.evictable -= size
             account.order.evict(holding)
@@ -213,16 +214,18 @@ class Accounts:
                     account.order.end(holding)
         return found
 
-    def keep(self, node: TreeNode) -> list[Keep]:
-        """The prefix that ends with `node` goes after all others of its namespace, until it is used or the keeps end.
-        It is no lock. What a component needs of it stays with its last node."""
-        keeps: list[Keep] = []
+    def keep(self, node: TreeNode, until_s: float, limits: Mapping[Component, float]) -> None:
+        """Evict the values that the prefix ending with `node` needs after plain ones until a deadline. It is no lock.
+        `limits`: the most that each component keeps, see `EvictionOrder.keep`."""
         for account in self._accounts:
-            nodes = [node] if account.name == FULL else account.component.required_nodes(node)
-            num_tokens = sum(map(account.size, alone(node) if account.name == FULL else nodes))
-            held = [holding for kept in nodes if (holding := kept.holdings[account.name]).value is not None]
-            keeps += [account.order.keep(holding, num_tokens) for holding in held]
-        return keeps
+            nodes = [above for above in account.component.required_nodes(node) if above.has(account.name)]
+            sizes = {above.holdings[account.name]: account.size(above) for above in nodes}
+            account.order.keep(sizes, until_s, limits[account.name])
+
+    def expire(self, now_s: float) -> None:
+        """End the deadlines up to now."""
+        for account in self._accounts:
+            account.order.expire(now_s)
 
     def touch(self, node: TreeNode) -> None:
         """A request used the prefix that ends with `node`: tell the eviction orders."""
@@ -260,8 +263,7 @@ class Accounts:
             above, below = upper.holdings[account.name], lower.holdings[account.name]
             if above.value is not None:
                 above.owner = upper
-                if below in account.order:
-                    account.order.split(above, below)
+                account.order.split(above, below, account.size(upper))
         for run in lower.runs:
             if run.component not in self._at_node_end:
                 run.nodes.insert(run.nodes.index(lower), upper)

@@ -92,6 +92,9 @@ def account_violations(account: Account, holders: list[TreeNode]) -> list[str]:
         found.append(f"{name}: the account says {counted}, the nodes {evictable} + {protected}")
     if {id(holding) for holding in account.order} != in_order:
         found.append(f"{name}: the eviction order is not exactly the unlocked holders")
+    kept = {node.holdings[name]: size(node) for node in holders if node.holdings[name].keep is not None}
+    if account.order.kept != kept or account.order.num_kept != sum(kept.values()):
+        found.append(f"{name}: {account.order.num_kept} were counted as kept, {sum(kept.values())} are")
     holding = account.order.victim()
     victim = None if holding is None else holding.owner
     if (victim is None) != (not any(account.component.is_evictable(node) for node in unlocked)):

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 
 import component_case
+from costs import lines_of
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
+from hicache.tiers import FULL
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, prompt, serve, settled
 from waiting import eventually
@@ -86,7 +88,7 @@ def test_the_end_reaches_windows_and_states_that_left_before(model: ModelGeometr
 
 @pytest.mark.parametrize("tier", ["device", "host"])
 def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
-    """Of prompts of one tenant the oldest stays, for which the one after it leaves, until four times the time that was
+    """The oldest prompt stays, for which the one of another tenant after it leaves, until four times the time that was
     told has passed, or it was used."""
     clock = Clock()
     host_pages = 0 if tier == "device" else 20
@@ -94,7 +96,7 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
     settings = config(**sizes, write_policy="write_through")  # so that the host has it when it is told
 
     def held(seed: int) -> bool:
-        found = engine.lookup(prompt(seed, 49))
+        found = engine.lookup(prompt(seed, 49), "" if seed == 1 else "another tenant")
         return found.device + found.host == 48
 
     for used in (True, False):
@@ -104,11 +106,11 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
             for seed in (2, 3, 4, 5):
                 clock.now_s += 9.9
                 engine.poll()
-                serve(engine, f"other {seed}", prompt(seed, 49))
+                serve(engine, f"other {seed}", prompt(seed, 49), "another tenant")
                 engine.flush()
                 engine.check()
             assert held(1) and not held(2)
-            assert engine.stats()["evict.kept_tokens"] == (48 if tier == "device" else 0)
+            assert engine.stats()["evict.kept_tokens"] == engine.lookup(prompt(1, 49)).device
             if used:
                 serve(engine, "next turn", prompt(1, 49))
                 engine.flush()
@@ -117,7 +119,63 @@ def test_a_prompt_is_kept_until_its_next_turn_or_its_time(tier: str) -> None:
                 engine.poll()
             assert engine.stats()["evict.kept_tokens"] == 0
             for seed in (6, 7, 8, 9):
-                serve(engine, f"later {seed}", prompt(seed, 49))
+                serve(engine, f"later {seed}", prompt(seed, 49), "another tenant")
                 engine.flush()
             assert not held(1)
             settled(engine)
+
+
+def test_a_beginning_that_prompts_share_counts_once() -> None:
+    """Sessions with one system prompt are all kept where they fit within nine tenths together, though not if each
+    counted the system prompt."""
+    system = prompt(0, 60)
+    sessions = [np.concatenate([system, prompt(seed, 9)]) for seed in range(1, 7)]
+    with build_engine(config(device_tokens=128, host_bytes=0), GEOMETRY) as engine:
+        for number, tokens in enumerate(sessions):
+            serve(engine, f"session {number}", tokens, next_turn_within_s=600)
+        assert engine.stats()["evict.kept_tokens"] == 60 + 6 * 8 <= 0.9 * 128
+        for number in range(8):
+            serve(engine, f"other {number}", prompt(100 + number, 17))
+        assert all(engine.lookup(np.append(tokens, 1)).device == 68 for tokens in sessions)
+        settled(engine)
+
+
+def test_what_all_hints_cost_does_not_grow_with_them() -> None:
+    """A hint and a snapshot of the metrics execute about the same number of lines for 50 kept prompts as for 4. Prompts
+    that both tiers have evicted are in no account."""
+    with build_engine(
+        config(device_tokens=1024, host_bytes=64 * PAGE_BYTES, write_policy="exclusive"), GEOMETRY
+    ) as engine:
+        at_end, of_stats = list[int](), list[int]()
+        for number in range(100):
+            tokens = prompt(number, 17)
+            lease = engine.acquire(CacheRequest(f"r{number}", tokens, next_turn_within_s=86400))
+            engine.commit(lease, tokens)
+            at_end.append(lines_of(lambda: engine.release(lease)))  # noqa: B023
+            of_stats.append(lines_of(engine.stats))
+            engine.flush()
+            engine.check()
+        few, many = slice(2, 5), slice(45, 55)
+        assert np.median(at_end[many]) < 1.2 * np.median(at_end[few])
+        assert max(of_stats[2:]) == min(of_stats[2:])
+        context = engine.inspect.context
+        assert 0 < sum(context.tree.account(FULL).order.kept.values()) <= 0.9 * 1024
+
+
+def test_a_hint_of_pages_that_the_host_lacks_ends_no_other_one_there() -> None:
+    """The host keeps a prompt that it has, for which another one leaves, after a hint of a prompt that the device alone
+    has and that would take the rest of its nine tenths."""
+    settings = config(device_tokens=512, host_bytes=21 * PAGE_BYTES, write_policy="exclusive")
+    with build_engine(settings, GEOMETRY) as engine:
+        kept, index = prompt(1, 49), engine.inspect.context.full.index
+        serve(engine, "first", kept)
+        for seed in range(2, 13):
+            serve(engine, f"other {seed}", prompt(seed, 49))
+            engine.flush()
+        assert engine.reset(["device"])
+        assert serve(engine, "kept", kept, next_turn_within_s=600).hit.host == 48
+        engine.flush()
+        assert index.num_kept == 6
+        serve(engine, "long", prompt(20, 145), next_turn_within_s=600)
+        assert index.num_kept == 6
+        settled(engine)

@@ -41,7 +41,7 @@ class Model:
         self.runs: dict[bytes, HostRun] = {}
         self.in_flight: list[HostRun] = []
         self.locked: list[list[HostRun]] = []
-        self.evicted = self.refused = self.twice = 0
+        self.evicted = self.refused = self.twice = self.now_s = 0
 
     def came(self, run: HostRun) -> None:
         assert not self.ids.keys() & set(run.keys), "a page came twice"
@@ -161,6 +161,12 @@ class Model:
         )
         self.index.touch(self.index.runs_of(keys))
 
+    def keep(self) -> None:
+        """A prompt is kept for some seconds, of which one passes."""
+        self.now_s += 1
+        self.index.expire(self.now_s)
+        self.index.keep(self.prompt(), self.now_s + self.dice.randrange(20), NUM_PAGES * 0.9)
+
     def link(self) -> None:
         """Of pages that were named together none leaves while one behind it is held, unless that has come before."""
         keys = self.prompt()
@@ -206,7 +212,17 @@ def test_an_index_holds_what_came_and_was_not_needed_elsewhere(
     evicted = refused = twice = 0
     for seed in seeds:
         model = Model(policy, seed, kind)
-        ops = [model.reserve, model.reserve, model.land, model.land, model.lock, model.lock, model.unlock, model.use]
+        ops = [
+            model.reserve,
+            model.reserve,
+            model.land,
+            model.land,
+            model.lock,
+            model.lock,
+            model.unlock,
+            model.use,
+            model.keep,
+        ]
         ops += [model.link, model.reserve_second_pages] if are_packed else [model.link]
         ops += [model.to_device, model.to_device, model.off_device] if kind is ExclusiveIndex else []
         for _ in range(600):
@@ -322,7 +338,7 @@ def test_runs_of_the_same_pages_follow_each_other_once(is_second_first: bool) ->
 
 
 def test_the_audit_finds_planted_faults() -> None:
-    """It can fail: a lock of nobody, a page in flight of nobody, and one counted as evictable that is not."""
+    """It can fail: a lock of nobody, a page in flight of nobody, and one counted as evictable or kept that is not."""
     model = Model("lru", 0)
     runs = model.index.reserve([NewPages(PROMPTS[0], None)])
     assert runs is not None
@@ -337,6 +353,12 @@ def test_the_audit_finds_planted_faults() -> None:
     with pytest.raises(InvariantError, match="27 pages were counted as evictable"):
         model.index.check(Counter())
     assert sorted(pages_of(runs).tolist()) == sorted(model.ids.values())
+    model.index.num_evictable -= 1
+    model.index.keep(PROMPTS[0], 1, NUM_PAGES)
+    model.index.check(Counter())
+    runs[0].keep = None
+    with pytest.raises(InvariantError, match="26 pages were counted as kept, 10 are"):
+        model.index.check(Counter())
 
 
 def test_what_the_device_has_as_well_leaves_first() -> None:
@@ -349,14 +371,17 @@ def test_what_the_device_has_as_well_leaves_first() -> None:
     for keys in prompts:
         for run in index.reserve([NewPages(keys)]) or ():
             index.publish(run)
-    for keys in prompts[1:]:
+    for keys in (prompts[2], prompts[1]):
         index.came_to_device(index.parts(keys[:20]))
+    for keys in prompts[1:]:
+        index.touch(index.runs_of(keys[:20]))
     index.left_device(prompts[2][18:20])
     index.lock(index.runs_of(prompts[2][20:]))  # and so its head, was it no duplicate
     held = [(32, 32, 32), (32, 32, 31), (32, 32, 16), (32, 31, 16), (32, 16, 16), (32, 12, 16), (31, 12, 16)]
     for num_pages, wanted in zip((0, 1, 15, 1, 15, 4, 1), held, strict=True):
         assert num_pages == 0 or index.reserve([NewPages([bytes([9, num_pages, at]) for at in range(num_pages)])])
         assert tuple(sum(key in index for key in keys) for keys in prompts) == wanted
+        assert [keys[0] in index for keys in prompts[1:]] == [num_held == 32 for num_held in wanted[1:]]
     assert prompts[2][16] in index and prompts[2][0] not in index
     index.left_device(prompts[2][8:18])
     assert index.num_returned == 8 and index.num_duplicates == 0

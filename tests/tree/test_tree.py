@@ -75,6 +75,45 @@ def test_a_split_keeps_what_policies_rank_by() -> None:
     tree.check()
 
 
+def test_what_is_kept_is_counted_while_it_is_there() -> None:
+    """Each token, window token and state of a kept prompt counts once, also after a split of a locked node. It counts
+    no more when its deadline or a use has come, its session has ended, its node was dropped, or its load failed."""
+    tree = tree_of(SwaComponent(4, 1), MambaComponent())
+    limits = {FULL: 100, SWA: 100, MAMBA: 100}
+
+    def kept() -> list[int]:
+        tree.check()
+        return [tree.account(name).order.num_kept for name in limits]
+
+    def keep(*, is_locked: bool = False) -> TreeNode:
+        node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1, window_from=4).node
+        tree.attach(node, MAMBA, torch.tensor([1]))
+        if is_locked:
+            tree.lock(node)
+        tree.keep(node, 10.0, limits)
+        if node.num_tokens > 2:
+            tree.split_prefix(node, 2)
+        assert kept() == [8, 4, 1]
+        tree.expire(9.0)
+        assert kept() == [8, 4, 1]
+        return node
+
+    def drop_all() -> None:
+        while (victim := tree.victim(FULL)) is not None:
+            tree.drop(victim, FULL)
+
+    node = keep()
+    ends = (lambda: tree.expire(10.0), lambda: tree.touch(node), lambda: tree.end_session(node), drop_all)
+    for end in ends:
+        keep()
+        end()
+        assert kept() == [0, 0, 0]
+    node = keep(is_locked=True)
+    tree.fail_load(node)
+    assert kept() == [6, 2, 0]
+    tree.unlock(node)
+
+
 def test_a_dropped_node_is_freed_at_once() -> None:
     """The tokens of what was evicted are freed without a run of the garbage collector, also where it was locked."""
     tree = RadixTree(1, PageHasher(b"identity", 1), [SwaComponent(2, 1), MambaComponent()])
