@@ -109,8 +109,9 @@ class _Parser(argparse.ArgumentParser):
         self.exit(_fail(f"{message}; '{self.prog} --help' lists the flags"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Of each command its own: the parser of all commands would name itself."""
-        if self._subparsers is None:  # before a value is checked, which may be taken for another argument
+        """Parse, and refuse unknown flags in the name of one command."""
+        takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
+        if self._subparsers is None and not takes_rest:  # before a value is checked: it may be taken for an argument
             given = list(sys.argv[1:] if args is None else args)
             given = given[: given.index("--")] if "--" in given else given
             options = [each for each in given if each.startswith("--") and " " not in each.partition("=")[0]]
