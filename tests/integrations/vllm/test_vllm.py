@@ -116,6 +116,7 @@ def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pag
     assert sum(map(sum, first.cached[2:])) > 0
     assert are_bytes_of(first.given[0], first.stored[0])
     assert "Failed to close mmap_obj" not in first.log
+    assert "INFO" in next(line for line in first.log.splitlines() if "pages of vLLM's secondary tier" in line)
     [folder] = Path(pages["path"]).iterdir()
     assert describe(folder).entries == 2 * CACHED // 32
 
