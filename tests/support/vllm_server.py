@@ -1,12 +1,21 @@
 """A vLLM that serves some prompts: python vllm_server.py, with JSON on its standard input.
 
 `{"model": folder, "extra": configuration of the connector, "steps": [...]}`; `llm`: more arguments of `LLM`; `prompts`:
-how many. Steps are "run", all prompts at once, "run each", one after the other, "reset" of the prefix cache and the CPU
-tier, "forget" of the prefix cache alone, "together", eight prompts at once that begin as the first one, and "faults".
+how many; `prompt_tokens`: their length. The steps:
+
+    run            all prompts at once
+    run each       one prompt after the other
+    compute each   the same without reading a cache
+    preempt        each prompt preempted by requests of higher priority
+    together       eight prompts at once that begin as the first one
+    reset          empty the prefix cache and the CPU tier
+    forget         empty the prefix cache
+    faults         the stores fail from now on
+
 The last line that it prints is JSON: for each run the cached tokens and the output of every prompt, by vLLM's count, of
 "together" the cached tokens; for each `RecordingTier` in this process the chunks that it was to store and those that it
 has given, as a dict of their keys to the checksums of their bytes; how many a `CopyingWorker` in this process loaded;
-and the tier's metrics in vLLM's registry, summed over their labels.
+vLLM's count of preemptions; and the tier's metrics in vLLM's registry, summed over their labels.
 
 The dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would decide on a
 token.
@@ -14,6 +23,7 @@ token.
 
 from __future__ import annotations
 
+import copy
 import errno
 import functools
 import itertools
@@ -25,6 +35,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import xxhash
+from vllm import LLM, SamplingParams
 from vllm.v1.kv_offload.base import OffloadKey
 from vllm.v1.kv_offload.tiering.base import JobResult, TransferJob
 
@@ -103,8 +114,30 @@ def inject_faults() -> None:
         setattr(LmdbPageStore, method, faulty(getattr(LmdbPageStore, method)))
 
 
+def preempted(llm: LLM, number: int, prompt: Any, sampling: SamplingParams) -> tuple[int, list[int]]:
+    """Ask for the prompt with low priority. In the step that schedules its ninth part of 64 tokens, two requests with
+    high priority need a second block each, of a cache of 22 blocks."""
+    engine = llm.llm_engine
+
+    def add(name: str, prompt: Any, sampling: SamplingParams, priority: int) -> None:
+        engine.add_request(f"{name}-{number}", prompt, sampling, priority=priority)
+
+    def other(num_prompt_tokens: int, num_tokens: int) -> tuple[Any, SamplingParams]:
+        tokens = [random.Random(number).randrange(256) for _ in range(num_prompt_tokens)]
+        return {"prompt_token_ids": tokens}, SamplingParams(max_tokens=num_tokens, ignore_eos=True, detokenize=False)
+
+    add("running", *other(3, 28), priority=0)
+    add("low", prompt, sampling, priority=10)
+    outputs = [*engine.step(), *engine.step()]
+    for name in ("high", "higher"):
+        add(name, *other(27, 20), priority=0)
+    while engine.has_unfinished_requests():
+        outputs += engine.step()
+    [answer] = [output for output in outputs if output.finished and output.request_id == f"low-{number}"]
+    return answer.num_cached_tokens or 0, list(answer.outputs[0].token_ids)
+
+
 def main(task: dict[str, Any]) -> None:
-    from vllm import LLM, SamplingParams
 
     if "faults" in task["steps"]:
         server_store.open_tier = functools.partial(server_store.open_tier, in_process=True)
@@ -124,12 +157,12 @@ def main(task: dict[str, Any]) -> None:
     }
     llm = LLM(task["model"], **{**settings, **task.get("llm", {})})
     prompts = [
-        {"prompt_token_ids": [random.Random(n).randrange(256) for _ in range(PROMPT_TOKENS)]}
+        {"prompt_token_ids": [random.Random(n).randrange(256) for _ in range(task.get("prompt_tokens", PROMPT_TOKENS))]}
         for n in range(task.get("prompts", 2))
     ]
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
-    def ask(prompts: Any) -> list[tuple[int, list[int]]]:
+    def ask(prompts: Any, sampling: SamplingParams = sampling) -> list[tuple[int, list[int]]]:
         answers = llm.generate(prompts, sampling, use_tqdm=False)
         return [(answer.num_cached_tokens or 0, list(answer.outputs[0].token_ids)) for answer in answers]
 
@@ -140,6 +173,12 @@ def main(task: dict[str, Any]) -> None:
             runs.append(ask(prompts))
         elif step == "run each":
             runs.append([answer for prompt in prompts for answer in ask(prompt)])
+        elif step == "compute each":
+            computed = copy.copy(sampling)
+            computed.skip_reading_prefix_cache = True
+            runs.append([answer for prompt in prompts for answer in ask(prompt, computed)])
+        elif step == "preempt":
+            runs.append([preempted(llm, n, prompt, sampling) for n, prompt in enumerate(prompts)])
         elif step == "together":
             shared = prompts[0]["prompt_token_ids"][:-1]
             together = [cached for cached, _ in ask([{"prompt_token_ids": [*shared, n]} for n in range(8)])]
@@ -150,12 +189,15 @@ def main(task: dict[str, Any]) -> None:
         else:
             inject_faults()
     metrics = Counter[str]()
+    preemptions = 0
     for metric in llm.get_metrics():
+        if metric.name == "vllm:num_preemptions":
+            preemptions += metric.value
         if metric.name.startswith("vllm:hicache_"):
             metrics[metric.name.removeprefix("vllm:hicache_")] += metric.value
     # vLLM ends its workers before the tier, which finishes its stores, and by default kills both after five seconds.
     llm.llm_engine.engine_core.shutdown(timeout=BOUND_S)
-    counted = {"together": together, "loaded": sum(loaded), "metrics": metrics}
+    counted = {"together": together, "loaded": sum(loaded), "preemptions": preemptions, "metrics": metrics}
     print(json.dumps({"runs": runs, "stored": stored, "given": given, **counted}))
 
 

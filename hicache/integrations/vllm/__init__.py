@@ -1,9 +1,11 @@
 """Plug-ins for vLLM, which imports them by name: `"module_path": "hicache.integrations.vllm"`.
 
-A name is loaded when vLLM asks for it, after the release of vLLM was found to be one of the tested.
+A name is loaded when vLLM asks for it, if the release of vLLM is one of the tested. From then on hicache logs through
+vLLM.
 """
 
 from hicache.integrations.vllm.release import vllm_release
+from hicache.integrations.vllm.server_log import log_through_vllm
 from hicache.public_names import on_first_use
 
 _load, __dir__ = on_first_use(__name__, globals())
@@ -12,4 +14,5 @@ _load, __dir__ = on_first_use(__name__, globals())
 def __getattr__(name: str) -> object:
     if not name.startswith("__"):
         vllm_release()
+        log_through_vllm()
     return _load(name)

@@ -29,6 +29,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 
 from hicache.errors import ConfigError
 from hicache.host.arena import CudaRegistry
+from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.head_layouts import head_layouts
 from hicache.integrations.vllm.identity import refuse_pipelines
 from hicache.integrations.vllm.offloading_settings import (
@@ -119,6 +120,7 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
         is_first = self._manager is None
         manager = super().get_manager()
         if is_first:
+            correct_scheduler()
             assert self._scheduler_mmap is not None
             self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # behind the ranks
         return manager

@@ -38,6 +38,7 @@ from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import PrefillNote, gated_store_config
 from hicache.integrations.server_store import ServerStore
 from hicache.integrations.vllm.admission import Admission
+from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.cpu_room import CpuRoom
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
@@ -89,6 +90,7 @@ class HiCacheTier(SecondaryTierManager):
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         remove_leftovers()
+        correct_scheduler()
         refuse_pipelines(offloading_spec.config)
         self.locality = Locality.LOCAL
         config = gated_store_config(settings, f"vLLM secondary tier {tier_type}")

@@ -21,6 +21,23 @@ load_general_plugins()
 import hicache
 print(hicache.__file__)
 """
+LOGGED = """
+from vllm.config.logging import LoggingConfig
+from vllm.logger import configure_logging
+configure_logging(LoggingConfig())
+from hicache.integrations.vllm import HiCacheTier
+from hicache.flow import cost
+cost.log.info("a line of %s", "hicache")
+cost.log.debug("a line for developers")
+"""
+
+
+@pytest.mark.smoke
+def test_lines_of_hicache_are_in_the_log_of_vllm(tmp_path: Path) -> None:
+    """With vLLM's format and from vLLM's level on, each line once."""
+    ran = subprocess.run([sys.executable, "-c", LOGGED], cwd=tmp_path, capture_output=True, text=True, check=True)
+    [line] = [line for line in (ran.stdout + ran.stderr).splitlines() if "a line" in line]
+    assert " INFO " in line and line.endswith("a line of hicache")
 
 
 def test_vllm_removes_what_a_killed_server_left(tmp_path: Path) -> None:

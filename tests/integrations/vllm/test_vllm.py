@@ -56,6 +56,7 @@ class Served(NamedTuple):
     given: list[vllm_server.Checksums]
     together: list[int]
     loaded: int
+    preemptions: int
     metrics: dict[str, float]
     log: str
 
@@ -77,7 +78,7 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
     outputs = [[output for _, output in run] for run in printed["runs"]]
     assert all(output == outputs[0] for output in outputs), "what is cached changed the output"
     cached = [[cached for cached, _ in run] for run in printed["runs"]]
-    counted = {name: printed[name] for name in ("stored", "given", "together", "loaded", "metrics")}
+    counted = {name: printed[name] for name in ("stored", "given", "together", "loaded", "preemptions", "metrics")}
     return Served(cached, outputs[0], **counted, log=log)
 
 
@@ -115,6 +116,7 @@ def test_cached_tokens_after_a_reset_and_with_a_tier_at_fault(first: Served, pag
     assert sum(map(sum, first.cached[2:])) > 0
     assert are_bytes_of(first.given[0], first.stored[0])
     assert "Failed to close mmap_obj" not in first.log
+    assert "INFO" in next(line for line in first.log.splitlines() if "pages of vLLM's secondary tier" in line)
     [folder] = Path(pages["path"]).iterdir()
     assert describe(folder).entries == 2 * CACHED // 32
 
@@ -205,6 +207,30 @@ def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_pat
     part = served(["run"], LITTLE_CHUNKS * CHUNK_BYTES)
     assert part.outputs == computed.outputs
     assert part.cached[0][0] == LITTLE_CHUNKS * 32 and all(0 < cached < CACHED for cached in part.cached[0])
+
+
+@pytest.mark.smoke
+def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str) -> None:
+    """A request with low priority is scheduled and preempted in the same step: its new blocks have hashes and were not
+    computed. Its tokens, and those of the same prompt from the CPU tier, are the tokens of a run without caches."""
+    extra = {
+        "spec_name": "HiCacheOffloadingSpec",
+        "spec_module_path": "hicache.integrations.vllm",
+        "cpu_bytes_to_use": 64 << 20,
+    }
+    llm = {
+        "max_model_len": 640,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 512,
+        "long_prefill_token_threshold": 64,
+        "num_gpu_blocks_override": 23,
+        "scheduling_policy": "priority",
+        "async_scheduling": False,
+    }
+    steps = ["preempt", "forget", "run each", "compute each"]
+    served = serve(model, extra, steps, llm=llm, prompts=6, prompt_tokens=630)
+    assert served.preemptions == 6
+    assert served.cached[1:] == [[608] * 6, [0] * 6]
 
 
 def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:

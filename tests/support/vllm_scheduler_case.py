@@ -1,0 +1,185 @@
+"""vLLM's own scheduler and connector over our offloading, and a worker that computes numbers instead of a model.
+
+The keys and values of a token are one number, which depends on the numbers of all earlier tokens in the blocks of its
+request. So a block that was not computed, or that belongs to another request, changes each later number and the answer.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import zlib
+from collections import Counter, defaultdict, deque
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm import SamplingParams
+from vllm.config import KVTransferConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingWorkerMetadata
+from vllm.engine.arg_utils import EngineArgs
+from vllm.utils.hashing import sha256
+from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
+from vllm.v1.request import Request
+from vllm.v1.structured_output import StructuredOutputManager
+
+BLOCK_TOKENS = 32
+VOCABULARY = 500
+CHUNK_BYTES = 2 * 2 * BLOCK_TOKENS * 32 * 4  # keys and values of 2 heads of 32 elements in float32
+_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "max_position_embeddings": 1024,
+}
+
+
+def answer_to(prompt: Sequence[int], num_tokens: int) -> list[int]:
+    """The answer without any cache."""
+    total, value, tokens = 0, 0, list(prompt)
+    for position in range(len(prompt) + num_tokens - 1):
+        value = _value(total, tokens[position])
+        total += value
+        if position >= len(prompt) - 1:
+            tokens.append(value % VOCABULARY)
+    return tokens[len(prompt) :]
+
+
+def _value(total: int, token: int) -> int:
+    """Of a token, behind tokens whose values have this sum."""
+    return zlib.crc32(b"%d,%d" % (total, token))
+
+
+class Worker:
+    """Copies and computes in the order of vLLM's worker. `blocks[b]`, `rows[r]`: the numbers of a block of the device
+    and of a chunk of the CPU tier."""
+
+    def __init__(self) -> None:
+        self.blocks = defaultdict[int, list[int]](lambda: [0] * BLOCK_TOKENS)
+        self.rows = dict[int, list[int]]()
+        self.num_loaded = 0
+        self._stores = list[tuple[int, Any]]()  # made by the last step; their copies begin in the next one
+
+    def run(self, output: SchedulerOutput, requests: dict[str, tuple[list[int], list[int], int]]) -> ModelRunnerOutput:
+        """One step. `requests`: the tokens of each, its blocks and the tokens that are computed before the step."""
+        metadata = output.kv_connector_metadata
+        flushed = [(job, metadata.store_jobs.pop(job)) for job in metadata.jobs_to_flush if job in metadata.store_jobs]
+        stores, self._stores = [*self._stores, *flushed], list(metadata.store_jobs.items())
+        for _, job in stores:
+            for block, row in zip(job.src_spec.block_ids, job.dst_spec.chunk_ids, strict=True):
+                self.rows[row] = list(self.blocks[block])
+        for job in metadata.load_jobs.values():
+            for row, block in zip(job.src_spec.chunk_ids, job.dst_spec.block_ids, strict=True):
+                self.blocks[block] = list(self.rows[row])
+                self.num_loaded += 1
+        sampled = [self._compute(*requests[name], num) for name, num in output.num_scheduled_tokens.items()]
+        done = dict.fromkeys([*(job for job, _ in stores), *metadata.load_jobs], 1)
+        return ModelRunnerOutput(
+            req_ids=list(requests),
+            req_id_to_index={name: i for i, name in enumerate(requests)},
+            sampled_token_ids=sampled,
+            kv_connector_output=KVConnectorOutput(
+                finished_recving={job.req_id for job in metadata.load_jobs.values()},
+                kv_connector_worker_meta=OffloadingWorkerMetadata(completed_jobs=done),
+            ),
+        )
+
+    def _compute(self, tokens: list[int], blocks: list[int], start: int, num: int) -> list[int]:
+        """Returns the next token if all of the request's tokens are computed."""
+        value, total = 0, sum(self.blocks[blocks[at // BLOCK_TOKENS]][at % BLOCK_TOKENS] for at in range(start))
+        for at in range(start, start + num):
+            value = _value(total, tokens[at])
+            self.blocks[blocks[at // BLOCK_TOKENS]][at % BLOCK_TOKENS] = value
+            total += value
+        return [value % VOCABULARY] if start + num == len(tokens) else []
+
+
+class Engine:
+    """`answers`: the tokens of each request so far. `preempted`: how often each was. `is_async`: a step is scheduled
+    while the one before it runs."""
+
+    def __init__(
+        self, folder: Path, extra: dict[str, Any], *, is_async: bool, num_blocks: int, **arguments: Any
+    ) -> None:
+        (folder / "config.json").write_text(json.dumps(_MODEL))
+        config = EngineArgs(
+            model=str(folder),
+            skip_tokenizer_init=True,
+            dtype="float32",
+            block_size=BLOCK_TOKENS,
+            max_model_len=640,
+            enable_prefix_caching=True,
+            prefix_caching_hash_algo="sha256",
+            async_scheduling=is_async,
+            kv_transfer_config=KVTransferConfig(
+                kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+            ),
+            **arguments,
+        ).create_engine_config()
+        config.cache_config.num_gpu_blocks = num_blocks
+        attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
+        cache = KVCacheConfig(num_blocks, [], [KVCacheGroupSpec(["model.layers.0.self_attn.attn"], attention)])
+        cache.hash_block_size = BLOCK_TOKENS
+        init_none_hash(sha256)
+        self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
+        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
+            config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS
+        )
+        self.worker, self._is_async, self._arrivals = Worker(), is_async, itertools.count()
+        self.answers = dict[str, list[int]]()
+        self.preempted = Counter[str]()
+        self._running = deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
+
+    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, priority: int = 0) -> None:
+        sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        arrival = float(next(self._arrivals))
+        request = Request(
+            name, list(prompt), sampling, None, arrival_time=arrival, priority=priority, block_hasher=self._hasher
+        )
+        self.answers[name] = []
+        self.scheduler.add_request(request)
+
+    def step(self) -> None:
+        output = self.scheduler.schedule()
+        self.preempted.update(output.preempted_req_ids or ())
+        self._running.append(
+            (output, self.worker.run(output, {n: self._state(n, output) for n in output.num_scheduled_tokens}))
+        )
+        if not self._is_async or len(self._running) == 2:
+            self._update()
+
+    def finish(self) -> None:
+        """Steps until there is nothing to do, not even a copy."""
+        while self.scheduler.has_requests():
+            self.step()
+        while self._running:
+            self._update()
+
+    def _state(self, name: str, output: SchedulerOutput) -> tuple[list[int], list[int], int]:
+        request = self.scheduler.requests[name]
+        sampled = [token for _, result in self._running for token in _sampled(result, name)]
+        (blocks,) = self.scheduler.kv_cache_manager.get_block_ids(name)
+        return (
+            [*request.all_token_ids, *sampled],
+            blocks,
+            request.num_computed_tokens - output.num_scheduled_tokens[name],
+        )
+
+    def _update(self) -> None:
+        for outputs in self.scheduler.update_from_output(*self._running.popleft()).values():
+            for output in outputs.outputs:
+                self.answers[output.request_id] += output.new_token_ids
+
+
+def _sampled(result: ModelRunnerOutput, name: str) -> list[int]:
+    return result.sampled_token_ids[result.req_id_to_index[name]] if name in result.req_id_to_index else []
