@@ -198,7 +198,7 @@ class CacheEngine(EngineLife):
         if self._prefetcher is None or not self._prefetcher.beside.has_come(lease, num_tokens):
             return lease
         try:
-            if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed - 1):
+            if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed_by(request_id)):
                 return lease
             lease.drop_hints()  # its request goes on
             self._end(lease)

@@ -96,9 +96,9 @@ class CacheRequest:
 
 class Prefetch:
     """A caller's view of one prefetch. `ready`: admission need not wait. `ended`: nothing more comes. `joins`: its
-    request is computed while it reads on, and joins what has come; `yields`: it did not wait since that delayed nobody,
-    so it comes behind those that wait for nothing. Changes in `poll()` and `cancel()` alone, but for a
-    deadline that passes."""
+    request is computed while it reads on, and joins what has come; `yields`: the request did not wait since computing
+    delayed no other, and requests that come later go first while waiting for its pages costs all of them less.
+    Changes in `poll()` and `cancel()` alone, but for a deadline that passes."""
 
     def __init__(
         self,

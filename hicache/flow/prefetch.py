@@ -162,12 +162,12 @@ class Prefetcher(Movement):
         return has_changed
 
     def step(self) -> None:
-        """Decide anew who waits. Once a poll; free where nobody waits."""
+        """Compare waiting with computing again for requests that wait or yield. Once a poll."""
         if self._to_weigh:
             turn = list(itertools.islice(self._to_weigh, _MAX_WEIGHED))
             for asked in turn:  # to the end of the line
                 del self._to_weigh[asked]
-            self._to_weigh.update({asked: None for asked in turn if asked.handle.waits})
+            self._to_weigh.update({asked: None for asked in turn if asked.is_urgent})
             self._weigher.decide(turn, self._begun)
 
     def is_busy(self) -> bool:

@@ -72,9 +72,9 @@ class Weigher:
 
     def decide(self, undecided: Iterable[Asked], begun: Collection[Asked]) -> None:
         """Of `undecided` those that wait in mode auto may stop: where computing what is missing costs less. What one
-        that stops would have read is not before those that come after it. `begun`: those whose turn has come, with
-        others; the rest come after these."""
-        waiting = {a: None for a in undecided if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
+        that stops would have read is not before those that come after it. A request that yields stops
+        yielding on the same condition. `begun`: those whose turn has come, with others; the rest come after these."""
+        waiting = {a: None for a in undecided if a.is_urgent and a.handle.mode == "auto" and not a.handle.ended}
         if not waiting:
             return
         queue, num_delayed = _Queue(self._cost, self._context.stores, self._jobs.values()), self._requests.num_delayed
@@ -102,10 +102,15 @@ class Weigher:
         page, now_s, has_begun = self._context.tree.page_size, self._clock(), asked.num_delayed is not None
         # Windows and states come last, and nothing is of use without them.
         start, end = asked.coming if len(self._context.components) == 1 else (0, asked.end)
-        start, end = max(asked.num_usable, start) * page, end * page
+        start, end = max(asked.num_usable, asked.computed_end, start) * page, end * page
         if start >= end:
             return False
         wait_s, silent_s = self._wait_s(asked, queue), now_s - asked.progress_s
+        if asked.handle.yields:
+            others = num_delayed - self._requests.is_delayed(asked.handle.request_id)
+            estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), others)
+            asked.handle.yields = not others or (estimate.pays and silent_s <= estimate.limit_s)
+            return False
         if not num_delayed and self._beside.may_join(asked):
             compute_s = self._cost.longest_wait_s(start, end)
             likely_s = None if wait_s is None else max(wait_s, silent_s)

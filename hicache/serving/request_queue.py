@@ -75,8 +75,8 @@ class ScheduledRequest:
 
     @property
     def yields(self) -> bool:
-        """Whether it comes behind those that wait for nothing: pages of its prompt may come yet, for which it would
-        have waited beside others."""
+        """Whether later requests go before it, within `max_overtake_s`: pages of its prompt are still being read, and
+        it would have waited for them if others had been there."""
         return self.prefetch is not None and self.prefetch.yields and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:

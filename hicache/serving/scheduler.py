@@ -30,7 +30,7 @@ from hicache.errors import (
 )
 from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
-from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another, yielding_last
+from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
@@ -191,7 +191,7 @@ class Scheduler:
         """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
         whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
         nothing of the next passes."""
-        for req in yielding_last(self._waiting_queue):
+        for req in self._waiting_queue:
             if not req.is_ready:
                 req.seen_commits = -1
                 continue
@@ -228,16 +228,16 @@ class Scheduler:
 
     def _compose(self) -> list[ScheduledRequest]:
         """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
-        prompts, last those that yield, each by rank, as far as the budget goes. Of these no pass is launched before the
-        device has ended the last: meanwhile more comes, and less is to be computed."""
+        prompts, each by rank, as far as the budget goes. A request that yields, and those behind it, join no pass
+        before the device has ended the last one: meanwhile pages arrive, and less is to be computed."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
         budget = self.prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
-        for req in yielding_last(self._running_batch):
+        for req in self._running_batch:
             if req.yields and self.prefill_meter.is_behind:
-                continue
+                break
             if not req.is_decoding:
                 self._join(req)
             if req.lease is not None and not req.is_decoding and (share := budget.share_of(req)):
