@@ -189,6 +189,17 @@ def test_waiting_and_computing_are_compared_again_beside_others(
         assert handle.ready and not handle.yields
 
 
+def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedStore) -> None:
+    """The pass ends where computing and reading meet: in the middle of 192 tokens if both take 192 s, and near the end
+    once none of the 24 reads has ended for 50 s."""
+    with asked(store, 16.0, joins=True) as (engine, handle, tokens):
+        until_found(engine, store, handle)
+        with engine.acquire(CacheRequest("a", tokens)) as lease:
+            assert engine.next_stop(lease, 0, 192) == 96
+            store.clock.now_s += 50.0
+            assert engine.next_stop(lease, 0, 192) == 160
+
+
 def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> None:
     """A pass on a CPU lets nobody poll: the store has work for as long as the last step took."""
     tokens = tokens_of(1, 70 * PAGE + 1)
