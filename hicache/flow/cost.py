@@ -237,6 +237,11 @@ class Requests:
     waiting: set[str] = field(default_factory=set)
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """Of each kind."""
+        return len(self.running), len(self.expected), len(self.waiting)
+
+    @property
     def num_delayed(self) -> int:
         """How many computing for another one delays: all that run or wait for the device. Not those that wait for a
         prefetch."""

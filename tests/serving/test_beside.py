@@ -251,11 +251,11 @@ def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
         scheduler = Scheduler(
             engine, tiny_runner(model, engine), chunk_tokens=400, max_overtake_s=overtake_s, clock=store.clock
         )
-        scheduler.submit(Request("a", tokens, NEW))
+        scheduler.submit(Request("a", tokens, 1))
         eventually(lambda: scheduler.step() or scheduler.num_running == 1)
         for name in "bc":
             store.clock.now_s += 10.0
-            scheduler.submit(Request(name, prompt(3 * CHUNK, seed=ord(name)), NEW))
+            scheduler.submit(Request(name, prompt(3 * CHUNK, seed=ord(name)), 1))
         eventually(lambda: engine.poll() or engine.stats()["prefetch.waiting_requests"] == 1)
         assert "".join(output.request_id for output in scheduler.run()) == order
 
