@@ -114,7 +114,7 @@ class CacheEngine(EngineLife):
         if self._prefetcher is not None:
             return self._prefetcher.start(request_id, packed[:-1], namespace, mode, joins=joins)
         handle = Prefetch(request_id, mode)
-        handle.ended = True
+        handle.end()
         return handle
 
     @exclusive
@@ -130,8 +130,6 @@ class CacheEngine(EngineLife):
         self._require_running()
         self._commit.hints.expire()
         land(self._movements)
-        if self._prefetcher is not None:
-            self._prefetcher.step()
         if self._events is not None:
             self._events.publish()
         return self._admit.make_room(self._leases)
@@ -198,7 +196,7 @@ class CacheEngine(EngineLife):
         if self._prefetcher is None or not self._prefetcher.beside.has_come(lease, num_tokens):
             return lease
         try:
-            if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed - 1):
+            if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed_by(request_id)):
                 return lease
             lease.drop_hints()  # its request goes on
             self._end(lease)

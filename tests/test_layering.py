@@ -43,7 +43,7 @@ FLOW_LEVELS = (
     ("persist", "prefetch", "restore"),
     ("weigher",),
     ("beside",),
-    ("readers",),
+    ("readers", "line"),
     ("host_room", "queues"),
     ("asked", "counters"),
     ("located", "cost"),

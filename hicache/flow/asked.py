@@ -305,7 +305,7 @@ class Asked:
 
     def stop_reading(self) -> list[ReadOfRuns]:
         """Nothing more is to come for it; what has stays. Returns jobs that nobody waits for now."""
-        self.handle.ended = True
+        self.handle.end()
         self.to_read.clear()
         self.finds.clear()
         return self.leave([*self.runs])

@@ -237,14 +237,23 @@ class Requests:
     waiting: set[str] = field(default_factory=set)
 
     @property
+    def counts(self) -> tuple[int, int, int]:
+        """Of each kind."""
+        return len(self.running), len(self.expected), len(self.waiting)
+
+    @property
     def num_delayed(self) -> int:
         """How many computing for another one delays: all that run or wait for the device. Not those that wait for a
         prefetch."""
         return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
 
+    def is_delayed(self, request_id: str) -> bool:
+        """Whether `num_delayed` counts this request."""
+        return request_id in self.running or (request_id in self.expected and request_id not in self.waiting)
+
     def num_delayed_by(self, request_id: str) -> int:
-        """These, without the one that is computed."""
-        return self.num_delayed - (request_id in self.expected and request_id not in self.waiting)
+        """How many other requests computing for this one delays."""
+        return self.num_delayed - self.is_delayed(request_id)
 
 
 class LoadDecisions:

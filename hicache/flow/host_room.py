@@ -40,6 +40,12 @@ class HostShare:
         self._forget_gone()
         return self._total
 
+    @property
+    def sole(self) -> str | None:
+        """The request that alone has landed pages."""
+        self._forget_gone()
+        return next(iter(self._claims)) if len(self._claims) == 1 else None
+
     def of(self, request_id: str) -> int:
         claim = self._claims.get(request_id)
         return 0 if claim is None else claim.num_pages

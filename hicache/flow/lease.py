@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -96,32 +95,38 @@ class CacheRequest:
 
 class Prefetch:
     """A caller's view of one prefetch. `ready`: admission need not wait. `ended`: nothing more comes. `joins`: its
-    request is computed while it reads on, and joins what has come; `yields`: it did not wait since that delayed nobody,
-    so it comes behind those that wait for nothing. Changes in `poll()` and `cancel()` alone, but for a
-    deadline that passes."""
+    request is computed while it reads on, and joins what has come; `yields`: the request did not wait since computing
+    delayed no other, and requests that come later go first while waiting for its pages costs all of them less.
+    Changes in `poll()` and `cancel()` alone, and then calls `on_change` with itself."""
 
     def __init__(
         self,
         request_id: str,
         mode: PrefetchMode,
         deadline_s: float = 0.0,
-        clock: Callable[[], float] = time.monotonic,
         *,
         joins: bool = False,
     ) -> None:
-        self.request_id, self.mode, self.deadline_s, self._clock = request_id, mode, deadline_s, clock
+        self.request_id, self.mode, self.deadline_s = request_id, mode, deadline_s
         self.joins, self.yields = joins, False
         self.found_tokens = self.landed_tokens = 0
         self.waits = mode != "best_effort"
         self.ended = False
+        self.on_change: Callable[[Prefetch], None] = _ignore
 
     @property
     def ready(self) -> bool:
         """Best effort never waits; a timeout waits until its deadline; wait_complete until the end; auto where
         that is estimated to cost less than computing."""
-        if self.ended or not self.waits:
-            return True
-        return self.mode == "timeout" and self._clock() >= self.deadline_s
+        return not self.waits
+
+    def stop_waiting(self, *, yields: bool = False) -> None:
+        self.waits, self.yields = False, yields
+        self.on_change(self)
+
+    def end(self) -> None:
+        self.ended = True
+        self.stop_waiting(yields=self.yields)
 
 
 class Lease:
@@ -240,6 +245,10 @@ def _on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
     if ids.device.type == device.type:
         return ids
     return ids.pin_memory().to(device, non_blocking=True)
+
+
+def _ignore(prefetch: Prefetch) -> None:
+    """The caller asks for the state itself."""
 
 
 def _no_owner(lease: Lease) -> None:

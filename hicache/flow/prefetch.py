@@ -33,6 +33,7 @@ from hicache.flow.cost import CostModel, Requests
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.host_room import HostRoom
 from hicache.flow.lease import Lease, Prefetch
+from hicache.flow.line import Line
 from hicache.flow.located import Located, StoreAnswers
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
@@ -43,29 +44,33 @@ from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
 from hicache.tiers import FULL, Component
 from hicache.tree.key import Tokens
 
-_RETRY_S = 0.05  # between two looks whether there is room for who was postponed
-# Of one step, so that it ends soon: requests in work, tokens of prompts whose keys are computed, requests weighed; jobs
-# and pages that are queued: of who yields four times as many, or as many for each `_STEP_S`, as passes make steps long,
-# up to `_MOST_STEPS`.
-_MAX_BEGUN, _MAX_STARTED_TOKENS, _MAX_WEIGHED = 64, 64 << 10, 64
+_LOOK_S, _LOOK_POLLS = 0.002, 16  # after either, a poll without news looks at all requests that have begun
+# Of one step, so that it ends soon: requests in work, and tokens of prompts whose keys are computed; jobs and pages
+# that are queued: four times as many for a request that yields, or as many for each `_STEP_S`, as passes make steps
+# long, up to `_MOST_STEPS`.
+_MAX_BEGUN, _MAX_STARTED_TOKENS = 64, 64 << 10
 _MAX_JOBS, _MAX_PAGES, _STEP_S, _MOST_STEPS = 6, 128, 0.005, 16
 _ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
 
 
 class Prefetcher(Movement):
-    """Owned by the scheduler thread. Who asked and has not ended is `_begun`, or waits in `_line`."""
+    """Owned by the scheduler thread. A request whose prefetch has not ended is in `_begun` or in `_line`.
+
+    `_has_news`: a request was added, began or ended, or a job was queued, since the last poll that looked.
+    """
 
     def __init__(self, context: EngineContext, prompts: Prompts, cost: CostModel, requests: Requests) -> None:
         self._context, self._prompts, self._requests = context, prompts, requests
         self._clock = next(tier.clock for tier in context.stores.values())
         self._asked, self._arrivals = dict[str, Asked](), itertools.count()
-        self._begun, self._line, self._to_weigh = dict[Asked, None](), dict[Asked, None](), dict[Asked, None]()
-        self._retry_at_s, self._submitted_s = -math.inf, self._clock()
+        self._begun, self._submitted_s = dict[Asked, None](), self._clock()
+        self._has_news, self._num_quiet, self._look_at_s, self._counts = False, 0, -math.inf, requests.counts
         self._counters = counters = PrefetchCounters(context)
         self._readers = readers = Readers(context, cost, counters)
         self._room = HostRoom(context, readers.num_pages)
+        self._line = Line(self._asked, self._room, self._clock)
         self.beside = Beside(context, cost, counters, readers)
-        self._weigher = Weigher(context, cost, counters, requests, readers.reads, self.beside)
+        self._weigher = Weigher(context, cost, counters, requests, readers.reads, self.beside, self._line)
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._asked))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._begun))
@@ -79,20 +84,20 @@ class Prefetcher(Movement):
             return self._asked[request_id].handle
         deadline_s = (now_s := self._clock()) + self._context.config.prefetch_timeout_s
         joins = joins and mode == "auto" and self.beside.is_wanted
-        handle = Prefetch(request_id, mode, deadline_s, self._clock, joins=joins)
+        handle = Prefetch(request_id, mode, deadline_s, joins=joins)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
         asked = Asked(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
         self._asked[request_id] = asked
-        if mode == "auto":
-            self._to_weigh[asked] = None
+        self._has_news = True
+        self._weigher.add(asked)
         if handle.waits:
             self._requests.waiting.add(request_id)
         try:
             if asked.handle.waits in self._may_begin():
                 self._begin(asked)
             else:
-                self._line[asked] = None
+                self._line.add(asked)
         except BaseException:
             self._forget(asked)
             raise
@@ -107,9 +112,7 @@ class Prefetcher(Movement):
     def admit(self, lease: Lease) -> None:
         """The request of a lease is admitted: what comes for it goes on coming where it will join that."""
         asked = self._asked.get(lease.request_id)
-        if asked in self._begun and self.beside.begin(asked, lease):
-            self._weigher.stop(asked)
-        else:
+        if asked not in self._begun or not self.beside.begin(asked, lease):
             self.cancel(lease.request_id)
 
     def joined(self, before: Lease, num_tokens: int, after: Lease) -> None:
@@ -133,13 +136,15 @@ class Prefetcher(Movement):
         """The request is admitted or gone: read no further for it, unless others want the same."""
         self._prompts.forget(request_id)
         if self._room.share.end(request_id):
-            self._retry_at_s = -math.inf
+            self._line.retry()
+            self._has_news = True
         if (asked := self._asked.get(request_id)) is not None:
             self._forget(asked)
         self._room.publish()
 
     def poll(self) -> bool:
-        """Enter what the readers have answered, and give them more to do; whether there was any of it."""
+        """Enter what the readers have answered, and give them more to do; whether there was any of it. Decide again
+        which requests wait. Of polls without news few do that."""
         found, has_changed = list[Asked](), False
         for done in self._readers.poll():
             self.is_torn = has_changed = True
@@ -149,29 +154,34 @@ class Prefetcher(Movement):
                 found += self._note_answer(done)
             else:
                 self._note_stall(self._readers.reads[done.ticket])
-        if not (has_changed or self._begun or self._line):
+        if not (has_changed or self._is_due()):
             return False
-        self.is_torn = True
+        self.is_torn, self._has_news = True, False
         for asked in found:
             self._plan(asked)
         self._weigher.decide(found, self._begun)
         has_changed |= self._begin_next()
         has_changed |= self._submit()
+        self._has_news |= has_changed
         self._room.publish()
+        self._weigher.decide_again(self._begun)
         self.is_torn = False
         return has_changed
 
-    def step(self) -> None:
-        """Decide anew who waits. Once a poll; free where nobody waits."""
-        if self._to_weigh:
-            turn = list(itertools.islice(self._to_weigh, _MAX_WEIGHED))
-            for asked in turn:  # to the end of the line
-                del self._to_weigh[asked]
-            self._to_weigh.update({asked: None for asked in turn if asked.handle.waits})
-            self._weigher.decide(turn, self._begun)
+    def _is_due(self) -> bool:
+        """Whether requests asked or left since the last poll, or that was long ago."""
+        if not self._asked:
+            return False
+        now_s, counts = self._clock(), self._requests.counts
+        self._num_quiet += 1
+        is_due = now_s >= self._look_at_s or self._num_quiet >= _LOOK_POLLS
+        if not (is_due or self._has_news or counts != self._counts):
+            return False
+        self._look_at_s, self._counts, self._num_quiet = now_s + _LOOK_S, counts, 0
+        return True
 
     def is_busy(self) -> bool:
-        may_go_on = any(asked.to_read for asked in self._begun) or any(not asked.is_postponed for asked in self._line)
+        may_go_on = any(asked.to_read for asked in self._begun) or self._line.has_new
         return may_go_on or self._readers.is_busy()
 
     def host_locks(self, component: Component) -> Iterable[HostRun]:
@@ -193,22 +203,12 @@ class Prefetcher(Movement):
     def _begin_next(self) -> bool:
         """Begin with those in line, until enough was begun; of those that were postponed with the first, now and then,
         once there is room. Whether any was begun."""
-        num_tokens, has_begun, may_begin = 0, False, self._may_begin() if self._line else ()
-        for asked in sorted(self._line, key=_TURN) if may_begin else ():
-            if num_tokens >= _MAX_STARTED_TOKENS and self._begun:
-                break
-            if asked.handle.waits not in may_begin:
-                continue
-            if asked.is_postponed:
-                if self._clock() < self._retry_at_s or self._room.left(asked) <= 0:
-                    continue
-                self._retry_at_s = self._clock() + _RETRY_S
-                self._counters.retries.value += 1
-            del self._line[asked]
-            num_tokens, has_begun = num_tokens + len(asked.tokens), True
+        num_tokens = 0
+        while asked := self._line.take(self._may_begin() if num_tokens < _MAX_STARTED_TOKENS else ()):
+            self._counters.retries.value += asked.is_postponed
+            num_tokens += len(asked.tokens)
             self._begin(asked)
-            may_begin = self._may_begin()
-        return has_begun
+        return num_tokens > 0
 
     def _begin(self, asked: Asked) -> None:
         """Look where its pages are, and have a store asked for those that nobody brings."""
@@ -367,9 +367,9 @@ class Prefetcher(Movement):
         if not asked.is_postponed:
             self._counters.count_postponed(0 if room.left(asked) > 0 else room.claimed, room.max_pages)
         asked.is_postponed = True
-        self._line[asked] = None
+        self._line.add(asked)
         others = len(self._begun) or room.share.total > room.share.of(handle.request_id)
-        if handle.mode == "wait_complete" or not others:
+        if handle.waits and (handle.mode == "wait_complete" or not others):
             self._weigher.stop(asked)
 
     def _end(self, asked: Asked) -> None:
@@ -385,15 +385,16 @@ class Prefetcher(Movement):
 
     def _forget(self, asked: Asked) -> None:
         """The request waits no longer."""
-        asked.handle.ended = True
+        self._line.discard(asked)
+        asked.handle.end()
         self._requests.waiting.discard(asked.handle.request_id)
         self._release(asked)
-        self._line.pop(asked, None)
-        self._to_weigh.pop(asked, None)
+        self._weigher.discard(asked)
         self.beside.forget(asked)
         del self._asked[asked.handle.request_id]
 
     def _release(self, asked: Asked) -> None:
+        self._has_news = True
         self._begun.pop(asked, None)
         self._readers.cancel(asked.release())
         self._room.note(asked)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -12,11 +13,13 @@ from hicache.flow.beside import Beside
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, Requests
 from hicache.flow.counters import PrefetchCounters
+from hicache.flow.line import Line
 from hicache.tiers import Store
 
 log = logging.getLogger(__name__)
 
 _ANSWER_SHARE = 0.02  # of what computing takes, how long a request waits for stores to answer that delays no other
+_MAX_DECIDED = 64  # requests of one step, so that it ends soon
 _STEADY = 2.0  # of what computing costs, how much what is left of a wait may cost that has begun
 
 
@@ -65,16 +68,40 @@ class Weigher:
         requests: Requests,
         jobs: Mapping[int, ReadOfRuns],
         beside: Beside,
+        line: Line,
     ) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._requests, self._jobs, self._beside = requests, jobs, beside
+        self._requests, self._jobs, self._beside, self._line = requests, jobs, beside, line
         self._clock = next(tier.clock for tier in context.stores.values())
+        self._undecided, self._timed = dict[Asked, None](), dict[Asked, None]()
+
+    def add(self, asked: Asked) -> None:
+        """A request waits for as long as `decide_again` does not stop it."""
+        if asked.handle.mode == "auto":
+            self._undecided[asked] = None
+        elif asked.handle.mode == "timeout":
+            self._timed[asked] = None
+
+    def discard(self, asked: Asked) -> None:
+        self._undecided.pop(asked, None)
+        self._timed.pop(asked, None)
+
+    def decide_again(self, begun: Collection[Asked]) -> None:
+        """Stop requests whose time has passed, and `decide` for some of the others, in turn."""
+        while self._timed and (asked := next(iter(self._timed))).until_s <= self._clock():
+            del self._timed[asked]
+            self.stop(asked)
+        turn = list(itertools.islice(self._undecided, _MAX_DECIDED))
+        for asked in turn:  # to the end
+            del self._undecided[asked]
+        self._undecided.update({asked: None for asked in turn if asked.is_urgent})
+        self.decide(turn, begun)
 
     def decide(self, undecided: Iterable[Asked], begun: Collection[Asked]) -> None:
         """Of `undecided` those that wait in mode auto may stop: where computing what is missing costs less. What one
-        that stops would have read is not before those that come after it. `begun`: those whose turn has come, with
-        others; the rest come after these."""
-        waiting = {a: None for a in undecided if a.handle.waits and a.handle.mode == "auto" and not a.handle.ended}
+        that stops would have read is not before those that come after it. A request that yields stops
+        yielding on the same condition. `begun`: those whose turn has come, with others; the rest come after these."""
+        waiting = {a: None for a in undecided if a.is_urgent and a.handle.mode == "auto" and not a.handle.ended}
         if not waiting:
             return
         queue, num_delayed = _Queue(self._cost, self._context.stores, self._jobs.values()), self._requests.num_delayed
@@ -84,9 +111,12 @@ class Weigher:
             if asked.is_urgent:
                 queue.add(asked)
 
-    def stop(self, asked: Asked) -> None:
+    def stop(self, asked: Asked, *, yields: bool = False) -> None:
         """It waits no more: it may be admitted, and computing delays it from now on."""
-        asked.handle.waits = False
+        is_in_line = self._line.discard(asked)
+        asked.handle.stop_waiting(yields=yields)
+        if is_in_line:
+            self._line.add(asked)
         self._requests.waiting.discard(asked.handle.request_id)
 
     def _weigh(self, asked: Asked, queue: _Queue, num_delayed: int) -> bool:
@@ -102,17 +132,22 @@ class Weigher:
         page, now_s, has_begun = self._context.tree.page_size, self._clock(), asked.num_delayed is not None
         # Windows and states come last, and nothing is of use without them.
         start, end = asked.coming if len(self._context.components) == 1 else (0, asked.end)
-        start, end = max(asked.num_usable, start) * page, end * page
+        start, end = max(asked.num_usable, asked.computed_end, start) * page, end * page
         if start >= end:
             return False
         wait_s, silent_s = self._wait_s(asked, queue), now_s - asked.progress_s
+        if asked.handle.yields:
+            others = num_delayed - self._requests.is_delayed(asked.handle.request_id)
+            estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), others)
+            if others and not (estimate.pays and silent_s <= estimate.limit_s):
+                self.stop(asked)
+            return False
         if not num_delayed and self._beside.may_join(asked):
             compute_s = self._cost.longest_wait_s(start, end)
             likely_s = None if wait_s is None else max(wait_s, silent_s)
             pays = self._beside.pays(asked, likely_s) if asked.is_found else silent_s > _ANSWER_SHARE * compute_s
             if pays and math.isfinite(compute_s):
-                asked.handle.yields = True
-                self.stop(asked)
+                self.stop(asked, yields=True)
                 return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
         estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)

@@ -1,6 +1,7 @@
 """Who is served first: the request with the least left to compute, and the one that has waited.
 
     rank_s = submitted_s - lead_s + min(max_overtake_s, 4 * left_s)        lower ranks go first
+    rank_s = submitted_s - lead_s + max_overtake_s                         of a request that yields
 
 A second of computing less is worth four of waiting. A rank is fixed while a request waits, unless tiers come to hold
 more of its prompt, so it goes before all that is submitted more than `max_overtake_s` later, at one priority.
@@ -8,34 +9,44 @@ more of its prompt, so it goes before all that is submitted more than `max_overt
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Iterable
 
 import numpy as np
 
+from hicache.flow.cost import PrefillCost
 from hicache.serving.request_queue import ScheduledRequest
 
 _WAIT_PER_COMPUTE = 4.0
+_SPEED_CHANGE = 0.1  # of the measured time of a short or of a long prompt, before ranks follow it
+_SHORT_TOKENS, _LONG_TOKENS = 1 << 10, 1 << 16
 _PASSES_AHEAD = 2
 
 
 class ServingOrder:
     """`max_overtake_s`: a request may go before those submitted so much earlier; 0: first come, first served.
-    `prefill_s`: seconds to compute positions [start, end) of a prompt."""
+    `measured`: the speed of prefill, by which ranks are computed after `follow_speed`."""
 
-    def __init__(self, max_overtake_s: float, prefill_s: Callable[[int, int], float]) -> None:
-        self._max_overtake_s, self._prefill_s = max_overtake_s, prefill_s
+    def __init__(self, max_overtake_s: float, measured: PrefillCost) -> None:
+        self._max_overtake_s, self._measured, self._followed = max_overtake_s, measured, PrefillCost()
+        self._followed.assume(*measured.terms)
+
+    def follow_speed(self) -> bool:
+        """Whether the speed of prefill has changed by a tenth, after which all ranks are to be computed again."""
+        for num_tokens in (_SHORT_TOKENS, _LONG_TOKENS):
+            before_s, now_s = (cost.seconds(0, num_tokens) for cost in (self._followed, self._measured))
+            if abs(now_s - before_s) > _SPEED_CHANGE * before_s:
+                self._followed.assume(*self._measured.terms)
+                return True
+        return False
 
     def rank_s(self, req: ScheduledRequest) -> float:
         """Of a request that runs, by what is left of its prompt; of one that waits, by what no tier is known to hold.
-        What its priority is worth, `lead_s`, is as if it had been submitted earlier."""
+        What its priority is worth, `lead_s`, is as if it had been submitted earlier. A request that yields
+        has the highest rank that its submission allows."""
         start = req.expected_len if req.lease is None else req.kv_len
-        left_s = self._prefill_s(start, req.length)
+        left_s = math.inf if req.yields else self._followed.seconds(start, req.length)
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
-
-
-def yielding_last(requests: Iterable[ScheduledRequest]) -> list[ScheduledRequest]:
-    """In their order, but those last that yield to the others."""
-    return sorted(requests, key=lambda req: req.yields)
 
 
 def comes_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:

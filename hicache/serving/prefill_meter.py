@@ -36,14 +36,15 @@ class _Pass:
 
 
 class PrefillMeter:
-    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU. `max_pass_s`: as the scheduler's."""
+    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU. `max_pass_s`: as the scheduler's.
+    `cost`: of prefill, by the passes so far."""
 
     def __init__(
         self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter, max_pass_s: float = 0.0
     ) -> None:
         self._engine, self._clock = engine, clock
-        self._cost = PrefillCost()
-        self._cost.assume(_ASSUMED_TOKEN_S, 0.0)
+        self.cost = PrefillCost()
+        self.cost.assume(_ASSUMED_TOKEN_S, 0.0)
         self._on_cuda = engine.pool.device.type == "cuda"
         self._pace = PrefillPace(max_pass_s, math.inf if self._on_cuda else _FIRST_TOKENS_ON_CPU)
         self._pending: deque[_Pass] = deque()
@@ -90,15 +91,11 @@ class PrefillMeter:
         """Of the next pass, as `PrefillPace.budget`."""
         return self._pace.budget(num_tokens, beside_streams)
 
-    def seconds(self, start: int, end: int) -> float:
-        """Of computing positions [start, end) of a prompt, by the passes so far."""
-        return self._cost.seconds(start, end)
-
     def saved_s(self, hit: Hit) -> dict[str, float]:
         """By tier, of computing what it had of a prompt: the device its beginning, then the host, then the stores."""
         saved, start = dict[str, float](), 0
-        for tier, num_tokens in asdict(hit).items() if self._cost.is_measured else ():
-            saved[tier], start = self.seconds(start, start + num_tokens), start + num_tokens
+        for tier, num_tokens in asdict(hit).items() if self.cost.is_measured else ():
+            saved[tier], start = self.cost.seconds(start, start + num_tokens), start + num_tokens
         return saved
 
     def report(self) -> None:
@@ -112,5 +109,5 @@ class PrefillMeter:
     def _observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         self._engine.observe_prefill(num_tokens, seconds, mean_position)
         if seconds > 0:
-            self._cost.observe(num_tokens, seconds, mean_position)
+            self.cost.observe(num_tokens, seconds, mean_position)
         self._pace.observe(num_tokens, seconds, mean_position)

@@ -7,6 +7,7 @@ import bisect
 import logging
 from collections.abc import Callable, Iterator
 from functools import cached_property
+from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
@@ -75,8 +76,8 @@ class ScheduledRequest:
 
     @property
     def yields(self) -> bool:
-        """Whether it comes behind those that wait for nothing: pages of its prompt may come yet, for which it would
-        have waited beside others."""
+        """Whether later requests go before it, within `max_overtake_s`: pages of its prompt are still being read, and
+        it would have waited for them if others had been there."""
         return self.prefetch is not None and self.prefetch.yields and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:
@@ -177,8 +178,8 @@ class ScheduledRequest:
 
 
 class RequestQueue:
-    """Requests in the order of their rank, `rank_s` and then arrival. Ranks change in `sort` alone, which takes O(n); a
-    lookup takes O(log n); adding and removing moves pointers."""
+    """Requests in the order of their rank, `rank_s` and then arrival. Ranks change in `update` and in `sort`, which
+    takes O(n); a lookup takes O(log n); adding and removing moves pointers."""
 
     def __init__(self, rank_s: Callable[[ScheduledRequest], float]) -> None:
         self._rank_s = rank_s
@@ -188,8 +189,13 @@ class RequestQueue:
         req.rank = (self._rank_s(req), req.arrival)
         bisect.insort(self._requests, req, key=_rank)
 
+    def update(self, req: ScheduledRequest) -> None:
+        """Compute the rank of a request in the queue again."""
+        self.discard(req)
+        self.add(req)
+
     def sort(self) -> None:
-        """By what the ranks are now."""
+        """Compute all ranks again."""
         for req in self._requests:
             req.rank = (self._rank_s(req), req.arrival)
         self._requests.sort(key=_rank)
@@ -213,5 +219,4 @@ class RequestQueue:
         return len(self._requests)
 
 
-def _rank(req: ScheduledRequest) -> tuple[float, int]:
-    return req.rank
+_rank = attrgetter("rank")

@@ -30,11 +30,12 @@ from hicache.errors import (
 )
 from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
-from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another, yielding_last
+from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
+from hicache.serving.waiting_requests import WaitingRequests
 
 log = logging.getLogger(__name__)
 
@@ -76,8 +77,8 @@ class Scheduler:
         self._beside = BesidePasses(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
-        rank_s = ServingOrder(max_overtake_s, self.prefill_meter.seconds).rank_s
-        self._waiting_queue, self._running_batch = RequestQueue(rank_s), RequestQueue(rank_s)
+        order = ServingOrder(max_overtake_s, self.prefill_meter.cost)
+        self._waiting, self._running_batch = WaitingRequests(order), RequestQueue(order.rank_s)
         self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
         self._finished: list[RequestOutput] = []
         self._arrivals, self._num_commits = itertools.count(), 0
@@ -115,8 +116,8 @@ class Scheduler:
         self.prefill_meter.report()
         self._engine.poll()
         self._expire()
+        self._waiting.update()
         self._look_up_again()
-        self._waiting_queue.sort()
         self._running_batch.sort()
         self._admit_waiting()
         batch = self._compose()
@@ -178,23 +179,22 @@ class Scheduler:
                 self._finish(req, "timeout")
 
     def _look_up_again(self) -> None:
-        """After commits, and where a prefetch has ended: those first that were looked up longest ago."""
-        unseen = (req for req in self._waiting_queue if req.seen_commits < self._num_commits and req.is_ready)
-        for req in heapq.nsmallest(_LOOK_UPS, unseen, key=lambda req: req.seen_commits):
+        """After commits, and after a prefetch has become ready: those first that were looked up longest ago."""
+        for _ in range(_LOOK_UPS):
+            if (req := self._waiting.next_to_look_up(self._num_commits)) is None:
+                return
             self._look_up(req)
+            self._waiting.note_look_up(req)
 
     def _look_up(self, req: ScheduledRequest) -> None:
         req.expected_len = self._engine.expect(req.request_id, req.cacheable, req.request.namespace)
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank. Skipped are requests whose prefetch is pending or for which pages are exchanged, and those
-        whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would get
-        nothing of the next passes."""
-        for req in yielding_last(self._waiting_queue):
-            if not req.is_ready:
-                req.seen_commits = -1
-                continue
+        """Admit by rank, of requests whose prefetch is ready. Skipped are those for which pages are exchanged, and
+        those whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would
+        get nothing of the next passes."""
+        for req in self._waiting:
             if not comes_soon(req, self._running_batch, self._chunk_tokens):
                 return
             if is_computed_for_another(req, self._running_batch, self._engine.page_size):
@@ -221,23 +221,23 @@ class Scheduler:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
         reserve = self._chunk_tokens if self._engine.takes_chunks else None
         req.hold(self._engine.acquire(req.cache_request(reserve)))
-        self._waiting_queue.discard(req)
+        self._waiting.discard(req)
         self._running_batch.add(req)
 
     # One batch
 
     def _compose(self) -> list[ScheduledRequest]:
         """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
-        prompts, last those that yield, each by rank, as far as the budget goes. Of these no pass is launched before the
-        device has ended the last: meanwhile more comes, and less is to be computed."""
+        prompts, each by rank, as far as the budget goes. A request that yields, and those behind it, join no pass
+        before the device has ended the last one: meanwhile pages arrive, and less is to be computed."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
                 self._add(batch, req, req.kv_len + 1)
         budget = self.prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
-        for req in yielding_last(self._running_batch):
+        for req in self._running_batch:
             if req.yields and self.prefill_meter.is_behind:
-                continue
+                break
             if not req.is_decoding:
                 self._join(req)
             if req.lease is not None and not req.is_decoding and (share := budget.share_of(req)):
@@ -367,8 +367,8 @@ class Scheduler:
 
     def _enqueue(self, req: ScheduledRequest) -> None:
         self._look_up(req)
-        req.prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace, joins=True)
-        self._waiting_queue.add(req)
+        prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace, joins=True)
+        self._waiting.add(req, prefetch)
 
     def _commit(self, req: ScheduledRequest) -> None:
         """Commit all KV in the pool, and audit it."""
@@ -390,7 +390,7 @@ class Scheduler:
         if reason in ("length", "stop") and req.lease is not None:
             self._commit(req)
         self._engine.cancel(req.request_id)
-        self._waiting_queue.discard(req)
+        self._waiting.discard(req)
         self._running_batch.discard(req)
         del self._unfinished[req.request_id]
         req.lease, req.has_ended = None, True

@@ -46,6 +46,18 @@ def test_passes_at_one_position_give_one_speed() -> None:
     assert all(cost.seconds(start, start + 1000) > 0 for start in (0, 1000, 100_000))
 
 
+@pytest.mark.parametrize("positions", [(100.0, 1000.0), (1000.0, 100.0)])
+def test_no_part_of_a_prompt_has_a_negative_cost(positions: tuple[float, float]) -> None:
+    """Neither the first tokens, if the passes at late positions took much longer than their positions explain, nor the
+    last tokens, if those passes took less."""
+    cost = PrefillCost()
+    for position, seconds in zip(positions, (0.01, 10.0), strict=True):
+        cost.observe(100, seconds, position)
+    assert min(cost.terms) == 0.0 < max(cost.terms)
+    assert cost.seconds(0, 50) > 0.0
+    assert cost.seconds(100_000, 100_050) > 0.0
+
+
 def test_short_passes_weigh_little_and_old_ones_fade() -> None:
     """A first pass that compiles kernels does not hide the speed of long ones, and a machine that slowed down is
     believed."""

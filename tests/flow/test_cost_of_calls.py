@@ -21,9 +21,12 @@ from hicache import (
     Prefetch,
     build_engine,
 )
+from hicache.config import PrefetchMode
 from hicache.eviction.write_budget import WriteBudget
 from hicache.storage.process.client import StoreClient
 from hicache.storage.process.client_queue import ClientQueue
+from prefetch_case import PacedStore
+from prefetch_case import engine_of as paced_engine
 from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually
 
@@ -175,6 +178,40 @@ def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:
         steps = calls_until(engine, handle)
         assert handle.landed_tokens == 1024 * PAGE and engine.stats()["prefetch.refused_jobs"] > 0
     assert max(steps) < 8 * 1024
+
+
+@pytest.mark.parametrize("mode", ["auto", "wait_complete", "best_effort"])
+@pytest.mark.parametrize("host_pages", [4000, 60])
+def test_a_poll_costs_the_same_however_many_prefetches_wait(
+    mode: PrefetchMode, host_pages: int, store: PacedStore
+) -> None:
+    """Without news, for 10 and for 1000 prefetches, with and without room on the host. One that looks at all reads that
+    have begun costs the same for 200 and for 1000."""
+    rng, quiet, looks = np.random.default_rng(0), dict[int, int](), dict[int, int]()
+    prompts = [rng.integers(0, 1 << 20, 2 * PAGE + 1) for _ in range(1000)]
+    with paced_engine(store, host_bytes=4000 * PAGE * 192, device_tokens=40_000) as engine:
+        for prompt in prompts:
+            with engine.acquire(CacheRequest("fill", prompt)) as lease:
+                engine.commit(lease, prompt)
+        engine.flush()
+    for number in (10, 200, 1000):
+        store.hold()
+        with paced_engine(store, host_bytes=host_pages * PAGE * 192) as engine:
+            handles = [engine.prefetch(str(n), prompt, mode=mode) for n, prompt in enumerate(prompts[:number])]
+            prefetcher, stats = engine.inspect.prefetcher, engine.stats
+            assert prefetcher is not None
+
+            def is_answered() -> bool:
+                num_found = sum(handle.found_tokens > 0 for handle in handles)  # noqa: B023
+                return num_found >= max(10, stats()["prefetch.queued_reads"]) and store.held == 1  # noqa: B023
+
+            eventually(lambda: not prefetcher.poll() and is_answered())  # noqa: B023
+            store.clock.now_s += 1e-2
+            looks[number], quiet[number] = calls_of(engine.poll), calls_of(engine.poll)
+            assert engine.stats()["prefetch.waiting_requests"] == number
+            store.allow(1 << 20)
+    assert quiet[1000] < quiet[10] + IDLE_POLL_CALLS
+    assert looks[1000] < 1.2 * looks[200] + IDLE_POLL_CALLS
 
 
 def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:

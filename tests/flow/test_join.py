@@ -170,6 +170,36 @@ def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool
         assert handle.ready and handle.yields
 
 
+@pytest.mark.parametrize(("read_s", "silent_s"), [(4.0, 384.0), (40.0, 0.0)])
+def test_waiting_and_computing_are_compared_again_beside_others(
+    read_s: float, silent_s: float, store: PacedStore
+) -> None:
+    """A request yields while no other is delayed. It stops if another request is delayed and its 12 reads take longer
+    than twice the 192 s of computing, or if no read has ended for that time."""
+    with asked(store, read_s, joins=True) as (engine, handle, _):
+        until_found(engine, store, handle)
+        engine.poll()
+        assert handle.yields
+        engine.expect("other", tokens_of(3))
+        store.clock.now_s += silent_s
+        engine.poll()
+        assert handle.ready and handle.yields == (silent_s > 0)
+        store.clock.now_s += 1.0
+        engine.poll()
+        assert handle.ready and not handle.yields
+
+
+def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedStore) -> None:
+    """The pass ends where computing and reading meet: in the middle of 192 tokens if both take 192 s, and near the end
+    once none of the 24 reads has ended for 50 s."""
+    with asked(store, 16.0, joins=True) as (engine, handle, tokens):
+        until_found(engine, store, handle)
+        with engine.acquire(CacheRequest("a", tokens)) as lease:
+            assert engine.next_stop(lease, 0, 192) == 96
+            store.clock.now_s += 50.0
+            assert engine.next_stop(lease, 0, 192) == 160
+
+
 def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> None:
     """A pass on a CPU lets nobody poll: the store has work for as long as the last step took."""
     tokens = tokens_of(1, 70 * PAGE + 1)

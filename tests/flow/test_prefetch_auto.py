@@ -9,7 +9,7 @@ from __future__ import annotations
 import pytest
 
 from disk_case import Clock, Gate
-from hicache import CacheRequest, build_engine
+from hicache import CacheRequest, Prefetch, build_engine
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
 from hicache.flow.cost import LoadEstimate
@@ -164,6 +164,25 @@ def test_without_rates_a_wait_is_bounded(silent: str, speed: float | None, store
         assert engine.stats()["prefetch.gave_up_requests"] == 1
         assert engine.acquire(CacheRequest("a", tokens)).cached_len == 0
         gate.open()
+
+
+def test_a_timeout_ends_at_its_deadline(store: PacedStore, clock: Clock) -> None:
+    """Under "timeout" a request waits until `prefetch_timeout_s` have passed, whatever has been read, and a poll
+    reports the end once."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    store.hold()
+    with engine_of(store, prefetch_timeout_s=5.0) as engine:
+        handle, reported = engine.prefetch("a", tokens, mode="timeout"), list[Prefetch]()
+        handle.on_change = reported.append
+        until_found(engine, store, handle)
+        clock.now_s += 4.9
+        engine.poll()
+        assert not handle.ready and not reported
+        clock.now_s += 0.1
+        engine.poll()
+        engine.poll()
+        assert handle.ready and not handle.ended and reported == [handle]
 
 
 def test_an_old_rate_is_forgotten(store: PacedStore, clock: Clock) -> None:

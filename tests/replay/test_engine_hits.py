@@ -41,7 +41,7 @@ def serve(
     engine.poll()  # by its clock
     handle = engine.prefetch(request_id, tokens)
     if (prefetcher := seen.prefetcher) is not None:
-        eventually(lambda: (prefetcher.poll(), prefetcher.step()) and handle.ended)
+        eventually(lambda: (prefetcher.poll(), handle.ended)[1])
     is_exclusive = seen.context.exclusive is not None
     reserve = 0 if is_exclusive else None
     lease = engine.acquire(CacheRequest(request_id, tokens, reserve_tokens=reserve, **asdict(hint)))

@@ -25,6 +25,7 @@ from family_case import tiny_family
 from hash_runner import HashRunner, answer
 from hicache import AdvancedConfig, build_engine
 from hicache.engine import CacheEngine, CacheRequest
+from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import Request, RequestOutput
 from hicache.serving.scheduler import Scheduler
 from memory_store import MemoryPageStore
@@ -234,6 +235,29 @@ def test_beside_others_the_rule_decides() -> None:
         eventually(lambda: scheduler.step() or scheduler.num_running == 1)
         output = _serve(engine, store, scheduler, itertools.repeat(1, 200))["a"]
         assert output.tokens == plain_greedy(model, tokens, NEW) and output.hit.disk > 0
+
+
+@pytest.mark.parametrize(("overtake_s", "order"), [(15.0, "bac"), (0.0, "abc")])
+@pytest.mark.parametrize("is_behind", [[False], [True, False]])
+def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
+    is_behind: list[bool], overtake_s: float, order: str
+) -> None:
+    """While its store brings nothing, a request that yields is overtaken by one submitted 10 s later and by none
+    submitted 20 s later; also where the device is often behind with the last pass."""
+    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
+    looks = mock.PropertyMock(side_effect=itertools.cycle(is_behind))
+    with _restarted(model, tokens) as (engine, store), mock.patch.object(PrefillMeter, "is_behind", looks):
+        engine.observe_prefill(1000, 1e6)  # waiting for the store costs less: the request yields to the end
+        scheduler = Scheduler(
+            engine, tiny_runner(model, engine), chunk_tokens=400, max_overtake_s=overtake_s, clock=store.clock
+        )
+        scheduler.submit(Request("a", tokens, 1))
+        eventually(lambda: scheduler.step() or scheduler.num_running == 1)
+        for name in "bc":
+            store.clock.now_s += 10.0
+            scheduler.submit(Request(name, prompt(3 * CHUNK, seed=ord(name)), 1))
+        eventually(lambda: engine.poll() or engine.stats()["prefetch.waiting_requests"] == 1)
+        assert "".join(output.request_id for output in scheduler.run()) == order
 
 
 @pytest.mark.parametrize("num_steps", range(1, 9, 2))

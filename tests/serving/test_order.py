@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,13 +10,20 @@ import numpy as np
 import pytest
 import torch
 
-from disk_case import Clock
+import hicache.build.store_tiers
+from costs import calls_of
+from disk_case import Clock, Gate, TroubledStore
 from hicache.bench.serving_sessions import TINY, SessionRun, serve_turns
 from hicache.bench.sessions import Scale, Turn, generated_turns
+from hicache.engine import Prefetch
+from hicache.flow.cost import PrefillCost
 from hicache.serving import Chunk, Request, Scheduler
 from hicache.serving.order import ServingOrder
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
+from hicache.serving.waiting_requests import WaitingRequests
+from memory_store import MemoryPageStore
 from serving_case import VOCAB, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+from waiting import eventually
 
 _OVERTAKE_S = 0.2  # 50 tokens that are left, at a millisecond each, which is assumed until a pass was measured
 
@@ -37,7 +45,9 @@ def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None
     """Over random arrivals, ends and hits that come and go: the order is that of the model; nobody is before one that
     was submitted more than the bound earlier, and who was submitted together goes by priority first."""
     rng, known = np.random.default_rng(int(overtake_s)), dict[int, _Known]()
-    queue = RequestQueue(ServingOrder(overtake_s, lambda start, end: (end - start) / 100).rank_s)
+    speed = PrefillCost()
+    speed.assume(0.01, 0.0)
+    queue = RequestQueue(ServingOrder(overtake_s, speed).rank_s)
     requests, now_s = list[ScheduledRequest](), 0.0
     for arrival in range(400):
         now_s += float(rng.choice([0.0, 0.0, 0.3, 3.0]))
@@ -50,7 +60,7 @@ def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None
             hit = requests[rng.choice(list(known))]
             hit.expected_len = int(rng.integers(0, hit.length + 1))
             known[hit.arrival].left = hit.length - hit.expected_len
-        queue.sort()
+            queue.update(hit)
         if len(known) > 30 or rng.random() < 0.3:
             ended = requests[rng.choice(list(known))]
             queue.discard(ended)
@@ -62,6 +72,38 @@ def test_queues_follow_the_model_and_bound_overtaking(overtake_s: float) -> None
                 later_s = first.submitted_s - behind.submitted_s
                 assert first.priority != behind.priority or later_s <= overtake_s + 1e-9
                 assert later_s or first.priority >= behind.priority
+
+
+def test_waiting_requests_follow_their_prefetches_and_the_speed() -> None:
+    """A request is in the queue once its prefetch is ready, and looked up first; its rank follows the end of yielding,
+    and the rank of each request a new speed of prefill."""
+    speed = PrefillCost()
+    speed.assume(0.01, 0.0)
+    waiting = WaitingRequests(ServingOrder(10.0, speed))
+    prompts = [Request(str(n), np.zeros(length, np.int64), 1) for n, length in enumerate((150, 140, 80))]
+    requests = [ScheduledRequest(request, n, float(n)) for n, request in enumerate(prompts)]
+    handles = [Prefetch(req.request_id, "auto") for req in requests]
+    handles[2].stop_waiting()
+    for req, handle in zip(requests, handles, strict=True):
+        waiting.add(req, handle)
+
+    def order() -> str:
+        waiting.update()
+        return "".join(req.request_id for req in waiting)
+
+    assert order() == "2" and waiting.next_to_look_up(0) is None
+    handles[0].stop_waiting(yields=True)
+    assert order() == "20" and waiting.next_to_look_up(0) is requests[0]
+    waiting.note_look_up(requests[0])
+    handles[1].stop_waiting()
+    assert order() == "210"  # 5.2 s, 6.6 s, 10 s
+    handles[0].stop_waiting()
+    assert order() == "201"  # 5.2 s, 6 s, 6.6 s
+    speed.observe(1000, 1.0, 0.0)
+    assert order() == "012"
+    waiting.discard(requests[1])
+    handles[1].end()
+    assert order() == "02"
 
 
 def _served(scheduler: Scheduler) -> str:
@@ -152,6 +194,32 @@ def test_a_prompt_holds_slots_when_it_comes_soon() -> None:
         assert scheduler.num_running == 1
         scheduler.submit(Request("c", prompt(10, seed=3), 2))
         assert _served(scheduler) == "cab"
+
+
+@pytest.mark.parametrize("pending", [False, True])
+def test_a_step_costs_the_same_however_many_requests_wait(*, pending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one request decodes, for 10 and for 1000 others: that are ready, or that wait for a store which does not
+    answer. No rank is computed again."""
+    store, model = TroubledStore(MemoryPageStore(1 << 20)), shared(tiny_llama)
+    given = functools.partial(hicache.build.store_tiers.given_tier, clock=Clock())
+    monkeypatch.setattr(hicache.build.store_tiers, "given_tier", given)
+    calls = dict[int, list[int]]()
+    for number in (10, 1000):
+        with tiny_engine(model, store=store, host_bytes=1 << 20, device_tokens=2048) as engine:
+            scheduler = Scheduler(engine, _TimedRunner(Clock()), max_running=1, clock=Clock())
+            scheduler.submit(Request("runs", prompt(20, seed=0), 900))
+            eventually(lambda: scheduler.step() or scheduler.num_running == 1)  # noqa: B023
+            gate = store.trouble = Gate(*(["contains"] if pending else []))
+            for n in range(number):
+                scheduler.submit(Request(str(n), prompt(20, seed=n + 1), 1))
+            still = number if pending else 0
+            eventually(lambda: scheduler.step() or engine.stats()["prefetch.waiting_requests"] == still)  # noqa: B023
+            for _ in range(number // 4 + 2):
+                scheduler.step()  # looks up the prefixes of all that became ready
+            calls[number] = sorted(calls_of(scheduler.step) for _ in range(9))
+            scheduler.abort_all()
+            gate.open()
+    assert calls[1000][4] <= calls[10][4] + 20, calls
 
 
 class _TimedRunner:

@@ -1,0 +1,71 @@
+"""The requests that wait for admission, and the changes that their prefetches report."""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Iterator
+
+from hicache.engine import Prefetch
+from hicache.serving.order import ServingOrder
+from hicache.serving.request_queue import RequestQueue, ScheduledRequest
+
+
+class WaitingRequests:
+    """Owned by the scheduler. A step in which nothing changes costs the same however many requests wait.
+
+    pending     its prefetch is not ready: only in `_requests`
+    ready       in `_queue`, by rank, and in `_looked_up`, the one that was looked up longest ago first
+    """
+
+    def __init__(self, order: ServingOrder) -> None:
+        self._order, self._queue = order, RequestQueue(order.rank_s)
+        self._requests = dict[str, ScheduledRequest]()
+        self._looked_up = OrderedDict[ScheduledRequest, None]()
+        self._changed = deque[Prefetch]()
+
+    def add(self, req: ScheduledRequest, prefetch: Prefetch) -> None:
+        """Queue a request whose prefix was just looked up."""
+        req.prefetch, prefetch.on_change = prefetch, self._changed.append
+        self._requests[req.request_id] = req
+        if req.is_ready:
+            self._enter(req)
+
+    def discard(self, req: ScheduledRequest) -> None:
+        """Remove a request; nothing happens if it does not wait."""
+        if self._requests.pop(req.request_id, None) is not None and req in self._looked_up:
+            del self._looked_up[req]
+            self._queue.discard(req)
+
+    def update(self) -> None:
+        """Apply what prefetches have reported, and a new speed of prefill."""
+        while self._changed:
+            prefetch = self._changed.popleft()
+            req = self._requests.get(prefetch.request_id)
+            if req is None or req.prefetch is not prefetch:
+                continue
+            if req in self._looked_up:
+                self._queue.update(req)
+            elif req.is_ready:
+                req.seen_commits = -1
+                self._enter(req)
+                self._looked_up.move_to_end(req, last=False)
+        if self._order.follow_speed():
+            self._queue.sort()
+
+    def next_to_look_up(self, num_commits: int) -> ScheduledRequest | None:
+        """The ready request that was looked up longest ago, if `num_commits` have been made since."""
+        req = next(iter(self._looked_up), None)
+        return None if req is None or req.seen_commits >= num_commits else req
+
+    def note_look_up(self, req: ScheduledRequest) -> None:
+        """The prefix of a ready request was looked up again."""
+        self._looked_up.move_to_end(req)
+        self._queue.update(req)
+
+    def __iter__(self) -> Iterator[ScheduledRequest]:
+        """The ready requests by rank; requests may be added and removed meanwhile."""
+        return iter(self._queue)
+
+    def _enter(self, req: ScheduledRequest) -> None:
+        self._queue.add(req)
+        self._looked_up[req] = None
