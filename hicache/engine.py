@@ -1,6 +1,7 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-It builds the movements in their order. Asynchronous results land in `poll()` alone. For one thread, the scheduler's.
+It builds the movements in their order. Asynchronous results land in `poll()`, and those of copies also in `acquire()`
+before it refuses a request. For one thread, the scheduler's.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def poll(self) -> bool:
-        """Land what has finished. Call it once a step; it never blocks. True: each poll makes a step of an exchange."""
+        """Land all copies, reads and writes that have finished. Call it once a step; it never blocks. True: each poll
+        makes a step of an exchange."""
         self._require_running()
         self._commit.hints.expire()
         land(self._movements)
@@ -150,7 +152,8 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def acquire(self, request: CacheRequest) -> Lease:
-        """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
+        """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted. A request
+        that does not fit is counted again once finished copies have landed, before it is refused.
 
         Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy`, `PrefetchPending` or `ExchangePending` (all
         `ResourceExhausted`: poll and try again, or cancel), `PromptTooLong` (never fits) and `DuplicateRequest`.

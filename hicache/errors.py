@@ -22,14 +22,20 @@ class ResourceExhausted(HiCacheError, RuntimeError):
     """The request does not fit now, and nothing was changed. Retry after a release or a poll."""
 
 
-class OutOfSlots(ResourceExhausted):
-    """The device tier has too few free slots, even after eviction. Retry after a release."""
+def _until_copied(in_flight: int, what: str) -> str:
+    return f"{in_flight} {what} are in copies in flight: call poll() and retry; else " if in_flight else ""
 
-    def __init__(self, asked: int, available: int, evictable: int) -> None:
-        self.asked, self.available, self.evictable = asked, available, evictable
+
+class OutOfSlots(ResourceExhausted):
+    """The device tier has too few free slots, even after eviction. Retry after a release, or after a poll while
+    `in_flight` tokens are being copied, which keeps them from eviction."""
+
+    def __init__(self, asked: int, available: int, evictable: int, in_flight: int = 0) -> None:
+        self.asked, self.available, self.evictable, self.in_flight = asked, available, evictable, in_flight
         super().__init__(
             f"out of device slots: {asked} tokens requested, {available} available, {evictable} evictable; "
-            f"wait for a release, run fewer requests at a time, or raise device_tokens"
+            f"{_until_copied(in_flight, 'tokens')}wait for a release, run fewer requests at a time, or raise "
+            f"device_tokens"
         )
 
 
@@ -41,12 +47,13 @@ class OutOfRows(ResourceExhausted):
 
 
 class OutOfStates(ResourceExhausted):
-    """No recurrent state is free, even after eviction. Retry after a release."""
+    """No recurrent state is free, even after eviction. Retry after a release, or after a poll while states are being
+    copied."""
 
-    def __init__(self, short: int, available: int) -> None:
+    def __init__(self, short: int, available: int, in_flight: int = 0) -> None:
         super().__init__(
-            f"out of recurrent states: {available} are free and {short} more are needed; wait for a release, run fewer "
-            f"requests at a time, or raise mamba_size"
+            f"out of recurrent states: {available} are free and {short} more are needed; "
+            f"{_until_copied(in_flight, 'states')}wait for a release, run fewer requests at a time, or raise mamba_size"
         )
 
 

@@ -22,6 +22,7 @@ from hicache.flow.counters import AdmitCounters
 from hicache.flow.exchange import Exchange, sources_of
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
+from hicache.flow.movement import land
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
 from hicache.host.run import HostRun, RunPart
@@ -55,6 +56,7 @@ class Admit:
     ) -> None:
         self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
         self._prompts = prompts
+        self._copies: tuple[Backup | Restore, ...] = (restore,) if backup is None else (backup, restore)
         self.exchange = Exchange(context, restore, eviction) if context.exclusive is not None else None
         self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
@@ -78,7 +80,16 @@ class Admit:
             except ExchangePending:
                 if self.exchange is None or not request.may_wait:
                     raise
-            self.exchange.wait()
+                self.exchange.wait()
+            except ResourceExhausted:
+                if not self._reclaim(request.request_id):
+                    raise
+
+    def _reclaim(self, request_id: str) -> bool:
+        """Before a request is refused: land the copies that have ended, and end an exchange that is ready for another
+        request. Whether the request may fit now."""
+        has_landed = land(self._copies)
+        return (self.exchange is not None and self.exchange.end_ready(request_id)) or has_landed
 
     def _acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool) -> Lease:
         context = self._context
@@ -88,7 +99,8 @@ class Admit:
             component.refuse_impossible(request)
         admission, located, estimate = self._count(request, num_delayed)
         for component in context.components:
-            component.refuse_now(admission)
+            if not component.fits_now(admission):
+                raise self._shortage(component, component.needed(admission))
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
         if admission.loads and not self._restore.can_submit():
@@ -204,7 +216,7 @@ class Admit:
             need = context.full.in_pages(lease.length + num_tokens - lease.held_len)
             for component in context.components:
                 if not self._make_room_for(component, component.size_of(need)):
-                    raise component.shortage(need)
+                    raise self._shortage(component, need)
             self._take_slots(lease, need)
         start, lease.length = lease.length, lease.length + num_tokens
         return lease.slots_of(start, lease.length)
@@ -266,7 +278,10 @@ class Admit:
     def _make_available(self, admission: Admission) -> None:
         for component in self._context.components:
             if not self._eviction.make_available(component, component.needed(admission)):
-                raise component.shortage(component.needed(admission))
+                raise self._shortage(component, component.needed(admission))
+
+    def _shortage(self, component: CacheComponent, needed: int) -> ResourceExhausted:
+        return component.shortage(needed, sum(copies.num_in_flight(component.name) for copies in self._copies))
 
     def _take_row(self, lease: Lease, admission: Admission) -> None:
         """The lease holds what it has got, also where the rest raises."""

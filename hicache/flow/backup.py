@@ -133,6 +133,9 @@ class Backup(CopyMovement[_Copy]):
             self._end_first()
             self._exposed_s = 0.0
 
+    def num_in_flight(self, component: Component) -> int:
+        return sum(len(copy.slots[component]) for copy in self._in_flight if component in copy.slots)
+
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         return (run for copy in self._in_flight for run in copy.runs.get(component, ()))
 

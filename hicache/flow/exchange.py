@@ -5,7 +5,7 @@ What has to leave the device, and the host lacks, is copied to the host first. N
     require   raises ExchangePending until there is room; what the request has on the device, and what it loads from the
               host, is locked from its first call on
     poll      where the copies of a step have ended, it loads the step, and evicts what leaves for the next one
-    end       the request was admitted, or is gone: the locks end
+    end       the request was admitted, or is gone, or another one needs the room before it is: the locks end
 
 Where the host has no room for all that leaves, full pages are loaded in steps. The host drops what the device has as
 well: what leaves for a step is copied to the places of pages that earlier steps have loaded, while the step before it
@@ -120,6 +120,11 @@ class Exchange(Movement):
             self._wanted = None
             wanted.hold.close()
         return wanted is not None
+
+    def end_ready(self, request_id: str) -> bool:
+        """End the exchange of another request whose room is made and not taken; whether there was one."""
+        wanted = self._wanted
+        return wanted is not None and wanted.is_ready and self.of(request_id) is None and self.end()
 
     def make_room(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
         """Evict for what `leases` take next, so that they wait for no copy then: as much as was taken of prompts since

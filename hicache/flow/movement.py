@@ -142,6 +142,10 @@ class CopyMovement(Movement, Generic[T]):
     def is_busy(self) -> bool:
         return bool(self._in_flight)
 
+    @abstractmethod
+    def num_in_flight(self, component: Component) -> int:
+        """Tokens or states of a component in the copies that have not been completed."""
+
     def wait(self) -> None:
         """Block until everything submitted has ended (it still has to be completed)."""
         for operation in self._in_flight:

@@ -158,6 +158,10 @@ class Restore(CopyMovement[Load]):
     def locks(self) -> list[TreeNode]:
         return [load.node for load in self._in_flight]
 
+    def num_in_flight(self, component: Component) -> int:
+        num_pages = sum(part.end - part.start for load in self._in_flight for part in load.parts.get(component, ()))
+        return num_pages * self._context.by_name[component].page_size
+
     def host_locks(self, component: Component) -> Iterable[HostRun]:
         return (part.run for load in self._in_flight for part in load.parts.get(component, ()))
 

@@ -6,6 +6,7 @@ Copies are stepped by the test (`stepped_transfer`), so that each interleaving i
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import settings
 from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, WITH_COMPONENTS, compute, config, prefill, verify
 from engine_fuzz import EngineFuzz, run
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
-from hicache.errors import ResourceExhausted, TransferBusy, TransferError
+from hicache.errors import OutOfSlots, ResourceExhausted, TransferBusy, TransferError
 from hicache.flow.backup import DeviceEviction
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.movement import JointOp
@@ -145,22 +146,38 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
 
 
 def test_nobody_joins_a_load_that_has_failed() -> None:
-    """Between the failure of a load and its end a request for the same prefix is refused for now; then it loads
-    anew."""
-    engine, transfers = stepped(FULL)
+    """Between the failure of a load and its end a request for the same prefix is refused for now. Once the copies of
+    all components have ended, the next attempt lands the failed load and loads the prefix again."""
+    engine, transfers = stepped(WINDOWS)
     first = prompt(1, 41)
-    serve(engine, transfers, "a", first, FULL)
-    push_to_host(engine, transfers, FULL, first)
+    serve(engine, transfers, "a", first, WINDOWS)
+    push_to_host(engine, transfers, WINDOWS, first)
     failed = engine.acquire(CacheRequest("b", first))
-    [link] = transfers.up
+    link, other = transfers.up
     link.fails = DOWN
     link.step()
     link.fails = None
     with pytest.raises(TransferBusy):
         engine.acquire(CacheRequest("c", first))
-    engine.poll()
+    other.step()
+    assert serve(engine, transfers, "c", first, WINDOWS) == 40
     engine.release(failed)
-    assert serve(engine, transfers, "c", first, FULL) == 40
+    close(engine)
+
+
+@pytest.mark.parametrize("model", EACH_MODEL)
+def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: ModelGeometry) -> None:
+    """The refusal names the tokens that are being copied and poll(). Once their copies have ended, the next attempt
+    lands them and is admitted, without a poll."""
+    engine, transfers = stepped(model, device_tokens=64, write_policy="write_through")
+    with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
+        prefill(engine, lease, prompt(0, 41), model)
+    with pytest.raises(OutOfSlots, match=r"40 tokens are in copies in flight: call poll\(\) and retry") as refused:
+        engine.acquire(CacheRequest("second", prompt(1, 41)))
+    assert refused.value.in_flight == 40
+    for link in transfers.down:
+        link.run_all()
+    engine.release(engine.acquire(CacheRequest("second", prompt(1, 41))))
     close(engine)
 
 
@@ -338,7 +355,7 @@ def test_what_an_admission_keeps_is_what_its_lock_covers(kind: str, monkeypatch:
     before anything changed, windows and states that the device keeps of a prefix whose end is loaded included."""
     fuzz = EngineFuzz(kind, seed=4)
     tree = fuzz.engine.inspect.context.tree
-    to_protect, lock, acquire = tree.to_protect, tree.lock, fuzz.engine.acquire
+    to_protect, lock, unlock, acquire = tree.to_protect, tree.lock, tree.unlock, fuzz.engine.acquire
     counted = dict[str, int]()
     sizes = dict[str, list[int]]()
 
@@ -360,6 +377,11 @@ def test_what_an_admission_keeps_is_what_its_lock_covers(kind: str, monkeypatch:
         finally:
             counted.clear()
 
+    def unlock_other(*args: Any) -> None:
+        counted.clear()  # an exchange gives way to the request, so what was counted has changed
+        unlock(*args)
+
+    monkeypatch.setattr(tree, "unlock", unlock_other)
     monkeypatch.setattr(tree, "to_protect", count)
     monkeypatch.setattr(tree, "lock", lock_once)
     monkeypatch.setattr(fuzz.engine, "acquire", acquire_one)

@@ -194,6 +194,17 @@ def test_a_run_that_others_need_too_comes_in_steps(engine: CacheEngine) -> None:
     index.unlock(runs)
 
 
+def test_room_that_is_ready_for_one_request_goes_to_another_one(engine: CacheEngine) -> None:
+    """The first is not asked for any more, and its room is most of the device: the other one is admitted all the same,
+    though it fits only without that room."""
+    first, _ = both(engine)
+    begin(engine, 0, first)
+    while engine.poll():
+        transfers[engine].finish()
+    assert engine.stats()["device.protected_tokens"] >= 104
+    engine.release(engine.acquire(CacheRequest("other", prompt(2, 121))))
+
+
 @pytest.mark.parametrize("num_polls", (0, 3, 7, 14))
 @pytest.mark.parametrize("end", ["cancelled", "for another", "failed up", "failed down", "stalled"])
 def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_polls: int) -> None:

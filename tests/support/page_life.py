@@ -32,15 +32,15 @@ Table = Mapping[Row, str]
 Location = tuple[Component, object]
 """Where a component has something: a slot, a state, a page of the host; what a store has, by its key."""
 
-_LANDS, _ENDS, _EVICTS = "poll flush", "release join cancel", "acquire join extend commit track"
+_ANSWERS, _LANDS, _ENDS, _EVICTS = "poll flush", "poll flush acquire join", "release cancel", "extend commit track"
 
 DEVICE: Table = {
-    ("FREE", "OWNED"): "acquire join extend commit track",
+    ("FREE", "OWNED"): f"acquire join {_EVICTS}",
     ("OWNED", "CACHED"): "commit",
     ("OWNED", "FREE"): f"commit {_ENDS} {_LANDS}",
-    ("FREE", "LOADING"): f"acquire join {_LANDS}",
-    ("LOADING", "CACHED"): f"acquire {_LANDS}",
-    ("LOADING", "FREE"): f"acquire {_ENDS} {_LANDS}",
+    ("FREE", "LOADING"): _LANDS,
+    ("LOADING", "CACHED"): _LANDS,
+    ("LOADING", "FREE"): f"{_ENDS} {_LANDS}",
     ("CACHED", "FREE"): f"{_EVICTS} {_LANDS} reset",
     ("CACHED", "LEAVING"): f"{_EVICTS} {_LANDS}",
     ("LEAVING", "FREE"): f"{_EVICTS} {_LANDS}",
@@ -58,9 +58,9 @@ HOST: Table = {
 }
 STORE: Table = {
     ("UNKNOWN", "STORING"): f"{_EVICTS} {_ENDS} {_LANDS} backup",
-    ("STORING", "STORED"): _LANDS,
-    ("STORING", "UNKNOWN"): _LANDS,
-    ("UNKNOWN", "STORED"): _LANDS,
+    ("STORING", "STORED"): _ANSWERS,
+    ("STORING", "UNKNOWN"): _ANSWERS,
+    ("UNKNOWN", "STORED"): _ANSWERS,
     ("STORED", "UNKNOWN"): f"{_EVICTS} {_LANDS} backup reset",
 }
 TABLES = {"device": DEVICE, "host": HOST, "store": STORE}

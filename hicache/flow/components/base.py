@@ -2,7 +2,7 @@
 
     build     tree_component_for, slot_space
     evict     available, num_leaving, device_victim, count_eviction, free
-    admit     refuse_impossible, trim, needed, shortage, refuse_now, size_of, take, prepare_forward
+    admit     refuse_impossible, trim, needed, fits_now, shortage, size_of, take, prepare_forward
     restore   first_required, pages_to_load, begin_load, device_ids, fail_load
     commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
@@ -190,17 +190,15 @@ class CacheComponent(ABC):
     def needed(self, admission: Admission) -> int:
         """What the request needs to be free on the device."""
 
-    def shortage(self, needed: int) -> ResourceExhausted:
-        """The error of a request that `needed` more than can be made free."""
-        return OutOfSlots(needed, self.available(), self.tree.evictable(self.name))
-
-    def refuse_now(self, admission: Admission) -> None:
-        """Raise `shortage` where the request does not fit at this moment. Changes nothing."""
-        needed = self.needed(admission)
+    def fits_now(self, admission: Admission) -> bool:
+        """Whether the request fits at this moment. Changes nothing."""
         kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
-        evictable = self.tree.evictable(self.name) - kept
-        if needed > self.available() + self.num_leaving + max(0, evictable):
-            raise self.shortage(needed)
+        evictable = max(0, self.tree.evictable(self.name) - kept)
+        return self.needed(admission) <= self.available() + self.num_leaving + evictable
+
+    def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
+        """The error of a request that `needed` more than can be made free, while `in_flight` are being copied."""
+        return OutOfSlots(needed, self.available(), self.tree.evictable(self.name), in_flight)
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027
         """A lease got new `slots` of its own: take what belongs to them. `size_of(len(slots))` is free."""

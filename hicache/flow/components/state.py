@@ -71,8 +71,8 @@ class RecurrentState(CacheComponent):
         """Each may give one to the tree, or keep one."""
         return num_requests
 
-    def shortage(self, needed: int) -> ResourceExhausted:
-        return OutOfStates(needed - self.available(), self.available())
+    def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
+        return OutOfStates(needed - self.available(), self.available(), in_flight)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:
         """Copy the state that the prefix left on the device to the request's own."""
