@@ -1,7 +1,6 @@
 """The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
 
-It builds the movements in their order. Asynchronous results land in `poll()`, and those of copies also in `acquire()`
-before it refuses a request. For one thread, the scheduler's.
+It builds the movements in their order. Results land in `poll()`, and of copies in `acquire()`. For one thread.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from hicache.flow.persist import persists_of
 from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.flow.stop import flush_device, store_promised
+from hicache.flow.stop import flush, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
     valid_count,
@@ -127,8 +126,7 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def poll(self) -> bool:
-        """Land all copies, reads and writes that have finished. Call it once a step; it never blocks. True: each poll
-        makes a step of an exchange."""
+        """Land what has finished. Call it once a step; it never blocks. True: each poll makes a step of an exchange."""
         self._require_running()
         self._commit.hints.expire()
         land(self._movements)
@@ -152,11 +150,10 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def acquire(self, request: CacheRequest) -> Lease:
-        """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted. A request
-        that does not fit is counted again once finished copies have landed, before it is refused.
+        """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
 
-        Raises `OutOfSlots`, `OutOfRows`, `OutOfStates`, `TransferBusy`, `PrefetchPending` or `ExchangePending` (all
-        `ResourceExhausted`: poll and try again, or cancel), `PromptTooLong` (never fits) and `DuplicateRequest`.
+        Raises a `ResourceExhausted` like `OutOfSlots` or `PrefetchPending` (poll and try again, or cancel), before
+        which finished copies have landed, `PromptTooLong` (never fits) and `DuplicateRequest`.
         """
         self._require_running()
         request = valid_request(request)
@@ -311,24 +308,25 @@ class CacheEngine(EngineLife):
 
     @exclusive
     def flush(self) -> None:
-        """Wait until everything under way has landed, and the disk, whatever its budget, has all that the host has, and
-        under write policies that copy at eviction all that the device has.
+        """Wait until everything under way has landed, and each store, whatever its budget, has all that the host has,
+        and under write policies that copy at eviction all that the device has. Pages that a store refused are retried.
 
-        Raises `InvariantError` when that cannot be: an exception inside an earlier call, like that of Ctrl-C, may leave
-        something counted as under way that never ends. Close the engine then.
+        Raises `NotStored` if a store still refuses pages, and `InvariantError` if something never lands: an exception
+        inside an earlier call, like that of Ctrl-C, may leave it counted as under way. Close the engine then.
         """
         self._require_running()
-        if not (self._settle() and flush_device(self._context, self._backup, self._persists, self._settle)):
-            raise InvariantError("engine", ["nothing lands any more, and something counts as under way"])
+        error = flush(self._context, self._backup, self._persists, self._settle)
         if self._events is not None:
             self._events.publish()
+        if error is not None:
+            raise error
 
-    def _settle(self) -> bool:
-        """Land all that is to move. False: nothing has landed for twice the time that any job may take."""
+    def _settle(self) -> None:
+        """Land all that is to move. InvariantError if nothing lands for twice the time that any job may take."""
         for persist in self._persists:
             persist.drain(anew=False)
         timeout_s = self._context.config.advanced.disk_io_timeout_s
-        return settle(self._movements, 2 * max(timeout_s, *(tier.patience_s for tier in self._stores), 0.0))
+        settle(self._movements, 2 * max(timeout_s, *(tier.patience_s for tier in self._stores), 0.0))
 
     @exclusive
     def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:
@@ -368,10 +366,11 @@ class CacheEngine(EngineLife):
             self._release(lease)
         if self._admit.exchange is not None and not self._is_broken:
             self._admit.exchange.end()
-        if was_running and not self._settle():
+        try:
+            if was_running:
+                store_promised(self._context, self._backup, self._persists, self._settle)
+        except InvariantError:
             log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
-        elif was_running and self._backup is not None and self._persists:
-            store_promised(self._context, self._backup, self._persists, self._settle)
 
     def _forget(self, request_id: str) -> None:
         """The request waits no more."""

@@ -1,9 +1,11 @@
 """Every error that hicache raises on purpose: one class a cause, and each message names the setting that remedies it.
 
-Stores add their own in `hicache.storage.base`. This module imports nothing.
+Stores add their own in `hicache.storage.base`. This module imports no other of hicache.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 
 class HiCacheError(Exception):
@@ -127,6 +129,18 @@ class ConcurrentCall(HiCacheError, RuntimeError):
 
 class OutOfMemory(HiCacheError, MemoryError):
     """A tier does not fit in the available memory."""
+
+
+class NotStored(HiCacheError, RuntimeError):
+    """The disk or the remote tier refused pages of a flush. They stay in memory, and each later flush tries them
+    again."""
+
+    def __init__(self, num_pages: int, causes: Sequence[str]) -> None:
+        self.num_pages = num_pages
+        super().__init__(
+            f"{num_pages} pages are not stored ({'; '.join(causes) or 'the store has no room for them'}); "
+            f"mend the store or raise its budget, and flush again"
+        )
 
 
 class PrefetchPending(ResourceExhausted):

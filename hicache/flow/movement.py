@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 import torch
 
+from hicache.errors import InvariantError
 from hicache.flow.prompt import Prompt
 from hicache.host.run import HostRun, RunPart
 from hicache.tiers import Component
@@ -174,8 +175,8 @@ def land(movements: Iterable[Movement]) -> bool:
     return landed
 
 
-def settle(movements: Sequence[Movement], patience_s: float) -> bool:
-    """Poll until nothing is under way. False: nothing has ended for `patience_s`."""
+def settle(movements: Sequence[Movement], patience_s: float) -> None:
+    """Poll until nothing is under way. InvariantError if nothing ends for `patience_s`."""
     landed_s = time.monotonic()
     while time.monotonic() - landed_s < patience_s:
         for movement in movements:
@@ -186,5 +187,5 @@ def settle(movements: Sequence[Movement], patience_s: float) -> bool:
         elif any(movement.is_busy() for movement in movements):
             time.sleep(0.0005)
         else:
-            return True
-    return False
+            return
+    raise InvariantError("engine", ["nothing lands any more, and something counts as under way"])

@@ -66,7 +66,7 @@ class Persist(Movement):
     component's host pool may be locked on its way there."""
 
     def __init__(self, context: EngineContext, store: Store, share: float, budget: WriteBudget) -> None:
-        self._context, self.into, self._share, self._tier = context, store, share, context.stores[store]
+        self._context, self.into, self._share, self.tier = context, store, share, context.stores[store]
         self._budget, self._is_measured = budget, store.is_disk and not budget.bytes_per_s
         self._measured_bytes = self._measured_s = 0.0
         # States and windows first: the store evicts them first.
@@ -127,9 +127,9 @@ class Persist(Movement):
 
         A prefix counts as used after what continues it, pages after windows and states: these are evicted first.
         """
-        self._tier.used([key for of_component in keys.values() for key in of_component])
+        self.tier.used([key for of_component in keys.values() for key in of_component])
         # While others wait for their turn, so may these: a run is to wait once, however often it is used.
-        is_again = not self.num_waiting and not self._tier.writes.refuses()
+        is_again = not self.num_waiting and not self.tier.writes.refuses()
         for name, at in self._indexes.items():
             if self.into == DISK:  # uses are told once
                 self._context.page_uses.use(keys[name])
@@ -142,9 +142,13 @@ class Persist(Movement):
         store did not take before, too."""
         self._ahead.drain(anew=anew)
 
+    def lacks(self, run: HostRun) -> bool:
+        """Whether neither this store nor one like it has taken a run that it is to get."""
+        return self._ahead.is_wanted(run)
+
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what has its turn; whether there was an answer."""
-        outcomes = self._tier.writes.poll()
+        outcomes = self.tier.writes.poll()
         self._note_loss()
         self.is_torn = bool(outcomes)
         for done in outcomes:
@@ -179,7 +183,7 @@ class Persist(Movement):
 
     def _note_loss(self) -> None:
         """What the store lost before its process ended, that did not tell any more."""
-        events, num_lost = self._context.tree.events, self._tier.times_lost
+        events, num_lost = self._context.tree.events, self.tier.times_lost
         if num_lost != self._times_lost and events is not None and self.into.is_disk:
             events.disk_lost()
         self._times_lost = num_lost
@@ -187,7 +191,7 @@ class Persist(Movement):
     def tell_prefixes(self) -> None:
         """Tell the store that prefixes were used after the written pages that continue them. So the store evicts the
         end of a prompt first."""
-        self._tier.used(self._prefix_keys)
+        self.tier.used(self._prefix_keys)
         self._prefix_keys, self._prefix_runs = [], set()
         self._untold_bytes = 0
 
@@ -201,7 +205,7 @@ class Persist(Movement):
                 self._prefix_keys += [key for above in path_of(run, self._prefix_runs) for key in above.keys]
         self._landed.clear()
         host_bytes = sum(at.host.num_pages * at.host.page_bytes for at in self._context.components)
-        least_bytes = min(host_bytes, self._tier.stats().budget_bytes or host_bytes)
+        least_bytes = min(host_bytes, self.tier.stats().budget_bytes or host_bytes)
         if self._untold_bytes >= _UNTOLD_SHARE * least_bytes:
             self.tell_prefixes()
 
@@ -214,7 +218,7 @@ class Persist(Movement):
     def _begin_round(self) -> None:
         """Lock what is sent next. Beside that the rest of the host pool stays free of such locks, and the store has
         room for what is on its way beside what that continues; one run alone always may be sent."""
-        budget_bytes = self._tier.stats().budget_bytes
+        budget_bytes = self.tier.stats().budget_bytes
         for name, at in self._indexes.items():
             at.max_pages = self._share * self._context.by_name[name].host.num_pages
             if budget_bytes:
@@ -270,7 +274,7 @@ class Persist(Movement):
             if not self._backlog:
                 return
             write, ticket = self._next_write(), next(self._tickets)
-            if not self._tier.writes.submit(write.job(ticket)):
+            if not self.tier.writes.submit(write.job(ticket)):
                 return
             self._writes[ticket] = write
             for _ in write.runs:

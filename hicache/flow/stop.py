@@ -1,4 +1,4 @@
-"""What the device alone has is taken to the stores: by an orderly stop, and by a flush where that waits for eviction.
+"""An orderly stop and a flush: the stores get the pages of the host, and pages that only the device has.
 
 The beginnings of all prompts go before their ends, so that what a store has can be read, whatever ends this before it
 is done and however little the store has room for. At a stop nobody needs the host any more: it is emptied before each
@@ -8,16 +8,19 @@ batch, when the stores have what was there. A flush goes in steps, each of which
 from __future__ import annotations
 
 import logging
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from hicache.errors import NotStored
 from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.persist import Persist
 from hicache.host.exclusive import step_pages
 from hicache.host.run import NewPages
+from hicache.host.write_ahead import num_sent
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
@@ -40,22 +43,23 @@ class _Piece(NamedTuple):
 
 
 def store_promised(
-    context: EngineContext, backup: Backup, persists: Sequence[Persist], settle: Callable[[], bool]
+    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], None]
 ) -> None:
-    """Nothing is under way, and no lease is held. `settle`: lands what is under way, and says whether all of it has."""
+    """No lease is held. `settle`: lands all copies, reads and writes under way."""
+    if num_refused := _flush_host(context, persists, settle):
+        log.warning("%s", NotStored(num_refused, _faults(persists)))
+    if backup is None or not persists:
+        return
     for persist in persists:
         persist.tell_prefixes()
-        persist.drain(anew=True)
     tiers = _tiers(context, persists)
     pieces = _all_pieces(context, backup, _limits(context, tiers))
     full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
-    is_settled = settle()
-    for batch in _batches(pieces, _limits(context, tiers)) if is_settled else ():
+    for batch in _batches(pieces, _limits(context, tiers)):
         for component in context.components:
             component.index.clear()
         backup.save([piece.unsaved for piece in reversed(batch) if not _is_stored(piece, tiers)], [])
-        if not settle():
-            break
+        settle()
         for piece in batch:
             component, keys = piece.unsaved.component, piece.pages.keys
             raw = {key for run in component.index.runs_of(keys) for key in run.second_pages}
@@ -68,28 +72,70 @@ def store_promised(
         log.warning("the stores take no more: %d of %d parts of prompts are not stored", num_left, len(pieces))
 
 
-def flush_device(
-    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], bool]
-) -> bool:
+def flush(
+    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], None]
+) -> NotStored | None:
+    """See `CacheEngine.flush`; the error is returned. `settle` as above."""
+    num_left = _flush_host(context, persists, settle) + _flush_device(context, backup, persists, settle)
+    return NotStored(num_left, _faults(persists)) if num_left else None
+
+
+def _flush_host(context: EngineContext, persists: Sequence[Persist], settle: Callable[[], None]) -> int:
+    """Have the stores take what the host has and they lack, and try again while they take some of it. Returns the pages
+    that a store still lacks. `settle` as above."""
+    num_before = math.inf
+    while True:
+        for persist in persists:
+            persist.drain(anew=True)
+        settle()
+        num_left = sum(_num_lacking(at, [*at.index], persists) for at in context.components if persists)
+        if not num_left or num_left >= num_before:
+            return num_left
+        num_before = num_left
+
+
+def _faults(persists: Sequence[Persist]) -> list[str]:
+    """Why stores do not take pages, each by the name of its tier."""
+    tiers = [persist.tier for persist in persists]
+    return [f"the {tier.name} tier: {tier.write_fault}" for tier in tiers if tier.write_fault]
+
+
+def _flush_device(
+    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], None]
+) -> int:
     """Under a policy that copies at eviction: all but the full pages that the stores have, as far as they take it. What
-    was copied stays on the device. Everything has landed; `settle` as above, whether it always could."""
-    tiers = _tiers(context, persists)
+    was copied stays on the device. Returns the pages that a store still lacks. Everything has landed; `settle` as
+    above."""
+    tiers, num_left = _tiers(context, persists), 0
     if backup is None or not tiers or not context.write_policy.at_eviction:
-        return True
+        return 0
     limits = {at.name: step_pages(at.host.num_pages) for at in context.components}
     for batch in _batches(
         (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
     ):
         if all(tier.writes.refuses() for alike in tiers for tier in alike):
-            break
+            num_left += sum(len(piece.pages.keys) for piece in batch)
+            continue
         backup.save([piece.unsaved for piece in reversed(batch)], [])
-        if not settle():
-            return False
+        settle()
+        if _num_refused(batch, persists):
+            _flush_host(context, persists, settle)
+            num_left += _num_refused(batch, persists)
         if (index := context.exclusive) is not None:
             for piece in batch:
                 if piece.unsaved.component.name == FULL:
                     index.came_to_device(index.parts(piece.pages.keys))
-    return True
+    return num_left
+
+
+def _num_refused(batch: Sequence[_Piece], persists: Sequence[Persist]) -> int:
+    """Pages of a batch that came to the host and that a store did not take."""
+    return sum(_num_lacking(piece.unsaved.component, piece.pages.keys, persists) for piece in batch)
+
+
+def _num_lacking(component: CacheComponent, keys: Sequence[bytes], persists: Sequence[Persist]) -> int:
+    runs = component.index.runs_of(keys)
+    return sum(num_sent(run) for run in runs if any(persist.lacks(run) for persist in persists))
 
 
 def _promised(context: EngineContext) -> Iterator[TreeNode]:

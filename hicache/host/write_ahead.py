@@ -103,10 +103,13 @@ class WriteAhead:
         self._is_behind |= anew
         self._drains, self.is_done, self.is_idle = True, False, False
 
+    def is_wanted(self, run: HostRun) -> bool:
+        """Whether all stores like this one lack it, and it is worth it, for its session has not ended."""
+        return run.is_published and not run.stored & self._store.alike and not run.has_ended
+
     def lacks(self, run: HostRun) -> bool:
-        """Whether the store lacks it, does not get it now, and it is worth it, for its session has not ended."""
-        is_to_come = run.stored & self._store.alike or run in self._under_way
-        return run.is_published and not is_to_come and not run.has_ended and self._takes(run)
+        """Whether it is wanted, and this store is to get it and does not get it now."""
+        return self.is_wanted(run) and run not in self._under_way and self._takes(run)
 
     def next_round(self) -> list[tuple[WrittenIndex, HostRun]]:
         """The runs to be written now; none while some of the last round are not written."""

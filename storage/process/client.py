@@ -129,6 +129,13 @@ class StoreClient:
     def is_open(self) -> bool:
         return self.state is State.OPEN
 
+    @property
+    def write_fault(self) -> str:
+        """Why the store does not take pages; empty if it took the last ones, or has no room for them."""
+        if not self.is_open:
+            return self._why or "the store is not open yet"
+        return self.writes.fault or ("writes failed and are not tried yet" if self.writes.refuses() else "")
+
     def refuses(self, name: str) -> bool:
         return not self.is_open or self.clock() < self.status.refuses_until_s(name)
 

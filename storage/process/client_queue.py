@@ -38,7 +38,8 @@ class JobSender(Protocol):
 
 
 class ClientQueue(Generic[J, D]):
-    """The reads or the writes of a client. `refused`: jobs that were answered without the process."""
+    """The reads or the writes of a client. `refused`: jobs that were answered without the process. `fault`: why the
+    last write was not done; empty if it was, or if the store is full."""
 
     def __init__(self, client: JobSender, name: str, capacity: int, unserved: Callable[[J], D]) -> None:
         self.name, self._client, self._capacity = name, client, capacity
@@ -46,7 +47,7 @@ class ClientQueue(Generic[J, D]):
         self.under_way: dict[tuple[int, int], J] = {}
         self._announced, self._cancelled = set[tuple[int, int]](), set[tuple[int, int]]()
         self._done: list[D | Stalled] = []
-        self.refused = 0
+        self.refused, self.fault = 0, ""
 
     def submit(self, job: J) -> bool:
         """Send a job, or answer it where the process would not do it. False: too many are under way."""
@@ -104,7 +105,9 @@ class ClientQueue(Generic[J, D]):
             if key in self._announced:
                 return
             self._announced.add(key)
+            self.fault = "a write takes longer than io_timeout_s"
         else:
+            self.fault = done.why if isinstance(done, WriteDone) else ""
             del self.under_way[key]
             self._announced.discard(key)
             self._cancelled.discard(key)

@@ -5,7 +5,7 @@
     pages     memory u32, page_bytes u32, count u32, count offsets u64
     verdicts  count u32, count bytes 0 or 1
     job       ticket, batch, queue class, deadline, a number; pages; keys
-    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys
+    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; of a write why pages were not taken, in UTF-8
 
 Memory is shared: `MEMORY` brings its number and size, and with its first byte the descriptor (SCM_RIGHTS). Memory 0 is
 the address space of the client and its offsets are addresses, for a server in the same process. `OPEN` brings the
@@ -45,7 +45,7 @@ from hicache.storage.process.jobs import (
 )
 from hicache.storage.slot_file import MAX_KEY_BYTES
 
-VERSION = 4
+VERSION = 5
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
 _MAX_SHORT_BYTES = 1 << 20  # of frames that bring no keys
@@ -148,7 +148,8 @@ def failed(error: Exception) -> bytes:
     return frame(Kind.FAILED, json.dumps([type(error).__name__, str(error)[:_MAX_ERROR_CHARS]]).encode())
 
 
-def outcome(done: Outcome, *, is_write: bool) -> bytes:
+def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
+    """`why`: the fault of a store that does not take pages."""
     flag, number, seconds, ok, removed = is_write, 0, 0.0, tuple[bool, ...](), tuple[bytes, ...]()
     if isinstance(done, FindDone):
         kind, flag, number, ok = Kind.FOUND, done.answered, done.num_pages, done.others
@@ -159,7 +160,8 @@ def outcome(done: Outcome, *, is_write: bool) -> bytes:
     else:
         kind = Kind.STALLED
     head = _OUTCOME.pack(done.ticket, done.batch, flag, number, seconds)
-    return frame(kind, head, _COUNT.pack(len(ok)), bytes(ok), keys_of(removed))
+    text = why[:_MAX_ERROR_CHARS].encode() if kind is Kind.WRITTEN and not all(ok) else b""
+    return frame(kind, head, _COUNT.pack(len(ok)), bytes(ok), keys_of(removed), text)
 
 
 class Body:
@@ -253,7 +255,7 @@ class Body:
         if kind is Kind.READ_DONE:
             return ReadDone(ticket, batch, ok, number, seconds), False
         if kind is Kind.WRITTEN:
-            return WriteDone(ticket, ok, batch, seconds, removed, number), True
+            return WriteDone(ticket, ok, batch, seconds, removed, number, self.rest().decode(errors="replace")), True
         if kind is Kind.STALLED:
             return Stalled(ticket, batch), bool(flag)
         raise FrameError(f"a frame of kind {kind} brings no outcome")

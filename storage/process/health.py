@@ -69,7 +69,8 @@ class BreakerToken:
 
 
 class Breaker:
-    """Of reads or of writes. Any thread. `opens` and `failures` count since the start."""
+    """Of reads or of writes. Any thread. `opens` and `failures` count since the start. `why`: the reason of the last
+    call if it failed."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], tier: str = "disk") -> None:
         self._name, self._tier, self._limits, self._clock = name, tier, limits, clock
@@ -77,6 +78,7 @@ class Breaker:
         self._state, self._epoch, self._in_a_row = State.CLOSED, 0, 0
         self._backoff_s = self._probe_at_s = 0.0
         self.opens = self.failures = 0
+        self.why = ""
 
     @property
     def state(self) -> State:
@@ -107,7 +109,7 @@ class Breaker:
         with self._lock:
             if token.epoch != self._epoch:
                 return
-            self._in_a_row = 0
+            self._in_a_row, self.why = 0, ""
             if self._state is State.HALF_OPEN:
                 self._become(State.CLOSED)
                 log.info("the %s tier resumes %s", self._tier, self._name)
@@ -115,7 +117,7 @@ class Breaker:
     def failed(self, token: BreakerToken, why: str, *, at_once: bool = False) -> None:
         """`at_once`: open without waiting for more failures, which would tell nothing new."""
         with self._lock:
-            self.failures += 1
+            self.failures, self.why = self.failures + 1, why
             if token.epoch != self._epoch:
                 return
             self._in_a_row += 1

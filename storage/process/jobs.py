@@ -134,7 +134,7 @@ class WriteDone:
     that does not count its puts is taken to have lacked all.
 
     `removed`: keys that the store was known to lose until then, before `ok` held; those of a group of jobs come with
-    the first."""
+    the first. `why`: the fault of the store if it did not take all pages; empty if it has none."""
 
     ticket: int
     ok: tuple[bool, ...]
@@ -142,6 +142,7 @@ class WriteDone:
     seconds: float = field(default=0.0, compare=False)
     removed: tuple[bytes, ...] = ()
     num_new: int = 0
+    why: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)

@@ -301,16 +301,17 @@ class Session(Connection):
     # What the client is told
 
     def _deliver(self) -> None:
-        found, outcomes = [], [self._outcomes.popleft() for _ in range(len(self._outcomes))]
+        found, why, outcomes = [], "", [self._outcomes.popleft() for _ in range(len(self._outcomes))]
         if self._service is not None:
             self._note_status(
                 self._service
             )  # not before it is known what is answered: a client with an answer reads it
+            why = self._service.writes.breaker.why
         for done, is_write in outcomes:
             if not isinstance(done, Stalled):
                 self._num_jobs -= 1
                 self._cancels.pop((done.ticket, done.batch), None)
-            found.append(frames.outcome(done, is_write=is_write))
+            found.append(frames.outcome(done, is_write=is_write, why=why))
         self._tell(b"".join(found))
         self._leave()
 

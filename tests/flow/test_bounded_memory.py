@@ -16,7 +16,7 @@ from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.config import PrefetchMode
 from memory_store import MemoryPageStore
 from prefetch_case import PAGE, PacedStore, engine_of, settings
-from toy_model import GEOMETRY
+from toy_model import GEOMETRY, flush_error
 from waiting import eventually
 
 Order = Callable[[CacheEngine, str, np.ndarray], None]
@@ -52,7 +52,7 @@ def growth(engine: CacheEngine, order: Order, warm: range, measured: range) -> i
     for numbers in (warm, measured):
         for number in numbers:
             order(engine, f"r{number}", prompt(number))
-        engine.flush()
+        flush_error(engine)
         sizes.append(held_bytes(engine))
     engine.check()
     return sizes[1] - sizes[0]

@@ -17,8 +17,9 @@ import pytest
 from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_keys, serving_threads
 from hicache import AdvancedConfig, CacheEngine, DiskConfig, Prefetch, build_engine
 from hicache.engine import LookupResult
+from hicache.errors import NotStored
 from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
-from toy_model import GEOMETRY, config, prompt, serve, until_ready
+from toy_model import GEOMETRY, config, flush_error, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
 Stores = list[TroubledStore]
@@ -50,7 +51,7 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
     until_ready(engine, engine.prefetch(name, tokens))
     disk_len = serve(engine, name, tokens).hit.disk
     engine.check()
-    engine.flush()
+    flush_error(engine)
     engine.check()
     return disk_len
 
@@ -171,28 +172,29 @@ def test_a_stalled_read_releases_its_request(verb: str, clock: Clock, stores: St
 
 
 def test_a_stalled_write_delays_nobody(clock: Clock, stores: Stores, tmp_path: Path) -> None:
-    """While the writer is stalled, its pages stay locked on the host, others are evicted, and flush ends; when it
-    returns, its pages are on disk and may be evicted."""
+    """While the writer is stalled, its pages stay locked on the host, others are evicted, and flush raises for all of
+    them; when it returns, its pages are on disk and may be evicted."""
     with engine_at(tmp_path / "s") as engine:
         gate = stores[-1].trouble = Gate("put")
         serve(engine, "a", tokens_of(0))
         until_held(engine, gate)
         clock.now_s += 10.1
-        engine.flush()
+        with pytest.raises(NotStored, match=r"^11 pages .* a write takes longer than io_timeout_s"):
+            engine.flush()
         assert engine.stats()["disk.writes_stalled_jobs"] == 1
         for n in range(1, 7):
             serve(engine, f"b{n}", tokens_of(n))
-            engine.flush()
+            assert flush_error(engine) is not None
             engine.check()
         assert engine.lookup(tokens_of(0)).host == 88, "the writer still reads these pages"
         stats = engine.stats()
-        assert stats["persist.bytes"] == 0 and stats["persist.failed_pages"] == 6 * 11
+        assert stats["persist.bytes"] == 0 and stats["persist.failed_pages"] >= 6 * 11
         gate.open()
         eventually(lambda: engine.poll() or engine.stats()["persist.bytes"] > 0)
         engine.check()
         for n in range(7, 12):
             serve(engine, f"c{n}", tokens_of(n))
-            engine.flush()
+            flush_error(engine)  # writes are not tried again yet
         assert engine.lookup(tokens_of(0)).host == 0 and engine.lookup(tokens_of(0), disk_wait_s=BOUND_S).disk == 88
         stats = engine.stats()
         assert stats["host.free_pages"] + stats["host.evictable_tokens"] / 8 == HOST_PAGES
@@ -264,27 +266,60 @@ def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Pat
         assert len(keys[0]) > 4
 
 
-def test_what_an_outage_kept_from_the_disk_is_sent_again(clock: Clock, stores: Stores, tmp_path: Path) -> None:
-    """Pages that the store refused go there once it takes writes again and a request uses them; nothing is sent while
-    it does not."""
+@pytest.mark.parametrize("by", ["a request", "a flush", "the close"])
+def test_what_an_outage_kept_from_the_disk_is_sent_again(
+    by: str, clock: Clock, stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Pages that the store refused go there once it takes writes again and a request uses them, the engine is flushed
+    or closed. While it refuses them the store is asked once, each flush raises their number and the cause, and the
+    close, which does not raise, logs them."""
     tokens = tokens_of(1)
     with engine_at(tmp_path / "s") as engine:
         store = stores[-1]
         store.trouble = failing(OSError(errno.ENOSPC, "no space left"), "put", "reopen")
         serve(engine, "a", tokens)
-        engine.flush()
         keys = page_keys(engine, tokens)
-        assert not any(store.inner.contains(keys))
-        refused = engine.stats()["persist.failed_pages"]
-        serve(engine, "b", tokens)
-        engine.flush()
-        assert engine.stats()["persist.failed_pages"] == refused == len(keys)
+        for _ in range(3):
+            with pytest.raises(NotStored, match=r"the disk tier: .* no space left") as refused:
+                engine.flush()
+            assert refused.value.num_pages == len(keys)
+        assert not any(store.inner.contains(keys)) and engine.stats()["disk.writes_failures"] == 1
         store.trouble = lambda verb: None
         clock.now_s += 10
-        serve(engine, "c", tokens)
-        engine.flush()
-        assert all(store.inner.contains(keys)) and store.verbs("reopen") == 1
+        if by == "a request":
+            serve(engine, "b", tokens)
+            eventually(lambda: engine.poll() or engine.stats()["disk.stored_pages"] == len(keys), engine.stats)
+        elif by == "a flush":
+            engine.flush()
         engine.check()
+    with contextlib.closing(open_existing(tmp_path / "s")) as again:
+        assert all(again.contains(keys)) and store.verbs("reopen") == 1
+    assert "are not stored" not in caplog.text
+
+
+def test_a_flush_tries_again_what_one_error_kept_from_the_disk(stores: Stores, tmp_path: Path) -> None:
+    """One write fails and the next ones do not: the flush that meets it stores all pages."""
+    errors = [OSError(errno.EIO, "")]
+
+    def fails_once(verb: str) -> None:
+        if verb == "put" and errors:
+            raise errors.pop()
+
+    with engine_at(tmp_path / "s") as engine:
+        stores[-1].trouble = fails_once
+        serve(engine, "a", tokens_of(1))
+        engine.flush()
+        assert not errors and all(stores[-1].inner.contains(page_keys(engine, tokens_of(1))))
+
+
+def test_an_engine_closes_over_a_disk_that_refuses(
+    clock: Clock, stores: Stores, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The close does not raise, and logs the pages and the cause."""
+    with engine_at(tmp_path / "s") as engine:
+        stores[-1].trouble = failing(OSError(errno.EIO, "a bad sector"), "put", "reopen")
+        serve(engine, "a", tokens_of(1))
+    assert "11 pages are not stored" in caplog.text and "a bad sector" in caplog.text
 
 
 def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
@@ -352,7 +387,7 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
         if breaks:
             stores[-1].trouble = lambda verb: verb != "put" or 1 / 0
         turns.release(100)
-        engine.flush()
+        assert (flush_error(engine) is not None) == breaks
         assert engine.stats()["disk.stored_pages"] == (9 + 9 if breaks else 9 + 9 + 20 + 1)
         engine.check()
 

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 
 from component_case import EACH_MODEL, FULL, STATES, WINDOWS, WITH_COMPONENTS, compute, config, prefill, serve
-from disk_case import page_keys
-from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
-from hicache.errors import ExchangePending, OutOfSlots, TransferBusy
+from disk_case import TroubledStore, failing, page_keys
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
+from hicache.errors import ExchangePending, NotStored, OutOfSlots, TransferBusy
 from hicache.flow.movement import Load
 from hicache.metrics import HistogramValue
 from hicache.replay.cache import ReplaySettings
 from memory_store import MemoryPageStore
 from stepped_transfer import SteppedTransfers
-from toy_model import prompt, settled
+from toy_model import flush_error, prompt, settled
+from waiting import eventually
 
 # Pages of eight tokens, and windows of as many: 16 on the device, and on the host as many, less the sink.
 SIZES = {"device_tokens": 128, "host_bytes": 17 * 8 * 192, "write_policy": "exclusive", "window_tokens": 152}
@@ -74,6 +75,27 @@ def test_a_flush_stores_what_the_device_alone_has(write_policy: str) -> None:
         num_copied = engine.stats()["backup.bytes"]
         engine.flush()
         assert (engine.stats()["backup.bytes"], store.stats().puts) == (num_copied, 30)
+        settled(engine)
+
+
+@pytest.mark.parametrize("write_policy", ["exclusive", "write_back"])
+def test_a_flush_raises_for_what_the_device_alone_has(write_policy: str) -> None:
+    """As long as the store refuses it. Nothing leaves the device meanwhile, and a flush after that stores all of it."""
+    store = TroubledStore(MemoryPageStore(1 << 20))
+    store.trouble = failing(OSError("a bad sector"), "put")
+    advanced = AdvancedConfig(disk_reopen_backoff_s=1e-3, disk_max_reopen_backoff_s=1e-3)
+    with build_engine(
+        config(**SIZES | {"write_policy": write_policy, "advanced": advanced}), FULL, store=store
+    ) as engine:
+        with engine.acquire(CacheRequest("first", prompt(0, 121))) as lease:
+            prefill(engine, lease, prompt(0, 121), FULL)
+        for _ in range(2):
+            with pytest.raises(NotStored, match=r"^15 pages .*a bad sector"):
+                engine.flush()
+        assert engine.lookup(prompt(0, 121)).device == 120
+        store.trouble = lambda verb: None
+        eventually(lambda: flush_error(engine) is None, engine.stats)
+        assert all(store.contains(page_keys(engine, prompt(0, 121)[:120])))
         settled(engine)
 
 

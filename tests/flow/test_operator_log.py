@@ -13,7 +13,7 @@ from disk_case import TroubledStore
 from hicache import build_engine
 from hicache.storage import LmdbPageStore, PageFormat
 from memory_store import MemoryPageStore
-from toy_model import GEOMETRY, config, serve
+from toy_model import GEOMETRY, config, flush_error, serve
 from toy_model import prompt as prompt_of
 from waiting import eventually
 
@@ -64,7 +64,7 @@ def test_a_disk_that_is_too_slow_for_the_host(caplog: pytest.LogCaptureFixture) 
     with build_engine(config(device_tokens=256, host_bytes=20 * PAGE_BYTES), GEOMETRY, store=store) as engine:
         for seed in range(4):
             serve(engine, f"r{seed}", prompt(seed))
-            engine.flush()
+            assert flush_error(engine) is not None
         assert engine.stats()["evict.host_lost_tokens"] >= 64
     assert len(lines(caplog, "leave the host before a store has them")) == 1
 

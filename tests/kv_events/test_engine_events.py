@@ -23,7 +23,7 @@ from hicache.tree.events import block_hash
 from kv_events_case import in_memory, serve, subscribe
 from memory_store import MemoryPageStore
 from server_case import TINY, serving
-from toy_model import GEOMETRY, config
+from toy_model import GEOMETRY, config, flush_error
 from waiting import eventually
 
 
@@ -46,7 +46,7 @@ class Listening(EngineFuzz):
         disk = self.engine.inspect.context.disk
         assert disk is not None
         eventually(lambda: disk.poll() or not (disk.reads.under_way or disk.writes.under_way))
-        self.engine.flush()
+        flush_error(self.engine)
         _wait_until_written(self.engine)
         self.in_memory, self.index = in_memory(self.engine), BlockIndex()
         for batch in read_lines(self.stream):

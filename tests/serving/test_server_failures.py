@@ -4,26 +4,35 @@ tell what clients sent."""
 from __future__ import annotations
 
 import asyncio
+import errno
 import json
 import logging
 import sys
+import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
 from app_case import ServedApp, served
+from disk_case import TroubledStore, failing
 from hicache.engine import CacheEngine
 from hicache.process.logs import JsonLines
 from hicache.serving.models import ByteTokenizer
+from hicache.serving.request import Request
 from hicache.serving.runner import Chunk
+from hicache.serving.scheduler import Scheduler
+from hicache.serving.server.engine_thread import EngineThread, RequestEnded
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import ApiError, Delta
 from hicache.serving.text import TextDecoder, TokenDecoder
-from serving_case import tiny_runner
+from memory_store import MemoryPageStore
+from serving_case import shared, tiny_engine, tiny_llama, tiny_runner
+from waiting import eventually
 
 SECRET = "Xylophon"
 
@@ -81,6 +90,25 @@ def test_a_failed_step(caplog: pytest.LogCaptureFixture) -> None:
     asyncio.run(serve())
     (record,) = [record for record in caplog.records if record.levelno == logging.ERROR]
     assert SECRET not in JsonLines().format(record)
+
+
+def test_a_disk_that_refuses_pages(caplog: pytest.LogCaptureFixture) -> None:
+    """The memory tiers are emptied and the server stops in order all the same; both log what is not stored."""
+    store, ended, tiny = TroubledStore(MemoryPageStore(1 << 20)), threading.Event(), shared(tiny_llama, device="cpu")
+    store.trouble = failing(OSError(errno.EIO, "a bad sector"), "put", "reopen")
+    engine = tiny_engine(tiny, store=store, host_bytes=1 << 20, write_policy="write_through")
+    thread = EngineThread(engine, Scheduler(engine, tiny_runner(tiny, engine)), lambda: None)
+    thread.start(lambda events: any(isinstance(event, RequestEnded) for event in events) and ended.set())
+    for number in range(2):
+        thread.submit(Request(f"r{number}", np.arange(40) + number, 2))
+        eventually(ended.is_set)
+        ended.clear()
+        if not number:
+            assert thread.reset(("device", "host")).result()
+    thread.stop()
+    thread.join()
+    assert not thread.failed
+    assert sum("a bad sector" in line and "are not stored" in line for line in caplog.messages) == 2
 
 
 def test_a_tokenizer_that_fails_to_decode(caplog: pytest.LogCaptureFixture) -> None:

@@ -17,7 +17,7 @@ from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, build
 from hicache.errors import ResourceExhausted
 from hicache.storage import open_existing
 from hicache.tiers import DISK
-from toy_model import prompt, settled
+from toy_model import flush_error, prompt, settled
 from waiting import eventually
 
 pytestmark = [pytest.mark.store_process, pytest.mark.timeout(1800)]
@@ -60,7 +60,7 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing
                     engine.poll()
                 eventually(lambda name=f"{turn}.{step}", tokens=tokens: _is_served(engine, name, tokens))
             if not turn:
-                engine.flush()
+                flush_error(engine)
             for run in context.full.index.runs_of([*context.full.index]):
                 raw.update(run.second_pages)
                 if run.stored & DISK.bit:
@@ -69,7 +69,7 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing
                 os.kill(client.pid, signal.SIGKILL)
             if rng.random() < 0.7:
                 eventually(lambda: engine.poll() or client.find((b"key",), 0.01))
-        eventually(lambda: engine.poll() or client.find((b"key",), 0.01))
+        eventually(lambda: flush_error(engine) is None)
         settled(engine)
         assert client.times_lost >= kills // 2 and acknowledged - raw and bool(raw) == (packing != "off")
     with contextlib.closing(open_existing(tmp_path / "s")) as store:

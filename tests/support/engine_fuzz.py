@@ -24,12 +24,19 @@ from disk_case import TroubledStore
 from failing_calls import fails_at
 from faults import Faults
 from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, Prefetch, build_engine
-from hicache.errors import ExchangePending, LeaseEnded, NotRunning, OutOfSlots, ResourceExhausted, TransferError
+from hicache.errors import (
+    ExchangePending,
+    LeaseEnded,
+    NotRunning,
+    OutOfSlots,
+    ResourceExhausted,
+    TransferError,
+)
 from hicache.flow.movement import settle
 from hicache.storage import open_existing
 from memory_store import MemoryPageStore
 from page_life import PageLives
-from toy_model import settled
+from toy_model import flush_error, settled
 from waiting import eventually
 
 _LONGEST, _LONGEST_PROMPT = 200, 84
@@ -245,7 +252,7 @@ class EngineFuzz:
 
     def flush(self) -> None:
         self.faults.heal_disk()
-        self.engine.flush()
+        flush_error(self.engine)
 
     def forget(self) -> None:
         """Memory loses what nobody uses: mostly the device, after requests have ended and copies have landed, so
@@ -254,7 +261,7 @@ class EngineFuzz:
             for name in list(self.live):
                 self._end(name)
             self.faults.heal()
-            self.engine.flush()
+            flush_error(self.engine)
         tiers = (["device"], ["device"], ["host"], ["device", "host"], ["device", "host"])[self.rng.integers(5)]
         self.engine.reset(tiers)  # type: ignore[arg-type]
 
@@ -357,10 +364,17 @@ class EngineFuzz:
                 self._wait_for_loads(at.lease)
                 verify(self.engine, at.lease, at.tokens, at.done, self.model)
 
+    def _is_flushed(self) -> bool:
+        """A writer that was stalled may return a little later than it is let go."""
+        error = flush_error(self.engine)
+        self.faults.clock.now_s += 3600
+        self.engine.poll()
+        return error is None
+
     def heal(self) -> None:
         """Nothing fails from now on, and what had failed is gone."""
         self.faults.heal()
-        self.engine.flush()
+        flush_error(self.engine)
         for name in [name for name, at in self.live.items() if self.engine.load_failed(at.lease)]:
             self._end(name, cancel=True)
 
@@ -371,9 +385,7 @@ class EngineFuzz:
             self._end(name, cancel=True)
         for name in self.waiting:
             self.engine.cancel(name)
-        self.engine.flush()
-        self.faults.clock.now_s += 3600
-        self.engine.poll()
+        eventually(self._is_flushed, self.engine.stats)
         settled(self.engine)
         stats = self.engine.stats()
         assert stats["admit.expected_requests"] == stats["evict.kept_tokens"] == 0

@@ -27,7 +27,7 @@ from hicache.storage.store_files import INDEX_FILE
 from hicache.stores.tier import open_tier
 from programs import PIPE, program
 from storage_pages import forget_cached
-from toy_model import GEOMETRY, config
+from toy_model import GEOMETRY, config, flush_error
 from waiting import BOUND_S, eventually
 
 BLKIO = Path("/sys/fs/cgroup/blkio")
@@ -186,7 +186,7 @@ def serve(path: Path, kind: str, num_requests: int) -> None:
     while num_served < num_requests or not serving.engine.stats()[f"disk.{kind}_stalled_jobs"]:
         serving.serve(num_served % NUM_STORED if kind == "reads" else 1000 + num_served)
         num_served += 1
-    serving.engine.flush()
+    flush_error(serving.engine)
     serving.engine.check()
     quarantined = serving.quarantined()
     if kind == "writes":

@@ -32,6 +32,7 @@ from hicache.serving import Chunk, ModelRunner, Request, RequestOutput, Sampling
 from hicache.serving.request import Runner
 from hicache.serving.sampling import choose_tokens
 from serving_case import geometry_of, plain_logits, tiny_llama
+from toy_model import flush_error
 
 GEOMETRIES = {**MODELS, "model": MODELS["full"]}
 _ERRORS = (CallbackFailed, OutOfSlots, OutOfStates, TransferError)
@@ -132,7 +133,7 @@ class ServingFuzz:
         """A request comes, alone, for what the disk alone has: it is computed while that is read."""
         self._drain()
         self.faults.move_all()
-        self.engine.flush()
+        flush_error(self.engine)
         self.engine.reset(["device", "host"])
         self.engine.observe_prefill(10**7, 1e6)
         self._submit(self.requests[str(self.rng.choice(list(self.requests)))].tokens)
@@ -221,9 +222,9 @@ class ServingFuzz:
         """Everything is where it began."""
         assert not self.streams, "a request has not ended"
         self.faults.move_all()
-        self.engine.flush()
+        flush_error(self.engine)
         self.faults.clock.now_s += 3600
-        self.engine.flush()
+        flush_error(self.engine)
         self.engine.check()
         for name in ("restore.failures", "backup.failures", "prefetch.beside_loaded_tokens", "persist.failed_pages"):
             self.counts[name] += int(self.engine.stats().get(name, 0))

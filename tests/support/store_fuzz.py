@@ -35,7 +35,7 @@ from hicache import AdvancedConfig, CacheRequest, DiskConfig, Lease, build_engin
 from hicache.errors import ResourceExhausted
 from hicache.storage import LmdbPageStore, StoreCorrupt, StoreError, StoreLocked, open_existing, store_at
 from hicache.tiers import DISK
-from toy_model import prompt, settled
+from toy_model import flush_error, prompt, settled
 from waiting import eventually
 
 NUM_PROMPTS, NUM_STEPS, NUM_SETTLED = 60, 80, 10
@@ -80,6 +80,7 @@ class EngineHistory:
                 held_bytes = resident_bytes()
         self.go_on()
         eventually(lambda: self.engine.poll() or self.client.find((b"key",), 0.01))
+        eventually(lambda: flush_error(self.engine) is None)
         settled(self.engine)
         self.tell(num_steps)
         self.engine.close()
@@ -109,7 +110,7 @@ class EngineHistory:
         self.engine.poll()
 
     def flush(self) -> None:
-        self.engine.flush()
+        flush_error(self.engine)
 
     def kill(self) -> None:
         with contextlib.suppress(ProcessLookupError):

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, EngineConfig, Lease, ModelGeometry, Prefetch
+from hicache.errors import NotStored
 from waiting import eventually
 
 GEOMETRY = ModelGeometry(layer_num=3, head_num=2, head_dim=4)
@@ -103,6 +104,15 @@ def until_ready(engine: CacheEngine, *handles: Prefetch) -> None:
         return all(handle.ready for handle in handles)
 
     eventually(ready, engine.stats)
+
+
+def flush_error(engine: CacheEngine) -> NotStored | None:
+    """Flush; the error if a store refuses pages, else None."""
+    try:
+        engine.flush()
+    except NotStored as error:
+        return error
+    return None
 
 
 def settled(engine: CacheEngine) -> None:

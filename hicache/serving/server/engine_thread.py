@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from hicache.engine import CacheEngine, Hit, MemoryTier
-from hicache.errors import HiCacheError
+from hicache.errors import HiCacheError, NotStored
 from hicache.metrics import MetricValue
 from hicache.serving.request import Logprobs, Request, RequestOutput, TokenLogprobs
 from hicache.serving.scheduler import Scheduler
@@ -122,7 +122,6 @@ class EngineThread:
                 while not self._stopping:
                     self._take_commands()
                     self._step()
-                self._engine.flush()
                 self._engine.check()
             finally:
                 self._engine.close()
@@ -148,7 +147,10 @@ class EngineThread:
 
     def _reset(self, tiers: Sequence[MemoryTier], done: concurrent.futures.Future[bool]) -> None:
         if not self._scheduler.num_unfinished:
-            self._engine.flush()
+            try:
+                self._engine.flush()
+            except NotStored as error:
+                log.warning("the tiers are emptied all the same: %s", error)
         if done.set_running_or_notify_cancel():
             done.set_result(self._engine.reset(tiers))
 
