@@ -318,9 +318,10 @@ class StoreClient:
                 if self.times_lost:
                     log.info("the %s tier has its store again", self._request.settings.name)
         elif kind is Kind.FAILED:
-            self._error = body.failed()
+            self._error = error = body.failed()
             if self.state is State.OPENING:
-                self._lose(str(self._error))
+                self._lose(str(error))
+                self._error = None if self._is_closing else error  # `close` raises only what closing raised
         else:
             done, is_write = body.outcome(kind)
             if self._lookup is not None and not is_write and done.ticket == self._lookup.ticket:

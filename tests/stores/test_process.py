@@ -267,6 +267,22 @@ def test_a_store_that_does_not_open_holds_nobody_up(
     eventually(lambda: is_free(tmp_path / "s"))
 
 
+def test_a_close_does_not_raise_why_opening_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The engine went on without a store that took long to open. That it cannot be opened is found at the close."""
+    gate, before = Gate("open"), {*threading.enumerate()}
+
+    def fails_late(url: str, **about: Any) -> Any:
+        gate("open")
+        raise StoreError("the settings are wrong")
+
+    monkeypatch.setattr(hicache.storage.process.stores, "open_store", fails_late)
+    tier = open_tier(request(at(tmp_path / "s"), Limits(open_s=0.05, close_s=60)), in_process=True)
+    serving = {thread for thread in threading.enumerate() if thread.name.startswith("hicache-store")}
+    gate.open()
+    eventually(lambda: not any(thread.is_alive() for thread in serving - before))  # the error is sent
+    assert tier.close()
+
+
 def test_a_store_without_writes_leaves_others_their_share(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of two identities on one path the first has all of the budget and writes no more; when the second has written its
     share, both together come to need the budget alone."""
