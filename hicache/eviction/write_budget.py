@@ -6,7 +6,8 @@
     empty           nothing
 
 Owns no page and no thread. In any interval of t seconds at most `bytes_per_s * (t + BUCKET_S)` bytes are spent, of
-what does not fit the bucket one piece more.
+what does not fit the bucket one piece more. The bucket starts empty, so processes that crash and start again together
+spend no more than one that runs as long.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class WriteBudget:
 
     def __init__(self, bytes_per_s: float = 0.0, clock: Clock = time.monotonic) -> None:
         self._rate, self._clock, self._at_s = bytes_per_s, clock, clock()
-        self._owed = self._reserved = 0.0  # bytes that the bucket lacked at `_at_s`, and those on their way
+        self._owed, self._reserved = bytes_per_s * BUCKET_S, 0.0  # what the bucket lacked at `_at_s`; on their way
         self.is_early = True
 
     @property

@@ -7,6 +7,7 @@ import random
 
 import pytest
 
+from disk_case import Clock
 from hicache.eviction.write_budget import BUCKET_S, PageUses, WriteBudget
 
 
@@ -35,7 +36,22 @@ def test_no_interval_has_more_than_its_budget(seed: int) -> None:
             in_window -= written[start][1]
             start += 1
         assert in_window <= rate * (end_s - written[start][0] + BUCKET_S) + 1e-6 <= rate * 1.5 * 60 + 1e-6
-    assert sum(num_bytes for _, num_bytes in written) <= rate * (now_s + BUCKET_S)
+    assert sum(num_bytes for _, num_bytes in written) <= rate * now_s
+
+
+def test_a_crash_loop_writes_no_more_than_one_process() -> None:
+    """Of processes that end after two seconds each, and write whatever fits, all together keep to the rate."""
+    clock, rate, num_written = Clock(), 100.0, 0
+    begin_s = clock.now_s
+    for _ in range(50):
+        budget = WriteBudget(rate, clock)
+        for _ in range(20):
+            clock.now_s += 0.1
+            while budget.has_room(7):
+                budget.reserve(7)
+                budget.spend(7, 7)
+                num_written += 7
+    assert 0.8 * rate * (clock.now_s - begin_s) < num_written <= rate * (clock.now_s - begin_s)
 
 
 def test_uses_outlive_the_pages_and_the_table_is_bounded() -> None:

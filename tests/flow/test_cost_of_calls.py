@@ -136,6 +136,7 @@ def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: py
     with build_engine(config(disk=disk, write_policy="write_through"), GEOMETRY, clock=clock) as engine:
         backup, (persist,) = engine.inspect.backup, engine.inspect.persists
         assert backup is not None
+        clock.now_s += 30  # the budget starts empty
         for n in range(4):
             tokens = np.random.default_rng(n).integers(0, 1 << 20, 8 * PAGE + 1)
             with engine.acquire(CacheRequest(f"r{n}", tokens)) as lease:
