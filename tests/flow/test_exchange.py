@@ -266,8 +266,9 @@ def test_an_exchange_may_end_at_every_moment(engine: CacheEngine, end: str, num_
 
 
 def test_an_engine_closes_while_pages_are_exchanged() -> None:
-    with build_engine(config(**SIZES), FULL) as engine:
-        transfers[engine], models[engine] = SteppedTransfers(engine), FULL
+    engine = build_engine(config(**SIZES), FULL)
+    transfers[engine], models[engine] = SteppedTransfers(engine), FULL
+    with engine:
         first, _ = both(engine)
         assert turn(engine, 0, first, 5) is None
         tree = engine.inspect.context.tree

@@ -32,7 +32,7 @@ from hicache.serving.server.replies import ApiError, Delta
 from hicache.serving.text import TextDecoder, TokenDecoder
 from memory_store import MemoryPageStore
 from serving_case import shared, tiny_engine, tiny_llama, tiny_runner
-from waiting import eventually
+from waiting import BOUND_S, eventually
 
 SECRET = "Xylophon"
 
@@ -104,7 +104,7 @@ def test_a_disk_that_refuses_pages(caplog: pytest.LogCaptureFixture) -> None:
         eventually(ended.is_set)
         ended.clear()
         if not number:
-            assert thread.reset(("device", "host")).result()
+            assert thread.reset(("device", "host")).result(BOUND_S)
     thread.stop()
     thread.join()
     assert not thread.failed
