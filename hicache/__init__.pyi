@@ -48,6 +48,7 @@ from hicache.errors import LeaseEnded as LeaseEnded
 from hicache.errors import NoServer as NoServer
 from hicache.errors import NotOurServer as NotOurServer
 from hicache.errors import NotRunning as NotRunning
+from hicache.errors import NotStored as NotStored
 from hicache.errors import OutOfMemory as OutOfMemory
 from hicache.errors import OutOfRows as OutOfRows
 from hicache.errors import OutOfSlots as OutOfSlots

@@ -39,7 +39,8 @@ def custom_pool_region(device: torch.device) -> Iterator[None]:
     if device.type != "cuda" or custom_mem_pool() is None:
         yield
         return
-    with torch.cuda.use_mem_pool(nvlink_pool(device), device=device):
+    index = torch.cuda.current_device() if device.index is None else device.index
+    with torch.cuda.use_mem_pool(nvlink_pool(device), device=torch.device("cuda", index)):
         yield
 
 

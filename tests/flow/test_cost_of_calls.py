@@ -46,13 +46,12 @@ def engine_of(
 
 
 def calls_until(engine: CacheEngine, *handles: Prefetch) -> list[int]:
-    """The calls of each poll that finds answers until these are ready. How many find none depends on time: they are not
-    counted, and each costs little."""
-    steps = []
+    """The calls of each poll until these are ready. Before each poll the store has answered all jobs that it got."""
+    steps, disk = [], engine.inspect.context.disk
     while not all(handle.ready for handle in handles):
-        eventually(lambda: not engine.stats()["disk.reads_queued_jobs"])
+        eventually(lambda: (disk.poll(), not disk.reads.under_way)[1])
         steps.append(calls_of(engine.poll))
-    return [calls for calls in steps if calls > IDLE_POLL_CALLS]
+    return steps
 
 
 def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
@@ -169,15 +168,20 @@ def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path:
     assert lookups[1024] < 5 * lookups[256]
 
 
-def test_a_prompt_that_the_queue_has_no_room_for(tmp_path: Path) -> None:
-    """A prompt fills the readers' queue six times: what has no room costs few calls a page each time."""
-    tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
-    with engine_of(tmp_path, 1024) as engine:
+def test_a_prompt_that_the_queue_of_reads_cannot_take(store: PacedStore) -> None:
+    """A prompt fills the queue of reads many times. A poll that finds the queue full costs few calls a page."""
+    tokens, steps = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1), list[int]()
+    sizes = {"device_tokens": 1040 * PAGE, "host_bytes": 1040 * PAGE * 192, "max_context_len": 1040 * PAGE}
+    with paced_engine(store, **sizes) as engine:
         compute(engine, tokens)
-    with engine_of(tmp_path, 1024, queue_jobs=1) as engine:
+    advanced = AdvancedConfig(transfer_chunk_tokens=16, disk_queue_jobs=1, disk_reader_threads=1, disk_io_timeout_s=1e8)
+    with paced_engine(store, **sizes, advanced=advanced) as engine:
+        store.hold()
         handle = engine.prefetch("again", tokens)
-        steps = calls_until(engine, handle)
-        assert handle.landed_tokens == 1024 * PAGE and engine.stats()["prefetch.refused_jobs"] > 0
+        eventually(lambda: steps.append(calls_of(engine.poll)) or engine.stats()["prefetch.refused_jobs"])
+        store.allow(1 << 20)
+        eventually(lambda: steps.append(calls_of(engine.poll)) or handle.ready)
+        assert handle.landed_tokens == 1024 * PAGE
     assert max(steps) < 8 * 1024
 
 
