@@ -67,6 +67,8 @@ def run(args: argparse.Namespace, report: Report) -> None:
     samples = args.samples or (30 if device.type == "cuda" else 5)
     torch.manual_seed(0)
     here = PARTS if ROOT is not None else PARTS[:-1]  # the batch is an example, which is in a clone only
+    if args.only:
+        report.bench = f"{NAME}-{args.only}"  # a part does not replace the results of all
     for part in (args.only,) if args.only else here:
         if part == "batch":
             measure_batch(report, samples, device)
