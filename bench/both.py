@@ -4,7 +4,8 @@
                        faster; `freezes`: one that stands still after a quarter
     neighbours         time per output token of streams beside such a request, over that beside one that waits
     eight              eight such requests at once: until the last has its token
-    two_stores         first token of a prompt that is waited for, from two disks of equal rate, over one
+    two_stores         first token of a prompt that is waited for, from a disk and a remote store of equal rate, over
+                       the disk alone
     restart            first token after a restart, from a real disk, over computing
     sessions           sessions of agents over a store as fast as our disk, over the rule that chooses: mean first token
 
@@ -18,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import itertools
 import math
 import shutil
 import tempfile
@@ -38,7 +38,6 @@ from hicache.bench.serving_sessions import SessionRun, SessionSizes, serve_turns
 from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns
 from hicache.bench.sleeping_runner import SleepingRunner
 from hicache.bench.throttled import ThrottledStore
-from hicache.host.run import RUN_PAGES
 from hicache.serving import Request, Scheduler
 from hicache.serving.warm_up import warm_up
 
@@ -130,7 +129,7 @@ class _Asleep(Served):
 
 
 class _Case:
-    """A served model over a throttled store that has prompts, or several, each with its runs of them."""
+    """A served model over throttled stores that have prompts: a disk, or a disk and a remote store."""
 
     def __init__(self, served: Served, stores: Sequence[ThrottledStore], known: Sequence[Tokens]) -> None:
         self.served, self.stores, self.store, self.known = served, stores, stores[0], known
@@ -138,10 +137,8 @@ class _Case:
         served.engine.flush()
         assert all(store.page_bytes for store in stores), "what was computed to warm up is in the stores"
         tree = served.engine.inspect.context.tree
-        prompts_keys = [tree.names.of_prompt(tree.match(tokens, ""), tokens) for tokens in known]
-        runs = [keys[at : at + RUN_PAGES] for keys in prompts_keys for at in range(0, len(keys), RUN_PAGES)]
-        for number, store in enumerate(stores):
-            store.fill(itertools.chain(*runs[number :: len(stores)]))
+        for store in stores:
+            store.fill(key for tokens in known for key in tree.names.of_prompt(tree.match(tokens, ""), tokens))
         self.token_bytes = self.store.page_bytes / tree.page_size
 
     def name(self, way: Way) -> str:
@@ -260,15 +257,16 @@ class _Both:
                 self._report_case(f"sessions.{clients}", [ours.mean_s], rule.mean_s, target, note)
 
     def two_stores(self) -> None:
-        """A prompt that is waited for, from one disk as fast as computing, and from two of them that have half each."""
+        """A prompt that is waited for, from a disk as fast as computing, and from a disk and a remote store that both
+        have all of it."""
         loaded, both, computed_s = list[list[float]](), list[float](), 0.0
-        for num_stores in (1, 2):
-            with self._case([self._sizes.long], num_stores) as case:
+        for has_remote in (False, True):
+            with self._case([self._sizes.long], has_remote=has_remote) as case:
                 computed_s = computed_s or case.seconds(case.known, "compute")
                 case.set_rate(case.known, computed_s)
                 loaded.append([case.seconds(case.known, "load") for _ in range(2)])
                 both.append(case.seconds(case.known, "both"))
-        note = f"computed {computed_s:.2f} s; at once with loading {both[0]:.2f} s with one, {both[1]:.2f} s with two"
+        note = f"computed {computed_s:.2f} s; at once with loading {both[0]:.2f} s from one, {both[1]:.2f} s from both"
         self._report_case("two_stores", loaded[1], percentile(loaded[0], 50), 0.6, note)
 
     # Inside
@@ -320,9 +318,10 @@ class _Both:
         return (times[end - 1] - times[begin - 1]) / max(1, end - begin)
 
     @contextmanager
-    def _case(self, lengths: Sequence[int], num_stores: int = 1, **settings: Any) -> Iterator[_Case]:
-        stores = [ThrottledStore() for _ in range(num_stores)]
-        with self._serving(lengths, store=stores, **settings) as served:
+    def _case(self, lengths: Sequence[int], *, has_remote: bool = False, **settings: Any) -> Iterator[_Case]:
+        disk, remote = ThrottledStore(), ThrottledStore() if has_remote else None
+        stores = [disk] if remote is None else [disk, remote]
+        with self._serving(lengths, store=disk, remote=remote, **settings) as served:
             case = _Case(served, stores, [*_prompts(lengths, self._served.vocab)])
             try:
                 yield case

@@ -93,7 +93,7 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
     """Seconds of each leg, one after the other, or of the pipeline."""
     assert config.disk is not None
     found: dict[str, float] = {}
-    drop_caches(Path(config.disk.paths[0]))
+    drop_caches(Path(config.disk.path))
     with _engine(config) as engine:
         _touch(engine)
         start = time.perf_counter()

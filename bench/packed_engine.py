@@ -246,7 +246,7 @@ def _fill(setup: Setup, config: EngineConfig, documents: Sequence[Tokens]) -> di
 def _round(setup: Setup, config: EngineConfig, documents: Sequence[Tokens], turn: int) -> dict[str, float]:
     """Seconds from empty caches until each document has its first token: by the clock, and of the processor."""
     assert config.disk is not None
-    drop_caches(Path(config.disk.paths[0]))
+    drop_caches(Path(config.disk.path))
     with _serving(setup, config) as server:
         engine, leases = server.engine, list[tuple[Lease, Tokens]]()
         sync(setup.device)

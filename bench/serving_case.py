@@ -121,10 +121,11 @@ def serving(
     *,
     chunk_tokens: int,
     compiled: bool = False,
-    store: PageStore | Sequence[PageStore] | None = None,
+    store: PageStore | None = None,
+    remote: PageStore | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
-    """An engine of `settings` for the model, started, and its runner. `store`: its disk tier, or several disks."""
+    """An engine of `settings` for the model, started, and its runner. `store`: its disk, `remote`: its remote tier."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "host_bytes": 0,
@@ -132,7 +133,8 @@ def serving(
         "device": str(served.model.device),
         "model_id": "serving bench",
     }
-    with build_engine(EngineConfig.from_dict({**defaults, **settings}), served.geometry, store=store) as engine:
+    config = EngineConfig.from_dict({**defaults, **settings})
+    with build_engine(config, served.geometry, store=store, remote=remote) as engine:
         runner = ModelRunner(served.model, engine, served.geometry, compiled=compiled)
         yield Served(served, engine, runner, chunk_tokens)
 

@@ -24,41 +24,19 @@ MAMBA: Final = "mamba"  # a recurrent state at the end
 
 @dataclass(frozen=True, slots=True)
 class Store:
-    """A tier below memory: the remote tier, 0, or a disk, 1, 2, 3, …"""
+    """A tier below memory: `DISK` or `REMOTE`, and no other object.
 
-    index: int
+    `bit`: of the store, in a set of stores as one number, for both may have a page. `prefix`: how the names of its
+    metrics begin where those of the disk name no tier.
+    """
 
-    @property
-    def bit(self) -> int:
-        """In a set of stores as one number: a page may be in several."""
-        return 1 << self.index
-
-    @property
-    def alike(self) -> int:
-        """The set of those of which one gets a page: all disks, or the remote tier."""
-        return ~REMOTE.bit if self.is_disk else self.bit
-
-    @property
-    def is_disk(self) -> bool:
-        return self.index > 0
-
-    @property
-    def name(self) -> str:
-        """disk, disk2, disk3, …, remote."""
-        return f"disk{self.index if self.index > 1 else ''}" if self.is_disk else "remote"
-
-    @property
-    def prefix(self) -> str:
-        """What the names of metrics begin with that the first disk has without."""
-        return "" if self == DISK else f"{self.name}_"
-
-    @property
-    def labels(self) -> dict[str, str]:
-        """What tells its metrics from those of the first disk, with which they are one family."""
-        return {"disk": str(self.index)} if self.index > 1 else {}
+    name: str
+    bit: int
+    prefix: str
 
 
-REMOTE, DISK = Store(0), Store(1)
+REMOTE: Final = Store("remote", 1, "remote_")
+DISK: Final = Store("disk", 2, "")
 
 
 def own(value: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,6 @@ FLOW_LEVELS = (
     ("asked", "counters"),
     ("located", "cost"),
     ("context",),
-    ("placement",),
     ("components",),
     ("lease",),
     ("movement", "write_policy"),

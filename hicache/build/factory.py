@@ -67,7 +67,7 @@ def build_engine(
     config: EngineConfig,
     model: ModelGeometry | KVCache,
     components: Sequence[type[CacheComponent]] = (),
-    store: PageStore | Sequence[PageStore] | None = None,
+    store: PageStore | None = None,
     remote: PageStore | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CacheEngine:
@@ -76,8 +76,7 @@ def build_engine(
     `model`: the geometry of attention with grouped heads or latent rows, with windows or recurrent layers among it
     where the model has them, whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of
     slots. `components`: of one's own, beside those of the model. `store`, `remote`: stores of one's own, in place of
-    those that the settings of disk and remote tier describe, of disks one or several; the caller closes them, after the
-    engine. `clock`:
+    those that the settings of disk and remote tier describe; the caller closes them, after the engine. `clock`:
     seconds, by which next turns are awaited. Raises
     `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
     """

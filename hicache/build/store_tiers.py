@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import numpy as np
 
 from hicache.config import EngineConfig, RemoteConfig
 from hicache.config.secret import key_of
-from hicache.config.stores import MAX_DISKS
 from hicache.errors import ConfigError
 from hicache.flow.components.base import HostLink
 from hicache.host.pool import HostPagePool
@@ -20,7 +19,7 @@ from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest
 from hicache.stores.page_format import identity_of, page_filter
 from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
-from hicache.tiers import REMOTE, Component, Store
+from hicache.tiers import DISK, REMOTE, Component, Store
 
 # Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
 # beside one another disturb each other. What is there at the deadline of a call counts.
@@ -64,15 +63,12 @@ def build_stores(
         return {}
     pages, stores = _HostPages(config, links), dict[Store, StoreTier]()
     try:
-        for store, of_caller in given.items():
-            if store.is_disk:
-                stores[store] = given_tier(of_caller, _disk_settings(config, pages, store))
-        for number, url in enumerate(() if config.disk is None else config.disk.urls, 1):
-            stores[Store(number)] = _disk(config, Store(number), url, pages, tells_removed=tells_removed)
+        if config.disk is not None or DISK in given:
+            stores[DISK] = _disk(config, given.get(DISK), pages, tells_removed=tells_removed)
         if config.remote is not None or REMOTE in given:
             stores[REMOTE] = _remote(config, given.get(REMOTE), pages)
-        for store, tier in stores.items():
-            tier.register(metrics, "disk" if store.is_disk else "remote", store.labels)
+        for tier in stores.values():
+            tier.register(metrics)
             for host in pages.hosts:
                 tier.share(host.arena.descriptor, _bytes_of(host))
     except BaseException:
@@ -82,33 +78,29 @@ def build_stores(
     return stores
 
 
-def given_stores(
-    config: EngineConfig, store: PageStore | Sequence[PageStore] | None, remote: PageStore | None
-) -> dict[Store, PageStore]:
+def given_stores(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> dict[Store, PageStore]:
     """The stores of the caller's. ConfigError where one stands beside one of the settings, or cannot be used."""
-    disks = [] if store is None else [*store] if isinstance(store, Sequence) else [store]
-    if disks and config.disk is not None:
+    if store is not None and config.disk is not None:
         raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
-    if len(disks) > MAX_DISKS:
-        raise ConfigError(f"the engine is given {len(disks)} stores; give at most {MAX_DISKS}")
     if remote is not None and config.remote is not None:
         raise ConfigError("the engine is given a remote store and a remote url; give one of them")
-    for is_given, name in ((disks, "disk"), (remote is not None, "remote")):
-        if is_given:
-            config.require_store_tier(name)
-    given = {Store(number): disk for number, disk in enumerate(disks, 1)}
-    return given if remote is None else {**given, REMOTE: remote}
+    given = {tier: of_caller for tier, of_caller in ((DISK, store), (REMOTE, remote)) if of_caller is not None}
+    for tier in given:
+        config.require_store_tier(tier.name)
+    return given
 
 
-def _disk(config: EngineConfig, store: Store, url: str, pages: _HostPages, *, tells_removed: bool) -> StoreTier:
-    disk, settings = config.disk, _disk_settings(config, pages, store)
+def _disk(config: EngineConfig, store: PageStore | None, pages: _HostPages, *, tells_removed: bool) -> StoreTier:
+    disk, settings = config.disk, _disk_settings(config, pages)
+    if store is not None:
+        return given_tier(store, settings)
     assert disk is not None
-    request = StoreRequest(url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
+    request = StoreRequest(disk.url, pages.identity, pages.formats, key_of(disk), tells_removed, settings)
     job_pages = min(_MAX_DISK_JOB_PAGES, max(JOB_PAGES, _DISK_JOB_BYTES // pages.largest_bytes))
     return open_tier(request, in_process=disk.transport == "inline", job_pages=job_pages)
 
 
-def _disk_settings(config: EngineConfig, pages: _HostPages, store: Store) -> ServiceSettings:
+def _disk_settings(config: EngineConfig, pages: _HostPages) -> ServiceSettings:
     advanced = config.advanced
     limits = Limits(
         io_timeout_s=advanced.disk_io_timeout_s,
@@ -117,7 +109,6 @@ def _disk_settings(config: EngineConfig, pages: _HostPages, store: Store) -> Ser
         close_s=advanced.disk_io_timeout_s,
     )
     return ServiceSettings(
-        name=store.name,
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=pages.num_bytes // 2,  # what may be locked on its way to the store

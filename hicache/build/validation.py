@@ -34,9 +34,8 @@ def require_usable(config: EngineConfig) -> None:
     for store in (config.disk, config.remote):
         if store is not None:
             cipher_of(store)
-    for path in config.disk.paths if config.disk is not None else ():
-        if not path.startswith(SOCKET):
-            _require_folder(path)
+    if config.disk is not None and not config.disk.path.startswith(SOCKET):
+        _require_folder(config.disk.path)
     if config.remote is not None:
         opener_of(config.remote.url)
     if config.kv_events.startswith("file:"):

@@ -59,8 +59,8 @@ def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None
         if defaults[name] is not dataclasses.MISSING:
             details.append(f"default {setting.text(defaults[name])}")
         help = f"{setting.help} ({'; '.join(details)})" if details else setting.help
-        flag, dest, action = flag_of(section, name), _dest(section, name), "append" if setting.is_many else "store"
-        group.add_argument(flag, dest=dest, metavar=setting.metavar, help=help.replace("%", "%%"), action=action)
+        flag, dest = flag_of(section, name), _dest(section, name)
+        group.add_argument(flag, dest=dest, metavar=setting.metavar, help=help.replace("%", "%%"))
 
 
 def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:

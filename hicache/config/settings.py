@@ -54,7 +54,6 @@ class Setting:
     unit: str = field(default="", kw_only=True)
     computed_from: str = field(default="", kw_only=True)
     auto: str | int = field(default="auto", kw_only=True)
-    is_many = False  # its flag may be given several times
 
     def take(self, given: object, name: str = "") -> Any:
         """The value of `given`. Raises `ConfigError` with `name` and the reason where it is not accepted."""

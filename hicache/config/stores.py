@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Literal, get_args
 from urllib.parse import quote
 
 from hicache.config.settings import (
@@ -28,7 +28,6 @@ Auto = Literal["auto"]
 
 MAX_S = 1e9
 _YEAR_S = 365.25 * 86400
-MAX_DISKS = 8
 # A store maps its tables into the 128 TiB of addresses that a process has.
 MAX_STORE_BYTES = 1 << 46
 
@@ -39,45 +38,15 @@ TRANSPORT = Choice("where the store runs: in a process of its own, or in threads
 KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64; empty: HICACHE_DISK_KEY, or none")
 
 
-@dataclass(frozen=True)
-class FilePaths(FilePath):
-    """A path, or several different ones, which a flag that is given again adds; of one in a list the list is left
-    out."""
-
-    maximum: int = 1
-    is_many = True
-
-    def shown(self, value: object) -> object:
-        return ", ".join(map(str, value)) if isinstance(value, tuple) else value
-
-    def _value(self, given: object) -> Any:
-        if not isinstance(given, list | tuple):
-            return super()._value(given)
-        paths = tuple([super(FilePaths, self)._value(path) for path in given])
-        if not paths:
-            raise self._refused(given, "has no path")
-        if len({*map(os.path.abspath, paths)}) < len(paths):
-            raise self._refused(given, "names a path twice")
-        if len(paths) > self.maximum:
-            raise self._refused(given, f"has more than {self.maximum} paths")
-        return paths[0] if len(paths) == 1 else paths
-
-
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
     """The disk tier. `path` is a directory with a store for each model, dtype and layout, or unix:/path/of/socket of
     one that `hicache store serve` serves to several engines, with its settings; `budget_bytes` bounds the files of all
-    its stores from the first write. Several paths are as many disks, each with these settings, and with a part of the
-    pages."""
+    its stores from the first write."""
 
     path: Annotated[
-        str | tuple[str, ...],
-        FilePaths(
-            "directory of the stores, one for each model; or several, on disks of their own",
-            may_be_empty=False,
-            may_be_socket=True,
-            maximum=MAX_DISKS,
-        ),
+        str,
+        FilePath("directory of the stores, one for each model", may_be_empty=False, may_be_socket=True),
     ]
     budget_bytes: Annotated[int, Size("maximum size of the files, like 100GB", 1 << 20, MAX_STORE_BYTES)] = 8 << 30
     write_budget: Annotated[
@@ -117,16 +86,11 @@ class DiskConfig:
         return self.endurance_tb * 1e12 / (self.endurance_years * _YEAR_S)
 
     @property
-    def paths(self) -> tuple[str, ...]:
-        return (self.path,) if isinstance(self.path, str) else self.path
-
-    @property
-    def urls(self) -> tuple[str, ...]:
+    def url(self) -> str:
         """Of the stores, for `hicache.storage.open_store`, or unix:/path/of/socket."""
-        return tuple([path if path.startswith(SOCKET) else self._url(path) for path in self.paths])
-
-    def _url(self, path: str) -> str:
-        quoted = quote(os.fsencode(os.path.abspath(path)))
+        if self.path.startswith(SOCKET):
+            return self.path
+        quoted = quote(os.fsencode(os.path.abspath(self.path)))
         return f"lmdb://{quoted}?budget={self.budget_bytes}&durability={self.durability}&level={self.level}"
 
 

@@ -26,7 +26,7 @@ from hicache.flow.movement import land
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
 from hicache.host.run import HostRun, RunPart
-from hicache.tiers import FULL, REMOTE, Component, joined
+from hicache.tiers import DISK, FULL, REMOTE, Component, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens
@@ -318,7 +318,7 @@ class Admit:
                 node.begin_use()
         lease.cached_len = admission.length
         sources = sources_of(parts.get(FULL, ())) + (Counter() if wanted is None else wanted.sources)
-        disk_len = sum(sources[store] for store in sources if store.is_disk) * self._context.tree.page_size
+        disk_len = sources[DISK] * self._context.tree.page_size
         remote_len = sources[REMOTE] * self._context.tree.page_size
         lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)
 

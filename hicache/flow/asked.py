@@ -21,9 +21,9 @@ from hicache.tree.key import Tokens
 class Asked:
     """A request that waits for pages, or is computed while they come.
 
-    `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `finds`: the jobs
-    that ask stores, for whose answers it waits. `to_read`: what nobody brings yet, full pages first. `runs`: in flight,
-    whoever asked first.
+    `has`: where its pages are, as far as the stores have answered; None: not asked yet, or no more. `find`: the job
+    that asks a store, until it is answered; `num_stores_asked`: in the order of `Readers`. `to_read`: what nobody
+    brings yet, full pages first. `runs`: in flight, whoever asked first.
     `to_come`: full pages [start, end) that have not come, of those that are to. `locked`: runs of the host that it
     continues; `tail`: the last of full pages that came, so that those stay where all in flight has come.
 
@@ -49,8 +49,8 @@ class Asked:
     progress_s: float
     end: int
     has: StoreAnswers | None = None
-    finds: dict[Find, None] = field(default_factory=dict)
-    stage: int = 0
+    find: Find | None = None
+    num_stores_asked: int = 0
     is_found: bool = False
     to_read: deque[ToRead] = field(default_factory=deque)
     to_come: deque[tuple[int, int]] = field(default_factory=deque)
@@ -87,7 +87,7 @@ class Asked:
     @property
     def is_idle(self) -> bool:
         """Whether nothing of it is in flight, or to be read."""
-        return not (self.finds or self.to_read or self.runs)
+        return self.find is None and not (self.to_read or self.runs)
 
     @property
     def until_s(self) -> float:
@@ -96,7 +96,7 @@ class Asked:
 
     def begin(self, has: StoreAnswers) -> None:
         """It is known which of its pages are here, or come for others."""
-        self.has, self.num_usable, self.end, self.stage = has, has.num_usable, has.located.num_pages, 0
+        self.has, self.num_usable, self.end, self.num_stores_asked = has, has.num_usable, has.located.num_pages, 0
         self.coming = (has.first_gap, self.end)
         self.is_found = self.is_short = self.has_failed = self.has_landed = False
 
@@ -145,8 +145,8 @@ class Asked:
                 num_pages += piece.end - piece.start
         return num_pages
 
-    def find_anew(self) -> None:
-        """Other stores have some of what is to be read, too."""
+    def add_store(self) -> None:
+        """The other store has some of the pages that are to be read, too."""
         assert self.has is not None
         pieces = [*self.to_read]
         self.to_read.clear()
@@ -166,8 +166,8 @@ class Asked:
         return range(first, first + end)
 
     def read_elsewhere(self, component: CacheComponent, indices: Sequence[int], store: Store) -> list[int]:
-        """These pages, ascending, do not come from `store`, and are to be read from others. Returns those that no other
-        has."""
+        """These pages, ascending, do not come from `store`, and are to be read from the other store. Returns those that
+        it lacks."""
         assert self.has is not None
         gone = self.has.lose(component, indices, store)
         left = [index for index in indices if index not in gone] if gone else indices
@@ -184,7 +184,7 @@ class Asked:
 
     def follow(self, component: CacheComponent, came: Sequence[HostRun], now_s: float) -> None:
         """What comes next follows these runs, of a job, which have come: the last stays, and what it follows. Where
-        they come in another order, from the end or from several stores, all stay until they are joined."""
+        they come in another order, from the end or from two stores, all stay until they are joined."""
         if not came:
             return
         is_ordered = not self.handle.joins and (self.has is None or self.has.num_stores == 1)
@@ -307,7 +307,7 @@ class Asked:
         """Nothing more is to come for it; what has stays. Returns jobs that nobody waits for now."""
         self.handle.end()
         self.to_read.clear()
-        self.finds.clear()
+        self.find = None
         return self.leave([*self.runs])
 
     def cut(self, index: int) -> list[ReadOfRuns]:
@@ -340,15 +340,15 @@ class Asked:
             self.is_found, self.end = False, located.num_pages
             self.coming = (self.coming[0], self.end)
         self.locked, self.tail, self.has = [], None, None
-        self.finds.clear()
+        self.find = None
         self.to_read.clear()
         return self.leave([*self.runs])
 
 
 @dataclass(eq=False, slots=True)
 class Find:
-    """A job that asks a store for the pages of a request. `has`: what is known of these. `is_also`: others have them,
-    so that nobody waits for the answer."""
+    """A job that asks a store for the pages of a request. `has`: what is known of these. `is_also`: the disk has
+    them, so that no request waits for the answer."""
 
     asked: Asked
     store: Store

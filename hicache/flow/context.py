@@ -13,7 +13,6 @@ import torch
 from hicache.eviction.write_budget import PageUses
 from hicache.flow.components.base import CacheComponent, EngineParts
 from hicache.flow.components.full import FullAttention
-from hicache.flow.placement import Placement
 from hicache.flow.write_policy import WritePolicy
 from hicache.host.exclusive import ExclusiveIndex
 from hicache.stores.tier import StoreTier
@@ -39,10 +38,6 @@ class EngineContext(EngineParts):
         full = self.components[0]
         assert isinstance(full, FullAttention)
         return full
-
-    @cached_property
-    def placement(self) -> Placement:
-        return Placement(self.stores)
 
     @cached_property
     def by_name(self) -> dict[Component, CacheComponent]:

@@ -151,7 +151,7 @@ class CostModel:
         self._reads = {store: TransferRate(clock) for store in num_readers}
         gauge = metrics.gauge
         for store, rate in self._reads.items():
-            name, of = f"cost.{store.prefix}read_bytes_per_second", "disk" if store.is_disk else "remote tier"
+            name, of = f"cost.{store.prefix}read_bytes_per_second", "disk" if store is DISK else "remote tier"
             labels = {"movement": "read", "direction": f"{store.name}_to_host"}
             gauge(name, f"measured rate of one reader of the {of}", rate.bytes_per_s, _FAMILY, **labels)
         help, labels = "measured rate of loads to the device", {"movement": "load", "direction": "host_to_device"}

@@ -19,7 +19,7 @@ from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import Prompt
 from hicache.host.run import RunPart, end_of, spans, within
-from hicache.tiers import FULL, REMOTE, Component, Store
+from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
 from hicache.tree.node import TreeNode
@@ -144,8 +144,7 @@ class StoreAnswers:
     [num_usable, num_pages)  of these pages stores are asked for windows and states too
     `known`                  full pages that stores have, or that a read brings (0): (start, end, set of stores)
 
-    `is_read`: whether a read brings a key of a component that its request may share. `has_several`: of some page
-    several stores have told.
+    `is_read`: whether a read brings a key of a component that its request may share.
     """
 
     def __init__(self, located: Located, is_read: Callable[[CacheComponent, bytes], bool] = lambda *_: False) -> None:
@@ -159,7 +158,7 @@ class StoreAnswers:
         self._stores[lacking] = 0
         self._stores[sorted(read)] = _READ
         self._others: dict[bytes, int] = {}
-        self.num_stores, self.has_several = len(located.context.stores), False
+        self.num_stores = len(located.context.stores)
 
     @property
     def known(self) -> list[tuple[int, int, int]]:
@@ -178,7 +177,7 @@ class StoreAnswers:
         return not self._stores.all() or len(self._others) < len(self._component_keys)
 
     def question(self, *, known: bool = False) -> Question:
-        """For the next stores: what none is known to have. `known`: full pages that others have."""
+        """For the next store: what none is known to have. `known`: full pages that the other has."""
         pages = np.flatnonzero((self._stores > 0) & (self._stores < _READ) if known else self._stores == 0).tolist()
         others = [] if known else [key for key in self._component_keys if key not in self._others]
         return Question(pages, (*self.located.prompt.keys_of(FULL, pages), *others))
@@ -187,13 +186,12 @@ class StoreAnswers:
         """What `store` answered: it has those that are `ok`, of full pages in order and of the others."""
         num_pages = len(question.pages)
         pages = [*compress(question.pages, ok)]
-        self.has_several |= bool((self._stores[pages] > 0).any())
         self._stores[pages] |= store.bit
         for key in compress(question.keys[num_pages:], ok[num_pages:]):
             self._others[key] = self._others.get(key, 0) | store.bit
 
     def lose(self, component: CacheComponent, indices: Sequence[int], store: Store) -> list[int]:
-        """`store` does not bring these pages. Returns those that no other has."""
+        """`store` does not bring these pages. Returns those that the other lacks."""
         if component.name == FULL:
             self._stores[[*indices]] &= ~store.bit
         else:
@@ -271,7 +269,7 @@ class StoreAnswers:
 
 
 def look_up(located: Located, wait_s: float) -> tuple[int, int, bool]:
-    """Tokens that the disks add to what memory can serve, and the remote tier to that; and whether all of them answered
+    """Tokens that the disk adds to the prefix in memory, and the remote tier to that; and whether all stores answered
     within `wait_s`. No side effect."""
     has, until_s, all_known = StoreAnswers(located), time.monotonic() + wait_s, True
     for store, tier in located.context.stores.items():
@@ -283,10 +281,10 @@ def look_up(located: Located, wait_s: float) -> tuple[int, int, bool]:
             has.add(store, question, done.others)
     end = has.usable_end(has.full_end)
     num_pages = has.by_store(has.num_usable, end)
-    # Where memory has the full pages, a store adds windows or states to them: the one asked last, of several.
+    # Where memory has the full pages, a store adds windows or states to them.
     added = [piece.stores for piece in has.to_read(end) if piece.component.name != FULL and piece.stores]
     if added:
-        last = [store for store in located.context.stores if store.bit & added[-1]][-1]
-        num_pages[last] += max(0, end - has.num_usable - sum(num_pages.values()))
-    remote, page = num_pages.pop(REMOTE, 0), located.context.tree.page_size
-    return num_pages.total() * page, remote * page, all_known
+        last = REMOTE if added[-1] == REMOTE.bit else DISK
+        num_pages[last] += max(0, end - has.num_usable - num_pages.total())
+    page = located.context.tree.page_size
+    return num_pages[DISK] * page, num_pages[REMOTE] * page, all_known

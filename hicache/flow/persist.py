@@ -11,7 +11,6 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from itertools import compress
 
 from hicache.eviction.write_budget import WriteBudget
@@ -67,16 +66,15 @@ class Persist(Movement):
 
     def __init__(self, context: EngineContext, store: Store, share: float, budget: WriteBudget) -> None:
         self._context, self.into, self._share, self.tier = context, store, share, context.stores[store]
-        self._budget, self._is_measured = budget, store.is_disk and not budget.bytes_per_s
+        self._budget, self._is_measured = budget, store is DISK and not budget.bytes_per_s
         self._measured_bytes = self._measured_s = 0.0
         # States and windows first: the store evicts them first.
         self._indexes = {
             component.name: WrittenIndex(component.index, component.host.page_bytes, 0)
             for component in reversed(context.components)
         }
-        self._uses = context.page_uses if store.is_disk else None
-        takes = partial(context.placement.takes, store)
-        self._ahead = WriteAhead([*self._indexes.values()], store, budget, self._uses, takes)
+        self._uses = context.page_uses if store is DISK else None
+        self._ahead = WriteAhead([*self._indexes.values()], store, budget, self._uses)
         self._names = {at: name for name, at in self._indexes.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
@@ -89,16 +87,16 @@ class Persist(Movement):
         self._untold_bytes = 0
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
-        self._register("persist" if store.is_disk else "remote_persist", f"{store.prefix}persist")
+        self._register(f"{store.prefix}persist")
 
-    def _register(self, kind: str, name: str) -> None:
-        metrics, labels = self._context.metrics, self.into.labels
+    def _register(self, name: str) -> None:
+        metrics = self._context.metrics
 
         def count(of: str, help: str) -> Counter:
-            return metrics.counter(f"{name}.{of}", help, f"{kind}_{of}", **labels)
+            return metrics.counter(f"{name}.{of}", help)
 
         def gauge(of: str, help: str, read: Callable[[], float]) -> None:
-            metrics.gauge(f"{name}.{of}", help, read, f"{kind}_{of}", **labels)
+            metrics.gauge(f"{name}.{of}", help, read)
 
         moved, took = (
             "bytes, before compression, of pages of a job that the store took",
@@ -114,8 +112,7 @@ class Persist(Movement):
             gauge("budget_bytes_per_second", "what may be written; 0: not known yet", lambda: budget.bytes_per_s)
             gauge("budget_left_ratio", "what is left of 30 seconds of it", lambda: budget.level)
             help = "pages that the store took, and that no request has read from it since"
-            if self.into == DISK:  # of all disks
-                gauge("unread_pages", help, lambda: uses.num_written - uses.num_read)
+            gauge("unread_pages", help, lambda: uses.num_written - uses.num_read)
 
     def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
         """What of these the store lacks is to be sent."""
@@ -131,7 +128,7 @@ class Persist(Movement):
         # While others wait for their turn, so may these: a run is to wait once, however often it is used.
         is_again = not self.num_waiting and not self.tier.writes.refuses()
         for name, at in self._indexes.items():
-            if self.into == DISK:  # uses are told once
+            if self.into is DISK:  # uses are told once
                 self._context.page_uses.use(keys[name])
             self._ahead.use(at, keys[name])
             if is_again:
@@ -143,7 +140,7 @@ class Persist(Movement):
         self._ahead.drain(anew=anew)
 
     def lacks(self, run: HostRun) -> bool:
-        """Whether neither this store nor one like it has taken a run that it is to get."""
+        """Whether the store has not taken a run that it is to get."""
         return self._ahead.is_wanted(run)
 
     def poll(self) -> bool:
@@ -184,7 +181,7 @@ class Persist(Movement):
     def _note_loss(self) -> None:
         """What the store lost before its process ended, that did not tell any more."""
         events, num_lost = self._context.tree.events, self.tier.times_lost
-        if num_lost != self._times_lost and events is not None and self.into.is_disk:
+        if num_lost != self._times_lost and events is not None and self.into is DISK:
             events.disk_lost()
         self._times_lost = num_lost
 
@@ -238,12 +235,12 @@ class Persist(Movement):
         self._count_new(write, done)
         self._failures.value += len(done.ok) - written
         events = self._context.tree.events
-        if events is not None and self.into.is_disk:
+        if events is not None and self.into is DISK:
             events.removed(done.removed, "DISK")
         ok = iter(done.ok)
         for run, keys in zip(write.runs, write.keys, strict=True):
             came = dict(zip(keys, ok, strict=False))
-            if events is not None and self.into.is_disk and component.name == FULL:
+            if events is not None and self.into is DISK and component.name == FULL:
                 events.stored(event_pages_of(run), "DISK", [came.get(key, False) for key in run.keys])
             run.stored = run.stored | self.into.bit if all(came.values()) else run.stored & ~self.into.bit
             self._ahead.note_answer(run)
@@ -260,8 +257,6 @@ class Persist(Movement):
         if self._uses is not None and done.num_new:
             keys = itertools.chain(*write.keys)
             self._uses.write([*compress(keys, done.ok)], done.num_new)
-        if done.num_new == num_pages:
-            self._context.placement.observe(self.into, num_bytes, done.seconds)
         if self._is_measured and done.num_new == num_pages:
             self._measured_bytes, self._measured_s = self._measured_bytes + num_bytes, self._measured_s + done.seconds
             if self._measured_bytes >= _MEASURED_BYTES and self._measured_s:
@@ -295,16 +290,15 @@ class Persist(Movement):
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:
     """One for each store that this engine writes to."""
     remote, disk = context.config.remote, context.config.disk
-    num_disks = sum(store.is_disk for store in context.stores)
     disk_rate, remote_share = 0.0 if disk is None else disk.write_bytes_per_s, _REMOTE_SHARE
     remote_share = remote_share if remote is None else remote.backup_share
     return tuple(
         Persist(
             context,
             store,
-            ROUND_SHARE / num_disks if store.is_disk else remote_share,
-            WriteBudget(disk_rate if store.is_disk else 0.0, context.clock),
+            ROUND_SHARE if store is DISK else remote_share,
+            WriteBudget(disk_rate if store is DISK else 0.0, context.clock),
         )
         for store in context.stores
-        if store.is_disk or remote is None or remote.backup == "all"
+        if store is DISK or remote is None or remote.backup == "all"
     )

@@ -41,7 +41,7 @@ from hicache.flow.readers import Readers
 from hicache.flow.weigher import Weigher
 from hicache.host.run import HostRun
 from hicache.storage.process.jobs import FindDone, ReadDone, Stalled
-from hicache.tiers import FULL, Component
+from hicache.tiers import DISK, FULL, Component
 from hicache.tree.key import Tokens
 
 _LOOK_S, _LOOK_POLLS = 0.002, 16  # after either, a poll without news looks at all requests that have begun
@@ -231,22 +231,22 @@ class Prefetcher(Movement):
             asked.is_short = self._room.left(asked) <= 0 or not self._readers.find(asked)
         if asked.is_short and has.has_none:
             self._postpone(asked)
-        elif not asked.finds:
+        elif asked.find is None:
             self._plan(asked)
 
     def _note_answer(self, done: FindDone | Stalled) -> list[Asked]:
-        """A store has told what it holds, or is stalled; when all have that are waited for, the next are asked. Returns
-        who is to be planned for."""
+        """Enter the answer of a store, or its stall, and ask the next store. Returns the request to plan for."""
         find = self._readers.take_find(done)
         asked = find.asked
         if asked.has is not find.has or (asked.is_found and isinstance(done, Stalled)):
             return []  # it has ended, or begun anew
-        is_waited_for = asked.finds.pop(find, find) is None
+        is_waited_for = asked.find is find
+        asked.find = None if is_waited_for else asked.find
         if isinstance(done, FindDone):
             self._readers.note_found(find, done)
         if asked.is_found:
-            asked.find_anew()
-        return [] if asked.finds or not is_waited_for or self._readers.find(asked) else [asked]
+            asked.add_store()
+        return [asked] if is_waited_for and not self._readers.find(asked) else []
 
     def _plan(self, asked: Asked) -> None:
         """It is known where all pages are: those of the longest prefix are read that all components can use, and that
@@ -280,16 +280,15 @@ class Prefetcher(Movement):
         num_jobs, num_pages, has_room = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
-        for asked in sorted([asked for asked in self._begun if self._readers.may_read(asked)], key=_TURN):
+        for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
             had_shared, more = asked.has_shared, min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.yields else 1
             times = max(1, more // 4)
-            while (chosen := self._readers.next_of(asked, times)) is not None or self._readers.take_over(asked):
+            while (chosen := self._readers.next_of(asked, times)) is not None:
                 if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:
                     break
-                if chosen is not None:
-                    job = self._readers.read(asked, *chosen)
-                    has_room = job is not None
-                    num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
+                job = self._readers.read(asked, *chosen)
+                has_room = job is not None
+                num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
             self._counters.shared.value += asked.has_shared and not had_shared
             self._room.note(asked)
             if has_room or asked.runs:
@@ -300,14 +299,14 @@ class Prefetcher(Movement):
         return num_jobs > 0
 
     def _note_stall(self, job: ReadOfRuns) -> None:
-        """Nobody waits for what its thread may never bring: others bring it, or nothing more comes."""
+        """Read the pages of a stalled job from the other store, or end the requests for pages that it lacks."""
         job.is_stalled = True
         for asked in self._readers.give_back(job):
             self._end(asked)
 
     def _land(self, job: ReadOfRuns, ok: Sequence[bool]) -> None:
-        """Publish what came of a job's runs. What did not may come from other stores; where it does not, nothing behind
-        it is of use to who waits for it."""
+        """Publish the pages that a job read. Pages that it did not read are read from the other store. If that lacks
+        them, a request cannot use the pages behind."""
         index, at, wanted = job.component.index, 0, job.wanted
         for run in job.runs:
             keys, first, waiting = [*run.keys], run.first, run.wanted
@@ -315,7 +314,7 @@ class Prefetcher(Movement):
             published = index.publish(run, came)
             for part in published:
                 part.stored |= job.store.bit
-                if job.store.is_disk:
+                if job.store is DISK:
                     self._context.page_uses.read(part.keys)
             if job.component.name == FULL and published:
                 num_pages = self._readers.count_landed(job.store, published)

@@ -1,18 +1,17 @@
-"""What stores have to read, and which of several that have a page would bring it soonest."""
+"""The reads that are queued at each store, and which store would finish the next read first."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from hicache.flow.asked import ReadOfRuns
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel
-from hicache.tiers import Store
+from hicache.tiers import DISK, REMOTE, Store
 
-# A page is asked of another store where that is so many times as soon, for what was begun is lost; and a store for what
-# others have where it would bring at least this part of it meanwhile.
-_TAKES, _LEAST_SHARE = 2.0, 1 / 8
+# The remote tier is asked for pages of the disk unless its rate is below this share of the rate of the disk.
+_LEAST_SHARE = 1 / 8
 
 
 class ReadQueues:
@@ -41,38 +40,20 @@ class ReadQueues:
         jobs = self._reads.values()
         return sum(job.store == store and job.is_urgent == is_urgent and not job.is_stalled for job in jobs)
 
-    def soonest(self, stores: int, num_bytes: int, *, is_urgent: bool) -> Store:
+    def sooner(self, stores: int, num_bytes: int, *, is_urgent: bool) -> Store:
         """Of a set of stores the one that would bring the next `num_bytes` first."""
-        chosen = [*self._of(stores)]
-        if len(chosen) == 1:
-            return chosen[0]
-        return min(chosen, key=lambda store: self._wait_s(store, num_bytes, is_urgent=is_urgent))
+        if stores == DISK.bit:
+            return DISK
+        if stores == REMOTE.bit:
+            return REMOTE
+        return min((DISK, REMOTE), key=lambda store: self._wait_s(store, num_bytes, is_urgent=is_urgent))
 
-    def gives_sooner(self, stores: int, job: ReadOfRuns) -> bool:
-        """Whether one of `stores` would bring what a job does much sooner than this."""
-        before = list[ReadOfRuns]()
-        for other in self._reads.values():
-            before += [other] if other.store == job.store else []
-            if other is job:
-                break
-        there_s = self._late_s(job.store, len(before))
-        if len(before) > self._tiers[job.store].num_readers:  # it has not begun
-            num_bytes = sum(other.num_bytes for other in before)
-            there_s = max(there_s, self._cost.read_s(num_bytes, len(before), job.store) or 0.0)
-        here_s = min(self._wait_s(store, job.num_bytes, is_urgent=job.is_urgent)[0] for store in self._of(stores))
-        return here_s > 0 and _TAKES * here_s < there_s
-
-    def is_worth_asking(self, store: Store, num_bytes: int) -> bool:
-        """Whether a store would bring a good part of what others have in the time that these take, as far as is
-        known."""
-        own_s = self._cost.read_s(num_bytes, self._tiers[store].num_readers, store)
-        others = [other for other in self._tiers if other != store]
-        times_s = [self._cost.read_s(num_bytes, self._tiers[other].num_readers, other) for other in others]
-        known_s = [time_s for time_s in times_s if time_s is not None]
-        return own_s is None or not known_s or _LEAST_SHARE * own_s <= min(known_s)
-
-    def _of(self, stores: int) -> Iterator[Store]:
-        return (store for store in self._tiers if store.bit & stores)
+    def is_remote_worth_asking(self, num_bytes: int) -> bool:
+        """Whether the remote tier would read a good part of `num_bytes` in the time that the disk takes for them, as
+        far as both rates are known."""
+        disk_s = self._cost.read_s(num_bytes, self._tiers[DISK].num_readers, DISK)
+        remote_s = self._cost.read_s(num_bytes, self._tiers[REMOTE].num_readers, REMOTE)
+        return disk_s is None or remote_s is None or _LEAST_SHARE * remote_s <= disk_s
 
     def _wait_s(self, store: Store, num_bytes: int, *, is_urgent: bool) -> tuple[float, int]:
         """Until a store would have brought so much more, and what is queued there, which tells where nothing else does.

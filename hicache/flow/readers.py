@@ -15,14 +15,14 @@ from hicache.flow.prompt import event_pages_of
 from hicache.flow.queues import ReadQueues
 from hicache.host.run import HostRun, pages_of
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
-from hicache.tiers import FULL, Component, Store
+from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 
 # Of every reader's first job while a store's rate is unknown: enough to tell it, and soon read from a slow one.
 _GAUGE_BYTES = 8 << 20
 _MAX_JOB_S = 0.25  # of one job, which ends before anything else can begin
 _LEAST_JOBS = 16  # of a prompt that is computed meanwhile
 _MAX_IN_FLIGHT = 32  # jobs of a store, for who waits and for who does not: many steps' work for its readers
-_LEAST_SHARED_PAGES = 32  # of which the remote tier is asked for some that a disk has as well
+_LEAST_SHARED_PAGES = 32  # of the disk, for which the remote tier is asked too
 
 
 class Readers:
@@ -30,10 +30,8 @@ class Readers:
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._tickets, self._tiers, stores = itertools.count(), tuple(context.stores.values()), [*context.stores]
-        # Asked at once, and those behind them for what these lack.
-        stages = [store for store in stores if store.is_disk], [store for store in stores if not store.is_disk]
-        self._stages = [stage for stage in stages if stage]
+        self._tickets, self._tiers = itertools.count(), tuple(context.stores.values())
+        self._stores = tuple(context.stores)  # in the order in which they are asked
         self.finds, self.reads = dict[int, Find](), dict[int, ReadOfRuns]()
         self.num_pages = dict.fromkeys(context.by_name, 0)  # that are read, by component
         self.queues = ReadQueues(context, cost, self.reads)
@@ -57,26 +55,29 @@ class Readers:
         return sum([not find.is_also for find in self.finds.values()])
 
     def find(self, asked: Asked) -> bool:
-        """Ask the next stores for what those before them lack; False where there are none, or nothing to ask for, or
-        their queues are full."""
+        """Ask the next store for the pages that the one before it lacks. False if there is no such store or page, or
+        its queue is full."""
         assert asked.has is not None
-        if asked.stage == len(self._stages) or not asked.has.is_open:
+        if asked.num_stores_asked == len(self._stores) or not asked.has.is_open:
             return False
-        stores, question = self._stages[asked.stage], asked.has.question()
-        asked.stage += 1
-        asked.finds.update((find, None) for store in stores if (find := self._ask(asked, store, question)))
-        return bool(asked.finds)
+        store = self._stores[asked.num_stores_asked]
+        asked.num_stores_asked += 1
+        asked.find = self._ask(asked, store, asked.has.question())
+        return asked.find is not None
 
     def find_also(self, asked: Asked) -> None:
-        """Ask the stores behind for what others have, where they would bring a good part of it as soon."""
+        """Ask the remote tier for the pages of the disk too, if it would read a good part of them in the same time. Not
+        if it was asked for pages that the disk lacks."""
         assert asked.has is not None
-        behind = [store for stage in self._stages[asked.stage :] for store in stage]
-        if not behind or len((question := asked.has.question(known=True)).pages) < _LEAST_SHARED_PAGES:
+        if REMOTE not in self._stores or asked.num_stores_asked == len(self._stores):
             return
+        question = asked.has.question(known=True)
         num_bytes = len(question.pages) * self._context.full.host.page_bytes
-        for store in behind:
-            if self.queues.is_worth_asking(store, num_bytes) and (find := self._ask(asked, store, question)):
-                find.is_also = True
+        if len(question.pages) < _LEAST_SHARED_PAGES or not self.queues.is_remote_worth_asking(num_bytes):
+            return
+        find = self._ask(asked, REMOTE, question)
+        if find is not None:
+            find.is_also = True
 
     def _ask(self, asked: Asked, store: Store, question: Question) -> Find | None:
         assert asked.has is not None
@@ -88,13 +89,9 @@ class Readers:
         find = self.finds[ticket] = Find(asked, store, asked.has, question)
         return find
 
-    def may_read(self, asked: Asked) -> bool:
-        """Whether something is to be read for a request, or may be from another store."""
-        return bool(asked.to_read or (asked.runs and asked.has is not None and asked.has.has_several))
-
     def next_of(self, asked: Asked, num_times: int) -> tuple[int, Store] | None:
-        """Which piece of what is to be read for a request comes next, and the store that gives it soonest. Where that
-        has enough to do, `num_times` as much as where a step is short, what comes next of another."""
+        """Which piece of what is to be read for a request comes next, and the store that gives it sooner. Where that
+        has enough to do, `num_times` as much as where a step is short, what comes next of the other."""
         free = self._free_stores(asked, num_times)
         at, skipped = 0, 0  # all of whose stores have enough to do
         while at < len(asked.to_read):
@@ -104,13 +101,13 @@ class Readers:
             if at and (stores == skipped or not stores & free):
                 at += 1
             elif asked.share(at):
-                store = self.queues.soonest(stores, self._context.full.host.page_bytes, is_urgent=asked.is_urgent)
+                store = self.queues.sooner(stores, self._context.full.host.page_bytes, is_urgent=asked.is_urgent)
                 if store.bit & free:
                     return at, store
                 at, skipped = at + 1, stores
         return None
 
-    def _free_stores(self, asked: Asked, num_times: int = 1) -> int:
+    def _free_stores(self, asked: Asked, num_times: int) -> int:
         """The stores that have not enough to do, for what is urgent or for what is not, as a set."""
         found = 0
         for store, tier in self._context.stores.items():
@@ -127,7 +124,7 @@ class Readers:
         assert asked.has is not None
         index, prompt = component.index, asked.has.located.prompt
         max_pages = self._job_pages(component, store)
-        if asked.handle.joins or stores & (stores - 1):  # what is computed, or another brings, ends between two jobs
+        if asked.handle.joins or stores & (stores - 1):  # what is computed, or the other brings, ends between two jobs
             max_pages = min(max_pages, -(-asked.num_to_read(component) // _LEAST_JOBS))
         pages = asked.next_pages(at, max_pages)
         new = index.fitting(prompt.new_pages(component.name, pages))
@@ -173,7 +170,7 @@ class Readers:
         self._counters.landed.value += num_pages * self._context.tree.page_size
         if events is not None:
             for run in published:
-                events.landed(event_pages_of(run), from_disk=store.is_disk)
+                events.landed(event_pages_of(run), from_disk=store is DISK)
         return num_pages
 
     def take_find(self, done: FindDone | Stalled) -> Find:
@@ -182,7 +179,6 @@ class Readers:
         find.is_stalled = True
         if isinstance(done, FindDone):
             del self.finds[done.ticket]
-            self._context.placement.note(find.store, itertools.compress(find.question.keys, done.others))
         return find
 
     def note_found(self, find: Find, done: FindDone) -> None:
@@ -191,34 +187,15 @@ class Readers:
         self._tell_missed(find, done)
 
     def _tell_missed(self, find: Find, done: FindDone) -> None:
-        """Events are told of the first page that the disks lack, where these do not tell themselves what they
-        remove."""
+        """Tell events the first page that the disk lacks, unless the answers of its writes name removed pages."""
         events, tells_removed = self._context.tree.events, self._context.stores[find.store].tells_removed
-        if events is None or not find.store.is_disk or not done.answered or tells_removed or find.asked.finds:
+        if events is None or find.store is not DISK or not done.answered or tells_removed:
             return
         missed = (index for index in find.question.pages if not find.has.stores_of(self._context.full, index))
         events.missed_on_disk(find.has.located.prompt.keys_of(FULL, [*itertools.islice(missed, 1)]))
 
-    def take_over(self, asked: Asked) -> bool:
-        """What a store is to bring that another gives sooner, which has nothing else to do for the request, is to be
-        read from there; whether there is any."""
-        if asked.has is None or not asked.has.has_several:
-            return False
-        free, full = self._free_stores(asked), self._context.full
-        for piece in asked.to_read:
-            free &= ~piece.stores
-        for job in reversed([*{run.job: None for run in asked.runs}]):
-            stores = free & ~job.store.bit if job.component is full and [*job.wanted] == [asked] else 0
-            for run in job.runs if stores else ():
-                for index in asked.own_pages(full, run.first, run.keys):
-                    stores &= asked.has.stores_of(full, index)
-            if stores and self.queues.gives_sooner(stores, job):
-                self.give_back(job)
-                return True
-        return False
-
     def give_back(self, job: ReadOfRuns) -> list[Asked]:
-        """Who waits for a job reads its pages from other stores. Returns those that do not get all of them there."""
+        """Have all requests of a job read its pages from the other store. Returns those for which it lacks some."""
         short = list[Asked]()
         for asked in job.wanted:
             runs = [run for run in job.runs if asked in run.wanted]

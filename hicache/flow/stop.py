@@ -52,7 +52,7 @@ def store_promised(
         return
     for persist in persists:
         persist.tell_prefixes()
-    tiers = _tiers(context, persists)
+    tiers = [persist.tier for persist in persists]
     pieces = _all_pieces(context, backup, _limits(context, tiers))
     full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
     for batch in _batches(pieces, _limits(context, tiers)):
@@ -65,7 +65,7 @@ def store_promised(
             raw = {key for run in component.index.runs_of(keys) for key in run.second_pages}
             (full_keys if component.name == FULL else others).extend(key for key in keys if key not in raw)
         num_left -= len(batch)
-        kept = [_keeps(alike, full_keys, others) for alike in tiers]
+        kept = [_keeps(tier, full_keys, others) for tier in tiers]
         if not any(kept):
             break
     if num_left:
@@ -106,14 +106,14 @@ def _flush_device(
     """Under a policy that copies at eviction: all but the full pages that the stores have, as far as they take it. What
     was copied stays on the device. Returns the pages that a store still lacks. Everything has landed; `settle` as
     above."""
-    tiers, num_left = _tiers(context, persists), 0
+    tiers, num_left = [persist.tier for persist in persists], 0
     if backup is None or not tiers or not context.write_policy.at_eviction:
         return 0
     limits = {at.name: step_pages(at.host.num_pages) for at in context.components}
     for batch in _batches(
         (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
     ):
-        if all(tier.writes.refuses() for alike in tiers for tier in alike):
+        if all(tier.writes.refuses() for tier in tiers):
             num_left += sum(len(piece.pages.keys) for piece in batch)
             continue
         backup.save([piece.unsaved for piece in reversed(batch)], [])
@@ -148,15 +148,9 @@ def _promised(context: EngineContext) -> Iterator[TreeNode]:
             waiting += node.children.values()
 
 
-def _tiers(context: EngineContext, persists: Sequence[Persist]) -> list[list[StoreTier]]:
-    """The stores that are written, those together of which one has a page."""
-    stores = [[persist.into for persist in persists if persist.into.is_disk == is_disk] for is_disk in (True, False)]
-    return [[context.stores[store] for store in alike] for alike in stores if alike]
-
-
-def _limits(context: EngineContext, tiers: Sequence[Sequence[StoreTier]]) -> dict[Component, int]:
+def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Component, int]:
     """Pages of each component in one batch."""
-    budgets = [budget for alike in tiers for tier in alike if (budget := tier.stats().budget_bytes)]
+    budgets = [budget for tier in tiers if (budget := tier.stats().budget_bytes)]
 
     def limit(component: CacheComponent) -> int:
         of_stores = [budget // component.host.page_bytes // _STORE_PARTS for budget in budgets]
@@ -195,23 +189,21 @@ def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator
         yield batch
 
 
-def _is_stored(piece: _Piece, tiers: Sequence[Sequence[StoreTier]]) -> bool:
+def _is_stored(piece: _Piece, tiers: Sequence[StoreTier]) -> bool:
     """Whether all stores have these full pages already."""
     is_full = piece.unsaved.component.name == FULL
-    return is_full and all(_have(alike, piece.pages.keys) for alike in tiers)
+    return is_full and all(_has(tier, piece.pages.keys) for tier in tiers)
 
 
-def _have(tiers: Sequence[StoreTier], keys: Sequence[bytes]) -> bool | None:
-    """Whether each page is in one of these; None where they do not tell."""
-    answers = [found.others for tier in tiers if (found := tier.find((), _ANSWER_S, keys)) is not None]
-    has_all = bool(answers) and all(map(any, zip(*answers, strict=True)))
-    return None if len(answers) < len(tiers) and not has_all else has_all
+def _has(tier: StoreTier, keys: Sequence[bytes]) -> bool | None:
+    """Whether a store has each page; None where it does not tell."""
+    found = tier.find((), _ANSWER_S, keys)
+    return None if found is None else all(found.others)
 
 
-def _keeps(tiers: Sequence[StoreTier], full_keys: Sequence[bytes], others: Sequence[bytes]) -> bool:
-    """Whether these stores have all of them, so that they may take more. What came first counts as used last: it is
+def _keeps(tier: StoreTier, full_keys: Sequence[bytes], others: Sequence[bytes]) -> bool:
+    """Whether a store has all of these pages, so that it may take more. The first of them count as used last: they are
     evicted last."""
-    for tier in tiers:
-        tier.used([*full_keys, *others])
-    has_all = None if all(tier.writes.refuses() for tier in tiers) else _have(tiers, full_keys)
-    return not all(tier.writes.refuses() for tier in tiers) and has_all is not False
+    tier.used([*full_keys, *others])
+    has_all = None if tier.writes.refuses() else _has(tier, full_keys)
+    return not tier.writes.refuses() and has_all is not False

@@ -49,7 +49,7 @@ class _Queue:
         return found
 
     def _to_read(self, asked: Asked) -> Iterator[tuple[Store, float]]:
-        """Bytes of each piece, and its store; of a piece that several stores have, as much of each as it brings."""
+        """Bytes of each piece, and its store; of a piece that both stores have, as much of each as it brings."""
         for piece in asked.to_read:
             num_bytes = (piece.end - piece.start) * piece.component.host.page_bytes
             stores = [store for store in self.num_bytes if piece.stores & store.bit]

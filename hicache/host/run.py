@@ -55,8 +55,8 @@ class NewPages(NamedTuple):
 
 class HostRun(CountedRecord):
     """Pages that follow each other in a prompt, without a gap: `ids[i]` in the pool for the bytes of `keys[i]`. Only
-    the index changes it, but for `stored`, `disk` and `source`, `job` and `wanted`, and `event_pages` and `offset` when
-    it has come.
+    the index changes it, but for `stored` and `source`, `job` and `wanted`, and `event_pages` and `offset` when it has
+    come.
 
     `locks`          its holders, and the runs behind it that have locks
     `parent_run`     the run that it follows in its prompts
@@ -64,7 +64,6 @@ class HostRun(CountedRecord):
     `first`          the index of its first page in its prompts
     `second_pages`   second pages by key, of raw ones: those that did not fit one when packed; no store gets them
     `stored`         bits of the stores that are known to have all others
-    `disk`           of several disks the one that gets it, once that is chosen
     `source`         the store that a read brought it from, until a request uses it
     `job`, `wanted`  while a read brings it: what does, and who waits for it
     `event_pages`    what `reserve` was given for it, of which its first page is the `offset`-th
@@ -73,7 +72,7 @@ class HostRun(CountedRecord):
     """
 
     __slots__ = (
-        "after", "disk", "event_pages", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks",
+        "after", "event_pages", "expected_uses", "first", "ids", "is_published", "job", "keys", "locks",
         "offset", "on_device", "parent_run", "second_pages", "source", "stored", "wanted",
     )  # fmt: skip
 
@@ -83,7 +82,6 @@ class HostRun(CountedRecord):
         self.job: Any = None
         self.wanted: Any = None  # a dict, for its order
         self.locks, self.stored, self.hit_count, self.expected_uses = 1, 0, 1, 1.0
-        self.disk: Store | None = None
         self.source: Store | None = None
         self.second_pages: dict[bytes, int] = {}
         self.on_device = 0
@@ -122,7 +120,6 @@ class HostRun(CountedRecord):
         keys, ids = self.keys[:num_pages], self.ids[:num_pages]
         first = HostRun(keys, ids, self.event_pages, self.offset, self.first)
         first.stored, first.source, first.is_published = self.stored, self.source, self.is_published
-        first.disk = self.disk
         first.hit_count, first.priority, first.expected_uses = self.hit_count, self.priority, self.expected_uses
         first.creation_time, first.last_access_time = self.creation_time, self.last_access_time
         first.follow(self)

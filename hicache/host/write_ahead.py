@@ -10,7 +10,7 @@ Pages are chosen in rounds: the next one when the last is written, so that what 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hicache.eviction.write_budget import PageUses, WriteBudget
@@ -65,7 +65,7 @@ class WrittenIndex:
 class WriteAhead:
     """Owned by the scheduler thread. `indexes`: those whose pages are of no use without others come first.
 
-    `uses`: what requests used, as far as that is told. `takes`: whether a run goes to this store, of those alike.
+    `uses`: what requests used, as far as that is told.
     `is_done`: nothing is written before something comes, is used or is written, or the bucket has got more; `is_idle`:
     nor when it has got more."""
 
@@ -75,10 +75,8 @@ class WriteAhead:
         store: Store,
         budget: WriteBudget,
         uses: PageUses | None = None,
-        takes: Callable[[HostRun], bool] = lambda _: True,
     ) -> None:
         self._indexes, self._store, self._budget, self._uses = tuple(indexes), store, budget, uses
-        self._takes = takes
         self._come = deque[tuple[WrittenIndex, list[bytes]]]()  # of each run its keys: it may be divided meanwhile
         self._round = dict[HostRun, WrittenIndex]()
         self._under_way = set[HostRun]()  # those of a stalled writer too
@@ -104,12 +102,12 @@ class WriteAhead:
         self._drains, self.is_done, self.is_idle = True, False, False
 
     def is_wanted(self, run: HostRun) -> bool:
-        """Whether all stores like this one lack it, and it is worth it, for its session has not ended."""
-        return run.is_published and not run.stored & self._store.alike and not run.has_ended
+        """Whether the store lacks it, and it is worth it, for its session has not ended."""
+        return run.is_published and not run.stored & self._store.bit and not run.has_ended
 
     def lacks(self, run: HostRun) -> bool:
-        """Whether it is wanted, and this store is to get it and does not get it now."""
-        return self.is_wanted(run) and run not in self._under_way and self._takes(run)
+        """Whether it is wanted, and the store does not get it now."""
+        return self.is_wanted(run) and run not in self._under_way
 
     def next_round(self) -> list[tuple[WrittenIndex, HostRun]]:
         """The runs to be written now; none while some of the last round are not written."""

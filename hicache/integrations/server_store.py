@@ -106,7 +106,7 @@ class ServerStore:
             key_file=config.key_file,
         )
         request = StoreRequest(
-            disk.urls[0],
+            disk.url,
             identity,
             formats,
             key_of(disk),

@@ -59,8 +59,8 @@ def run(flags: argparse.Namespace) -> int:
             temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
         config = _configure(flags, workload, temporary)
         sidecar = None
-        if config.disk is not None and not (temporary and config.disk.paths[0].startswith(temporary)):
-            sidecar = Path(config.disk.paths[0]) / AUDIT_FILE
+        if config.disk is not None and not (temporary and config.disk.path.startswith(temporary)):
+            sidecar = Path(config.disk.path) / AUDIT_FILE
         with build_engine(config, workload.geometry) as engine:
             host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
             _announce(workload, config, host_tokens, say)
@@ -206,7 +206,7 @@ def _announce(workload: Workload, config: EngineConfig, host_tokens: int, say: S
     """Print the model and the sizes of the tiers."""
     loaded, rows = workload.loaded, row_bytes(workload.geometry, config.torch_dtype)
     kib = (rows.full + rows.window) / 1024
-    disk = ", ".join(config.disk.paths) if config.disk is not None else "none"
+    disk = config.disk.path if config.disk is not None else "none"
     say(
         f"{loaded.name}, {loaded.num_weights / 1e6:.1f} million weights, {kib:g} KiB of KV a token, "
         f"on {_device_name(config.device)}\n"

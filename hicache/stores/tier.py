@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from types import MappingProxyType
 
 from hicache.config.settings import SOCKET
 from hicache.metrics import Metrics, MetricType
@@ -92,9 +91,9 @@ class StoreTier(StoreClient):
         """Whether the store is open, and neither reads nor writes are stopped."""
         return self.is_open and all(self.status.queue(queue.name)[0] == 0 for queue in (self.reads, self.writes))
 
-    def register(self, metrics: Metrics, family: str = "", labels: Mapping[str, str] = MappingProxyType({})) -> None:
-        """Enter what it counts. `family`, `labels`: see `register_tier`."""
-        register_tier(metrics, self.name, self._numbers, self._queue_numbers, family, labels)
+    def register(self, metrics: Metrics) -> None:
+        """Enter what it counts."""
+        register_tier(metrics, self.name, self._numbers, self._queue_numbers)
 
     def close(self, within_s: float | None = None) -> bool:
         """Finish what is queued and close the store. Idempotent. In a fork it does nothing.
@@ -136,23 +135,17 @@ def register_tier(
     name: str,
     numbers: Callable[[], Mapping[str, float]],
     queue_numbers: Callable[[str], Mapping[str, float]],
-    family: str = "",
-    labels: Mapping[str, str] = MappingProxyType({}),
 ) -> None:
-    """Enter what a tier of this name counts: `numbers`, and those of its reads and writes. `family`: what those of
-    several tiers begin with in Prometheus, where `labels` tell them apart; empty: its name."""
-    family = family or name
+    """Enter what a tier of this name counts: `numbers`, and those of its reads and writes."""
     for queue in ("reads", "writes"):
-        named, of_queue = f"{name}.{queue}_", {"direction": queue.removesuffix("s"), **labels}
-        families = {f"{named}{metric}": (f"{family}_{metric}", of_queue) for metric in _QUEUE_METRICS}
-        families[f"{named}state"] = (f"{family}_breaker_state", of_queue)
+        named, of_queue = f"{name}.{queue}_", {"direction": queue.removesuffix("s")}
+        families = {f"{named}{metric}": (f"{name}_{metric}", of_queue) for metric in _QUEUE_METRICS}
+        families[f"{named}state"] = (f"{name}_breaker_state", of_queue)
         described = {f"{named}{metric}": about for metric, about in _QUEUE_METRICS.items()}
         metrics.read_from(described, partial(queue_numbers, queue), families)
     described = {f"{name}.{metric}": about for metric, about in _PROCESS_METRICS.items()}
     described |= {f"{name}.{metric}": (type_, help) for metric, type_, help in _STORE_METRICS.values()}
-    of_tier = {named: (named.replace(name, family, 1).replace(".", "_"), labels) for named in described}
-    of_tier[f"{name}.used_ratio"] = ("tier_used_ratio", {"tier": name})
-    metrics.read_from(described, numbers, of_tier)
+    metrics.read_from(described, numbers, {f"{name}.used_ratio": ("tier_used_ratio", {"tier": name})})
 
 
 def open_tier(

@@ -272,12 +272,12 @@ def test_paths_as_users_write_them(
     for path in (odd / "store", "~/store", f"file://{quoted}/store", f"FILE://localhost{quoted}/store"):
         config = DiskConfig(path=path, budget_bytes=8 << 20)  # type: ignore[arg-type]
         assert Path(config.path) == odd / "store"
-        opened = hicache.storage.open_store(config.urls[0], identity={"model": "m"}, formats=[PageFormat(4096)])
+        opened = hicache.storage.open_store(config.url, identity={"model": "m"}, formats=[PageFormat(4096)])
         opened.close()
         assert outcome(capsys, "store", "stat", path, "--json")[0] == 0
         assert outcome(capsys, "store", "stat", path)[0] == 0
     assert sorted(os.listdir(tmp_path)) == [odd.name] and os.listdir(odd) == ["store"]
-    assert DiskConfig(path="unix:~/sock").urls == (f"unix:{odd}/sock",)
+    assert DiskConfig(path="unix:~/sock").url == f"unix:{odd}/sock"
     (odd / "settings.yaml").write_text("device_tokens: 4096")
     given = ("--config", "~/settings.yaml", "--disk-path", odd, "--model-id", "m")
     assert outcome(capsys, "config", "--show", *given)[0] == 0

@@ -32,7 +32,6 @@ from hicache.config.settings import (
     Whole,
     settings_of,
 )
-from hicache.config.stores import FilePaths
 from hicache.console import parse_bytes
 from hicache.errors import ConfigError, IdentityError
 from hicache.eviction.policy import EVICTION_POLICIES
@@ -207,7 +206,6 @@ WRONG: dict[type[Setting], list[object]] = {
     Switch: [None, 1, 0, "", "yes", "True", ["true"], "\ud800"],
     Packing: [None, 1, True, 4.0, "", "sometimes", ["off"], "\ud800"],
     FilePath: [None, 1, b"/x", ["/x"], "a\0b", "\ud800"],
-    FilePaths: [None, 1, b"/x", [], [""], ["/x", 1], ["/x", "/x"], ["/x", "/x/"], list("abcdefghi"), "a\0b", "\ud800"],
 }
 DECLARED = [(at, name, setting) for at, cls in SECTIONS.items() for name, setting in settings_of(cls).items()]
 RIGHT = {"device_tokens": 4096, "host_bytes": 1 << 20, "model_id": "m", "disk": {"path": "/x"}, "remote": {"url": "u"}}

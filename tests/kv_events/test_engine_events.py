@@ -38,7 +38,7 @@ class Listening(EngineFuzz):
     def _settings(self, folder: Path | None) -> EngineConfig:
         settings = super()._settings(folder)
         assert isinstance(settings, EngineConfig) and settings.disk is not None
-        disk = dataclasses.replace(settings.disk, path=settings.disk.paths[0], budget_bytes=1 << 20)
+        disk = dataclasses.replace(settings.disk, budget_bytes=1 << 20)
         return dataclasses.replace(settings, kv_events=f"file:{self.stream}", disk=disk)
 
     def settle(self) -> None:

@@ -18,7 +18,6 @@ from unittest import mock
 import numpy as np
 import pytest
 
-import hicache.build.factory
 from component_case import LATENT, MODELS, POLICIES, config
 from disk_case import Clock, TroubledStore, failing
 from family_case import tiny_family
@@ -54,42 +53,12 @@ def _model(family: str) -> Any:
     return shared(tiny_llama, device="cpu") if row is None else tiny_family(row)
 
 
-class _Pair:
-    """Two disks alike, in place of one: reads are allowed on both, if both have any."""
-
-    def __init__(self, clock: Clock) -> None:
-        self.stores = [PacedStore(clock), PacedStore(clock)]
-
-    @property
-    def held(self) -> int:
-        return sum(store.held for store in self.stores)
-
-    @property
-    def num_ended(self) -> int:
-        return sum(store.num_ended for store in self.stores)
-
-    @property
-    def landed(self) -> Counter[bytes]:
-        return self.stores[0].landed + self.stores[1].landed
-
-    def hold(self) -> None:
-        for store in self.stores:
-            store.hold()
-            store.landed.clear()
-
-    def allow(self, num_reads: int = 1 << 10) -> None:
-        for store in self.stores:
-            if store.held or num_reads > 1:
-                store.allow(num_reads)
-
-
-def _engine(model: Any, store: PacedStore | _Pair, **settings: Any) -> CacheEngine:
+def _engine(model: Any, store: PacedStore, **settings: Any) -> CacheEngine:
     """One reader, which is given two pages at a time, and room for all."""
-    disks = store.stores if isinstance(store, _Pair) else store
     advanced = {"transfer_chunk_tokens": 2 * PAGE, "staging_bytes": 1 << 20}
     advanced |= {"disk_reader_threads": 1, "disk_io_timeout_s": 1e8}
     defaults = {"prefetch_mode": "auto", "prefill_tokens_per_s": "auto", "host_bytes": 8 << 20, "device_tokens": 1024}
-    return tiny_engine(model, store=disks, **{**defaults, "advanced": advanced, **settings})
+    return tiny_engine(model, store=store, **{**defaults, "advanced": advanced, **settings})
 
 
 def _scheduler(engine: CacheEngine, model: Any) -> Scheduler:
@@ -97,9 +66,9 @@ def _scheduler(engine: CacheEngine, model: Any) -> Scheduler:
 
 
 @contextmanager
-def _restarted(model: Any, *prompts: np.ndarray, kind: Any = PacedStore, **settings: Any) -> Iterator[Any]:
+def _restarted(model: Any, *prompts: np.ndarray, **settings: Any) -> Iterator[Any]:
     """An engine over a store that has the pages of these prompts, and reads none that is not allowed."""
-    store = kind(Clock())
+    store = PacedStore(Clock())
     with _engine(model, store) as engine:
         _scheduler(engine, model).run([Request(f"f{n}", tokens, 1) for n, tokens in enumerate(prompts)])
         engine.flush()
@@ -157,23 +126,6 @@ def test_computing_meets_what_comes(family: str) -> None:
         assert output.hit.disk + output.computed_tokens == len(tokens)
         assert 0.25 <= output.hit.disk / len(tokens) <= 0.75
         assert stats["prefetch.beside_loaded_tokens"] == output.hit.disk == stats["admit.disk_hit_tokens"]
-
-
-def test_two_disks_bring_twice_as_much() -> None:
-    """Each has every second run of the prompt, and brings as much as is computed meanwhile: about a third is computed,
-    and no page is read twice."""
-    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
-    with (
-        mock.patch.object(hicache.build.factory, "RUN_TOKENS", 4 * PAGE),
-        _restarted(model, tokens, kind=_Pair) as (engine, disks),
-    ):
-        scheduler = _scheduler(engine, model)
-        scheduler.submit(Request("a", tokens, NEW))
-        output = _serve(engine, disks, scheduler, itertools.repeat(1, 200))["a"]
-        assert output.tokens == plain_greedy(model, tokens, NEW) and max(disks.landed.values()) == 1
-        first, second = (sum(store.landed.values()) for store in disks.stores)
-        assert abs(first - second) <= 4 and 0.5 <= output.hit.disk / len(tokens) <= 0.85
-        assert output.hit.disk + output.computed_tokens == len(tokens)
 
 
 def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
@@ -316,20 +268,17 @@ class _DrawnStore(TroubledStore):
 
 def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
     """Rounds of requests for what stores alone have, one to three at a time, some of which are aborted: how many there
-    were, and how many tokens were found beside. Over two disks in each second history, and a remote tier in each
-    third."""
+    were, and how many tokens were found beside. Each third history has a remote tier too."""
     rng, geometry, counts = np.random.default_rng(seed), GEOMETRIES[kind], Counter[str]()
-    disks = [_DrawnStore(1000 * n + seed) for n in range(1 + seed % 2)]
-    remote = None if seed % 3 else _DrawnStore(seed)
-    stores = [*disks, *([remote] if remote else ())]
+    disk, remote = _DrawnStore(1000 + seed), None if seed % 3 else _DrawnStore(seed)
+    stores = [disk] if remote is None else [disk, remote]
     advanced = AdvancedConfig(
         transfer_chunk_tokens=16, disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_io_timeout_s=_IO_TIMEOUT_S
     )
     settings = {"device_tokens": int(rng.choice([432, 2048])), "max_context_len": 400, "window_tokens": 512}
     settings |= {"advanced": advanced, "mamba_size": int(rng.choice([6, 16])), "host_states": int(rng.choice([4, 12]))}
     settings |= {"host_bytes": int(rng.choice([60, 300])) * 8 * 256, "write_policy": str(rng.choice(POLICIES))}
-    short_runs = mock.patch.object(hicache.build.factory, "RUN_TOKENS", 32)  # so that prompts lie on all disks
-    with short_runs, build_engine(config(**settings), geometry, store=disks, remote=remote) as engine:
+    with build_engine(config(**settings), geometry, store=disk, remote=remote) as engine:
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.beside.least_pages = 4
         chunk = int(rng.choice([16, 30, 64]))

@@ -396,8 +396,7 @@ class EngineFuzz:
 
     def _settings(self, folder: Path | None) -> object:
         rng = self.rng
-        paths = [str(folder / name) for name in ("store", "second")] if folder else []
-        disk = DiskConfig(path=tuple(paths[: 1 + int(rng.integers(2))]), budget_bytes=1 << 20) if folder else None
+        disk = DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20) if folder else None
         return config(
             disk=disk,
             advanced=AdvancedConfig(transfer_chunk_tokens=16, disk_reader_threads=2),
