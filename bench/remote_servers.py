@@ -14,7 +14,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from abc import ABC, abstractmethod
@@ -106,50 +105,6 @@ def started(command: Sequence[str], answers: Callable[[Process], bool], **settin
             raise BenchUnavailable(f"{Path(command[0]).name} does not start")
         time.sleep(0.02)
     return process
-
-
-class RedisServer(Server):
-    """Listens on a Unix socket in a folder of its own, with `arguments` elsewhere too; keeps nothing on a disk."""
-
-    def __init__(self, *arguments: str) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="hicache-redis-"))  # a path of a socket is short
-        self.socket = self.folder / "socket"
-        self.url = f"redis+unix://{self.socket}"
-        self._arguments = arguments
-        self.start()
-
-    @staticmethod
-    def missing() -> str:
-        return "" if shutil.which("redis-server") else "redis-server is not installed: apt-get install redis-server"
-
-    def start(self) -> None:
-        listen = ("--port", "0", "--unixsocket", str(self.socket))
-        command = ("redis-server", *listen, "--save", "", "--dir", str(self.folder), *self._arguments)
-        self.process = started(command, lambda _: self._run("ping") == b"PONG\n")
-
-    def ask(self, *words: str) -> str:
-        """The answer of redis-cli; AssertionError where the server refuses."""
-        answer = self._run(*words).decode(errors="replace").strip()
-        assert not answer.startswith(("ERR", "NOAUTH", "WRONGTYPE")), answer
-        return answer
-
-    def read(self, name: str) -> bytes:
-        return self._run("get", name)[:-1]
-
-    def write(self, name: str, value: bytes) -> None:
-        self._run("-x", "set", name, value=value)
-
-    def kill(self) -> None:
-        super().kill()
-        self.socket.unlink(missing_ok=True)
-
-    def close(self) -> None:
-        self.kill()
-        shutil.rmtree(self.folder)
-
-    def _run(self, *words: str, value: bytes = b"") -> bytes:
-        command = ["redis-cli", "-s", str(self.socket), *words]
-        return subprocess.run(command, input=value, capture_output=True, timeout=PATIENCE_S, check=False).stdout
 
 
 class S3Server(Server):

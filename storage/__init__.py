@@ -8,7 +8,7 @@ index              where pages are, in LMDB, and when they were used
 slots              which slots are free; slot_file: reading and writing them, and what names a page
 codec              a page and its value: header, filters, cipher
 urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
-remote             what stores on other machines do alike; redis_store, with resp, its protocol; s3_store
+remote             what stores on other machines do alike; s3_store
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
 store_folder       the stores of a path, and their common budget
 maintenance        what operators do

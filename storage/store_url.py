@@ -14,7 +14,7 @@ from hicache.console import parse_bytes
 from hicache.storage.base import StoreError
 
 SCHEME = r"[a-z][a-z0-9+.-]*(?=://)"
-_UNIT = re.compile("_(bytes|s|file|url)$")
+_UNIT = re.compile("_(bytes|s|url)$")
 _MAX_NUMBER, _MAX_SECONDS = 1 << 53, 1_000_000  # what the clients and servers can count to
 _HTTP_URL = re.compile(r"https?://(\[[\da-f:.]+\]|[\w.-]+)(:\d+)?(/[\w./~-]*)?", re.ASCII)
 _MAX_SHOWN = 80
@@ -82,7 +82,7 @@ def scheme_of(url: str) -> str:
     """In lower case. Raises `StoreError`."""
     match = re.match(SCHEME, url, re.IGNORECASE | re.ASCII)
     if match is None:
-        raise StoreError("a store's URL begins with its scheme, like lmdb:///path or redis://host")
+        raise StoreError("a store's URL begins with its scheme, like lmdb:///path or s3://bucket")
     return match[0].lower()
 
 

@@ -1,7 +1,7 @@
 """Page stores by URL: `open_store` looks the scheme up and hands the URL on.
 
     lmdb:///path?budget=8GiB&durability=commit&level=1
-    redis://user:password@host:6379/0?ttl=86400, rediss:// with TLS, redis+unix:///path/of/socket?db=0
+    mooncake://host:50051?replicas=2
     s3://bucket/prefix?endpoint=http://host:9000
 
 The schemes of other packages come from entry points of the group `hicache.stores`: the name is the scheme, the value is
@@ -21,7 +21,6 @@ from hicache.storage.cipher import PageCipher
 from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.mooncake_store import MooncakePageStore
-from hicache.storage.redis_store import RedisPageStore
 from hicache.storage.s3_store import S3PageStore
 from hicache.storage.store_url import SCHEME, StoreUrl, scheme_of
 
@@ -70,7 +69,6 @@ _OPENERS: Mapping[str, _Opener] = {
     "lmdb": _open_lmdb,
     "s3": S3PageStore,
     "mooncake": MooncakePageStore,
-    **dict.fromkeys(("redis", "rediss", "redis+unix"), RedisPageStore),
 }
 
 

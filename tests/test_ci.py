@@ -32,13 +32,13 @@ def servers() -> ModuleType:
         (["tests/integrations/test_vllm_gate.py"], ""),  # of the default tests
         (["hicache/integrations/vllm/tier.py", "CHANGELOG.md"], "vllm"),
         (["bench/servers/sglang.py", "tests/integrations/lmcache/test_lmcache_server.py"], "sglang lmcache"),
-        (["tests/support/vllm_server.py", "tests/remote/test_redis.py", "tests/support/remote_case.py"], "vllm remote"),
+        (["tests/support/vllm_server.py", "tests/remote/test_s3.py", "tests/support/remote_case.py"], "vllm remote"),
         *(
             ([file], "vllm remote sglang lmcache")
             for file in (
                 "hicache/integrations/server_store.py",
                 "hicache/errors.py",
-                "storage/resp.py",
+                "storage/codec.py",
                 "tests/conftest.py",
                 "tests/support/waiting.py",
                 ".ci/environments/vllm.sh",

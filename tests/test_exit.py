@@ -168,7 +168,8 @@ from pathlib import Path
 import numpy as np, torch
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
 from hicache.errors import NotRunning
-from hicache.storage import LmdbPageStore, PageFormat, open_existing, open_store
+from hicache.storage import LmdbPageStore, PageFormat, open_existing
+from hicache.storage.remote import RemotePageStore
 from hicache.prefix_cache.tensor_cache import HiCache
 
 root = Path(sys.argv[1])
@@ -178,7 +179,9 @@ config = EngineConfig(device_tokens=1024, host_bytes=1 << 20, page_size=16, host
 engine = build_engine(config, ModelGeometry(layer_num=2, head_num=1, head_dim=8))
 engine.start()
 cache = HiCache(1, 2, root / "tensors", l2_bytes=1 << 20, disk_bytes=8 << 20, block_bytes=4096)
-remote = open_store("redis://localhost:1", identity={"m": 1}, formats=[PageFormat(4096)])
+verbs = dict.fromkeys(RemotePageStore.__abstractmethods__, lambda *_: None)
+about = {"identity": {"m": 1}, "formats": [PageFormat(4096)], "level": 0, "cipher": None}
+remote = type("ConnectedStore", (RemotePageStore,), verbs)("of a server", **about)
 page = np.zeros(2048, np.uint8)
 store = LmdbPageStore(root / "own", identity={"m": 1}, formats=[PageFormat(2048)], budget_bytes=8 << 20)
 

@@ -1,4 +1,4 @@
-# The project's own tests, with clients and servers of the stores on other machines: moto (S3), mooncake, redis (.ci/packages).
+# The project's own tests, with clients and servers of the stores on other machines: moto (S3) and Mooncake.
 "$python" -m venv "$venv"
 "$venv/bin/pip" install --quiet torch==2.13.0
 "$venv/bin/pip" install --quiet obstore "moto[server]>=5" "mooncake-transfer-engine-non-cuda>=0.3.13,<0.4" "transformers>=5.23,<5.25" \

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 
 import numpy as np
@@ -26,8 +25,8 @@ from hicache.tiers import DISK, REMOTE, Component, Store
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
 # A job costs the scheduler's thread the same however small its pages are.
 _MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 32 << 20
-# One call fills the link to these stores; where a request takes long, as to S3, several calls hide it.
-_ONE_READER = re.compile(r"\s*(mooncake|redis|rediss|redis\+unix)://[^,]*", re.IGNORECASE)
+# One call fills the link to a store of this scheme; where a request takes long, as to S3, several calls hide it.
+_ONE_READER = "mooncake://"
 _REMOTE_READERS = 4
 _MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
 
@@ -117,7 +116,7 @@ def _disk_settings(config: EngineConfig, pages: _HostPages) -> ServiceSettings:
 
 
 def num_remote_readers(remote: RemoteConfig) -> int:
-    return remote.reader_threads or (1 if _ONE_READER.fullmatch(remote.url) else _REMOTE_READERS)
+    return remote.reader_threads or (1 if remote.url.strip().lower().startswith(_ONE_READER) else _REMOTE_READERS)
 
 
 def _remote(config: EngineConfig, store: PageStore | None, pages: _HostPages) -> StoreTier:

@@ -99,7 +99,7 @@ class RemoteConfig:
     """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to it
     beside the disk, and a prefetch asks it for what the disk lacks."""
 
-    url: Annotated[str, Urls("the store, like redis://host:6379 or mooncake://host:50051")]
+    url: Annotated[str, Urls("the store, like mooncake://host:50051 or s3://bucket/prefix")]
     backup: Annotated[
         Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
     ] = "all"
@@ -116,7 +116,7 @@ class RemoteConfig:
     def __post_init__(self) -> None:
         settle(self, "remote ")
         if not self.url:
-            raise ConfigError("remote url is empty; give the store, like redis://host:6379")
+            raise ConfigError("remote url is empty; give the store, like mooncake://host:50051")
 
     def __repr__(self) -> str:
         return f"RemoteConfig(url={short_repr(self.url.split('://')[0])}, backup={self.backup!r})"

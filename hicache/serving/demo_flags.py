@@ -36,7 +36,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     workload.add_argument("--seed", type=_WHOLE, default=0, help="seed of random weights (default 0)")
     run = parser.add_argument_group("run")
     run.add_argument("--disk", dest="disk_path", metavar="DIR", help="store directory; a later run hits its pages")
-    help = "store that others share: their pages are hits, like redis://host"
+    help = "store that others share: their pages are hits, like s3://bucket"
     run.add_argument("--remote", dest="remote_url", metavar="URL", help=help)
     run.add_argument("--json", type=path_flag, metavar="FILE", help="write the results as JSON")
     run.add_argument("--chunk", type=_TOKENS, default=8192, help="maximum prompt tokens per step (default 8192)")

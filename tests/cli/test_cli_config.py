@@ -62,7 +62,7 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Every setting and every variable has a line, in text as in JSON; without a disk that is one line. Nothing has to
     be given: a required setting is shown as such."""
     names = [f"{at}.{name}" if at else name for at, cls in SECTIONS.items() for name in settings_of(cls)]
-    with_disk = shown_settings(capsys, "--disk-path", "/x", "--remote-url", "redis://x", "--model-id", "m")
+    with_disk = shown_settings(capsys, "--disk-path", "/x", "--remote-url", "own-store://x", "--model-id", "m")
     assert list(with_disk["settings"]) == names
     assert list(with_disk["environment"]) == [variable.names[0] for variable in VARIABLES]
     bare = shown_settings(capsys)["settings"]
@@ -117,11 +117,11 @@ def test_the_environment_is_shown_and_the_key_is_not(
 @pytest.mark.parametrize(
     ("url", "shown"),
     [
-        ("redis://kv:{}@127.0.0.1:6389/0?ttl=9", "redis://***@127.0.0.1:6389/0?ttl=9"),
-        ("redis://:{}@a,REDISS://kv:x@{}@b,s3://bucket/c", "redis://***@a,REDISS://***@b,s3://bucket/c"),
-        ("redis://kv:x/{}@a", "redis://***@a"),  # without the escapes that it needs
+        ("own://kv:{}@127.0.0.1:6389/0?ttl=9", "own://***@127.0.0.1:6389/0?ttl=9"),
+        ("own://:{}@a,OWN+TLS://kv:x@{}@b,s3://bucket/c", "own://***@a,OWN+TLS://***@b,s3://bucket/c"),
+        ("own://kv:x/{}@a", "own://***@a"),  # without the escapes that it needs
         ("kv:{}@a:6379", "***@a:6379"),
-        ("redis://host:6379", "redis://host:6379"),
+        ("mooncake://host:50051", "mooncake://host:50051"),
     ],
 )
 def test_a_password_in_a_url_is_not_shown(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:

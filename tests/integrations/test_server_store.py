@@ -145,7 +145,7 @@ def test_operators_read_it_like_any_other(tmp_path: Path) -> None:
         ({"path": "x", "bugdet": 1}, "the tier.*bugdet"),
         ({"path": "x", "budget": "much"}, "budget"),
         ({"path": "x", "readers": 0}, "readers"),
-        ({"path": "x", "remote": "redis://host"}, "the tier.*remote"),  # a disk alone
+        ({"path": "x", "remote": "s3://bucket"}, "the tier.*remote"),  # a disk alone
         ([], "the tier"),
     ],
 )

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from hicache import AdvancedConfig, CacheEngine, Hit, RemoteConfig, build_engine
-from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server
+from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, S3Server, Server
 from hicache.storage import PageFormat, open_store
 from hicache.tiers import REMOTE
 from programs import command, program
@@ -27,7 +27,6 @@ pytestmark = pytest.mark.remote
 
 PROMPT_LEN, CACHED_LEN, NUM_PROMPTS = 90, 88, 8
 SERVERS: dict[str, tuple[Callable[[], Server], Callable[[], str], str]] = {
-    "redis": (RedisServer, RedisServer.missing, "timeout=60"),
     "s3": (S3Server, S3Server.missing, "timeout=60"),
     "mooncake": (partial(MooncakeServer, 64 << 20, lease_ms=60_000), MooncakeServer.missing, "timeout=60&buffer=16MiB"),
 }
@@ -88,7 +87,7 @@ def filled(server: Server) -> Server:
     return server
 
 
-@pytest.mark.parametrize("server", ["redis", "s3", pytest.param("mooncake", marks=pytest.mark.smoke)], indirect=True)
+@pytest.mark.parametrize("server", ["s3", pytest.param("mooncake", marks=pytest.mark.smoke)], indirect=True)
 def test_two_processes_share_what_one_computed(server: Server) -> None:
     """Each prompt is a hit, all but its last page."""
     with engine_at(filled(server).url) as engine:
@@ -99,7 +98,7 @@ def test_two_processes_share_what_one_computed(server: Server) -> None:
         assert engine.stats()["remote.corrupt_pages"] == 0
 
 
-@pytest.mark.parametrize("server", ["redis", pytest.param("s3", marks=pytest.mark.smoke), "mooncake"], indirect=True)
+@pytest.mark.parametrize("server", [pytest.param("s3", marks=pytest.mark.smoke), "mooncake"], indirect=True)
 def test_a_server_that_hangs_and_one_that_dies_cost_hits_alone(server: Server) -> None:
     """In the middle of a run requests go on, each with the values of its own tokens, and the stall is counted. Once the
     server answers again it serves hits. When it dies, requests go on too."""
@@ -161,18 +160,17 @@ def test_a_full_pool_is_written_to_when_it_has_room() -> None:
 
 
 @pytest.mark.smoke
-@pytest.mark.skipif(RedisServer.missing() != "", reason=RedisServer.missing())
-def test_the_second_demo_hits_what_the_first_computed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("server", ["s3"], indirect=True)
+def test_the_second_demo_hits_what_the_first_computed(server: Server, tmp_path: Path) -> None:
     """The demo in two processes over one server: both yield the same tokens."""
     reports = []
-    with RedisServer() as server:
-        for number in range(2):
-            report = tmp_path / f"{number}.json"
-            flags = ("--model", "random", "--documents", 2, "--document-tokens", 512, "--turns", 2)
-            with command("demo", *flags, "--remote", f"{server.url}?timeout=60", "--json", report) as demo:
-                _, errors = demo.communicate()
-            assert demo.returncode == 0, errors
-            reports.append(json.loads(report.read_text()))
+    for number in range(2):
+        report = tmp_path / f"{number}.json"
+        flags = ("--model", "random", "--documents", 2, "--document-tokens", 512, "--turns", 2)
+        with command("demo", *flags, "--remote", server.url, "--json", report) as demo:
+            _, errors = demo.communicate()
+        assert demo.returncode == 0, errors
+        reports.append(json.loads(report.read_text()))
     first, second = reports
     assert first["first_turns"]["hit_tokens"]["remote"] == 0 < second["first_turns"]["hit_tokens"]["remote"]
     tokens = [[turn["tokens"] for turn in report["turns"]] for report in reports]

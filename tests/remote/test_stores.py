@@ -6,28 +6,22 @@ What only one of them can do is in the file of that store.
 from __future__ import annotations
 
 import base64
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
 import pytest
 
-from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, RedisServer, S3Server, Server, free_port
+from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, S3Server, Server
 from hicache.storage import StoreError
 from hicache.storage.conformance import FORMATS, IDENTITY, MakeStore, StoreConformance, page
 from hicache.storage.records import namespace_digest
-from remote_case import PAGES, PATIENCE, found_in, opened, opener, with_options
+from remote_case import PATIENCE, found_in, opened, opener, with_options
 
 pytestmark = pytest.mark.remote
-
-ALL = [False] * len(PAGES), [True] * len(PAGES)
-SECRET, ESCAPED = "s3cr3t/@:word", "s3cr3t%2F%40%3Aword"
 
 
 class Kind(NamedTuple):
@@ -40,7 +34,6 @@ class Kind(NamedTuple):
 
 
 KINDS = {
-    "redis": Kind(RedisServer, RedisServer.missing, f"{PATIENCE}&level=0", "hicache:{}:{}"),
     "s3": Kind(S3Server, S3Server.missing, f"{PATIENCE}&level=0", "some/prefix/hicache/{}/{}"),
     "mooncake": Kind(
         partial(MooncakeServer, 64 << 20, lease_ms=60_000), MooncakeServer.missing, PATIENCE, "hicache-{}-{}"
@@ -64,7 +57,6 @@ def server(kind: Kind) -> Iterator[Server]:
 
 
 each_kind = pytest.mark.parametrize("kind", KINDS, indirect=True)
-which_restart = pytest.mark.parametrize("kind", ["redis", "s3"], indirect=True)
 
 
 @each_kind
@@ -76,80 +68,6 @@ class TestConformance(StoreConformance):
     @pytest.mark.smoke
     def test_histories_are_those_of_a_dict(self, make_store: MakeStore) -> None:
         super().test_histories_are_those_of_a_dict(make_store)
-
-
-class TestRedisOverTheNetwork(StoreConformance):
-    """By TLS, as a user with a password, in another database than the first, with pages that expire."""
-
-    @pytest.fixture(scope="class")
-    @classmethod
-    def network(cls, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[RedisServer, str]]:
-        if reason := RedisServer.missing():
-            pytest.skip(reason)
-        folder = tmp_path_factory.mktemp("tls")
-        key, certificate = folder / "key.pem", folder / "cert.pem"
-        subject = ["-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1"]
-        new = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-        subprocess.run([*new, "-keyout", key, "-out", certificate, *subject], check=True, capture_output=True)
-        port = free_port()
-        tls = ["--tls-port", str(port), "--tls-cert-file", str(certificate), "--tls-key-file", str(key)]
-        user = ["--user", "kv", "on", f">{SECRET}", "~*", "&*", "+@all"]
-        with RedisServer("--bind", "127.0.0.1", *tls, "--tls-auth-clients", "no", *user) as server:
-            options = f"{PATIENCE}&ca={certificate}&ttl=1000&level=0"
-            yield server, f"rediss://kv:{ESCAPED}@127.0.0.1:{port}/3?{options}"
-
-    @pytest.fixture
-    def make_store(self, network: tuple[RedisServer, str]) -> MakeStore:
-        network[0].ask("flushall")
-        return opener(network[1])
-
-
-@pytest.mark.smoke
-@which_restart
-def test_a_server_that_is_gone_is_a_miss_until_it_is_back(server: Server) -> None:
-    """While the server is killed every call says that nothing is there or stored, counts, and raises nothing; once it
-    runs again, the next call uses it."""
-    absent, present = ALL
-    with closing(opened(server)) as store:
-        assert store.put(list(PAGES.items())) == present and found_in(store) == list(PAGES)
-        server.kill()
-        for _ in range(2):
-            assert found_in(store) == [] and store.contains(list(PAGES)) == absent
-        assert store.put(list(PAGES.items())) == absent and store.delete([b"1"]) == 0
-        store.touch([b"1"])
-        store.sync()
-        stats = store.stats()
-        assert store.thread_read_errors() == stats.read_errors >= 4 * 8 and stats.write_errors >= 8
-        server.start()
-        assert found_in(store) == [] and store.thread_read_errors() == stats.read_errors  # it lost them, and answers
-        assert store.put(list(PAGES.items())) == present and found_in(store) == list(PAGES)
-
-
-@pytest.mark.smoke
-@which_restart
-def test_a_frozen_server_is_a_miss(server: Server) -> None:
-    """Calls end by their timeout, which counts, and by their deadline; a buffer is left alone from then on; a server
-    that goes on is used."""
-    absent, present = ALL
-    hasty = opened(server, "timeout=0.3")
-    with closing(opened(server)) as store:
-        assert store.put(list(PAGES.items())) == present
-        server.freeze()
-        try:
-            buffers = [np.zeros(len(content), np.uint8) for content in PAGES.values()]
-            assert hasty.get_into(list(PAGES), buffers) == absent and hasty.contains(list(PAGES)) == absent
-            assert hasty.put([(b"new", page(0))]) == [False]
-            assert (hasty.stats().read_errors, hasty.stats().write_errors) == (16, 1)
-            if isinstance(server, RedisServer):  # a request to S3 that has begun ends by its timeout alone
-                patient, soon_s = opened(server, "timeout=1000000"), time.monotonic() + 0.1
-                assert patient.get_into(list(PAGES), buffers, deadline_s=soon_s) == absent
-                assert patient.contains(list(PAGES), deadline_s=time.monotonic() + 0.1) == absent
-                assert patient.put([(b"new", page(0))], deadline_s=time.monotonic() + 0.1) == [False]
-                patient.close()
-            hasty.close()
-        finally:
-            server.thaw()
-        assert found_in(store) == list(PAGES) and not any(buffer.any() for buffer in buffers)
 
 
 DAMAGE: dict[str, Callable[[bytes, bytes], bytes]] = {
