@@ -127,7 +127,7 @@ def run(flags: argparse.Namespace) -> int:
     if flags.json is not None:
         write_whole(flags.json, _json(trace, rows, results, curve))
     if flags.plot is not None:
-        write_whole(flags.plot, hit_rates_svg([results[case] for case in rows], curve))
+        write_whole(flags.plot, hit_rates_svg([results[case] for case in rows]))
     _print(trace, rows, results)
     if curve:
         lines = curve_rows(curve, trace.block_tokens, costs)

@@ -1,4 +1,4 @@
-"""What `hicache replay` shows: rows of figures, and a picture of hit rates and of the miss-ratio curve.
+"""What `hicache replay` shows: rows of figures, and a picture of hit rates.
 
 The picture needs matplotlib, of the extra `replay`.
 """
@@ -128,17 +128,16 @@ def _blocks(settings: ReplaySettings) -> list[int | None]:
     return blocks
 
 
-def hit_rates_svg(results: Sequence[ReplayResult], curve: Sequence[CurvePoint] = ()) -> str:
-    """Hit rate over capacity, a line a policy, and beside it the miss-ratio curve. ImportError where matplotlib is
-    missing."""
+def hit_rates_svg(results: Sequence[ReplayResult]) -> str:
+    """Hit rate over capacity, a line a policy. ImportError where matplotlib is missing."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     limited = [result for result in results if result.name != UNLIMITED]
     capacities = list(dict.fromkeys(_capacity(result.settings) for result in limited))
     with mpl.rc_context({**mpl.rcParamsDefault, **_STYLE}):  # whatever a file of the user's says
-        figure = Figure(figsize=(15.2 if curve else 9.6, 4.8), layout="constrained")
-        axes, *beside = figure.subplots(1, 2 if curve else 1, squeeze=False)[0]
+        figure = Figure(figsize=(9.6, 4.8), layout="constrained")
+        axes = figure.subplots()
         axes.set_prop_cycle(color=_COLOURS)
         for name in dict.fromkeys(result.name for result in limited):
             own = {_capacity(result.settings): result.hit_rate for result in limited if result.name == name}
@@ -148,12 +147,6 @@ def hit_rates_svg(results: Sequence[ReplayResult], curve: Sequence[CurvePoint] =
                 axes.axhline(result.hit_rate, label=UNLIMITED, **_BOUNDS[UNLIMITED])
         axes.set(xlabel="capacity, blocks", ylabel="hit rate", ylim=(0, None), xticks=range(len(capacities)))
         axes.legend()
-        for axes in beside:
-            sizes = [point.blocks for point in curve]
-            axes.plot(sizes, [point.lru for point in curve], color=_COLOURS[0], label="lru")
-            axes.plot(sizes, [point.optimal for point in curve], label=OPTIMAL, **_BOUNDS[OPTIMAL])
-            axes.set(xlabel="one tier, blocks", ylabel="miss ratio", xscale="log", ylim=(0, 1))
-            axes.legend()
         text = io.StringIO()
         figure.savefig(text, format="svg", metadata={"Date": None})
     return text.getvalue()

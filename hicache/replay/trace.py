@@ -1,13 +1,12 @@
 """Traces: which requests came when, each as the blocks of its prompt.
 
-Five formats, told apart by the first line; each may be gzipped. Times are made relative to the first request.
+Three formats, told apart by the first line; each may be gzipped. Times are made relative to the first request.
 
-    blocks    `timestamp` (ms), `input_length`, `output_length`, `hash_ids`, one a block (Mooncake, 512 tokens);
-              with `session` they are agent sessions, 64 tokens
-    chats     the same with `chat_id` and `parent_chat_id` (Alibaba Bailian): `timestamp` in seconds, 16 tokens
-    text      `timestamp` (us), `input`, `output`, `session_id`: prompts as text, sorted by time here
-    recorded  a first line {"format": "hicache-trace", "version": 1, "block_tokens": N}, then `time_s`, `input_tokens`,
-              `output_tokens`, `blocks` and, if known, `session`
+    blocks    Mooncake's: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`: one for each block of 512
+              tokens, or of 64 if the first line has `session`
+    text      LMCache's: `timestamp` (us), `input`, `output`, `session_id`: prompts as text, sorted by time here
+    recorded  that of `hicache serve --record`: a first line {"format": "hicache-trace", "version": 1,
+              "block_tokens": N}, then `time_s`, `input_tokens`, `output_tokens`, `blocks` and, if known, `session`
 
 Milliseconds and microseconds are whole in these, so a fraction says that the unit is another, which must be given.
 """
@@ -33,7 +32,7 @@ from hicache.errors import ConfigError, TraceError
 
 FORMAT, VERSION = "hicache-trace", 1
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # in seconds
-_MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS, _BAILIAN_BLOCK_TOKENS = 512, 64, 16
+_MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS = 512, 64
 _TEXT_CHARACTERS = 4  # a token of text without its tokenizer
 _GZIP_MAGIC = b"\x1f\x8b"
 
@@ -117,9 +116,6 @@ def _format(line: _Line, block_tokens: int | None, time_unit: str | None) -> _Fo
     fields = line.fields
     if "format" in fields:
         return _Format(_header(line, block_tokens, time_unit), "s", _recorded)
-    if "hash_ids" in fields and "chat_id" in fields:
-        block_tokens = block_tokens or _BAILIAN_BLOCK_TOKENS
-        return _Format(block_tokens, time_unit or "s", partial(_of_chats, block_tokens, {}))
     if "hash_ids" in fields:
         block_tokens = block_tokens or (_SESSION_BLOCK_TOKENS if "session" in fields else _MOONCAKE_BLOCK_TOKENS)
         return _Format(block_tokens, time_unit or "ms", partial(_of_blocks, block_tokens), is_whole=not time_unit)
@@ -143,14 +139,10 @@ class _Line:
     def error(self, reason: str) -> TraceError:
         return TraceError(self.path, self.number, reason)
 
-    def whole(self, name: str, meaning: str) -> int:
+    def tokens(self, name: str) -> int:
         value = self._field(name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{name} is not a whole number; give {meaning}")
-        return value
-
-    def tokens(self, name: str) -> int:
-        value = self.whole(name, "the tokens")
+            raise self.error(f"{name} is not a whole number; give the tokens")
         if value < 0:
             raise self.error(f"{name} is negative; give at least 0")
         return value
@@ -271,13 +263,6 @@ def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
     return TraceRequest(time, blocks, input_tokens, output_tokens, str(session))
 
 
-def _of_chats(block_tokens: int, roots: dict[int, int], line: _Line) -> TraceRequest:
-    """A turn of a conversation, which its first turn names; `roots` has that of each turn before."""
-    turn, before = line.whole("chat_id", "the id of the turn"), line.whole("parent_chat_id", "that of the one before")
-    roots[turn] = turn if before < 0 else roots.get(before, before)
-    return replace(_of_blocks(block_tokens, line), session=str(roots[turn]))
-
-
 def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) -> TraceRequest:
     """Whole blocks of text. A token is taken for 4 characters; `known` numbers blocks by prefix and text."""
     prompt, step, above = line.text("input"), block_tokens * _TEXT_CHARACTERS, -1
@@ -291,7 +276,7 @@ def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) 
 
 
 def _in_order(path: Path, parsed: list[tuple[int, TraceRequest]], *, is_text: bool) -> tuple[TraceRequest, ...]:
-    """The requests with times since the first. Text sessions are written as requests end, so they are sorted."""
+    """The requests with times since the first. Lines with text are written as requests end, so they are sorted."""
     if is_text:
         parsed = sorted(parsed, key=lambda numbered: numbered[1].time_s)
     if not any(len(request.blocks) for _, request in parsed):

@@ -104,8 +104,6 @@ def test_the_hit_rates_are_drawn(tmp_path: Path) -> None:
     text = picture.read_text()
     rows_of(tmp_path, str(trace), *flags)
     assert text == picture.read_text()
-    rows_of(tmp_path, str(trace), *flags, "--curve")
-    assert "miss ratio" in picture.read_text() and "miss ratio" not in text
     marks = list(ElementTree.fromstring(text).iter(f"{SVG}use"))
     assert all(mark.attrib[LINK].startswith("#") for mark in marks)
     points = {}

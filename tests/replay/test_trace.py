@@ -53,19 +53,6 @@ def test_sessions_have_blocks_of_their_own_size(tmp_path: Path) -> None:
     assert read_trace(written(tmp_path, blocks_line(input_length=31)), block_tokens=16).block_tokens == 16
 
 
-def test_conversations_of_bailian_are_in_seconds_and_blocks_of_16(tmp_path: Path) -> None:
-    """A line with a `chat_id` is a turn: its session is the first turn of its conversation, whose line may be
-    missing."""
-    turns = [(7, -1, 61.114), (8, 7, 61.5), (9, 3, 3600.0), (10, 8, 3661.5), (11, 3, 3662.0)]
-    lines = [
-        blocks_line(chat_id=turn, parent_chat_id=before, timestamp=at, input_length=25, type="text", turn=1)
-        for turn, before, at in turns
-    ]
-    trace = read_trace(written(tmp_path, *lines))
-    assert trace.block_tokens == 16 and [request.session for request in trace.requests] == ["7", "7", "3", "7", "3"]
-    assert [request.time_s for request in trace.requests] == [at - 61.114 for _, _, at in turns]
-
-
 @pytest.mark.parametrize("line", [blocks_line, text_line])
 def test_a_fraction_asks_for_the_unit_of_times(tmp_path: Path, line: Any) -> None:
     """Formats in whole units refuse a time with a fraction, on any line, until the unit is given; that given counts."""
@@ -129,8 +116,6 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
         ([blocks_line(timestamp=float("nan"))], 1, "finite"),
         ([blocks_line(timestamp=10**400)], 1, "finite"),
         ([blocks_line(timestamp="2023-11-16T18:15:46Z")], 1, "--time-unit"),
-        ([blocks_line(chat_id=1, input_length=25)], 1, "parent_chat_id is missing"),
-        ([blocks_line(chat_id="1", parent_chat_id=-1, input_length=25)], 1, "chat_id is not a whole number"),
         ([blocks_line(hash_ids=[-1, 2])], 1, "block ids"),
         ([blocks_line(hash_ids=[[1], [2]])], 1, "block ids"),
         ([blocks_line(hash_ids=[[1], 2])], 1, "block ids"),
