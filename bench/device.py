@@ -1,12 +1,10 @@
 """The device tier's kernels and allocators, as shares of a plain device copy or of an empty launch in the same rounds.
 
-    bytes    fused store, moves, gathers and scatters of an 8B model's pool (bench.device_bytes)
-    rows     rows of MLA, NSA and quantised pools stored and read
-    states   recurrent states copied and cleared, slots of windows translated
-    slots    allocations and frees against an empty kernel and a fill of the result, on the device and, as `host_us`,
-             in the caller's time
-    batch    prefill, decode, retraction and restoration as SGLang's callers make them, against plain attention over
-             contiguous keys and values and against plain copies (bench.device_batch)
+    bytes   fused store, moves, gathers and scatters of an 8B model's pool (bench.device_bytes)
+    slots   allocations and frees against an empty kernel and a fill of the result, on the device and, as `host_us`,
+            in the caller's time
+    batch   prefill, decode, retraction and restoration as SGLang's callers make them, against plain attention over
+            contiguous keys and values and against plain copies (bench.device_batch)
 
 What was computed is compared outside the timing, and what must not wait is run once where torch raises if it does.
 """
@@ -31,9 +29,9 @@ from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend
 
 NAME = "device"
-DESCRIPTION = "device tier: pages, rows and states moved, against a device copy; allocators against an empty launch"
+DESCRIPTION = "device tier: pages moved, against a device copy; allocators against an empty launch"
 
-PARTS = ("bytes", "rows", "states", "slots", "batch")
+PARTS = ("bytes", "slots", "batch")
 TOKEN_ALLOC_US, LAUNCH_TARGET = 5.0, 1.5
 
 
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
             _measure_host(report, samples, device)
             _measure_frees(report, samples, device)
         else:
-            measure_bytes(report, part, samples, device, args.tiles)
+            measure_bytes(report, samples, device, args.tiles)
 
 
 def _baseline(out: torch.Tensor) -> Run:

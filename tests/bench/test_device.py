@@ -15,17 +15,11 @@ from hicache.cli import main
 
 @pytest.mark.long
 def test_a_small_run_has_every_case(tmp_path: Path) -> None:
-    """Rows of each family, states and slots of windows stand beside the pool's own bytes; on a CPU without targets."""
+    """By their names; on a CPU without targets."""
     assert main(["bench", "run", "device", "--device", "cpu", "--samples", "1", "--out", str(tmp_path)]) == 0
     (path,) = tmp_path.iterdir()
     cases = {case.name: case for case in read_report(path).cases}
-    moved = {"copy", "store", "store_fp8", "move", "move_overlapping", "gather", "scatter", "mla_set", "mla_get"}
-    moved |= {
-        "nsa_store",
-        "nsa_gather",
-        *(f"quant_{kind}_{what}" for kind in ("int8", "fp8") for what in ("store", "read")),
-    }
-    moved |= {"state_copy", "state_clear", "swa_translate"}
+    moved = {"copy", "store", "store_fp8", "move", "move_overlapping", "gather", "scatter"}
     assert {name.removesuffix(".2mib") for name in cases if name.endswith(".2mib")} == moved
     assert {name.split(".")[0] for name in cases} - moved == {
         "alloc_extend",
@@ -52,11 +46,9 @@ def test_a_batch_is_compared_before_it_is_timed(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_kernel_that_moves_nothing_fails_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A state that was not copied, or not cleared, is an error, and no figure."""
+    """Rows that were not stored are an error, and no figure."""
     report = Report("device", "toy", {}, "", "", "")
-    for kernel in ("copy_states", "clear_states"):
-        with monkeypatch.context() as patched:
-            patched.setattr(device_bytes, kernel, lambda *_: None)
-            with pytest.raises(AssertionError, match="states"):
-                device_bytes.measure_bytes(report, "states", 1, torch.device("cpu"), False)
+    monkeypatch.setattr(device_bytes, "store_kv", lambda *_: None)
+    with pytest.raises(AssertionError, match="store"):
+        device_bytes.measure_bytes(report, 1, torch.device("cpu"), False)
     assert report.cases == []
