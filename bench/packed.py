@@ -9,8 +9,8 @@
     disk.processor        processor time of a GiB from disk to first tokens, over zstd's (bench.packed_engine)
     ttft.*                time to the first token of a prompt on the host, over the same without packing
 
-8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values are those of a real model where
-`--sample` gives them (bench.packed_sample). What a case compares is measured in one process, in turns; bytes are
+8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values have the exponents of a real
+model (bench.packed_sample). What a case compares is measured in one process, in turns; bytes are
 compared outside the timing. On a CPU sizes are tiny, and there are no targets.
 """
 
@@ -31,7 +31,7 @@ from hicache.bench.common import BenchUnavailable, RawCopy, Report, gb_per_s, in
 from hicache.bench.forward8b import FULL, TINY, Forward, ForwardShape
 from hicache.bench.overlap import CONTIGUOUS, RANDOM, Order, beside_load, measure_overlap
 from hicache.bench.packed_engine import PAGE, Setup, measure_disk, measure_ttft
-from hicache.bench.packed_sample import FORMATS, KvSample, load_sample, make_sample
+from hicache.bench.packed_sample import FORMATS, KvSample, drawn_sample
 from hicache.bench.stage import Stage
 from hicache.bench.transfer import Rig
 from hicache.config.engine import KvPacking
@@ -86,8 +86,6 @@ SMALL = Sizes(2, 1, 1, 512, 8, 8, 2, 128, (128, 256))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--sample", type=Path, metavar="FILE", help="keys and values of a real model (default: drawn)")
-    parser.add_argument("--make-sample", type=Path, metavar="FILE", help="make such a file, and measure nothing else")
     parser.add_argument(
         "--samples", type=int, help=f"timed rounds (default: {REAL.samples} on CUDA, {SMALL.samples} else)"
     )
@@ -97,15 +95,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    if args.make_sample is not None:
-        make_sample(args.make_sample, report)
-        return
     device, on_cuda = args.device, args.device.type == "cuda"
     shape, sizes = (FULL, REAL) if on_cuda else (TINY, SMALL)
     sizes = replace(sizes, load=args.tokens or sizes.load, samples=args.samples or sizes.samples)
     if sizes.load % (CONCURRENT * PAGE):
         raise BenchUnavailable(f"--tokens {sizes.load}: give a multiple of {CONCURRENT * PAGE}")
-    sample = load_sample(args.sample).to(device)
+    sample = drawn_sample().to(device)
     setup = Setup(shape, sample, device, sizes.new)
     parts: dict[str, Callable[[], None]] = {
         "transfer": lambda: measure_transfers(report, shape, sample, device, sizes.load, sizes.samples),
@@ -283,9 +278,9 @@ def _capacity(report: Report, pool: KVCache, page_bytes: int, sample: KvSample) 
         HostPagePool(pool.layout, PAGE, _CAPACITY_BYTES, pin=False, page_bytes=size) for size in (page_bytes, None)
     )
     channels = pool.layer_buffers(pool.layout.layers[0])[0][0].numel()
-    *_, misfits = sample.escapes(FORMATS["4"], len(pool.layout.layers), channels)
+    _, misfits = sample.escapes(FORMATS["4"], len(pool.layout.layers), channels)
     tokens, target = int(packed.num_pages / (1 + misfits)) * PAGE, TARGETS["capacity.host"]
-    note = f"in {_CAPACITY_BYTES >> 20} MiB; {misfits:.4f} of the pages do not fit and take two places; {sample.about}"
+    note = f"in {_CAPACITY_BYTES >> 20} MiB; {misfits:.4f} of the pages do not fit and take two places"
     about = {"ceiling": float(raw.num_pages * PAGE), "target": target if pool.device.type == "cuda" else None}
     report.case("packed.capacity.host", [float(tokens)], "tokens", note=note, **about)
     for host in (packed, raw):

@@ -228,7 +228,7 @@ def measure_disk(
 def _report_capacity(report: Report, setup: Setup, stored: Mapping[str, Mapping[str, float]], raw_bytes: int) -> None:
     live, files = ({kind: stats[f"disk.{name}_bytes"] for kind, stats in stored.items()} for name in ("live", "file"))
     note = f"pages with their headers; files {files['packed'] / 1e6:.1f} MB; the ceiling is raw KV; zstd at level 1: "
-    note += f"{live['zstd'] / 1e6:.1f} MB, {live['zstd'] / raw_bytes:.3f} of it; {setup.sample.about}"
+    note += f"{live['zstd'] / 1e6:.1f} MB, {live['zstd'] / raw_bytes:.3f} of it"
     target = DISK_TARGET if setup.device.type == "cuda" else None
     about = {"better": "lower", "ceiling": raw_bytes / 1e6, "target": target, "note": note}
     report.case("packed.capacity.disk", [live["packed"] / 1e6], "MB", **about)
