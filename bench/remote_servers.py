@@ -149,8 +149,8 @@ class S3Server(Server):
 
 
 class MooncakeServer(Server):
-    """`master`, and `process`, a machine that lends `segment_bytes`; without any it is not started. After another
-    `start`, `process` is that one, and both lend."""
+    """`master`, and `process`, a machine that lends `segment_bytes`. After another `start`, `process` is that one, and
+    both lend."""
 
     _COMMAND = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
     _OWNER = """
@@ -170,8 +170,7 @@ sys.stdin.read()
         self._owners: list[Process] = []
         self._client: Any = None
         self.start_master()
-        if segment_bytes:
-            self.start()
+        self.start()
 
     @staticmethod
     def missing() -> str:
@@ -194,10 +193,10 @@ sys.stdin.read()
         self.process = started(command, is_ready, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         self._owners.append(self.process)
 
-    def library(self, segment_bytes: int = 0) -> Any:
-        """A client of the library, which lends so much memory."""
+    def library(self) -> Any:
+        """A client of the library."""
         client = load_mooncake().MooncakeDistributedStore()
-        assert client.setup("127.0.0.1", "P2PHANDSHAKE", segment_bytes, 64 << 20, "tcp", "", self.address) == 0
+        assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.address) == 0
         return client
 
     def read(self, name: str) -> bytes:
