@@ -1,7 +1,7 @@
 """Remote stores on loopback: pages put and got through the store, beside the client's own calls with the same buffers.
 
     <store>.put, <store>.get   random pages; the ceiling is what the store's own client does: a batch of Mooncake's
-                               library, obstore in as many threads
+                               library; for S3, obstore in 16 threads
 
 Variants run in turns in one process; what came back is compared. Servers are started and stopped here. What is not
 installed is left out.

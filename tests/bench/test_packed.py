@@ -103,7 +103,7 @@ def test_a_rig_holds_the_sample_and_sees_damage(layout: Layout, kv_packing: KvPa
 
 
 def test_the_drawn_sample_has_the_measured_distances() -> None:
-    """As many values escape as in the model's, and every page fits."""
+    """The shares of keys and values that escape are those of the model, and every page fits."""
     sample = drawn_sample()
     for bits, format in FORMATS.items():
         means, misfits = sample.escapes(format, 4, 256)
