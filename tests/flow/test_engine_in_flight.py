@@ -172,7 +172,7 @@ def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: Mode
     engine, transfers = stepped(model, device_tokens=64, write_policy="write_through")
     with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
         prefill(engine, lease, prompt(0, 41), model)
-    with pytest.raises(OutOfSlots, match=r"40 tokens are in copies in flight: call poll\(\) and retry") as refused:
+    with pytest.raises(OutOfSlots, match=r"40 tokens .*poll\(\)") as refused:
         engine.acquire(CacheRequest("second", prompt(1, 41)))
     assert refused.value.in_flight == 40
     for link in transfers.down:

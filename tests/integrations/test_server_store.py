@@ -59,36 +59,6 @@ def opened(*arguments: Any, **changed: Any) -> Iterator[Server]:
     server.close()
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        {"model": "n"},
-        {"dtype": "float16"},
-        {"layout": "BLHNC"},
-        {"page_tokens": 32},
-        {"parallel": "tp=2/1"},
-        {"server": "vllm 0.33"},
-        {"salt": "tenant"},
-        {"formats": (PageFormat(PAGE_BYTES), PageFormat(512))},
-        {"key_file": "key"},
-    ],
-    ids=lambda changed: next(iter(changed)),
-)
-def test_servers_on_one_path_see_nothing_of_each_other(tmp_path: Path, changed: dict[str, Any]) -> None:
-    """Whatever differs; and each finds its own again after a restart."""
-    if "key_file" in changed:
-        changed["key_file"] = str(tmp_path / "key")
-        (tmp_path / "key").write_bytes(bytes(range(32)))
-    path = tmp_path / "pages"
-    with opened(path) as first:
-        assert first.put(b"a")
-    with opened(path, **changed) as second:
-        assert not second.get(b"a") and second.put(b"b")
-    for kwargs, own, other in (({}, b"a", b"b"), (changed, b"b", b"a")):
-        with opened(path, **kwargs) as again:
-            assert again.get(own) and not again.get(other)
-
-
 def test_a_store_of_another_process_is_left_alone_until_it_is_free(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,28 +84,6 @@ def test_servers_of_one_socket_share_stores(tmp_path: Path) -> None:
         with opened(socket) as again:
             assert again.get(b"a") and again.get(b"b")
     assert sorted(describe(folder).entries for folder in (tmp_path / "pages").iterdir()) == [1, 2]
-
-
-def test_damaged_files_are_not_served(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The server goes on without its store, and the log names the file."""
-    with opened(tmp_path) as first:
-        first.put(b"a")
-    data = Path(first.store.path) / "store.json"
-    data.write_bytes(b"\xff" * data.stat().st_size)
-    with opened(tmp_path) as second:
-        assert not second.get(b"a") and not second.put(b"b")
-        assert str(data) in caplog.text
-
-
-def test_operators_read_it_like_any_other(tmp_path: Path) -> None:
-    """The subfolder is a whole store, whose identity names the server."""
-    with opened(tmp_path) as first:
-        first.put(b"a")
-        first.put(b"b")
-        assert first.tier.clear() and not first.get(b"b") and first.put(b"c")
-    assert Path(first.store.path).name.startswith("vllm-0.32-")
-    found = describe(first.store.path)
-    assert (found.entries, found.identity["server"]) == (1, "vllm 0.32")
 
 
 @pytest.mark.parametrize(

@@ -61,22 +61,6 @@ class Server:
         return [counter.value for counter in (self.gate.accepted, self.gate.declined, self.gate.unmeasured)]
 
 
-def test_a_load_that_is_slower_than_computing_is_not_made_for_one_alone(caplog: pytest.LogCaptureFixture) -> None:
-    """What the disk holds is loaded while its speed is unknown, and again once that was not seen for a while: a disk
-    that is asked no more would never show that it has recovered. Whoever is looked up again delays itself not twice."""
-    caplog.set_level("INFO")
-    server = Server(10_000.0)  # 1.024 s
-    assert server.loads(PROMPT)
-    server.reads(PROMPT, 2.0)
-    assert not server.loads(PROMPT) and not server.loads(PROMPT) and not server.loads(PROMPT, 16)
-    assert caplog.text.count("is computed again") == 1
-    server.clock.now_s += 61
-    assert server.loads(PROMPT)
-    server.reads(PROMPT, 0.5)
-    assert server.loads(PROMPT)
-    assert server.decisions == [1, 3, 2]
-
-
 def test_the_others_that_computing_would_delay_count_and_reads_that_are_queued() -> None:
     """A load may take as long as computing costs all who wait for the GPU: those that were looked up, declined or not
     stored, until their pages are computed or stored, or half a minute has passed. Whoever waits for the disk delays
@@ -170,10 +154,3 @@ def test_the_speed_of_prefill_outlives_the_server() -> None:
         server = Server(store=Store(note))
         server.knows(1.5)
         assert server.loads(PROMPT) and server.decisions == [0, 0, 1]
-
-
-def test_zero_loads_everything() -> None:
-    """Computing is never faster then."""
-    server = Server(0.0)
-    server.knows(1000.0)
-    assert server.loads(PROMPT) and server.decisions == [1, 0, 0]

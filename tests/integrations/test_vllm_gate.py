@@ -80,16 +80,6 @@ class Case:
         return tuple(each.value for each in (gate.accepted, gate.declined, gate.unmeasured, gate.abandoned))
 
 
-@pytest.mark.parametrize(("read_s", "loads"), [(0.49, True), (0.51, False)])
-def test_a_load_is_made_where_it_is_faster_than_computing(read_s: float, loads: bool) -> None:
-    """By what was measured: 16384 tokens were computed in half a second."""
-    case = Case()
-    case.compute(0.5)
-    case.read(read_s)
-    assert case.loads() is loads
-    assert case.counts() == (int(loads), int(not loads), 0, 0)
-
-
 def test_nothing_is_declined_before_both_speeds_are_known() -> None:
     case = Case()
     assert case.loads()
@@ -101,16 +91,6 @@ def test_nothing_is_declined_before_both_speeds_are_known() -> None:
     assert case.counts() == (0, 0, 2, 0) and other.counts() == (0, 0, 1, 0)
 
 
-@pytest.mark.parametrize(("tokens_per_s", "loads"), [(16384, True), (65536, False), (0, True)])
-def test_a_speed_that_is_given_needs_no_measurement(tokens_per_s: float, loads: bool) -> None:
-    """With 0 everything is loaded, whatever it takes."""
-    case = Case(tokens_per_s)
-    case.read(0.5 if tokens_per_s else 3600)
-    assert case.loads() is loads
-    case.compute(0.5)
-    assert case.loads() is loads
-
-
 def test_what_was_declined_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     case = Case(1e9)
     case.read(1.0)
@@ -118,21 +98,6 @@ def test_what_was_declined_is_logged_once(caplog: pytest.LogCaptureFixture) -> N
         assert [case.loads() for _ in range(3)] == [False] * 3
     assert caplog.text.count("prefill_tokens_per_s=0") == 1
     assert case.counts() == (0, 3, 0, 0)
-
-
-def test_a_gate_that_declines_opens_again() -> None:
-    """A disk that is not read shows nothing: after a minute its speed is unknown, one load is made, and its speed
-    decides."""
-    case = Case(PROMPT)
-    case.read(10.0)
-    assert not case.loads()
-    case.after(59)
-    assert not case.loads()
-    case.after(2)
-    assert case.loads()
-    case.read(0.1)
-    assert case.loads()
-    assert case.counts() == (1, 2, 1, 0)
 
 
 def test_loads_wait_for_those_before_them() -> None:
@@ -173,21 +138,6 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
     assert case.counts() == (4, 3, 0, 0)
 
 
-def test_a_part_is_loaded_where_the_whole_does_not_pay() -> None:
-    """The disk alone has chunks 0 and 1, and those from 20 on; the CPU tier has what is between. By loading two chunks
-    twenty are saved. Without a gap there is no such part: computing is dearest at the end."""
-    case = Case(PROMPT)
-    case.read(2.0)
-    request, candidate = case.asked()
-    case.gate.step((), ())
-    spans = [*spans_of(2 * CHUNK), *spans_of(PROMPT - 20 * CHUNK, 20 * CHUNK)]
-    assert case.weigh(request, candidate, spans=spans)
-    assert candidate.until == 20 * CHUNK
-    case.gate.forget(request)
-    assert not case.loads()
-    assert case.counts() == (1, 1, 0, 0)
-
-
 def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
     """A prompt of 32 chunks is computed in 1 s and read in 0.4: it may wait for 0.6 s. Then what fits is loaded, where
     that pays."""
@@ -223,23 +173,6 @@ def test_requests_wait_for_rows_one_behind_the_other() -> None:
     case.after(2.0)
     case.gate.step((), ())
     assert case.weigh(*second, rows=few) and second[1].until == 8 * CHUNK
-
-
-@pytest.mark.parametrize("tokens_per_s", [PROMPT, 0, "auto"])
-def test_nobody_waits_for_rows_that_nothing_gives_free(tokens_per_s: Any) -> None:
-    """What there is is used, and who finds enough does not wait at all."""
-    case = Case(tokens_per_s)
-    case.read(0.1)
-    for rows, loads, until in (
-        (Rows(8, 64), True, 8 * CHUNK),
-        (Rows(0, 64), False, math.inf),
-        (Rows(32, 64, may_grow=True), True, math.inf),
-    ):
-        request, candidate = case.asked()
-        case.gate.step((), ())
-        assert case.weigh(request, candidate, rows=rows) is loads
-        assert candidate.until == until
-        case.gate.forget(request)
 
 
 def test_a_request_is_weighed_when_all_its_chunks_were_asked_for() -> None:

@@ -294,12 +294,10 @@ def test_blocks_without_tiles_are_refused(page_bytes: int, block_bytes: int, hea
         shapes_of(page_bytes, block_bytes, 8, heads, FOUR_BITS, 2)
 
 
-@pytest.mark.parametrize(("tokens", "ratio"), [(16, 1.267), (32, 1.299), (64, 1.316), (256, 1.328)])
-def test_how_much_smaller_chunks_get(tokens: int, ratio: float) -> None:
-    """Of a model with 32 layers of 8 heads of 128, by the tokens of a chunk."""
-    channels = 32 * 8 * 256
-    part_bytes = part_bytes_of(FOUR_BITS, channels, tokens, 1)
-    assert channels * 2 * tokens / part_bytes == pytest.approx(ratio, abs=6e-4)
+@pytest.mark.parametrize(("rows", "size"), [(1, 4), (3, 4), (0, 1)])
+def test_a_transfer_with_other_rows_than_its_blocks_need_is_refused(rows: int, size: int) -> None:
+    with pytest.raises(ValueError, match="chunks"):
+        chunk_blocks(np.arange(rows, dtype=np.int32), np.arange(size, dtype=np.int32), [size], [0], 2)
 
 
 @pytest.mark.parametrize(

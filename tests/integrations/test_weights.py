@@ -178,7 +178,7 @@ def test_a_file_that_cannot_be_read_is_named(model: Path, monkeypatch: pytest.Mo
         return plain(path, *args, **given)
 
     monkeypatch.setattr(Path, "open", opened)
-    with pytest.raises(ConfigError, match=r"a-2\.safetensors: Permission denied; make it readable"):
+    with pytest.raises(ConfigError, match=r"a-2\.safetensors"):
         digest(model)
 
 

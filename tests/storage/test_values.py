@@ -173,12 +173,12 @@ def test_no_downgrade() -> None:
     filtered = bytearray(encrypted)
     filtered[16:28] = fields_of(filter=1, element_bytes=4)[16:28]
     for codec, value, reason in (
-        (secret, plain, "unencrypted page in an encrypted store"),
-        (CODECS["raw"], encrypted, "encrypted page; open the store with its key"),
-        (other, encrypted, "page does not decrypt: changed, or of another key"),
-        (secret, with_right_checksum(bytes(filtered)), "page does not decrypt: changed, or of another key"),
+        (secret, plain, "unencrypted page"),
+        (CODECS["raw"], encrypted, "with its key"),
+        (other, encrypted, "does not decrypt"),
+        (secret, with_right_checksum(bytes(filtered)), "does not decrypt"),
     ):
-        assert decode_guarded(codec, value)[0] == reason
+        assert reason in decode_guarded(codec, value)[0]
     assert secret.verify_stored(b"key", plain) and not CODECS["raw"].verify_stored(b"key", encrypted)
 
 

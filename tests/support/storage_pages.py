@@ -114,16 +114,6 @@ def blocks_bytes(path: Path) -> int:
     return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
 
 
-def forget_cached(path: Path) -> None:
-    """Have the kernel drop what it keeps of a file that nobody has mapped pages of."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
-
-
 def found_numbers(store: PageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> set[int]:
     """The numbers that the store has, after comparing every byte of each."""
     wanted = list(numbers)

@@ -73,6 +73,7 @@ def test_what_is_computed_faster_is_not_loaded(tmp_path: Path, monkeypatch: pyte
         assert (gate.accepted.value, gate.unmeasured.value, reads.num_pages) == (1, 2, 48)
 
 
+@pytest.mark.smoke
 def test_a_part_is_loaded_where_the_whole_does_not_pay(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:
@@ -90,6 +91,7 @@ def test_a_part_is_loaded_where_the_whole_does_not_pay(
         assert server.load(OTHER) == [False] * 8
 
 
+@pytest.mark.smoke
 def test_a_load_is_weighed_by_all_that_computing_delays(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:

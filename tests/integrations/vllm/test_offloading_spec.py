@@ -73,6 +73,36 @@ def test_bytes_that_went_down_come_back_into_other_blocks(engines: Any, cache: C
 
 
 @pytest.mark.smoke
+def test_parts_of_chunks_go_both_ways_and_nothing_else_changes(engines: Any, device: str) -> None:
+    """A store copies what the current stream writes before it."""
+    engine, rng = engines(CHUNKED, extra(CHUNKED, 4)), random.Random(0)
+    keys, context = [key(number) for number in range(4)], engine.request()
+    rows = engine.manager.prepare_store(keys, context).store_spec
+    contents, jobs = [-1] * 12, itertools.count()
+    for first, size in ((0, 12), (1, 1), (2, 5), (4, 8), (0, 4)):
+        chunks = slice(first // 3, (first + size - 1) // 3 + 1)
+        blocks = rng.sample(range(1, 64), size)
+        if device == "cuda":
+            torch.cuda._sleep(20_000_000)
+        for at, block in enumerate(blocks, first):
+            contents[at] = 100 * size + at
+            engine.write(block, contents[at])
+        part = type(rows)(rows.chunk_ids[chunks].tolist())
+        assert engine.worker.submit_store(next(jobs), GPULoadStoreSpec(blocks, [size], [first]), part)
+        engine.finish(1)
+        for begin, end in ((0, 12), (1, 2), (5, 10)):
+            chunks, targets = slice(begin // 3, (end - 1) // 3 + 1), rng.sample(range(1, 64), end - begin)
+            for tensor in engine.tensors:
+                tensor.fill_(7)
+            part = type(rows)(rows.chunk_ids[chunks].tolist())
+            assert engine.worker.submit_load(next(jobs), part, GPULoadStoreSpec(targets, [end - begin], [begin]))
+            engine.finish(1)
+            assert all(engine.holds(block, contents[begin + i]) for i, block in enumerate(targets))
+            others = [block for block in range(64) if block not in targets]
+            assert all((tensor[others] == 7).all() for tensor in engine.tensors)
+
+
+@pytest.mark.smoke
 def test_transfers_in_flight_together_end_in_their_order_with_their_own_bytes(engines: Any) -> None:
     """Stores of several jobs, then loads of all, each only submitted; the worker is asked until all have ended."""
     engine = engines(PLAIN, extra(PLAIN, 24))

@@ -135,6 +135,7 @@ def test_requests_wait_for_the_rows_of_those_before_them(tmp_path: Path, policy:
         server.store(FRESH)
 
 
+@pytest.mark.smoke
 @pytest.mark.parametrize("policy", OURS)
 def test_nobody_waits_for_rows_that_nothing_gives_free(tmp_path: Path, policy: str) -> None:
     """The GPU reads from six of eight rows, and nothing else is under way: what there is is used."""

@@ -80,7 +80,6 @@ def _changed(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.smoke
-@pytest.mark.smoke
 def test_the_memory_of_the_cpu_tier_has_no_name_once_the_tier_is_there(tmp_path: Path) -> None:
     """All workers have mapped it by then. What a killed server left is gone, and the tier serves."""
     left = Path(f"/dev/shm/vllm_offload_{uuid.uuid4().hex}.mmap")
@@ -93,6 +92,7 @@ def test_the_memory_of_the_cpu_tier_has_no_name_once_the_tier_is_there(tmp_path:
         assert opened.load([key(1)]) == [True]
 
 
+@pytest.mark.smoke
 def test_servers_that_differ_see_nothing_of_each_other(tmp_path: Path) -> None:
     """On one folder, whatever differs, also where only the weights behind a name do."""
     pages = tmp_path / "pages"

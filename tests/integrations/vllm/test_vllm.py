@@ -20,9 +20,6 @@ if importlib.util.find_spec("vllm._C") is None:  # to import it needs the proces
     pytest.skip("needs vLLM's compiled parts", allow_module_level=True)
 
 import vllm_server
-from hicache.bench import servers
-from hicache.bench.command import run_one
-from hicache.bench.common import read_report
 from hicache.bench.servers import vllm_worker
 from hicache.storage import describe
 
@@ -267,38 +264,3 @@ def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:
         assert restarted.outputs == raw.outputs
         assert kv_packing == "4" or restarted.cached == [[cached, cached]]
     assert describe(next((tmp_path / "3").iterdir())).entries == 2 * cached // 64
-
-
-@pytest.mark.parametrize("mode", [pytest.param("hicache", marks=pytest.mark.smoke), "tier"])
-def test_the_benchmark_compares_a_restart_with_computing(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Three processes: no offloading, our spec with a disk or vLLM's own CPU tier above ours, and that after a restart.
-    Five documents, asked twice in each, have the same tokens, computed or loaded; from the disk comes all that was
-    stored."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    report = read_report(run_one(servers, ["--device", "cpu", "--modes", f"none,{mode}", "--out", str(tmp_path)]))
-    cases = {case.name.removeprefix("servers.vllm."): case for case in report.cases}
-    suffix = {"hicache": "", "tier": ".tier"}[mode]
-    compared = [f"first{suffix}", f"restart.over_computing{suffix}"]
-    timed = {*compared, *({"shared50.disk"} if mode == "hicache" else ())}
-    assert cases.keys() == {*timed, f"bytes.{mode}", f"bytes.{mode}.restart", "tokens"}
-    assert all(cases[name].ratio for name in timed)
-    assert cases["tokens"].value == 2 * 5 * 2
-    assert [cases[name].note.split()[2] for name in compared] == ["0", "1024"]
-
-
-def test_sessions_find_after_a_restart_what_others_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Three processes serve the same turns, four at a time: no offloading, our spec with a disk, and that after a
-    restart, when first turns are cached too. All are answered."""
-    for name, value in ENVIRONMENT.items():
-        monkeypatch.setenv(name, value)
-    asked = ["--workload", "sessions", "--modes", "none,hicache,hicache.restart", "--concurrency", "4"]
-    report = read_report(run_one(servers, [*asked, "--device", "cpu", "--out", str(tmp_path)]))
-    cases = {case.name.removeprefix("servers.vllm.sessions."): case for case in report.cases}
-    runs = ("none.c4", "hicache.c4", "hicache.restart.c4")
-    assert all(not cases[f"{run}.makespan"].note and cases[f"{run}.first"].samples == 16 for run in runs)
-    assert cases["hicache.restart.c4.cached"].value > cases["hicache.c4.cached"].value > 0
-    assert cases["hicache.c4.moved"].value > 0
-    assert {"disk.over_none.c4", "restart.over_none.c4"} < cases.keys()
