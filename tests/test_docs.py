@@ -21,7 +21,6 @@ from hicache.config import SECTIONS
 from hicache.config.settings import settings_of
 from hicache.integrations.load_gate import gated_store_config
 from hicache.integrations.server_store import ServerStoreConfig, server_store_config
-from hicache.integrations.sglang.linker_settings import linker_config
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,7 +118,7 @@ def test_settings_of_servers_are_taken() -> None:
     """What the pages give to copy is JSON, and the plug-in that it names takes it."""
     checked = 0
     pages = [ROOT / "README.md", *(ROOT / "docs/integrations").glob("*.md")]
-    flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config|[\w-]*linker-config|l2-adapter) '(\{.*?\})'"
+    flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config|l2-adapter) '(\{.*?\})'"
     for text in re.findall(flag, "\n".join(page.read_text() for page in pages), re.DOTALL):
         if "..." in text:
             continue
@@ -131,8 +130,6 @@ def test_settings_of_servers_are_taken() -> None:
             else:
                 (tier,) = extra["secondary_tiers"]
                 gated_store_config({k: v for k, v in tier.items() if k not in ("type", "module_path")}, "tier")
-        elif "linker" in given:
-            linker_config(given["linker_extra_config"])
         elif "adapter_params" in given:
             server_store_config(given["adapter_params"], "adapter_params")
         else:
