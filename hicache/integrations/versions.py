@@ -9,7 +9,6 @@ from hicache.errors import ConfigError
 
 VLLM = ("0.32", "0.33")
 SGLANG = ("0.5.17", "0.5.23")
-LMCACHE = ("0.5.6", "0.5.7")
 
 
 def require_version(server: str, version: str, tested: Sequence[str]) -> str:
