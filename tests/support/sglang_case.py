@@ -204,7 +204,7 @@ class Server:
     def lose(self, keys: list[str], pool: str = "kv") -> None:
         """Remove pages from the disk, as its eviction would."""
         found = self.backend._pools[pool]
-        removed = found.tier._do(found.tier._staged.remove, found.keys(keys))
+        removed = found.tier._do(found.tier._submit_remove, found.keys(keys))
         assert found.tier._wait(removed) == [True] * len(keys)
 
     def prefetch(self, tokens: list[int], meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
