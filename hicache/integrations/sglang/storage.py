@@ -23,8 +23,7 @@ import torch
 from sglang.srt.mem_cache import hicache_storage
 
 from hicache.config.settings import as_mapping
-from hicache.integrations.load_gate import gated_store_config
-from hicache.integrations.server_store import ServerStore, require_shared, require_usable
+from hicache.integrations.server_store import ServerStore, require_shared, require_usable, server_store_config
 from hicache.integrations.sglang.endpoint import Endpoint
 from hicache.integrations.sglang.gate import LoadGate
 from hicache.integrations.sglang.host_copies import HostCopies
@@ -111,7 +110,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = as_mapping(storage_config.extra_config or {}, _WHERE)
         settings = {k: v for k, v in given.items() if k not in _LOADER_KEYS}
-        self._config = gated_store_config(settings, _WHERE)
+        self._config = server_store_config(settings, _WHERE)
         require_usable(self._config)
         self._storage_config = storage_config
         self._has_pieces = bool(given.get("interface_v1", 0))
