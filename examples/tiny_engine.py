@@ -51,7 +51,7 @@ class PageIndex:
 
     def held_end(self, keys: list[bytes], start: int) -> int:
         """Where the published pages end that begin with `start`.
-        `hicache/host/index.py: PageIndex.held_end`"""
+        `hicache/flow/located.py: Located.host_end`"""
         return next((at for at in range(start, len(keys)) if keys[at] not in self.pages), len(keys))
 
     def reserve(self, key: bytes, keep: set[bytes]) -> int | None:

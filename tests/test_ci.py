@@ -28,10 +28,10 @@ def servers() -> ModuleType:
         (["README.md", "docs/vllm.md", "mkdocs.yml", "tests/flow/test_engine.py"], ""),
         (["tests/integrations/test_vllm_gate.py"], ""),  # of the default tests
         (["hicache/integrations/vllm/tier.py", "CHANGELOG.md"], "vllm"),
-        (["bench/servers/sglang.py", "tests/integrations/lmcache/test_lmcache_server.py"], "sglang lmcache"),
+        (["bench/servers/sglang.py", "tests/integrations/vllm/test_vllm.py"], "vllm sglang"),
         (["tests/support/vllm_server.py", "tests/remote/test_s3.py", "tests/support/remote_case.py"], "vllm remote"),
         *(
-            ([file], "vllm remote sglang lmcache")
+            ([file], "vllm remote sglang")
             for file in (
                 "hicache/integrations/server_store.py",
                 "hicache/errors.py",

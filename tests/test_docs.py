@@ -19,9 +19,7 @@ from hicache.bench import command as bench_command
 from hicache.bench.common import read_report
 from hicache.config import SECTIONS
 from hicache.config.settings import settings_of
-from hicache.integrations.load_gate import gated_store_config
 from hicache.integrations.server_store import ServerStoreConfig, server_store_config
-from hicache.integrations.sglang.linker_settings import linker_config
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings, offloading_settings
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -119,7 +117,7 @@ def test_settings_of_servers_are_taken() -> None:
     """What the pages give to copy is JSON, and the plug-in that it names takes it."""
     checked = 0
     pages = [ROOT / "README.md", *(ROOT / "docs/integrations").glob("*.md")]
-    flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config|[\w-]*linker-config|l2-adapter) '(\{.*?\})'"
+    flag = r"--(?:kv-transfer-config|[\w-]*backend-extra-config) '(\{.*?\})'"
     for text in re.findall(flag, "\n".join(page.read_text() for page in pages), re.DOTALL):
         if "..." in text:
             continue
@@ -130,15 +128,11 @@ def test_settings_of_servers_are_taken() -> None:
                 offloading_settings(extra)
             else:
                 (tier,) = extra["secondary_tiers"]
-                gated_store_config({k: v for k, v in tier.items() if k not in ("type", "module_path")}, "tier")
-        elif "linker" in given:
-            linker_config(given["linker_extra_config"])
-        elif "adapter_params" in given:
-            server_store_config(given["adapter_params"], "adapter_params")
+                server_store_config({k: v for k, v in tier.items() if k not in ("type", "module_path")}, "tier")
         else:
             names = ("backend_name", "module_path", "class_name", "interface_v1")
-            gated_store_config({k: v for k, v in given.items() if k not in names}, "extra config")
-    assert checked >= 7
+            server_store_config({k: v for k, v in given.items() if k not in names}, "extra config")
+    assert checked >= 5
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -166,7 +160,7 @@ def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
     assert [str(path) for path, text in texts.items() if tables.filled(text) != text] == []
     marks = [re.findall(r"^<!-- (table|end of table)\b", text, re.MULTILINE) for text in texts.values()]
     assert all(of_page == ["table", "end of table"] * (len(of_page) // 2) for of_page in marks)
-    assert sum(map(len, marks)) > 60
+    assert sum(map(len, marks)) > 40
 
 
 def test_the_table_of_kernels_is_complete() -> None:
@@ -187,7 +181,7 @@ def test_the_settings_page_has_every_declaration(tables: ModuleType) -> None:
     it has no default."""
     page = (ROOT / "docs/settings.md").read_text()
     assert re.findall(r"<!-- table: settings (\w+) -->", page) == list(tables._SETTINGS)
-    classes = {*SECTIONS.values(), ServerStoreConfig, *_derived(ServerStoreConfig), OffloadingSettings}
+    classes = {*SECTIONS.values(), ServerStoreConfig, OffloadingSettings}
     assert {*tables._SETTINGS.values()} == classes
     for cls in classes:
         rows = dict(re.findall(r"\| `(?:\w+\.)?(\w+)` (.*)", tables._settings_table(cls.__name__)))
@@ -197,7 +191,3 @@ def test_the_settings_page_has_every_declaration(tables: ModuleType) -> None:
         for name, setting in settings.items():
             assert setting.help in rows[name]
             assert ("| required |" in rows[name]) == (own[name].default is dataclasses.MISSING)
-
-
-def _derived(cls: type) -> set[type]:
-    return {cls for child in cls.__subclasses__() for cls in (child, *_derived(child))}

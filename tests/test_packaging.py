@@ -17,7 +17,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from hicache.errors import ConfigError
-from hicache.integrations.versions import LMCACHE, SGLANG, VLLM, require_version
+from hicache.integrations.versions import SGLANG, VLLM, require_version
 
 ROOT = Path(__file__).resolve().parent.parent
 MADE = (".git", ".venv", "dist", "*.egg-info", "__pycache__", ".*_cache", ".hypothesis", "shared")
@@ -86,7 +86,7 @@ def test_a_program_beside_the_clone_imports_the_package(tmp_path: Path) -> None:
     python(tmp_path, "mine.py")
 
 
-@pytest.mark.parametrize(("server", "tested"), [("vllm", VLLM), ("sglang", SGLANG), ("lmcache", LMCACHE)])
+@pytest.mark.parametrize(("server", "tested"), [("vllm", VLLM), ("sglang", SGLANG)])
 def test_an_extra_installs_what_its_plug_in_takes(server: str, tested: Sequence[str]) -> None:
     """Of all releases around those that are tested: exactly these."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

@@ -25,9 +25,7 @@ from hicache.config import SECTIONS
 from hicache.config.environment import VARIABLES
 from hicache.config.settings import Choice, Number, Setting, Size, Whole, settings_of
 from hicache.console import sized
-from hicache.integrations.load_gate import GatedStoreConfig
 from hicache.integrations.server_store import ServerStoreConfig
-from hicache.integrations.sglang.linker_settings import LinkerConfig
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings
 from hicache.metrics import MetricInfo
 from hicache.serving.server.flags import add_flags
@@ -35,10 +33,7 @@ from hicache.serving.server.flags import add_flags
 ROOT = Path(__file__).resolve().parent.parent.parent
 _MAX_SHOWN = 10_000  # maxima above are those of the machine, and tell nobody anything
 
-_SETTINGS: dict[str, type] = {
-    cls.__name__: cls
-    for cls in (*SECTIONS.values(), ServerStoreConfig, GatedStoreConfig, LinkerConfig, OffloadingSettings)
-}
+_SETTINGS: dict[str, type] = {cls.__name__: cls for cls in (*SECTIONS.values(), ServerStoreConfig, OffloadingSettings)}
 _PREFIXES = {cls.__name__: f"{section}." for section, cls in SECTIONS.items() if section}
 
 

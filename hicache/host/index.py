@@ -20,7 +20,7 @@ from hicache.eviction.orders import clock
 from hicache.eviction.policy import make_order
 from hicache.host.audit import Counts, index_violations
 from hicache.host.hints import PageHints
-from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, end_of, held_by, path_of, runs_for, spans
+from hicache.host.run import RUN_PAGES, HostRun, NewPages, Pages, RunPart, held_by, path_of, runs_for, spans
 
 
 class PageIndex(PageHints):
@@ -82,12 +82,12 @@ class PageIndex(PageHints):
             end -= run.keys.index(keys[end - 1]) + 1
         return True
 
-    def parts(self, keys: Sequence[bytes], start: int = 0) -> list[RunPart]:
-        """Where the published ones of `keys[start:]`, which follow each other in a prompt, are: without what is not."""
+    def parts(self, keys: Sequence[bytes]) -> list[RunPart]:
+        """Where the published ones of `keys`, which follow each other in a prompt, are: without what is not."""
         if self._runs.keys().isdisjoint(keys):
             return []
         # [at, last): of one run, its pages from the `skipped`-th on
-        found, at, end, get = list[RunPart](), start, len(keys), self._runs.get
+        found, at, end, get = list[RunPart](), 0, len(keys), self._runs.get
         while at < end:
             run = get(keys[at])
             if run is None or not run.is_published:
@@ -100,10 +100,6 @@ class PageIndex(PageHints):
             found.append(RunPart(run, skipped, at, last))
             at = last
         return found
-
-    def held_end(self, keys: Sequence[bytes], start: int) -> int:
-        """Where the published pages end that begin with `keys[start]`, which follow each other in a prompt."""
-        return end_of(self.parts(keys, start), start)
 
     def lacking(self, keys: Sequence[bytes], start: int) -> list[int]:
         """Which of `keys` from `start` on are not `is_coming`."""

@@ -1,19 +1,14 @@
-"""What the gates before the disk under vLLM and SGLang share: their setting, their counters, and the speed of prefill
-that outlives the server."""
+"""What the gates before the disk under vLLM and SGLang share: their counters, and the speed of prefill that outlives
+the server."""
 
 from __future__ import annotations
 
 import logging
 import math
 import struct
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Any, Protocol
+from typing import Protocol
 
-from hicache.config import Auto
-from hicache.config.settings import Number, as_mapping, from_mapping
 from hicache.flow.cost import LoadDecisions, PrefillCost
-from hicache.integrations.server_store import ServerStoreConfig
 from hicache.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -21,26 +16,6 @@ log = logging.getLogger(__name__)
 _CHANGED = 0.1
 _TERMS = struct.Struct("<2d")
 _FAMILY = "load_gate_loads"
-
-
-@dataclass(frozen=True, kw_only=True)
-class GatedStoreConfig(ServerStoreConfig):
-    """The settings of the disk, and of the gate before it."""
-
-    prefill_tokens_per_s: Annotated[
-        float | Auto,
-        Number(
-            "speed of prefill, which loads are weighed against; 0: all is loaded",
-            unit="tokens/second",
-            computed_from="prompts that are timed while serving",
-        ),
-    ] = "auto"
-
-
-def gated_store_config(given: Mapping[str, Any], where: str) -> GatedStoreConfig:
-    """The settings in `given`. `ConfigError` names `where` they stand, what is wrong and what is known."""
-    config: GatedStoreConfig = from_mapping(GatedStoreConfig, as_mapping(given, where), where)
-    return config
 
 
 class KeepsNote(Protocol):

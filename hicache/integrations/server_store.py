@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
-from hicache.config import DiskConfig
+from hicache.config import Auto, DiskConfig
 from hicache.config.secret import key_of
-from hicache.config.settings import SOCKET, FilePath, Size, Text, Whole, as_mapping, from_mapping, settle
+from hicache.config.settings import SOCKET, FilePath, Number, Size, Text, Whole, as_mapping, from_mapping, settle
 from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
 from hicache.storage import PageCipher, PageFormat
@@ -39,9 +39,9 @@ _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
-    """Where a server's pages lie on disk, and how. `path` holds one store for each model, dtype and layout that is
-    served with it; `budget` bounds all of them together. Where `path` is the socket of a process that serves a
-    directory, that was told `budget`, `durability` and `level`."""
+    """Where a server's pages lie on disk, and how, and the speed that loads are weighed against. `path` holds one store
+    for each model, dtype and layout that is served with it; `budget` bounds all of them together. Where `path` is the
+    socket of a process that serves a directory, that was told `budget`, `durability` and `level`."""
 
     path: Annotated[
         str,
@@ -57,6 +57,14 @@ class ServerStoreConfig:
     key_file: Annotated[str, KEY_FILE] = ""
     salt: Annotated[str, Text("isolates those who share a path: pages of another salt are never served")] = ""
     readers: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
+    prefill_tokens_per_s: Annotated[
+        float | Auto,
+        Number(
+            "speed of prefill, which loads are weighed against; 0: all is loaded",
+            unit="tokens/second",
+            computed_from="prompts that are timed while serving",
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         settle(self)

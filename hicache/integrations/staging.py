@@ -25,7 +25,7 @@ from hicache.storage.process.jobs import FindDone, FindJob, Job, ReadJob, Remove
 from hicache.storage.process.shared_memory import new_memory
 from hicache.stores.tier import StoreTier
 
-LOOK_S = 0.25  # between two looks for a process that says nothing
+_LOOK_S = 0.25  # between two looks for a process that says nothing
 _JOB_BYTES = 8 << 20  # of one job, or one page
 _WRITE_BYTES = 128 << 20  # staged for writes, or two pages
 _MAX_PAGES = 4096  # of a staging
@@ -60,9 +60,13 @@ class StagingPages:
 
 
 @dataclass(eq=False)
-class StagedJob:
-    """A job and its pages, uint8 [page_bytes] each. `ok`: of each key, whether it is held, read, stored or removed.
-    What is late, or was not taken, is not."""
+class _StagedJob:
+    """A job of a tier and its staging pages, uint8 [page_bytes] each.
+
+    `ok`: of each key, whether it is held, read, stored or removed; false while the answer is late and if the tier took
+    no such job. `is_under_way`: the store may still use the pages. `is_left`: the caller needs neither the pages nor
+    the answer.
+    """
 
     staging: StagingPages | None
     taken: list[PageBuffer]
@@ -77,107 +81,31 @@ class StagedJob:
         return tuple(page[: self.page_bytes] for page in self.taken)
 
 
-class StagedTier:
-    """The jobs of a tier over staging pages. One thread at a time; another may wait at the tier's socket meanwhile.
-
-    A job is begun, submitted, answered in a `poll`, and released, in this order. Released before its answer, its pages
-    are free with that: nothing uses them then.
-    """
-
-    def __init__(self, tier: StoreTier, page_bytes: int, num_reads: int, num_writes: int) -> None:
-        self.tier = tier
-        self.for_reads, self.for_writes = (StagingPages(tier, count, page_bytes) for count in (num_reads, num_writes))
-        self._tickets = itertools.count()
-        self._under_way: dict[int, StagedJob] = {}
-        self._answered: list[StagedJob] = []
-
-    def begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> StagedJob | None:
-        """A job with pages of one staging; None where that has not so many."""
-        taken = staging.take(num_pages)
-        return None if taken is None else StagedJob(staging, taken, page_bytes)
-
-    def find(self, keys: Sequence[bytes]) -> StagedJob:
-        job = FindJob(next(self._tickets), (), others=tuple(keys))
-        return self._submit(StagedJob(None, []), self.tier.reads.submit, job, len(keys))
-
-    def read(self, staged: StagedJob, keys: Sequence[bytes], cancelled: threading.Event) -> StagedJob:
-        job = ReadJob(next(self._tickets), 0, tuple(keys), staged.pages, cancelled)
-        return self._submit(staged, self.tier.reads.submit, job, len(keys))
-
-    def write(self, staged: StagedJob, keys: Sequence[bytes]) -> StagedJob:
-        job = WriteJob(next(self._tickets), tuple(keys), staged.pages)
-        return self._submit(staged, self.tier.writes.submit, job, len(keys))
-
-    def remove(self, keys: Sequence[bytes] | None) -> StagedJob:
-        job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
-        return self._submit(StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
-
-    def poll(self) -> list[StagedJob]:
-        """The jobs that have an answer since the last call. Never blocks."""
-        for outcome in (*self.tier.reads.poll(), *self.tier.writes.poll()):
-            self._take(outcome)
-        answered, self._answered = self._answered, []
-        return answered
-
-    def release(self, job: StagedJob) -> None:
-        """Nobody needs the job's pages or its answer any more."""
-        job.is_left = True
-        if not job.is_under_way and job.staging is not None:
-            job.staging.give_back(job.taken)
-
-    def close(self, within_s: float | None = None) -> bool:
-        closed = self.tier.close(within_s)
-        if closed:
-            self.for_reads.close()
-            self.for_writes.close()
-        return closed
-
-    def _submit(self, staged: StagedJob, submit: Callable[[J], bool], job: J, num_keys: int) -> StagedJob:
-        staged.ok, staged.is_under_way = [False] * num_keys, submit(job)
-        if staged.is_under_way:
-            self._under_way[job.ticket] = staged
-        else:
-            self._answer(staged, staged.ok)
-        return staged
-
-    def _take(self, outcome: Outcome) -> None:
-        job = self._under_way[outcome.ticket]
-        if isinstance(outcome, Stalled):
-            self._answer(job, job.ok)
-            return
-        del self._under_way[outcome.ticket]
-        job.is_under_way = False
-        if job.is_left:
-            self.release(job)
-        if isinstance(outcome, FindDone):
-            self._answer(job, list(outcome.others) if outcome.answered else job.ok)
-        else:
-            self._answer(job, list(outcome.ok))
-
-    def _answer(self, job: StagedJob, ok: list[bool]) -> None:
-        if not job.is_answered:
-            job.is_answered, job.ok = True, ok
-            self._answered.append(job)
-
-
 class WaitingTier:
     """A tier for threads that wait. Any thread; a second reader waits for the first, and a second writer too.
 
     What the medium does not answer within the tier's I/O timeout is missing or not stored, and so is the rest of the
     call, and what is asked before the tier's breaker closes. `page_bytes`: of the largest pages.
+
+    A job is begun, submitted, answered and released, in this order, each step under the lock. Released before its
+    answer, its staging pages are free with that: nothing uses them then.
     """
 
     def __init__(self, tier: StoreTier, page_bytes: int) -> None:
         self.tier = tier
         num_reads = max(tier.num_readers, 2 * tier.num_readers * _JOB_BYTES // page_bytes)
         num_writes = max(2, _WRITE_BYTES // page_bytes)
-        self._staged = StagedTier(tier, page_bytes, min(_MAX_PAGES, num_reads), min(_MAX_PAGES, num_writes))
+        self._for_reads = StagingPages(tier, min(_MAX_PAGES, num_reads), page_bytes)
+        self._for_writes = StagingPages(tier, min(_MAX_PAGES, num_writes), page_bytes)
+        self._tickets = itertools.count()
+        self._under_way: dict[int, _StagedJob] = {}
         self._changed = threading.Condition()
         self._is_watched = False  # a thread waits at the socket, and takes the answers of all
-        self._reading, self._writing = threading.Lock(), threading.Lock()
+        self._reading = threading.Lock()
+        self._writing = threading.Lock()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
-        return self._wait(self._do(self._staged.find, keys)) if keys else []
+        return self._wait(self._do(self._submit_find, keys)) if keys else []
 
     def read(
         self,
@@ -189,18 +117,19 @@ class WaitingTier:
         """How many pages of `page_bytes` were read, up to the first that is missing. `landed(i, page)` takes page i,
         whose memory is used again when it returns; what it raises ends the call. `wait_s`: how long the next page
         may take; it is missing then."""
-        staging, cancelled = self._staged.for_reads, threading.Event()
+        staging, cancelled = self._for_reads, threading.Event()
         share = -(-len(keys) // (2 * self.tier.num_readers))  # few pages go to all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
-        under_way, num_read, num_asked = deque[StagedJob](), 0, 0
+        under_way, num_read, num_asked = deque[_StagedJob](), 0, 0
         with self._reading:
             try:
                 while num_read < len(keys):
                     while part := keys[num_asked : num_asked + job_pages]:
-                        job = self._do(self._staged.begin, staging, len(part), page_bytes)
+                        job = self._do(self._begin, staging, len(part), page_bytes)
                         if job is None:
                             break
-                        under_way.append(self._do(self._staged.read, job, part, cancelled))
+                        under_way.append(job)
+                        self._do(self._submit_read, job, part, cancelled)
                         num_asked += len(part)
                     if not under_way:
                         break  # late jobs have all pages
@@ -211,38 +140,38 @@ class WaitingTier:
                         num_read += 1
                     if num_good < len(job.taken):
                         break
-                    self._do(self._staged.release, under_way.popleft())
+                    self._do(self._release, under_way.popleft())
             finally:
                 cancelled.set()
-                self._release(under_way)
+                self._release_all(under_way)
         self.used(keys[:num_read])
         return num_read
 
     def write(self, keys: Sequence[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
         """Which pages of `page_bytes` are stored now, up to some that are not. `fill(i, page)` writes page i into
         `page`, in order; what it raises ends the call."""
-        staging, writes = self._staged.for_writes, self.tier.writes
+        staging, writes = self._for_writes, self.tier.writes
         job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
-        under_way, stored, num_filled = deque[StagedJob](), list[bool](), 0
+        under_way, stored, num_filled = deque[_StagedJob](), list[bool](), 0
         with self._writing:
             try:
                 while len(stored) < len(keys) and all(stored):
                     part = keys[num_filled : num_filled + job_pages]
                     is_wanted = part and not self._do(writes.refuses)
-                    job = self._do(self._staged.begin, staging, len(part), page_bytes) if is_wanted else None
+                    job = self._do(self._begin, staging, len(part), page_bytes) if is_wanted else None
                     if job is not None:
                         under_way.append(job)
                         for i, page in enumerate(job.pages, num_filled):
                             fill(i, page)
-                        self._do(self._staged.write, job, part)
+                        self._do(self._submit_write, job, part)
                         num_filled += len(part)
                     elif under_way:
                         stored += self._wait(under_way[0])
-                        self._do(self._staged.release, under_way.popleft())
+                        self._do(self._release, under_way.popleft())
                     else:
                         break
             finally:
-                self._release(under_way)
+                self._release_all(under_way)
         self.used([key for key, ok in zip(keys, stored, strict=False) if ok])
         return stored + [False] * (len(keys) - len(stored))
 
@@ -255,40 +184,107 @@ class WaitingTier:
 
     def clear(self) -> bool:
         """Remove all pages. False: that takes longer than the I/O timeout, and goes on, or fails."""
-        return self._wait(self._do(self._staged.remove, None)) == [True]
+        return self._wait(self._do(self._submit_remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
         self._do(self.tier.used, keys)
 
     def close(self) -> bool:
-        return self._do(self._staged.close)
+        return self._do(self._close)
 
     def _do(self, do: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
         """Under the lock, after taking what has come, unless the thread at the socket does."""
         with self._changed:
             if not self._is_watched:
-                self._staged.poll()
+                self._poll()
             return do(*arguments, **named)
 
-    def _release(self, jobs: Iterable[StagedJob]) -> None:
-        for job in jobs:
-            self._do(self._staged.release, job)
-
-    def _wait(self, job: StagedJob, wait_s: float = math.inf) -> list[bool]:
+    def _wait(self, job: _StagedJob, wait_s: float = math.inf) -> list[bool]:
         """The answer to a job under way; that it failed where there is none in that time."""
         until_s = self.tier.clock() + wait_s
         while True:
             with self._changed:
                 while self._is_watched and not job.is_answered and self.tier.clock() <= until_s:
-                    self._changed.wait(LOOK_S)
+                    self._changed.wait(_LOOK_S)
                 left_s = until_s - self.tier.clock()
                 if job.is_answered or left_s < 0:
                     return job.ok
                 self._is_watched = True
             try:
-                self.tier.wait(min(LOOK_S, left_s))
+                self.tier.wait(min(_LOOK_S, left_s))
             finally:
                 with self._changed:
                     self._is_watched = False
                     self._changed.notify_all()
-                    self._staged.poll()
+                    self._poll()
+
+    def _release_all(self, jobs: Iterable[_StagedJob]) -> None:
+        for job in jobs:
+            self._do(self._release, job)
+
+    # Under the lock
+
+    def _begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> _StagedJob | None:
+        """A job with pages of `staging`; None if fewer are free."""
+        taken = staging.take(num_pages)
+        return None if taken is None else _StagedJob(staging, taken, page_bytes)
+
+    def _submit_find(self, keys: Sequence[bytes]) -> _StagedJob:
+        job = FindJob(next(self._tickets), (), others=tuple(keys))
+        return self._submit(_StagedJob(None, []), self.tier.reads.submit, job, len(keys))
+
+    def _submit_read(self, staged: _StagedJob, keys: Sequence[bytes], cancelled: threading.Event) -> None:
+        job = ReadJob(next(self._tickets), 0, tuple(keys), staged.pages, cancelled)
+        self._submit(staged, self.tier.reads.submit, job, len(keys))
+
+    def _submit_write(self, staged: _StagedJob, keys: Sequence[bytes]) -> None:
+        job = WriteJob(next(self._tickets), tuple(keys), staged.pages)
+        self._submit(staged, self.tier.writes.submit, job, len(keys))
+
+    def _submit_remove(self, keys: Sequence[bytes] | None) -> _StagedJob:
+        """None: all pages, with one answer."""
+        job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
+        return self._submit(_StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
+
+    def _submit(self, staged: _StagedJob, submit: Callable[[J], bool], job: J, num_keys: int) -> _StagedJob:
+        staged.ok = [False] * num_keys
+        staged.is_under_way = submit(job)
+        staged.is_answered = not staged.is_under_way
+        if staged.is_under_way:
+            self._under_way[job.ticket] = staged
+        return staged
+
+    def _poll(self) -> None:
+        """Take the answers of the tier. Never blocks."""
+        for outcome in (*self.tier.reads.poll(), *self.tier.writes.poll()):
+            self._take(outcome)
+
+    def _take(self, outcome: Outcome) -> None:
+        job = self._under_way[outcome.ticket]
+        is_late = job.is_answered
+        job.is_answered = True
+        if isinstance(outcome, Stalled):
+            return
+        del self._under_way[outcome.ticket]
+        job.is_under_way = False
+        if job.is_left:
+            self._release(job)
+        if is_late:
+            return
+        if not isinstance(outcome, FindDone):
+            job.ok = list(outcome.ok)
+        elif outcome.answered:
+            job.ok = list(outcome.others)
+
+    def _release(self, job: _StagedJob) -> None:
+        """The caller needs neither the job's pages nor its answer any more."""
+        job.is_left = True
+        if not job.is_under_way and job.staging is not None:
+            job.staging.give_back(job.taken)
+
+    def _close(self) -> bool:
+        closed = self.tier.close()
+        if closed:
+            self._for_reads.close()
+            self._for_writes.close()
+        return closed

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from hicache.errors import ConfigError
 
 VLLM = ("0.32", "0.33")
-SGLANG = ("0.5.17", "0.5.23")
-LMCACHE = ("0.5.6", "0.5.7")
+SGLANG = ("0.5.23",)
 
 
 def require_version(server: str, version: str, tested: Sequence[str]) -> str:

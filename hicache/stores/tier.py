@@ -86,11 +86,6 @@ class StoreTier(StoreClient):
         self._owner = OwnerProcess(f"the {self.name} tier")
         self.open()
 
-    @property
-    def is_healthy(self) -> bool:
-        """Whether the store is open, and neither reads nor writes are stopped."""
-        return self.is_open and all(self.status.queue(queue.name)[0] == 0 for queue in (self.reads, self.writes))
-
     def register(self, metrics: Metrics) -> None:
         """Enter what it counts."""
         register_tier(metrics, self.name, self._numbers, self._queue_numbers)

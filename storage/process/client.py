@@ -392,7 +392,3 @@ class StoreClient:
         """Until there is something for `poll`, or that time is over. Another thread may submit meanwhile."""
         if (connection := self._connection) is not None:
             connection.wait(seconds)
-
-    def fileno(self) -> int:
-        """Readable when there is something for `poll`; -1 while there is no connection."""
-        return -1 if self._connection is None else self._connection.socket.fileno()

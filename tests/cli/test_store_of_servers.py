@@ -15,13 +15,13 @@ from hicache.storage import PageFormat, open_existing, store_folders
 
 PAGE_BYTES = 4096
 VLLM = {"server": "vllm 0.32", "model": "m", "dtype": "bfloat16", "layout": "LBHNC", "page_tokens": 16}
-LMCACHE = {"server": "lmcache 0.5.6", "model": "n", "dtype": "uint8", "layout": "[4096]"}
+SGLANG = {"server": "sglang 0.5.23", "model": "n", "dtype": "float16", "layout": "page_first", "page_tokens": 64}
 
 
 @pytest.fixture(name="path")
 def of_two_servers(tmp_path: Path) -> Path:
     """3 pages of one, 5 of the other."""
-    for identity, num_pages in ((VLLM, 3), (LMCACHE, 5)):
+    for identity, num_pages in ((VLLM, 3), (SGLANG, 5)):
         server = ServerStore.open(
             ServerStoreConfig(path=str(tmp_path / "pages"), budget=32 << 20), identity, [PageFormat(PAGE_BYTES)]
         )
@@ -34,13 +34,13 @@ def of_two_servers(tmp_path: Path) -> Path:
 def test_stat_lists_the_stores_of_all_servers(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each with its server and sizes, as `stat` of the store itself says them; people get the same rows."""
     listed = stats(capsys, "store", "stat", path)["stores"]
-    assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("lmcache 0.5.6", 5), ("vllm 0.32", 3)]
+    assert [(one["identity"]["server"], one["entries"]) for one in listed] == [("sglang 0.5.23", 5), ("vllm 0.32", 3)]
     assert listed == [stats(capsys, "store", "stat", folder) for folder in store_folders(path)]
     both = stats(capsys, "store", "stat", path)
     assert (both["entries"], both["file_bytes"]) == (8, sum(one["file_bytes"] for one in listed))
     rows = [line.split(maxsplit=1) for line in output(capsys, "store", "stat", path).splitlines() if line]
     assert [value for name, value in rows if name == "path"] == [str(folder) for folder in store_folders(path)]
-    assert [value for name, value in rows if name == "server"] == ["lmcache 0.5.6", "vllm 0.32"]
+    assert [value for name, value in rows if name == "server"] == ["sglang 0.5.23", "vllm 0.32"]
     assert [value for name, value in rows if name == "entries"] == ["5", "3"]
     assert {value for name, value in rows if name == "budget"} == {"32.0 MiB (33554432 bytes)"}
 

@@ -16,7 +16,7 @@ from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
-from hicache.host.run import HostRun, NewPages, RunPart, ids_of, pages_of, path_of, second_pages_of
+from hicache.host.run import HostRun, NewPages, RunPart, end_of, ids_of, pages_of, path_of, second_pages_of
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.replay.blocks import BlockPool
 
@@ -196,7 +196,7 @@ class Model:
                 i for i, key in enumerate(keys) if key in self.ids
             ]
             end = next((at for at, key in enumerate(keys) if key not in self.ids), len(keys))
-            assert self.index.held_end(keys, 0) == end
+            assert end_of(self.index.parts(keys), 0) == end
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_of_prompts_the_one_used_longest_ago_leaves_first() -> None:
         model.index.publish(run)
     model.index.touch(model.index.runs_of(prompts[0]))
     (run,) = model.index.reserve([NewPages([b"new"] + [bytes([9, at]) for at in range(8)])]) or ()
-    assert [model.index.held_end(keys, 0) for keys in prompts] == [13, 5, 13]
+    assert [end_of(model.index.parts(keys), 0) for keys in prompts] == [13, 5, 13]
     model.index.abandon(run)
 
 
@@ -280,7 +280,7 @@ def test_pieces_that_come_together_follow_each_other() -> None:
         model.index.publish(run)
     (new,) = model.index.reserve([NewPages([bytes([99, at]) for at in range(8)])] * 1) or ()
     more = model.index.reserve([NewPages([bytes([98, at]) for at in range(NUM_PAGES - 12)])])
-    assert model.index.held_end(keys, 0) == 4 and more is not None
+    assert end_of(model.index.parts(keys), 0) == 4 and more is not None
     for run in (new, *more):
         model.index.abandon(run)
 
@@ -300,7 +300,7 @@ def test_runs_that_came_apart_follow_each_other_once_they_were_named_together() 
     model.index.unlock([run])
     for num_pages, left in ((NUM_PAGES - 13 + 3, 10), (4, 6), (1, 5), (1, 4)):
         assert model.index.reserve([NewPages([b"%d %d" % (left, at) for at in range(num_pages)])])
-        assert len(model.index) == left and model.index.held_end(keys, 0) == left - (b"other" in model.index)
+        assert len(model.index) == left and end_of(model.index.parts(keys), 0) == left - (b"other" in model.index)
 
 
 def test_pages_are_whole_where_none_is_lacking() -> None:
@@ -331,7 +331,7 @@ def test_runs_of_the_same_pages_follow_each_other_once(is_second_first: bool) ->
     assert second.parent_run is first
     for run in (second, first) if is_second_first else (first, second):
         model.index.publish(run)
-    assert model.index.held_end(keys, 0) == 8
+    assert end_of(model.index.parts(keys), 0) == 8
     model.index.check(Counter())
     model.index.clear()
     assert model.index.pool.available() == NUM_PAGES

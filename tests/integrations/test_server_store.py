@@ -119,8 +119,8 @@ def test_a_path_that_is_not_ours_is_refused(tmp_path: Path) -> None:
 def test_untested_releases_are_refused() -> None:
     """A minor release counts with all its patches; one of three numbers stands for itself, before and after it came."""
     assert require_version("vLLM", "0.32.1+cpu", ["0.32", "0.33"]) == "0.32"
-    for patch in ("0.5.17", "0.5.17.post1", "0.5.17rc2"):
-        assert require_version("SGLang", patch, ["0.5.17", "0.5.23"]) == "0.5.17"
-    for server, version, tested in (("vLLM", "0.3.2", ["0.32"]), ("SGLang", "0.5.1", ["0.5.17"])):
+    for patch in ("0.5.23", "0.5.23.post1", "0.5.23rc2"):
+        assert require_version("SGLang", patch, ["0.5.23"]) == "0.5.23"
+    for server, version, tested in (("vLLM", "0.3.2", ["0.32"]), ("SGLang", "0.5.2", ["0.5.23"])):
         with pytest.raises(ConfigError):
             require_version(server, version, tested)

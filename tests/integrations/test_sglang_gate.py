@@ -85,19 +85,6 @@ def test_the_others_that_computing_would_delay_count_and_reads_that_are_queued()
     assert not server.loads(prompt(7))
 
 
-def test_a_prompt_may_be_looked_up_in_batches() -> None:
-    """As 0.5.17 does, while all pages of the last batch are there: the batches are one prompt, which does not queue
-    behind itself."""
-    server, long = Server(10_000.0), [f"long {n}" for n in range(300)]
-    server.knows(1.0)
-    assert server.loads(long[:128]) and server.loads(long[128:256]) and server.loads(long[256:], 40)
-    assert not server.loads(prompt(1))  # 468 pages queued against one prompt
-    server.reads(long[:128], 0.8)
-    server.reads(long[128:256], 0.8)
-    server.reads(long[256:296], 0.25)
-    assert server.loads(prompt(2)) and server.decisions[1] == 1
-
-
 def test_the_speed_of_prefill_is_learnt_from_the_second_prompt_on() -> None:
     """From copies to the host, whatever the disk does: the first one is slower, as kernels are compiled then."""
     server = Server()

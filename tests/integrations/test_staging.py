@@ -45,9 +45,9 @@ def store(tmp_path: Path, clock: Clock) -> Iterator[tuple[WaitingTier, TroubledS
     """A tier whose store holds a page of bytes n for each key, with few staging pages."""
     inner, troubled = started_tier(tmp_path, clock=clock, readers=2)
     tier = WaitingTier(inner, PAGE_BYTES)
-    tier._staged.for_reads.num_pages = 4
-    del tier._staged.for_reads._free[4:], tier._staged.for_writes._free[4:]
-    tier._staged.for_writes.num_pages = 4
+    tier._for_reads.num_pages = 4
+    del tier._for_reads._free[4:], tier._for_writes._free[4:]
+    tier._for_writes.num_pages = 4
     assert tier.write(KEYS, PAGE_BYTES, fill) == [True] * NUM_PAGES
     yield tier, troubled
     assert tier.close()
@@ -113,7 +113,7 @@ def test_a_frozen_medium_is_a_miss_until_it_answers(store: Store, clock: Clock, 
         return len(read(tier, KEYS)) == NUM_PAGES and tier.write([b"newer"], PAGE_BYTES, fill) == [True]
 
     assert eventually(is_served)
-    eventually(lambda: not tier.find([]) and len(tier._staged.for_reads._free) == 4)
+    eventually(lambda: not tier.find([]) and len(tier._for_reads._free) == 4)
 
 
 def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock) -> None:

@@ -137,7 +137,7 @@ def test_a_start_goes_on_without_a_store_that_cannot_be_had(
         assert [why in message for message in caplog.messages if "without its store" in message] == [True]
     with served(tmp_path / "s", tmp_path / "socket") if why == "nothing serves" else contextlib.nullcontext():
         found = eventually(lambda: tier.find([b"key"], 60))
-        assert found.num_pages == 0 and tier.is_healthy and tier.close()
+        assert found.num_pages == 0 and tier.is_open and tier.close()
 
 
 def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

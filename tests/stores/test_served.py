@@ -150,7 +150,7 @@ def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -
             eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.times_lost == times)
             bad.until_open()
             assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
-        assert good.tier.is_healthy and good.tier.status.queue("writes")[QUEUE_NUMBERS.index("opens")] == 0
+        assert good.tier.is_open and good.tier.status.queue("writes")[QUEUE_NUMBERS.index("opens")] == 0
 
 
 def test_what_an_engine_shared_leaves_with_it(served: tuple[Program, str]) -> None:
@@ -234,7 +234,7 @@ def test_nonsense_concerns_nobody_else(served: tuple[Program, str], num_clients:
             Nonsense(path.removeprefix("unix:"), seed).send_all()
         eventually(lambda: held_by(program.pid) == before, lambda: (held_by(program.pid), before))
         assert good.stored(keys, data) == (True,) * 4 and good.found(keys, data) == (True,) * 4
-        assert good.tier.times_lost == 0 and good.tier.is_healthy
+        assert good.tier.times_lost == 0 and good.tier.is_open
 
 
 def _is_served(path: Path) -> bool:

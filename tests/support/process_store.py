@@ -86,7 +86,7 @@ class ProcessStore:
 
     def delete(self, keys: Sequence[bytes]) -> int:
         self._require(keys)
-        return sum(self._tier._wait(self._tier._do(self._tier._staged.remove, keys)))
+        return sum(self._tier._wait(self._tier._do(self._tier._submit_remove, keys)))
 
     def stats(self) -> StoreStats:
         return self._client.stats()

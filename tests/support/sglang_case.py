@@ -1,4 +1,4 @@
-"""SGLang's own controller, host pools and storage threads over our backend, on the CPU, for both releases."""
+"""SGLang's own controller, host pools and storage threads over our backend, on the CPU."""
 
 from __future__ import annotations
 
@@ -25,7 +25,6 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 from disk_case import Clock, TroubledStore
 from hicache.integrations import server_store
-from hicache.integrations.sglang.releases import RELEASE
 from hicache.storage import open_store
 from hicache.storage.process import stores as opening
 from waiting import BOUND_S, eventually
@@ -76,13 +75,10 @@ def host_pool(case: Case, device: Any) -> Any:
     cls = MLATokenToKVPoolHost if case.mla else MHATokenToKVPoolHost
     shape = {"host_to_device_ratio": 2.0, "host_size": 0, "page_size": case.page_size, "layout": case.layout}
     with enough_memory():
-        if RELEASE == "0.5.17":
-            pool = cls(device, **shape, pin_memory=False)
-        else:
-            of_mla = {"target_layer_num": LAYERS} if case.mla else {}
-            info = device._mla_buffer_info() if case.mla else device._mha_buffer_info()
-            layers = {"start_layer": 0, "end_layer": LAYERS, "device_capacity_tokens": SLOTS}
-            pool = cls(info, **shape, pin_memory=False, **layers, **of_mla)
+        of_mla = {"target_layer_num": LAYERS} if case.mla else {}
+        info = device._mla_buffer_info() if case.mla else device._mha_buffer_info()
+        layers = {"start_layer": 0, "end_layer": LAYERS, "device_capacity_tokens": SLOTS}
+        pool = cls(info, **shape, pin_memory=False, **layers, **of_mla)
     pool.kv_buffer.view(torch.uint8).random_()
     return pool
 
@@ -126,16 +122,13 @@ class Server:
         allocator = TokenToKVPoolAllocator(SLOTS, case.dtype, "cpu", device, need_sort=False)
         try:
             self._place()
-            self.controller = self.make_controller(allocator)
+            self.controller = cache_controller.HiCacheController(allocator, self.host, **self._settings)
         except BaseException:
             self._patches.close()
             raise
 
-    def make_controller(self, allocator: Any) -> Any:
-        return cache_controller.HiCacheController(allocator, self.host, **self.settings)
-
     @property
-    def settings(self) -> dict[str, Any]:
+    def _settings(self) -> dict[str, Any]:
         """Of a controller."""
         return {
             "page_size": self.case.page_size,
@@ -201,42 +194,14 @@ class Server:
         self.host.free(slots)
         return stored, operation.completed_tokens
 
-    def lose(self, keys: list[str], pool: str = "kv") -> None:
+    def lose(self, keys: list[str]) -> None:
         """Remove pages from the disk, as its eviction would."""
-        found = self.backend._pools[pool]
-        removed = found.tier._do(found.tier._staged.remove, found.keys(keys))
+        found = self.backend._pools["kv"]
+        removed = found.tier._do(found.tier._submit_remove, found.keys(keys))
         assert found.tier._wait(removed) == [True] * len(keys)
 
     def prefetch(self, tokens: list[int], meanwhile: Callable[[], None] = lambda: None) -> list[bytes]:
         """The pages that SGLang's prefetch brings into host memory. `meanwhile`: between look-up and load."""
-        prefetch = self._prefetch_0_5_17 if RELEASE == "0.5.17" else self._prefetch_0_5_23
-        return prefetch(tokens, meanwhile)
-
-    def _prefetch_0_5_17(self, tokens: list[int], meanwhile: Callable[[], None]) -> list[bytes]:
-        controller = self.controller
-        operation = controller.prefetch("request", tokens)
-        eventually(lambda: controller.prefetch_revoke_queue.qsize() + controller.prefetch_hit_queue.qsize())
-        if not controller.prefetch_revoke_queue.empty():
-            controller.prefetch_revoke_queue.get()
-            return []
-        assert controller.prefetch_hit_queue.get() is operation
-        meanwhile()
-        operation.host_indices = slots = self.host.alloc(operation.storage_hit_count)
-        controller.prefetch_buffer.put(operation)
-        released = 0
-
-        def is_done() -> bool:
-            nonlocal released
-            while not controller.host_mem_release_queue.empty():
-                released += controller.host_mem_release_queue.get().numel()
-            return operation.completed_tokens + released >= len(slots)
-
-        eventually(is_done)
-        found = self.pages(slots[: operation.completed_tokens])
-        self.host.free(slots)
-        return found
-
-    def _prefetch_0_5_23(self, tokens: list[int], meanwhile: Callable[[], None]) -> list[bytes]:
         controller = self.controller
         controller.prefetch("request", tokens)
         operation = controller.prefetch_hit_queue.get(timeout=BOUND_S)

@@ -58,7 +58,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def prepare() -> None:
     """Call before anything of SGLang is imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # What SGLang compiles when it is first used has one name in all releases.
+    # What SGLang compiles when it is first used stays in its environment.
     os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
     # Transformers asks which of these packages are installed, and must not take a stand-in for one.
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, image_utils  # noqa: F401
@@ -96,20 +96,14 @@ def _rows(host: Any, layer: int, side: int, slots: Any) -> tuple[Any, tuple[Any,
     return host.kv_buffer, (side, slots // host.page_size, layer, slots % host.page_size)
 
 
-def _device_rows(host: Any, pool: Any, layer: int) -> tuple[Any, Any]:
-    if "device_k_buffers" in vars(host):  # from 0.5.23 on
-        return host.device_k_buffers[layer], host.device_v_buffers[layer]
-    return pool.k_buffer[layer], pool.v_buffer[layer]
-
-
 def backup(host: Any, pool: Any, host_slots: Any, slots: Any, *_: Any, **__: Any) -> None:
     for layer in range(host.layer_num):
-        for side, device in enumerate(_device_rows(host, pool, layer)):
+        for side, device in enumerate((host.device_k_buffers[layer], host.device_v_buffers[layer])):
             buffer, index = _rows(host, layer, side, host_slots)
             buffer[index] = device[slots]
 
 
 def load(host: Any, pool: Any, host_slots: Any, slots: Any, layer: int, *_: Any, **__: Any) -> None:
-    for side, device in enumerate(_device_rows(host, pool, layer)):
+    for side, device in enumerate((host.device_k_buffers[layer], host.device_v_buffers[layer])):
         buffer, index = _rows(host, layer, side, host_slots)
         device[slots] = buffer[index]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hicache.flow.cost import CostModel
@@ -29,7 +29,6 @@ from hicache.tiers import DISK
 _MIN_TOKENS = 1024  # of less, the time is mostly overhead
 _FORGET_S = 30.0  # after which a prompt counts as gone: SGLang does not say which requests were aborted
 _MIN_WAIT_S = 0.5  # a disk that works hesitates now and then
-_BATCH = 128  # SGLang's base controller asks for a long prompt in batches, while all pages of the last one are held
 
 
 @dataclass(slots=True, eq=False)
@@ -40,9 +39,9 @@ class _Prompt:
 
     last: str
     looked_up_s: float
-    to_load: set[str] = field(default_factory=set)
-    to_compute: dict[str, int] = field(default_factory=dict)
-    start: int = 0
+    to_load: set[str]
+    to_compute: dict[str, int]
+    start: int
     num_done: int = 0
 
 
@@ -74,7 +73,6 @@ class LoadGate(ServerLoadDecisions):
         self._note = PrefillNote(self._cost.prefill, store)
         self._lock = threading.Lock()
         self._prompts: list[_Prompt] = []  # that did not come yet, in the order of their look-up
-        self._unfinished: _Prompt | None = None  # whose next batch may be asked for
         self._since_s = math.inf  # of what the next copy to the host brings; inf: no prompt waits
         self._copied, self._pairs = 0, 0.0  # tokens since then; the sum of these times their position
         self._before: _Computed | None = None
@@ -91,15 +89,11 @@ class LoadGate(ServerLoadDecisions):
                 for prompt in self._prompts
                 if prompt.last != keys[-1] and now_s - prompt.looked_up_s <= _FORGET_S
             ]
-            begun = self._unfinished if self._unfinished in others else None
-            others = [prompt for prompt in others if prompt is not begun]
-            loads = num_held > 0 and self._pays(others, begun, num_held, page_bytes)
-            prompt, held = begun or _Prompt(keys[-1], now_s), num_held if loads else 0
-            prompt.last, prompt.start = keys[-1], prompt.start + held * self._page_tokens
-            prompt.to_load.update(keys[:held])
-            prompt.to_compute = {key: place for place, key in enumerate(keys[held:])}
+            loads = num_held > 0 and self._pays(others, num_held, page_bytes)
+            held = num_held if loads else 0
+            to_compute = {key: place for place, key in enumerate(keys[held:])}
+            prompt = _Prompt(keys[-1], now_s, {*keys[:held]}, to_compute, held * self._page_tokens)
             self._prompts = [*others, prompt]
-            self._unfinished = prompt if held == len(keys) == _BATCH else None
             self._settle()
         return loads
 
@@ -148,12 +142,10 @@ class LoadGate(ServerLoadDecisions):
                 prompt.num_done = max(prompt.num_done, end * self._page_tokens)
             self._settle()
 
-    def _pays(self, others: Sequence[_Prompt], begun: _Prompt | None, num_pages: int, page_bytes: int) -> bool:
-        """Of pages behind those of `begun`, which is loaded anyway, and whose place in the queue they share."""
-        queued = sum(len(prompt.to_load) for prompt in others) if begun is None else 0
-        start = 0 if begun is None else begun.start
+    def _pays(self, others: Sequence[_Prompt], num_pages: int, page_bytes: int) -> bool:
+        queued = sum(len(prompt.to_load) for prompt in others)
         load_s = self._cost.read_s((queued + num_pages) * page_bytes, 1)
-        compute_s = self._cost.prefill_s(start, start + num_pages * self._page_tokens)
+        compute_s = self._cost.prefill_s(0, num_pages * self._page_tokens)
         return self.decide(load_s, compute_s, sum(not prompt.to_load for prompt in others))
 
     def _waiting(self) -> Iterable[_Prompt]:

@@ -10,7 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from hicache.integrations.sglang.releases import get_server_args
+from hicache.integrations.sglang.release import get_server_args
 
 _METHOD = "backup_from_device_all_layer"
 

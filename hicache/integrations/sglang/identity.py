@@ -4,64 +4,32 @@ from __future__ import annotations
 
 import hashlib
 import json
-from typing import Any, NamedTuple
+from typing import Any
 
 from hicache.errors import ConfigError
 from hicache.integrations.sglang.host_pages import HostPages
 from hicache.integrations.sglang.model import model_identity
-from hicache.integrations.sglang.releases import (
-    HEADS,
-    RELEASE,
-    MLATokenToKVPoolHost,
-    data_parallel_rank,
-    get_server_args,
-    is_storage_writer,
-    storage_format,
-    stored_dtype,
-)
+from hicache.integrations.sglang.release import HEADS, RELEASE, MLATokenToKVPoolHost, get_server_args
 
 
-class Parallel(NamedTuple):
-    """Where this process stands among those that serve one model. `writes_shared`: whether it stores what all tensor
-    parallel ranks hold alike."""
-
-    tp_rank: int
-    tp_size: int
-    pp_rank: int
-    pp_size: int
-    cp_rank: int
-    cp_size: int
-    dp_rank: int
-    writes_shared: bool
-
-    def named(self, *, shared: bool) -> str:
-        tp = "any" if shared else f"{self.tp_size}/{self.tp_rank}"
-        return f"tp={tp},pp={self.pp_size}/{self.pp_rank},cp={self.cp_size}/{self.cp_rank},dp={self.dp_rank}"
-
-    def labels(self) -> dict[str, str]:
-        """Of this process, as SGLang names its ranks in metrics."""
-        ranks = {
-            "tp_rank": self.tp_rank,
-            "pp_rank": self.pp_rank,
-            "attn_cp_rank": self.cp_rank,
-            "dp_rank": self.dp_rank,
-        }
-        return {name: str(rank) for name, rank in ranks.items()}
-
-
-def parallel_of(config: Any) -> Parallel:
-    """Of SGLang's `HiCacheStorageConfig`."""
-    tp, pp = (config.tp_rank, config.tp_size), (config.pp_rank, config.pp_size)
-    cp = (config.attn_cp_rank, config.attn_cp_size)
-    return Parallel(*tp, *pp, *cp, data_parallel_rank(config), is_storage_writer(config))
+def rank_labels(config: Any) -> dict[str, str]:
+    """Of this process, as SGLang names its ranks in metrics. `config`: SGLang's `HiCacheStorageConfig`."""
+    return {
+        "tp_rank": str(config.tp_rank),
+        "pp_rank": str(config.pp_rank),
+        "attn_cp_rank": str(config.attn_cp_rank),
+        "dp_rank": str(config.dp_rank),
+    }
 
 
 def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
-    """Of a store. `anchor`: the description of the pool that holds the model's attention state. `ConfigError` without
-    a model, or where its weights cannot be read."""
+    """Of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool that holds the
+    model's attention state. `ConfigError` without a model, or where its weights cannot be read."""
     if not config.model_name:
         raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
-    parallel = parallel_of(config).named(shared=shared)
+    tp = "any" if shared else f"{config.tp_size}/{config.tp_rank}"
+    pp, cp = f"{config.pp_size}/{config.pp_rank}", f"{config.attn_cp_size}/{config.attn_cp_rank}"
+    parallel = f"tp={tp},pp={pp},cp={cp},dp={config.dp_rank}"
     server = {"server": f"sglang {RELEASE}", "model": str(config.model_name), "parallel": parallel}
     return {**server, **model_identity(get_server_args()), **anchor}
 
@@ -70,7 +38,8 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
     """What decides the meaning of this pool's bytes, readable."""
     found: dict[str, str | int] = {
         "pool": type(pool).__name__,
-        "dtype": stored_dtype(pool).removeprefix("torch."),
+        # A host pool keeps numbers of 8 bits as plain bytes: the server's setting tells their kinds apart.
+        "dtype": f"{pool.dtype}/{get_server_args().kv_cache_dtype}".removeprefix("torch."),
         "layout": pool.layout,
         "order": pages.form,
         "page_tokens": pages.page_slots,
@@ -80,8 +49,8 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
         found |= {"layers": pool.layer_num, "heads": pool.head_num, "head_dim": pool.head_dim}
     elif isinstance(pool, MLATokenToKVPoolHost):
         found |= {"layers": pool.layer_num, "latent": pool.kv_lora_rank, "rope": pool.qk_rope_head_dim}
-    if tag := storage_format(pool):
-        found["format"] = tag
+    if pool.storage_format_tag:
+        found["format"] = pool.storage_format_tag
     return found
 
 

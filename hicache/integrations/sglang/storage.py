@@ -10,42 +10,31 @@ ranks hold alike, as with latent attention, is written by one of them and read b
 
 from __future__ import annotations
 
-import functools
 import logging
 import math
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import takewhile
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from sglang.srt.mem_cache import hicache_storage
 
 from hicache.config.settings import as_mapping
-from hicache.integrations.load_gate import gated_store_config
-from hicache.integrations.server_store import ServerStore, require_shared, require_usable
+from hicache.errors import HiCacheError
+from hicache.integrations.server_store import ServerStore, require_shared, require_usable, server_store_config
 from hicache.integrations.sglang.endpoint import Endpoint
 from hicache.integrations.sglang.gate import LoadGate
 from hicache.integrations.sglang.host_copies import HostCopies
 from hicache.integrations.sglang.host_pages import HostPages, as_bytes, host_pages, page_format
-from hicache.integrations.sglang.identity import describe, key_prefix, parallel_of, store_identity
-from hicache.integrations.sglang.releases import (
-    POOLS_FOLLOW,
-    SHARDED,
-    WHOLE_WINDOWS,
-    StorageMetrics,
-    hit_result,
-    pools_of,
-)
+from hicache.integrations.sglang.identity import describe, key_prefix, rank_labels, store_identity
+from hicache.integrations.sglang.release import SHARDED, StorageMetrics
 from hicache.integrations.staging import WaitingTier
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer
 
 log = logging.getLogger(__name__)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _WHERE = "SGLang's --hicache-storage-backend-extra-config"
 _LOADER_KEYS = {"backend_name", "module_path", "class_name", "interface_v1"}
@@ -67,51 +56,18 @@ class Pool(NamedTuple):
         return self.server.keys([self.prefix + key.encode() for key in keys])
 
 
-def _answering(miss: Callable[..., T]) -> Callable[[Callable[P, T]], Callable[P, T]]:
-    """SGLang 0.5.17 ends its storage threads for ever when a backend raises: answer `miss` of the arguments instead."""
-
-    def decorate(method: Callable[P, T]) -> Callable[P, T]:
-        @functools.wraps(method)
-        def answer(*args: P.args, **kwargs: P.kwargs) -> T:
-            try:
-                return method(*args, **kwargs)
-            except Exception:
-                storage: Any = args[0]
-                storage.failures[method.__name__] += 1
-                if storage.failures[method.__name__] == 1:
-                    log.exception("%s failed and counts as a miss; further failures are counted", method.__name__)
-                return miss(*args[1:], **kwargs)
-
-        return answer
-
-    return decorate
-
-
-def _nothing(*_: Any, **__: Any) -> torch.Tensor | None:
-    return None
-
-
-def _all_missing(keys: Sequence[str], *_: Any, **__: Any) -> list[bool]:
-    return [False] * len(keys)
-
-
-def _all_transfers_missing(transfers: Sequence[Any], *_: Any, **__: Any) -> dict[str, list[bool]]:
-    return {transfer.name: [False] * len(transfer.keys or ()) for transfer in transfers}
-
-
 class HiCacheDisk(hicache_storage.HiCacheStorage):
     """Constructed, given its host pools, cleared and closed by SGLang's scheduler thread; asked by its prefetch
-    thread, read by its I/O thread, written by its backup thread, at the same time. `failures`: calls that counted as
-    misses because something raised, by method.
+    thread, read by its I/O thread, written by its backup thread, at the same time.
 
-    Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message; nothing
-    raises later.
+    Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message. Later what
+    cannot be stored or loaded is a miss. SGLang logs what a bug raises in one of its threads, and computes.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
         given = as_mapping(storage_config.extra_config or {}, _WHERE)
         settings = {k: v for k, v in given.items() if k not in _LOADER_KEYS}
-        self._config = gated_store_config(settings, _WHERE)
+        self._config = server_store_config(settings, _WHERE)
         require_usable(self._config)
         self._storage_config = storage_config
         self._has_pieces = bool(given.get("interface_v1", 0))
@@ -122,7 +78,6 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self.gate: LoadGate | None = None  # from then on
         self._copies = HostCopies()
         self._endpoint: Endpoint | None = None
-        self.failures: Counter[str] = Counter()
         self._sampling = threading.Lock()
         self._samples: dict[str, deque[tuple[int, float]]] = {
             kind: deque(maxlen=_MAX_SAMPLES) for kind in ("prefetch", "backup")
@@ -132,9 +87,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
         self.mem_pool_host = mem_pool_host
-        self._host_pools = pools_of(mem_pool_host)
-        if not POOLS_FOLLOW:
-            self._open()
+        self._host_pools = {_KV: mem_pool_host}
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
@@ -156,7 +109,6 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         for name, pool in self._host_pools.items():
             groups.setdefault(is_mla and not isinstance(pool, SHARDED), []).append(name)
         self.close()
-        parallel = parallel_of(self._storage_config)
         anchor = describe(self._host_pools[_KV], pages[_KV])
         pools: dict[str, Pool] = {}
         for shared, names in groups.items():
@@ -165,7 +117,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
                 for format in (page_format(pages[name], self._host_pools[name].dtype) for name in names)
             }
             identity = store_identity(self._storage_config, anchor, shared=shared)
-            writes = parallel.writes_shared or not shared
+            writes = self._storage_config.is_storage_writer or not shared
             if not writes:
                 require_shared(self._config)
             server = ServerStore.open(self._config, identity, list(formats.values()))
@@ -180,7 +132,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         speed, clock = self._config.prefill_tokens_per_s, kv.server.tier.clock
         self.gate = LoadGate(speed, kv.pages.page_slots, self.metrics, clock, kv.tier)
         if self._storage_config.enable_storage_metrics and self._endpoint is None:
-            self._endpoint = Endpoint(parallel.labels(), clock)
+            self._endpoint = Endpoint(rank_labels(self._storage_config), clock)
         self._pools = pools
         self._copies.watch(self._host_pools[_KV], self.gate.computed)
 
@@ -200,8 +152,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def _closed(self, tier: WaitingTier) -> bool:
         try:
             return tier.close()
-        except Exception:
-            self.failures["close"] += 1
+        except (HiCacheError, OSError):
             log.exception("a store could not be closed")
             return True
 
@@ -223,16 +174,13 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     # Which pages are stored, on the prefetch thread
 
-    @_answering(lambda *_, **__: False)
     def exists(self, key: str) -> bool:
         return self._num_stored(_KV, [key]) == 1
 
-    @_answering(lambda *_, **__: 0)
     def batch_exists(self, keys: list[str], extra_info: Any = None) -> int:
         num_pages = self._num_stored(_KV, keys)
         return num_pages if self._loads(keys, num_pages) else 0
 
-    @_answering(lambda *_, **__: hicache_storage.PoolTransferResult.empty())
     def batch_exists_v2(self, keys: list[str], pool_transfers: Any = None, extra_info: Any = None) -> Any:
         policies = hicache_storage.PoolHitPolicy
         num_kv = self._num_stored(_KV, keys)
@@ -251,8 +199,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
                 hits[transfer.name] = max(restorable)
             legal &= restorable
         if not self._loads(keys, max(legal, default=0)):
-            return hit_result({}, [])
-        return hit_result(hits, sorted(legal))
+            return hicache_storage.PoolTransferResult(0, {}, [])
+        return hicache_storage.PoolTransferResult(max(legal, default=0), hits, sorted(legal))
 
     def _loads(self, keys: list[str], num_pages: int) -> bool:
         """Whether to load what is stored of a prompt."""
@@ -265,28 +213,22 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     # Reading, on the I/O thread of prefetches
 
-    @_answering(_nothing)
     def get(self, key: str, target_location: Any = None, target_sizes: Any = None) -> torch.Tensor | None:
         return self._get([key], None if target_location is None else [target_location])[0]
 
-    @_answering(lambda keys, *_, **__: [None] * len(keys))
     def batch_get(
         self, keys: list[str], target_locations: Any = None, target_sizes: Any = None
     ) -> list[torch.Tensor | None]:
         return self._get(keys, target_locations)
 
-    @_answering(_all_missing)
     def batch_get_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._load(_KV, keys, host_indices)
 
-    @_answering(_all_transfers_missing)
     def batch_get_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._load(str(t.name), t.keys or [], t.host_indices) for t in transfers}
 
     def _get(self, keys: list[str], targets: list[torch.Tensor] | None) -> list[torch.Tensor | None]:
         pool = self._pools[_KV]
-        if _are_drafts(keys):
-            return [None] * len(keys)
         if targets is None:
             targets = [self.mem_pool_host.get_dummy_flat_data_page() for _ in keys]
         if any(target.nbytes not in (pool.pages.page_bytes, 0) for target in targets):
@@ -325,28 +267,22 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     # Writing, on the backup thread
 
-    @_answering(lambda *_, **__: False)
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
         return self._set([key], [value])
 
-    @_answering(lambda *_, **__: False)
     def batch_set(
         self, keys: list[str], values: Any = None, target_locations: Any = None, target_sizes: Any = None
     ) -> bool:
         return self._set(keys, values)
 
-    @_answering(_all_missing)
     def batch_set_v1(self, keys: list[str], host_indices: torch.Tensor, extra_info: Any = None) -> list[bool]:
         return self._store(_KV, keys, host_indices)
 
-    @_answering(_all_transfers_missing)
     def batch_set_v2(self, transfers: list[Any], extra_info: Any = None) -> dict[str, list[bool]]:
         return {t.name: self._store(str(t.name), t.keys or [], t.host_indices) for t in transfers}
 
     def _set(self, keys: list[str], values: list[torch.Tensor]) -> bool:
         pool = self._pools[_KV]
-        if _are_drafts(keys):
-            return False
         if any(value.nbytes not in (pool.pages.page_bytes, 0) for value in values) or len(values) != len(keys):
             raise ValueError(f"a page has not the {pool.pages.page_bytes} bytes of the pool's pages")
 
@@ -376,11 +312,6 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             self._samples[kind].append((num_pages, num_pages * pool.pages.page_bytes / seconds / 1e9))
 
 
-def _are_drafts(keys: Sequence[str]) -> bool:
-    """0.5.17 stores those of a draft model under its own names, and registers no pool of theirs."""
-    return any(key.endswith(".draft") for key in keys)
-
-
 def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
     """Where the pages of `keys` lie, which take the slots `[keys * page_slots]`."""
     if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
@@ -393,6 +324,6 @@ def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
     lengths, run = set(), 0
     for length, is_stored in enumerate(pool.tier.find(pool.keys(keys)), 1):
         run = run + 1 if is_stored else 0
-        if run >= (window if WHOLE_WINDOWS else min(length, window)):
+        if run >= min(length, window):
             lengths.add(length)
     return lengths

@@ -11,7 +11,7 @@ from hicache.config.engine import Free, KvPacking
 from hicache.config.settings import Choice, Packing, Size, from_mapping, settle
 from hicache.errors import ConfigError
 from hicache.host.memory import available_bytes, free_bytes
-from hicache.integrations.load_gate import GatedStoreConfig, gated_store_config
+from hicache.integrations.server_store import ServerStoreConfig, server_store_config
 from hicache.integrations.vllm.region_files import agreed_bytes, shared_bytes
 
 _MIN_BYTES = 1 << 12
@@ -41,7 +41,7 @@ class OffloadingSettings:
         int | Free,
         Size("CPU memory of all workers, like 64GB; free: what is free, less an eighth", _MIN_BYTES, word="free"),
     ]
-    disk: GatedStoreConfig | None = None
+    disk: ServerStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(POLICIES))] = "lru"
     kv_packing: Annotated[
         KvPacking,
@@ -74,6 +74,6 @@ def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
         raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
     own = {key: value for key, value in given.items() if key not in {*OF_VLLM, "canonical_layout"}}
     if own.get("disk") is not None:
-        own["disk"] = gated_store_config(own["disk"], f"disk in {_WHERE}")
+        own["disk"] = server_store_config(own["disk"], f"disk in {_WHERE}")
     settings: OffloadingSettings = from_mapping(OffloadingSettings, own, _WHERE)
     return settings

@@ -35,8 +35,8 @@ from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import PrefillNote, gated_store_config
-from hicache.integrations.server_store import ServerStore
+from hicache.integrations.load_gate import PrefillNote
+from hicache.integrations.server_store import ServerStore, server_store_config
 from hicache.integrations.vllm.admission import Admission
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.cpu_room import CpuRoom
@@ -93,7 +93,7 @@ class HiCacheTier(SecondaryTierManager):
         correct_scheduler()
         refuse_pipelines(offloading_spec.config)
         self.locality = Locality.LOCAL
-        config = gated_store_config(settings, f"vLLM secondary tier {tier_type}")
+        config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23's whole cache over our backend: its tree, hybrid controller and host pools, built by the fixtures that
+"""SGLang's whole cache over our backend: its tree, hybrid controller and host pools, built by the fixtures that
 its wheel ships. Sidecar pools (sliding windows, Mamba states) go through the v2 calls."""
 
 from __future__ import annotations
@@ -13,13 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-
-import sglang_on_cpu
-from sglang_case import RELEASE, enough_memory
-
-if RELEASE == "0.5.17":
-    pytest.skip("its wheel ships no fixtures: see test_sglang_hybrid.py", allow_module_level=True)
-
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
 from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolName, PoolTransfer
 from sglang.srt.mem_cache.pool_host import common
@@ -31,6 +24,9 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sglang.test.kits.unified_radix_cache import fixtures
 from sglang.test.kits.unified_radix_cache.config import CONFIGS, CacheConfig, supports_hicache
 from sglang.test.kits.unified_radix_cache.storage import UnifiedRadixCacheStorageFixtures
+
+import sglang_on_cpu
+from sglang_case import enough_memory
 
 POOLS = {ComponentType.FULL: PoolName.KV, ComponentType.SWA: PoolName.SWA, ComponentType.MAMBA: PoolName.MAMBA}
 
@@ -159,7 +155,6 @@ def test_what_one_cache_backs_up_another_brings_back(tmp_path: Path, cfg: CacheC
     caches._write_path_to_l3(first, leaf)
     caches._flush_l3_backups(first)
     stored = caches.host_pages(first, leaf)
-    failures = [first.cache_controller.storage_backend.failures]
     first.cache_controller.detach_storage_backend()
 
     second, allocator, requests = caches.build()
@@ -175,8 +170,6 @@ def test_what_one_cache_backs_up_another_brings_back(tmp_path: Path, cfg: CacheC
         caches._load_back_node(second, match.last_host_node)
         loaded = caches._snapshot_full_kv(allocator, second.path_device_indices(match.last_host_node))
         assert all(torch.equal(a, b) for a, b in zip(loaded, expected, strict=True))
-    failures.append(second.cache_controller.storage_backend.failures)
-    assert failures == [{}, {}]
     second.cache_controller.detach_storage_backend()
 
 

@@ -1,1 +1,0 @@
-"""Plug-ins for LMCache."""

@@ -1,1 +1,0 @@
-from hicache.integrations.sglang.linker import HiCacheLinker as HiCacheLinker
