@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import json
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
+import pytest
+
+from cli_case import outcome
+from hicache.serving.server.flags import add_flags
 from storage_pages import open_store, put_numbers
 
 # In an interpreter of its own: what the extras bring is not there.
@@ -87,3 +93,19 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
         for line in group:
             status, out, err, _ = next(results)
             assert (status, out, len(err.splitlines())) == (2, "", 1) and f"hicache[{extra}]" in err, line
+
+
+def test_a_short_help_and_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """`serve --help` lists 15 flags and where the others are; `--help-all` lists all, which all do what they did."""
+    listed = {}
+    for flag in ("--help", "--help-all"):
+        _, out, err = outcome(capsys, "serve", flag)
+        assert not err
+        listed[flag] = {*re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)} - {"--help-all"}
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    declared = {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"}
+    assert len(listed["--help"]) == 15 and listed["--help"] < listed["--help-all"] == declared
+    assert "--config" in listed["--help"] and "--disk-level" not in listed["--help"]
+    status, out, _ = outcome(capsys, "config", "--show", "--disk-path", "/x", "--disk-level", "7")
+    assert status == 0 and "flag --disk-level" in out
