@@ -1,5 +1,5 @@
 # Every target sets up what it needs. PYTHON=... chooses the interpreter (3.11 or newer); if it has a torch from 2.11 to 2.15, that
-# torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk /tmp/pages". WORKERS=... is the number of
+# torch is used. ARGS=... is handed on to the command: make demo ARGS="--disk-path /tmp/pages". WORKERS=... is the number of
 # processes that run tests.
 
 VENV := .venv

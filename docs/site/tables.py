@@ -20,7 +20,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-from hicache import DiskConfig, EngineConfig, build_engine
+from hicache import DiskConfig, EngineConfig, RemoteConfig, build_engine
 from hicache.config import SECTIONS
 from hicache.config.environment import VARIABLES
 from hicache.config.settings import Choice, Number, Setting, Size, Whole, settings_of
@@ -34,6 +34,7 @@ ROOT = Path(__file__).resolve().parent.parent.parent
 _MAX_SHOWN = 10_000  # maxima above are those of the machine, and tell nobody anything
 
 _SETTINGS: dict[str, type] = {cls.__name__: cls for cls in (*SECTIONS.values(), ServerStoreConfig, OffloadingSettings)}
+_WITH_FLAGS = (EngineConfig, DiskConfig, RemoteConfig)
 _PREFIXES = {cls.__name__: f"{section}." for section, cls in SECTIONS.items() if section}
 
 
@@ -99,12 +100,15 @@ def _models_table(_: str) -> str:
 
 
 def _settings_table(name: str) -> str:
-    """The settings that the class `name` declares itself, without those of the classes that it derives from."""
+    """The settings that the class `name` declares itself, without those of the classes that it derives from. A star
+    marks a setting with a flag."""
     cls, prefix = _SETTINGS[name], _PREFIXES.get(name, "")
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     own = inspect.get_annotations(cls)
+    mark = " *" if cls in _WITH_FLAGS else ""
     rows = [
-        f"| `{prefix}{field}` | {_default(setting, defaults[field])} | {_values(setting)} | {_meaning(setting)} |"
+        f"| `{prefix}{field}`{mark if setting.has_flag else ''} | {_default(setting, defaults[field])} | "
+        f"{_values(setting)} | {_meaning(setting)} |"
         for field, setting in settings_of(cls).items()
         if field in own
     ]

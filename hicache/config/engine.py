@@ -62,7 +62,8 @@ class Switch(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvancedConfig:
-    """Internal settings. The defaults suit the machines in `bench/results/`; change them for a measurement."""
+    """Internal settings, without flags. The defaults suit the machines in `bench/results/`; change them for a
+    measurement."""
 
     transfer_chunk_tokens: Annotated[int, Tokens("maximum size of one copy from device to host")] = 8192
     staging_bytes: Annotated[int, Size("device memory between copy engine and kernels", 1 << 16)] = 256 << 20
@@ -120,16 +121,21 @@ class EngineConfig:
     ] = "auto"
     page_size: Annotated[int, Tokens("device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
     host_page_size: Annotated[int, Tokens("host page, the unit of matching, backup and disk", 1, _MAX_PAGE_TOKENS)] = 64
-    max_requests: Annotated[int, Whole("requests that run at a time", 1, 1 << 20, unit="requests")] = 64
+    max_requests: Annotated[int, Whole("requests that run at a time", 1, 1 << 20, unit="requests", has_flag=False)] = 64
     max_context_len: Annotated[int, Tokens("length of the longest sequence")] = 131072
-    prefill_chunk_tokens: Annotated[int, Tokens("prompt tokens of one forward pass, for window_tokens")] = 8192
+    prefill_chunk_tokens: Annotated[
+        int, Tokens("prompt tokens of one forward pass, for window_tokens", has_flag=False)
+    ] = 8192
     device: Annotated[str, Text("cpu, cuda or cuda:1")] = "cpu"
     dtype: Annotated[str, Choice("dtype of keys and values", ("auto", *_DTYPES), computed_from="the model's dtype")] = (
         "auto"
     )
     enable_memory_saver: Annotated[
         bool,
-        Switch("allocate pools and request table in the region kv_cache of torch_memory_saver, which can be paused"),
+        Switch(
+            "allocate pools and request table in the region kv_cache of torch_memory_saver, which can be paused",
+            has_flag=False,
+        ),
     ] = False
     kv_packing: Annotated[
         KvPacking,
@@ -154,10 +160,10 @@ class EngineConfig:
         ),
     ] = "auto"
     prefetch_timeout_s: Annotated[
-        float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds")
+        float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds", has_flag=False)
     ] = 1.0
     prefetch_host_share: Annotated[
-        float, Share("maximum share of the host tier that waits for requests to be admitted")
+        float, Share("maximum share of the host tier that waits for requests to be admitted", has_flag=False)
     ] = 0.5
     prefill_tokens_per_s: Annotated[
         float | Auto,
@@ -169,7 +175,8 @@ class EngineConfig:
     ] = "auto"
     eviction_policy: Annotated[str, Text("eviction order: auto, lru, lfu, fifo, mru, filo, priority, slru")] = "auto"
     host_eviction_policy: Annotated[
-        str, Text("that of the host; empty: eviction_policy, but lru for auto under write_policy=exclusive")
+        str,
+        Text("that of the host; empty: eviction_policy, but lru for auto under write_policy=exclusive", has_flag=False),
     ] = ""
     window_tokens: Annotated[
         int,
@@ -178,6 +185,7 @@ class EngineConfig:
             0,
             computed_from="the model's window, max_requests, prefill_chunk_tokens, device_tokens",
             auto=0,
+            has_flag=False,
         ),
     ] = 0
     mamba_size: Annotated[
@@ -189,13 +197,16 @@ class EngineConfig:
             unit="states",
             computed_from="max_requests, device_tokens, the bytes of a state and of KV",
             auto=0,
+            has_flag=False,
         ),
     ] = 0
-    mamba_chunk_tokens: Annotated[int, Tokens("states within a prompt are kept at multiples of this")] = 64
+    mamba_chunk_tokens: Annotated[
+        int, Tokens("states within a prompt are kept at multiples of this", has_flag=False)
+    ] = 64
     mamba_prefill_interval: Annotated[
-        int, Tokens("states of a prompt are kept at 1, 2, 4, ... times this; 0: none of these", 0)
+        int, Tokens("states of a prompt are kept at 1, 2, 4, ... times this; 0: none of these", 0, has_flag=False)
     ] = 256
-    mamba_track_interval: Annotated[int, Tokens("decoded tokens between two states")] = 256
+    mamba_track_interval: Annotated[int, Tokens("decoded tokens between two states", has_flag=False)] = 256
     host_states: Annotated[
         int,
         Whole(
@@ -205,9 +216,10 @@ class EngineConfig:
             unit="states",
             computed_from="host_bytes, the bytes of a state and of a host page",
             auto=0,
+            has_flag=False,
         ),
     ] = 0
-    model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity")] = ""
+    model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity", has_flag=False)] = ""
     salt: Annotated[str, Text("only engines with the same salt share pages")] = ""
     kv_events: Annotated[
         str, Address("where KV events go: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: nowhere", EVENTS)
@@ -285,16 +297,14 @@ class EngineConfig:
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, title: str = "settings") -> None:
-        """One flag per setting: `--device-tokens`, `--disk-path`, `--advanced-staging-bytes`; and `--config FILE`.
+        """`--config FILE`, and a flag for each setting that has one: `--device-tokens`, `--disk-path`.
 
         A flag that is not given leaves the value of the file, or the default.
         """
-        for section, cls in SECTIONS.items():
+        for section, cls in _SECTIONS_WITH_FLAGS.items():
             group = parser.add_argument_group(section or title)
             if not section:
-                group.add_argument(
-                    "--config", type=path_flag, metavar="FILE", help="YAML file with any of these settings"
-                )
+                group.add_argument("--config", type=path_flag, metavar="FILE", help="YAML file with any setting")
             add_section(group, section, cls)
 
     @classmethod
@@ -324,13 +334,14 @@ _Nested: TypeAlias = type[DiskConfig | RemoteConfig | AdvancedConfig]
 _NESTED: Mapping[str, _Nested] = {"disk": DiskConfig, "remote": RemoteConfig, "advanced": AdvancedConfig}
 # Every class of settings by the prefix of its names.
 SECTIONS: Mapping[str, type[EngineConfig] | _Nested] = {"": EngineConfig, **_NESTED}
+_SECTIONS_WITH_FLAGS = {section: cls for section, cls in SECTIONS.items() if cls is not AdvancedConfig}
 
 
 def _combined(flags: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[dict[Any, Any], dict[str, str]]:
     layers = [Layer(defaults, "default")]
     if flags.config is not None:
         layers.append(Layer(read_yaml(flags.config), f"file {flags.config}"))
-    layers.append(given_flags(flags, SECTIONS))
+    layers.append(given_flags(flags, _SECTIONS_WITH_FLAGS))
     return combine(layers, _NESTED.keys())
 
 

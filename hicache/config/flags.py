@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence, Set
 from typing import Any, NamedTuple
 
-from hicache.config.settings import as_mapping, settings_of
+from hicache.config.settings import Setting, as_mapping, settings_of
 from hicache.errors import ConfigError
 
 
@@ -52,9 +52,9 @@ def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:
-    """A flag for each setting of the dataclass `cls`: `--NAME`, or `--SECTION-NAME`. Values stay text."""
+    """A flag for each setting of the dataclass `cls` that has one: `--NAME`, or `--SECTION-NAME`. Values stay text."""
     defaults = {item.name: item.default for item in dataclasses.fields(cls)}
-    for name, setting in settings_of(cls).items():
+    for name, setting in _with_flags(cls).items():
         details = [setting.detail] if setting.detail else []
         if defaults[name] is not dataclasses.MISSING:
             details.append(f"default {setting.text(defaults[name])}")
@@ -67,10 +67,14 @@ def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Laye
     """What the command line gave. The section "" is that of the settings without a prefix."""
     values: dict[str, Any] = {}
     for section, cls in sections.items():
-        given = {name: getattr(flags, _dest(section, name)) for name in settings_of(cls)}
+        given = {name: getattr(flags, _dest(section, name)) for name in _with_flags(cls)}
         given = {name: value for name, value in given.items() if value is not None}
         values.update({section: given} if section and given else given)
     return Layer(values)
+
+
+def _with_flags(cls: type) -> dict[str, Setting]:
+    return {name: setting for name, setting in settings_of(cls).items() if setting.has_flag}
 
 
 def flag_of(section: str, name: str) -> str:

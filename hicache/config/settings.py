@@ -48,12 +48,14 @@ class Setting:
     """One setting. `help` says what it is for, `unit` what its number counts.
 
     `computed_from`: what the engine computes the value from where it is `auto`; empty: the setting is never computed.
+    `has_flag`: whether the command line takes it; the file of `--config` takes every setting.
     """
 
     help: str
     unit: str = field(default="", kw_only=True)
     computed_from: str = field(default="", kw_only=True)
     auto: str | int = field(default="auto", kw_only=True)
+    has_flag: bool = field(default=True, kw_only=True)
 
     def take(self, given: object, name: str = "") -> Any:
         """The value of `given`. Raises `ConfigError` with `name` and the reason where it is not accepted."""

@@ -12,7 +12,6 @@ from hicache.config.settings import (
     Choice,
     FilePath,
     Number,
-    Share,
     Size,
     Urls,
     Whole,
@@ -27,14 +26,15 @@ Transport = Literal["process", "inline"]
 Auto = Literal["auto"]
 
 MAX_S = 1e9
-_YEAR_S = 365.25 * 86400
 # A store maps its tables into the 128 TiB of addresses that a process has.
 MAX_STORE_BYTES = 1 << 46
 
 # What stores of engines and of servers have in common.
 DURABILITY = Choice("relaxed: a power failure may undo the last commits; commit: it does not", get_args(Durability))
 LEVEL = Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
-TRANSPORT = Choice("where the store runs: in a process of its own, or in threads of this one", get_args(Transport))
+TRANSPORT = Choice(
+    "where the store runs: in a process of its own, or in threads of this one", get_args(Transport), has_flag=False
+)
 KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or base64; empty: HICACHE_DISK_KEY, or none")
 
 
@@ -54,19 +54,9 @@ class DiskConfig:
         Size(
             "bytes a second that may be written, like 40MB, of which 30 seconds may be written at once",
             1,
-            computed_from="endurance_tb where that is set, else half of what the store was measured to write",
+            computed_from="half of what the store was measured to write",
         ),
     ] = "auto"
-    endurance_tb: Annotated[
-        float,
-        Number(
-            "terabytes (10^12) that may be written to the drive in its life, as its maker says; 0: not known",
-            0,
-            MAX_S,
-            unit="TB",
-        ),
-    ] = 0.0
-    endurance_years: Annotated[float, Number("that life", 0.01, 1000, unit="years")] = 5.0
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
@@ -74,16 +64,11 @@ class DiskConfig:
 
     def __post_init__(self) -> None:
         settle(self, "disk ")
-        if self.endurance_tb and self.write_budget != "auto":
-            given = f"disk write_budget={self.write_budget} with endurance_tb={self.endurance_tb}"
-            raise ConfigError(f"{given}: give one of them")
 
     @property
     def write_bytes_per_s(self) -> float:
-        """What may be written; 0: what is measured says."""
-        if self.write_budget != "auto":
-            return self.write_budget
-        return self.endurance_tb * 1e12 / (self.endurance_years * _YEAR_S)
+        """The budget of writes; 0: half of the measured rate."""
+        return 0 if self.write_budget == "auto" else self.write_budget
 
     @property
     def url(self) -> str:
@@ -101,14 +86,30 @@ class RemoteConfig:
 
     url: Annotated[str, Urls("the store, like mooncake://host:50051 or s3://bucket/prefix")]
     backup: Annotated[
-        Backup, Choice("all: pages are backed up; none: only read, for ranks that hold the same KV", get_args(Backup))
+        Backup,
+        Choice(
+            "all: pages are backed up; none: only read, for ranks that hold the same KV",
+            get_args(Backup),
+            has_flag=False,
+        ),
     ] = "all"
-    backup_share: Annotated[float, Share("maximum share of the host tier that is on its way to the store", 0.01)] = 0.25
     reader_threads: Annotated[
-        int, Whole("threads that read from the store; 0: auto", 0, 256, unit="threads", computed_from="the url", auto=0)
+        int,
+        Whole(
+            "threads that read from the store; 0: auto",
+            0,
+            256,
+            unit="threads",
+            computed_from="the url",
+            auto=0,
+            has_flag=False,
+        ),
     ] = 0
     io_timeout_s: Annotated[
-        float, Number("an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds")
+        float,
+        Number(
+            "an operation that takes longer marks the store as stalled", 1e-3, MAX_S, unit="seconds", has_flag=False
+        ),
     ] = 2.0
     key_file: Annotated[str, KEY_FILE] = ""
     transport: Annotated[Transport, TRANSPORT] = "process"

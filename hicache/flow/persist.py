@@ -24,7 +24,7 @@ from hicache.metrics import Counter
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
 
-_REMOTE_SHARE = 0.25  # of a host pool, locked until the store has it
+REMOTE_SHARE = 0.25  # of a host pool: pages locked until the store has them
 _MAX_SENT_JOBS = 6  # of one step, so that it ends soon
 _JOB_PAGES, _JOB_BYTES = 64, 8 << 20  # of one job at most, of several runs
 _STORE_SHARE = 0.25  # of its budget, on its way at a time
@@ -290,13 +290,12 @@ class Persist(Movement):
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:
     """One for each store that this engine writes to."""
     remote, disk = context.config.remote, context.config.disk
-    disk_rate, remote_share = 0.0 if disk is None else disk.write_bytes_per_s, _REMOTE_SHARE
-    remote_share = remote_share if remote is None else remote.backup_share
+    disk_rate = 0.0 if disk is None else disk.write_bytes_per_s
     return tuple(
         Persist(
             context,
             store,
-            ROUND_SHARE if store is DISK else remote_share,
+            ROUND_SHARE if store is DISK else REMOTE_SHARE,
             WriteBudget(disk_rate if store is DISK else 0.0, context.clock),
         )
         for store in context.stores

@@ -1,22 +1,25 @@
-"""`hicache demo`: serves long conversations over a device tier far too small for them and compares every token.
+"""`hicache demo`: serve conversations about documents over a device tier too small for them, and compare every token.
 
-choose sizes -> serve every turn through device, host and disk -> serve the same prompts without a cache -> compare
+Each turn is served twice: through device, host and disk, and on an engine of its own without any hit. One line of the
+table has both.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import dataclasses
 import functools
-import json
 import logging
+import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+import numpy as np
 import torch
 import transformers
 
@@ -25,77 +28,264 @@ from hicache.build.sizing import row_bytes
 from hicache.build.validation import device_named, require_usable
 from hicache.config import EngineConfig
 from hicache.config.flags import naming_flags
-from hicache.console import new_console, require_writable, write_whole
+from hicache.console import new_console, printable
+from hicache.engine import CacheEngine
 from hicache.errors import ConfigError, PromptTooLong
-from hicache.serving.document_chats import chats_about_diaries
-from hicache.serving.drive import serve_cached, serve_with_transformers, serve_without_cache
-from hicache.serving.models import load_local, random_model
+from hicache.layout import ModelGeometry
+from hicache.serving.document_chats import Conversation, chats_about_diaries
+from hicache.serving.interrupt import CalmInterrupt
+from hicache.serving.models import LoadedModel, load_local, random_model
 from hicache.serving.packaged_model import choose_model
-from hicache.serving.report import HEADER, Report, Turn
+from hicache.serving.request import Request, RequestOutput
+from hicache.serving.runner import ModelRunner
+from hicache.serving.scheduler import Scheduler
 from hicache.serving.support import check_supported
-from hicache.serving.workload import DocumentShape, Workload, standard_library
 
 Say: TypeAlias = Callable[[str], object]
 
-AUDIT_FILE = "kv-audit.jsonl"
-_SHAPE, _NEW_TOKENS = DocumentShape(documents=6, turns=3, document_tokens=12288), 16
-# A model that can answer has 40 times as many weights: about a minute of two CPU cores.
-_CHATS_SHAPE, _CHATS_NEW_TOKENS = DocumentShape(documents=4, turns=3, document_tokens=1024), 32
+TIERS = ("device", "host", "disk", "remote")
+_CHUNK_TOKENS = 8192  # prompt tokens of one forward pass
+# The packaged model has 36 times the weights of the random one: its demo takes two CPU cores about a minute.
+_PACKAGED_DOCUMENT_TOKENS, _DOCUMENT_TOKENS = 1024, 12288
+_WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
+
+
+@dataclass(frozen=True)
+class Turn:
+    """One turn of one conversation: its output with the cache and, if that was run, without a cache."""
+
+    name: str
+    number: int
+    question: str
+    answer: str
+    cached: RequestOutput
+    recomputed: RequestOutput | None
+
+    @property
+    def identical(self) -> bool:
+        """Whether the generated tokens equal those of the run without a cache; true if it was not made."""
+        return self.recomputed is None or self.recomputed.tokens == self.cached.tokens
+
+    def line(self) -> str:
+        """A row under the table's header: tokens, and milliseconds to the first one."""
+        output, hit = self.cached, dataclasses.asdict(self.cached.hit)
+        name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
+        recompute = "" if self.recomputed is None else f"{self.recomputed.ttft_s * 1e3:.0f}"
+        tiers = [hit[tier] for tier in TIERS]
+        return _line(
+            name, output.prompt_tokens, *tiers, output.computed_tokens, f"{output.ttft_s * 1e3:.0f}", recompute
+        )
+
+    def text(self) -> str:
+        """Question and answer, a line each, with the tokens that each tier had of the prompt."""
+        end = " ..." if self.cached.finish_reason == "length" else ""
+        hits = [f"{tokens} from {tier}" for tier, tokens in dataclasses.asdict(self.cached.hit).items() if tokens]
+        return (
+            f"Q: {self.question}   ({self.cached.prompt_tokens} tokens: {', '.join(hits) or 'all computed'})\n"
+            f"A: {printable(' '.join(self.answer.split()))}{end}"
+        )
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The outcome of a demo. `sizes`: tokens of the device tier, of the host tier and of the working set; `stats`: the
+    engine's counters at the end; `device`: name of the processor."""
+
+    turns: Sequence[Turn]
+    sizes: Mapping[str, int]
+    stats: Mapping[str, float]
+    model: str
+    device: str
+    seconds: float
+
+    @property
+    def identical(self) -> bool:
+        return all(turn.identical for turn in self.turns)
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(turn.cached.prompt_tokens for turn in self.turns)
+
+    @property
+    def hit_tokens(self) -> dict[str, int]:
+        """Prompt tokens that each tier had."""
+        hits = [dataclasses.asdict(turn.cached.hit) for turn in self.turns]
+        return {tier: sum(hit[tier] for hit in hits) for tier in TIERS}
+
+    def summary(self) -> str:
+        """The most important results, in a few lines of text."""
+        total = self.prompt_tokens
+        shares = ", ".join(f"{tier} {tokens} ({tokens / total:.0%})" for tier, tokens in self.hit_tokens.items())
+        computed = sum(turn.cached.computed_tokens for turn in self.turns)
+        lines = [
+            f"identical: {'yes' if self.identical else 'NO'}   {self._compared()}",
+            f"prompt tokens {total}: {shares}, computed {computed}",
+        ]
+        if later := [turn for turn in self.turns if turn.number]:
+            cached_ms = statistics.median(turn.cached.ttft_s * 1e3 for turn in later)
+            line = f"median time to first token after the first turn: {cached_ms:.0f} ms"
+            if recomputed := [turn.recomputed.ttft_s * 1e3 for turn in later if turn.recomputed is not None]:
+                recomputed_ms = statistics.median(recomputed)
+                line += f", recomputed {recomputed_ms:.0f} ms: {recomputed_ms / cached_ms:.1f} times shorter"
+            lines.append(line)
+        return "\n".join([*lines, f"{len(self.turns)} requests on {self.device} in {self.seconds:.1f} s"])
+
+    def _compared(self) -> str:
+        if any(turn.recomputed is None for turn in self.turns):
+            return "(tokens not compared: --no-baseline)"
+        different = [turn.name for turn in self.turns if not turn.identical]
+        if different:
+            return f"tokens differ in {', '.join(different)}"
+        return "every generated token equals that of a run without a cache"
+
+
+@dataclass(frozen=True)
+class _Workload:
+    """The model, the conversations and the limit of an answer. `has_answers`: false for random weights."""
+
+    loaded: LoadedModel
+    geometry: ModelGeometry
+    conversations: Sequence[Conversation]
+    max_new_tokens: int
+    has_answers: bool
+
+    @property
+    def max_len(self) -> int:
+        """Tokens of the longest prompt with its answer."""
+        return max(len(prompt) for one in self.conversations for prompt in one.prompts) + self.max_new_tokens
+
+    @property
+    def working_set(self) -> int:
+        """Tokens whose KV all conversations together need."""
+        return sum(conversation.distinct_tokens(self.max_new_tokens) for conversation in self.conversations)
+
+    @property
+    def num_turns(self) -> int:
+        return sum(len(conversation.prompts) for conversation in self.conversations)
+
+    @property
+    def order(self) -> list[tuple[int, int]]:
+        """The turns as (conversation, turn): each round has one turn of every conversation, in alternating order.
+
+        A round starts with the conversation that the previous one ended with, so all tiers get hits. If all rounds had
+        the same order, each page would be the least recently used one when it is needed again.
+        """
+        documents, turns = range(len(self.conversations)), range(len(self.conversations[0].prompts))
+        return [(document, turn) for turn in turns for document in (reversed(documents) if turn % 2 else documents)]
+
+    def request(self, conversation: int, turn: int) -> Request:
+        """The request of a turn; its id is made of both numbers and the name of the conversation."""
+        about = self.conversations[conversation]
+        return Request(
+            request_id=f"{conversation + 1}.{turn + 1} {about.name}",
+            tokens=np.array(about.prompts[turn], dtype=np.int64),
+            max_new_tokens=self.max_new_tokens,
+            eos_ids=self.loaded.eos_ids,
+            branch_points=(about.shared,),
+        )
+
+    def answer(self, conversation: int, turn: int, output: RequestOutput) -> str:
+        decoder = self.loaded.tokenizer.decoder(self.conversations[conversation].prompts[turn])
+        return ("".join(map(decoder.push, output.tokens)) + decoder.finish()).strip()
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run the demo. Returns 0, or 1 if a token or a page differs from the runs it is compared with."""
-    start_s = time.perf_counter()
+    """Run the demo. Returns 0, or 1 if a token differs from the run without a cache."""
     say: Say = functools.partial(new_console().print, highlight=False, markup=False, soft_wrap=True)
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    if flags.json is not None:
-        require_writable("--json", Path(flags.json))
-    workload = _prepare(flags, say)
-    with contextlib.ExitStack() as stack:
-        temporary = ""
-        if flags.disk_path is None:
-            temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
-        config = _configure(flags, workload, temporary)
-        sidecar = None
-        if config.disk is not None and not (temporary and config.disk.path.startswith(temporary)):
-            sidecar = Path(config.disk.path) / AUDIT_FILE
-        with build_engine(config, workload.geometry) as engine:
-            host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
-            _announce(workload, config, host_tokens, say)
-            say(HEADER)
-            served = serve_cached(workload, engine, config.dtype, sidecar, lambda turn: say(turn.line()))
-        if flags.baseline:
-            say("\nthe same prompts without a cache:")
-            serve_without_cache(workload, config, served.turns, lambda turn: say(turn.line()))
-        if flags.check_against:
-            serve_with_transformers(workload, served.turns)
-    _add_texts(workload, served.turns)
-    report = Report(
-        turns=served.turns,
-        audit=served.audit,
-        stats=served.stats,
-        sizes={
-            "working_set_tokens": workload.working_set,
-            "device_tokens": config.device_tokens,
-            "host_tokens": host_tokens,
-        },
+    outcome = converse(flags, say)
+    say("\n" + outcome.summary())
+    return 0 if outcome.identical else 1
+
+
+def converse(flags: argparse.Namespace, say: Say) -> Outcome:
+    """Serve every turn of every conversation. Print the table, and the answers unless the weights are random."""
+    start_s = time.perf_counter()
+    workload = _load(flags, say)
+    with ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
+        config = _configure(flags, workload, Path(folder) / "store")
+        engine = stack.enter_context(build_engine(config, workload.geometry))
+        plain = stack.enter_context(_without_cache(workload, config)) if flags.baseline else None
+        host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
+        _announce(workload, config, host_tokens, say)
+        turns = _serve(workload, engine, plain, say)
+        engine.check()
+        stats = dict(engine.stats())
+    if workload.has_answers:
+        say("\n" + "\n".join(turn.text() for turn in turns))
+    return Outcome(
+        turns=turns,
+        sizes={"device": config.device_tokens, "host": host_tokens, "working_set": workload.working_set},
+        stats=stats,
         model=workload.loaded.name,
         device=_device_name(config.device),
         seconds=time.perf_counter() - start_s,
-        compared=flags.baseline,
-        compared_generate=flags.check_against is not None,
     )
-    if report.answers():
-        say("\n" + report.answers())
-    say("\n" + report.summary())
-    if flags.json is not None:
-        write_whole(Path(flags.json), json.dumps(report.to_json(), indent=1) + "\n")
-    return 0 if report.identical else 1
 
 
-def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
+def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine | None, say: Say) -> list[Turn]:
+    """Serve the turns one after the other, and print a line of the table for each."""
+    scheduler = _scheduler(workload, engine)
+    plain_scheduler = None if plain is None else _scheduler(workload, plain)
+    turns: list[Turn] = []
+    say(_line("request", "prompt", *TIERS, "computed", "ttft ms", "recompute ms"))
+    with CalmInterrupt() as interrupt:
+        for index, (conversation, number) in enumerate(workload.order):
+            request = workload.request(conversation, number)
+            cached = _answer(scheduler, request, interrupt)
+            engine.flush()  # turns of a person come seconds apart: the disk has the pages of this turn before the next
+            recomputed = None
+            if plain_scheduler is not None:
+                unshared = dataclasses.replace(request, namespace=f"turn {index}")
+                recomputed = _answer(plain_scheduler, unshared, interrupt)
+            question = workload.conversations[conversation].questions[number]
+            answer = workload.answer(conversation, number, cached)
+            turns.append(Turn(request.request_id, number, question, answer, cached, recomputed))
+            say(turns[-1].line())
+    return turns
+
+
+def _scheduler(workload: _Workload, engine: CacheEngine) -> Scheduler:
+    runner = ModelRunner(workload.loaded.model, engine, workload.geometry)
+    return Scheduler(engine, runner, chunk_tokens=_CHUNK_TOKENS, max_running=1)
+
+
+def _answer(scheduler: Scheduler, request: Request, interrupt: CalmInterrupt) -> RequestOutput:
+    """Serve one request. Raises its error if it fails, and KeyboardInterrupt between two steps."""
+    scheduler.submit(request)
+    try:
+        outputs: list[RequestOutput] = []
+        while not outputs:
+            interrupt.check()
+            outputs = scheduler.step()
+    finally:
+        scheduler.abort_all()
+    (output,) = outputs
+    if output.error is not None:
+        raise output.error
+    return output
+
+
+def _without_cache(workload: _Workload, config: EngineConfig) -> CacheEngine:
+    """An engine with a device tier for one request, and no tier below it."""
+    device_tokens = _pages(workload.max_len, config.page_size) * config.page_size
+    window_tokens = max(config.window_tokens, device_tokens) if workload.geometry.window_layers else 0
+    device_only = dataclasses.replace(
+        config,
+        host_bytes=0,
+        host_states=0,
+        disk=None,
+        remote=None,
+        device_tokens=device_tokens,
+        window_tokens=window_tokens,
+    )
+    return build_engine(device_only, workload.geometry)
+
+
+def _load(flags: argparse.Namespace, say: Say) -> _Workload:
     """Load the model and the conversations. Raises ConfigError if a conversation is too long for the model."""
     basis = _basis(flags)
     with naming_flags(EngineConfig.sources_of(flags)):
@@ -104,23 +294,20 @@ def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     if dtype.itemsize == 1:
         dtype = torch.bfloat16  # of the model; only the pool stores 8 bits
     choice = choose_model(flags.model, say)
-    given = {name: getattr(flags, name) for name in ("documents", "turns", "document_tokens")}
-    shape = dataclasses.replace(
-        _CHATS_SHAPE if choice.is_packaged else _SHAPE, **{name: n for name, n in given.items() if n is not None}
-    )
-    path = choice.path
-    loaded = random_model(flags.seed, dtype, device) if path is None else load_local(path, dtype, device)
+    loaded = random_model(dtype, device) if choice.path is None else load_local(choice.path, dtype, device)
     if choice.hub_name:  # its folder is called by the revision
         loaded = dataclasses.replace(loaded, name=choice.hub_name)
     if choice.is_packaged:  # a small model has little to add to its first sentence
         loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
-    geometry = check_supported(loaded.model)
-    workload = Workload(
+    document_tokens = _PACKAGED_DOCUMENT_TOKENS if choice.is_packaged else _DOCUMENT_TOKENS
+    workload = _Workload(
         loaded=loaded,
-        geometry=geometry,
-        conversations=(chats_about_diaries if choice.is_packaged else standard_library)(shape, loaded.tokenizer),
-        max_new_tokens=flags.max_new_tokens or (_CHATS_NEW_TOKENS if choice.is_packaged else _NEW_TOKENS),
-        chunk_tokens=flags.chunk,
+        geometry=check_supported(loaded.model),
+        conversations=chats_about_diaries(
+            flags.documents, flags.turns, flags.document_tokens or document_tokens, loaded.tokenizer
+        ),
+        max_new_tokens=flags.max_new_tokens,
+        has_answers=choice.path is not None,
     )
     if workload.max_len > loaded.max_context_len:
         raise ConfigError(
@@ -130,20 +317,10 @@ def _prepare(flags: argparse.Namespace, say: Say) -> Workload:
     return workload
 
 
-def _add_texts(workload: Workload, turns: Sequence[Turn]) -> None:
-    """Question and answer of each turn whose question is known."""
-    for turn in turns:
-        conversation = workload.conversations[turn.conversation]
-        if conversation.questions:
-            decoder = workload.loaded.tokenizer.decoder(conversation.prompts[turn.number])
-            answer = "".join(map(decoder.push, turn.cached.tokens)) + decoder.finish()
-            turn.question, turn.answer = conversation.questions[turn.number], answer.strip()
-
-
-def _configure(flags: argparse.Namespace, workload: Workload, temporary: str) -> EngineConfig:
+def _configure(flags: argparse.Namespace, workload: _Workload, store: Path) -> EngineConfig:
     """Capacity for a quarter of the working set on the device and half of it on the host, unless flags say
     otherwise."""
-    config = _config(flags, **_defaults(flags, workload, temporary))
+    config = _config(flags, **_defaults(flags, workload, store))
     capacity = config.device_tokens // config.page_size * config.page_size
     for limit, setting in ((capacity, "device_tokens"), (config.max_context_len, "max_context_len")):
         if workload.max_len > limit:
@@ -168,7 +345,7 @@ def _has_disk_settings(flags: argparse.Namespace) -> bool:
     return any(name.startswith("disk.") for name in EngineConfig.sources_of(flags))
 
 
-def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> dict[str, object]:
+def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> dict[str, object]:
     basis = _basis(flags)
     page, rows = basis.host_page_size, row_bytes(workload.geometry, basis.torch_dtype)
     # The longest conversation must fit, and one page more for the end of its answer.
@@ -181,7 +358,7 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
         "device": "cpu",
         "max_requests": 1,
         "max_context_len": _pages(workload.max_len, page) * page,
-        "prefill_chunk_tokens": workload.chunk_tokens,
+        "prefill_chunk_tokens": _CHUNK_TOKENS,
         # What the tiers bring is shown, however fast this machine computes.
         "prefetch_mode": "wait_complete",
         "prefill_tokens_per_s": 0,
@@ -195,24 +372,29 @@ def _defaults(flags: argparse.Namespace, workload: Workload, temporary: str) -> 
     if workload.geometry.window_layers:
         # The windows of two requests, and the chunk that is computed.
         windows = 2 * (_pages(workload.geometry.window, page) + 1)
-        chunk = _pages(min(workload.chunk_tokens, workload.max_len), page)
+        chunk = _pages(min(_CHUNK_TOKENS, workload.max_len), page)
         defaults["window_tokens"] = max(device_tokens, (windows + chunk) * page)
-    if temporary and (_has_disk_settings(flags) or basis.has_host):
-        defaults["disk"] = {"path": str(Path(temporary) / "store")}
+    if _has_disk_settings(flags) or basis.has_host:
+        defaults["disk"] = {"path": str(store)}
     return defaults
 
 
-def _announce(workload: Workload, config: EngineConfig, host_tokens: int, say: Say) -> None:
+def _announce(workload: _Workload, config: EngineConfig, host_tokens: int, say: Say) -> None:
     """Print the model and the sizes of the tiers."""
     loaded, rows = workload.loaded, row_bytes(workload.geometry, config.torch_dtype)
     kib = (rows.full + rows.window) / 1024
-    disk = config.disk.path if config.disk is not None else "none"
+    disk = "none" if config.disk is None else config.disk.path
     say(
         f"{loaded.name}, {loaded.num_weights / 1e6:.1f} million weights, {kib:g} KiB of KV a token, "
         f"on {_device_name(config.device)}\n"
         f"{len(workload.conversations)} conversations need {workload.working_set} tokens of KV: "
         f"device {config.device_tokens}, host {host_tokens}, disk {disk}\n"
     )
+
+
+def _line(name: str, *columns: object) -> str:
+    cells = "".join(f"{cell:>{width}}" for cell, width in zip(columns, _WIDTHS[1:], strict=True))
+    return f"{name:<{_WIDTHS[0]}}{cells}".rstrip()
 
 
 def _pages(tokens: int, page: int) -> int:

@@ -1,4 +1,4 @@
-"""What the demo asks a model that can answer: chats about documents that are made here.
+"""The conversations of the demo: chats about documents that this module makes.
 
 A document is a diary whose days are alike, but for three days that have a fact each. A small model finds such a fact;
 among many alike it would not.
@@ -6,14 +6,14 @@ among many alike it would not.
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hicache.errors import ConfigError
 from hicache.serving.models import Tokenizer
-from hicache.serving.workload import Conversation, DocumentShape, common_len
 
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November")
 _MONTH_DAYS = 28
@@ -145,20 +145,49 @@ _DIARIES = (
 )
 
 
-def chats_about_diaries(shape: DocumentShape, tokenizer: Tokenizer) -> list[Conversation]:
-    """Conversations about diaries, always the same ones, each turn with a question of its own.
+@dataclass(frozen=True)
+class Conversation:
+    """`prompts`: tokens of each turn; all turns share [0, `shared`), the document. `questions`: what each asks."""
 
-    A document has at most eleven months. Raises ConfigError where it has no place for its facts.
+    name: str
+    prompts: tuple[tuple[int, ...], ...]
+    shared: int
+    questions: tuple[str, ...]
+
+    def distinct_tokens(self, max_new_tokens: int) -> int:
+        """Tokens whose KV the whole conversation needs; a prefix shared by several turns counts once."""
+        distinct = 0
+        for turn, prompt in enumerate(self.prompts):
+            shared = max((_common_len(prompt, other) for other in self.prompts[:turn]), default=0)
+            distinct += len(prompt) - shared + max_new_tokens
+        return distinct
+
+
+def chats_about_diaries(documents: int, turns: int, document_tokens: int, tokenizer: Tokenizer) -> list[Conversation]:
+    """Conversations about diaries of at most `document_tokens`, always the same ones, each turn with a question of its
+    own until all were asked.
+
+    Raises ConfigError if a diary is too short for its facts, or the model has no chat template.
     """
     made = []
-    for number, num_tokens in enumerate(shape.lengths()):
+    for number, num_tokens in enumerate(document_lengths(documents, document_tokens)):
         volume, at = divmod(number, len(_DIARIES))
         diary = _DIARIES[at]
         title = f"{diary.title}, volume {volume + 1}" if volume else diary.title
         text = _text_of(title, diary, number, num_tokens, tokenizer)
-        questions = [diary.facts[turn % len(diary.facts)].question for turn in range(shape.turns)]
+        questions = [diary.facts[turn % len(diary.facts)].question for turn in range(turns)]
         made.append(_chats(title, text, questions, tokenizer))
     return made
+
+
+def document_lengths(documents: int, maximum: int) -> list[int]:
+    """Tokens of each document: from a third of the maximum up to it, in equal ratios, short and long alternating."""
+    steps = max(1, documents - 1)
+    ascending = [round(maximum / 3 ** ((steps - i) / steps)) for i in range(documents)]
+    middle = (documents + 1) // 2
+    mixed = [0] * documents
+    mixed[0::2], mixed[1::2] = ascending[:middle], ascending[middle:]
+    return mixed
 
 
 def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer) -> Conversation:
@@ -167,29 +196,40 @@ def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer)
         tuple(tokenizer.encode_chat([{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]).ids)
         for question in questions
     ]
-    shared = min((common_len(prompts[0], prompt) for prompt in prompts[1:]), default=len(prompts[0]))
+    shared = min((_common_len(prompts[0], prompt) for prompt in prompts[1:]), default=len(prompts[0]))
     return Conversation(name, tuple(prompts), shared, tuple(questions))
 
 
 def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """As many whole days of eleven months as have `num_tokens`; the facts take the place of some, spread evenly."""
-    days = list(_days(diary, number))
-    ends = accumulate((len(tokenizer.encode(f"{day}\n")) for day in days), initial=len(tokenizer.encode(title)))
-    num_days = sum(end <= num_tokens for end in ends) - 1
-    if num_days < len(diary.facts):
-        raise ConfigError(f"a document of {num_tokens} tokens has no place for its facts; raise --document-tokens")
+    """A title and the whole days that fit into `num_tokens`; the facts replace some days, spread evenly."""
+    days, free_tokens = [], num_tokens - len(tokenizer.encode(title))
+    for day in _days(diary, number):
+        free_tokens -= len(tokenizer.encode(f"{day}\n"))
+        if free_tokens < 0:
+            break
+        days.append(day)
+    if len(days) < len(diary.facts):
+        raise ConfigError(f"a document of {num_tokens} tokens is too short for its facts; raise --document-tokens")
     for i, fact in enumerate(diary.facts):
-        day = (2 * i + 1) * num_days // (2 * len(diary.facts))
-        days[day] = f"{_date(day)}. {fact.text}"
-    return "\n".join([title, "", *days[:num_days]])
+        day_index = (2 * i + 1) * len(days) // (2 * len(diary.facts))
+        days[day_index] = f"{_date(day_index)}. {fact.text}"
+    return "\n".join([title, "", *days])
 
 
 def _days(diary: _Diary, number: int) -> Iterator[str]:
+    """The days of a diary, without an end."""
     chosen = random.Random(number)
-    for day in range(_MONTH_DAYS * len(_MONTHS)):
+    for day in itertools.count():
         words = {name: chosen.choice(words) for name, words in _WORDS.items()}
         yield f"{_date(day)}. {' '.join(chosen.sample(diary.days, _SENTENCES)).format(**words)}"
 
 
 def _date(day: int) -> str:
-    return f"{_MONTHS[day // _MONTH_DAYS]} {day % _MONTH_DAYS + 1}"
+    year, of_year = divmod(day, _MONTH_DAYS * len(_MONTHS))
+    date = f"{_MONTHS[of_year // _MONTH_DAYS]} {of_year % _MONTH_DAYS + 1}"
+    return f"{date} of year {year + 1}" if year else date
+
+
+def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

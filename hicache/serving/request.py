@@ -1,5 +1,5 @@
-"""The scheduler's contract: what it takes and returns, both frozen, and what it needs of others: a runner, and, where
-they are wanted, an auditor and listeners to tokens."""
+"""The scheduler's contract: its requests and their outputs, both frozen, the runner that it calls, and the listeners to
+tokens."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from hicache.engine import Hit, Lease
+from hicache.engine import Hit
 from hicache.errors import ConfigError, HiCacheError
 from hicache.serving.passes import Chunk
 from hicache.serving.sampling import SamplingParams
@@ -106,7 +106,7 @@ class RequestOutput:
     `tokens`: the generated ones. `hit`: cached tokens per tier at the first admission; `cached_len` is their sum.
     `is_counted`: whether it counts in hit rates, for its prompt was admitted and has no other answer that counts.
     `computed_tokens`: prompt tokens that went through the model, including those computed again after a preemption.
-    `ttft_s`: seconds from submission to the first token, without the auditor's time; 0 if there was none. `error`: the
+    `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the
     cause where `finish_reason` is "error".
     """
 
@@ -135,12 +135,4 @@ class Runner(Protocol):
         Returns float32 logits [rows, vocab], of the last `num_logits` tokens of each, in order. Raises TransferError
         if a load of a request's prefix failed. Whatever is raised, all of `chunks` are computed again, in other leases.
         """
-        ...
-
-
-class Auditor(Protocol):
-    """Inspects a request's pages while the lease still protects them. Its time is excluded from `ttft_s`."""
-
-    def audit(self, lease: Lease, tokens: npt.NDArray[np.int64]) -> None:
-        """`tokens`: the committed sequence. Pages [hit.device, cached_len) of it came from the host or the disk."""
         ...

@@ -32,7 +32,7 @@ from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
 from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
 from hicache.serving.prefill_meter import PrefillMeter
-from hicache.serving.request import Auditor, FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
+from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 from hicache.serving.runner import Chunk
 from hicache.serving.waiting_requests import WaitingRequests
@@ -67,12 +67,11 @@ class Scheduler:
         stall_timeout_s: float = 60.0,
         priority_level_s: float = 15.0,
         max_overtake_s: float = 15.0,
-        auditor: Auditor | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
-        self._engine, self._runner, self._auditor = engine, runner, auditor
+        self._engine, self._runner = engine, runner
         self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
         self._beside = BesidePasses(engine)
         self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
@@ -82,7 +81,7 @@ class Scheduler:
         self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
         self._finished: list[RequestOutput] = []
         self._arrivals, self._num_commits = itertools.count(), 0
-        self._clock_s, self._audit_s = clock, 0.0
+        self._clock = clock
 
     @property
     def num_unfinished(self) -> int:
@@ -165,10 +164,6 @@ class Scheduler:
     def abort_all(self) -> None:
         for request_id in list(self._unfinished):
             self.abort(request_id)
-
-    def _clock(self) -> float:
-        """Seconds, without those spent in the auditor."""
-        return self._clock_s() - self._audit_s
 
     # Admission
 
@@ -371,15 +366,11 @@ class Scheduler:
         self._waiting.add(req, prefetch)
 
     def _commit(self, req: ScheduledRequest) -> None:
-        """Commit all KV in the pool, and audit it."""
+        """Commit all KV in the pool."""
         tokens, lease = req.sequence[: req.kv_len], req.held_lease
         try:
             self._engine.commit(lease, tokens)
             self._num_commits += 1
-            if self._auditor is not None and req.kv_len > lease.cached_len:
-                start_s = self._clock_s()
-                self._auditor.audit(lease, tokens)
-                self._audit_s += self._clock_s() - start_s
         except TransferError as error:
             log.warning("request %s ended while its prefix failed to load: %s", req.request_id, error)
 

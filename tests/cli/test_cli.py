@@ -1,71 +1,21 @@
-"""`hicache demo` as a user meets it, and what every command does without the packages of the extras."""
+"""Every command without the packages of the extras."""
 
 from __future__ import annotations
 
+import argparse
 import http.server
 import json
-import os
+import re
 import subprocess
 import sys
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
-from hicache.cli import main
-from hicache.storage import store_at
+from cli_case import outcome
+from hicache.serving.server.flags import add_flags
 from storage_pages import open_store, put_numbers
-
-SMALL = ["--documents", "4", "--turns", "2", "--document-tokens", "600", "--chunk", "256", "--max-new-tokens", "4"]
-SMALL += ["--model", "random"]
-
-
-def _demo(tmp_path: Path, *flags: str) -> dict[str, Any]:
-    """Run a small demo that must succeed; returns its results."""
-    out = tmp_path / "out.json"
-    assert main(["demo", *SMALL, "--json", str(out), *flags]) == 0
-    results: dict[str, Any] = json.loads(out.read_text())
-    return results
-
-
-def test_a_second_demo_finds_the_first_ones_pages(tmp_path: Path) -> None:
-    """A demo is identical, hits every tier, accounts for every prompt token and writes every figure promised. With
-    --disk, a second run finds all first turns on disk and verifies them."""
-    store = str(tmp_path / "store")
-    first = _demo(tmp_path, "--disk", store)
-    assert first["identical"] is True and first["compared_with_recompute"] is True
-    assert first["requests"] == 8 == len(first["turns"])
-    assert set(first["hit_tokens"]) == {"device", "host", "disk"}
-    assert all(tokens > 0 for tokens in first["hit_tokens"].values()), first["hit_tokens"]
-    assert sum(first["hit_tokens"].values()) + first["computed_tokens"] == first["prompt_tokens"]
-    assert set(first["ttft_ms"]) == {"cached", "recompute"} and min(first["ttft_ms"].values()) > 0
-    assert set(first["bytes_moved"]) == {"device_to_host", "host_to_device", "host_to_disk", "disk_to_host"}
-    assert all(size > 0 for size in first["bytes_moved"].values())
-    assert first["device"] == "cpu" and first["seconds"] > 0
-    assert first["pages"]["mismatched"] == 0 and first["pages"]["compared"] > 0
-    assert all(len(turn["tokens"]) == 4 for turn in first["turns"])
-    sizes = first["sizes"]  # none of the upper two holds the working set
-    assert 2 * sizes["device_tokens"] < sizes["working_set_tokens"] > sizes["host_tokens"]
-    second = _demo(tmp_path, "--disk", store)
-    assert first["first_turns"]["hit_tokens"]["disk"] == 0
-    assert all(turn["hit_tokens"]["disk"] > 0 for turn in second["turns"] if turn["turn"] == 1)
-    assert second["identical"] and second["pages"]["unrecorded"] == 0 < second["pages"]["compared"]
-    assert [turn["tokens"] for turn in first["turns"]] == [turn["tokens"] for turn in second["turns"]]
-
-
-def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None:
-    """--host-bytes replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
-    tier it keeps no store of its own. Without a baseline no comparison is claimed."""
-    results = _demo(tmp_path, "--no-baseline", "--host-bytes", "auto", "--disk-level", "0", "--dtype", "auto")
-    sizes = results["sizes"]
-    assert sizes["device_tokens"] < sizes["host_tokens"] <= 2 * sizes["device_tokens"] + 64
-    assert results["bytes_moved"]["host_to_disk"] > 0
-    assert results["compared_with_recompute"] is False and results["ttft_ms"]["recompute"] is None
-    results = _demo(tmp_path, "--no-baseline", "--host-bytes", "0")
-    assert results["sizes"]["host_tokens"] == 0 == results["bytes_moved"]["host_to_disk"]
-
 
 # In an interpreter of its own: what the extras bring is not there.
 WITHOUT_EXTRAS = """
@@ -145,23 +95,17 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             assert (status, out, len(err.splitlines())) == (2, "", 1) and f"hicache[{extra}]" in err, line
 
 
-@pytest.mark.long
-@pytest.mark.timeout(1800)  # it waits for nothing but the processor, whoever else has it
-def test_the_default_demo(tmp_path: Path) -> None:
-    """The demo of the random model is identical and hits all tiers. How much sooner it is, `bench` measures."""
-    out = tmp_path / "out.json"
-    assert main(["demo", "--model", "random", "--json", str(out)]) == 0
-    results = json.loads(out.read_text())
-    assert results["identical"] is True and all(results["hit_tokens"].values())
-
-
-@pytest.mark.gpu
-def test_the_demo_on_a_gpu(tmp_path: Path) -> None:
-    """On CUDA the same demo is identical, hits all tiers, and a store filled there serves a second run."""
-    flags = ["--device", "cuda", "--disk", str(tmp_path / "store")]
-    first, second = _demo(tmp_path, *flags), _demo(tmp_path, *flags)
-    for results in (first, second):
-        assert results["identical"] is True and results["device"] == torch.cuda.get_device_name()
-    assert all(first["hit_tokens"].values())
-    assert second["first_turns"]["hit_tokens"]["disk"] > 0
-    assert os.path.getsize(store_at(tmp_path / "store") / "index.mdb") > 0
+def test_a_short_help_and_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    """`serve --help` lists 15 flags and where the others are; `--help-all` lists all, which all do what they did."""
+    listed = {}
+    for flag in ("--help", "--help-all"):
+        _, out, err = outcome(capsys, "serve", flag)
+        assert not err
+        listed[flag] = {*re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)} - {"--help-all"}
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    declared = {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"}
+    assert len(listed["--help"]) == 15 and listed["--help"] < listed["--help-all"] == declared
+    assert "--config" in listed["--help"] and "--disk-level" not in listed["--help"]
+    status, out, _ = outcome(capsys, "config", "--show", "--disk-path", "/x", "--disk-level", "7")
+    assert status == 0 and "flag --disk-level" in out

@@ -36,8 +36,11 @@ def shown_settings(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[
 def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A value is the field's default, the file's or a flag's, and says which; the flag wins over the file."""
     file = tmp_path / "engine.yaml"
-    file.write_text("device_tokens: 4096\nhost_bytes: 1GiB\nmodel_id: m\ndisk: {path: /pages, level: 3}\n")
-    given = ["--config", str(file), "--host-bytes", "2GiB", "--advanced-disk-queue-jobs", "7"]
+    file.write_text(
+        "device_tokens: 4096\nhost_bytes: 1GiB\nmodel_id: m\ndisk: {path: /pages, level: 3}\n"
+        "advanced: {disk_queue_jobs: 7}\n"
+    )
+    given = ["--config", str(file), "--host-bytes", "2GiB"]
     settings = shown_settings(capsys, *given)["settings"]
     assert settings["device_tokens"] == {"value": 4096, "unit": "tokens", "source": f"file {file}"}
     assert settings["host_bytes"] == {"value": 2 << 30, "unit": "bytes", "source": "flag --host-bytes"}
@@ -46,7 +49,7 @@ def test_each_value_has_its_source(capsys: pytest.CaptureFixture[str], tmp_path:
     assert settings["advanced.disk_queue_jobs"] == {
         "value": 7,
         "unit": "jobs",
-        "source": "flag --advanced-disk-queue-jobs",
+        "source": f"file {file}",
     }
     lines = {line.split()[0]: line for line in show(capsys, *given).splitlines() if line}
     assert "2.0 GiB (2147483648 bytes)" in lines["host_bytes"] and "flag --host-bytes" in lines["host_bytes"]
@@ -62,7 +65,7 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     """Every setting and every variable has a line, in text as in JSON; without a disk that is one line. Nothing has to
     be given: a required setting is shown as such."""
     names = [f"{at}.{name}" if at else name for at, cls in SECTIONS.items() for name in settings_of(cls)]
-    with_disk = shown_settings(capsys, "--disk-path", "/x", "--remote-url", "own-store://x", "--model-id", "m")
+    with_disk = shown_settings(capsys, "--disk-path", "/x", "--remote-url", "own-store://x")
     assert list(with_disk["settings"]) == names
     assert list(with_disk["environment"]) == [variable.names[0] for variable in VARIABLES]
     bare = shown_settings(capsys)["settings"]
@@ -71,6 +74,7 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     advanced = [name for name in names if "advanced" in name]
     assert list(bare) == [*(name for name in names if "." not in name), "disk", "remote", *advanced]
     assert bare["device_tokens"] == {"value": None, "unit": "tokens", "source": "required"}
+    assert bare["model_id"] == {"value": None, "source": "default; a server computes it from the weights"}
     text = show(capsys)
     assert [line.split()[0] for line in text.splitlines() if line] == [
         "setting",
@@ -80,7 +84,7 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """A value that is left to the engine is shown as auto, with what it is computed from; one that is set is not."""
     settings = shown_settings(capsys)["settings"]
     auto = {name for name, row in settings.items() if row["value"] == "auto"}
@@ -92,9 +96,11 @@ def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixtur
     for flag in (["--host-bytes", "0"], ["--host-bytes", "auto"]):
         settings = shown_settings(capsys, *flag)["settings"]
         assert ("computed_from" in settings["host_bytes"]) == (flag[1] == "auto")
-    settings = shown_settings(capsys, "--window-tokens", "128", "--mamba-size", "auto")["settings"]
-    assert settings["window_tokens"] == {"value": 128, "unit": "tokens", "source": "flag --window-tokens"}
-    assert settings["mamba_size"]["value"] == "auto" and settings["mamba_size"]["source"] == "flag --mamba-size"
+    file = tmp_path / "engine.yaml"
+    file.write_text("window_tokens: 128\nmamba_size: auto\n")
+    settings = shown_settings(capsys, "--config", str(file))["settings"]
+    assert settings["window_tokens"] == {"value": 128, "unit": "tokens", "source": f"file {file}"}
+    assert settings["mamba_size"]["value"] == "auto" and settings["mamba_size"]["source"] == f"file {file}"
 
 
 def test_the_environment_is_shown_and_the_key_is_not(
@@ -126,7 +132,7 @@ def test_the_environment_is_shown_and_the_key_is_not(
 )
 def test_a_password_in_a_url_is_not_shown(capsys: pytest.CaptureFixture[str], url: str, shown: str) -> None:
     """Neither by the table nor as JSON, nor where the URL is refused; address and options are."""
-    given = ["--remote-url", url.replace("{}", KEY), "--model-id", "m"]
+    given = ["--remote-url", url.replace("{}", KEY)]
     assert shown_settings(capsys, *given)["settings"]["remote.url"] == {"value": shown, "source": "flag --remote-url"}
     text = show(capsys, *given)
     assert shown in text and KEY not in text

@@ -16,15 +16,13 @@ import pytest
 
 from cases import long
 from cli_case import output
+from demo_case import SMALL, demo
 from hicache.cli import main
 from hicache.console import write_whole
 from hicache.monitoring.loopback import opener_for
 from programs import PIPE, Program, command
 from storage_pages import open_store, put_numbers
 from waiting import BOUND_S, eventually
-
-DEMO = ["demo", "--documents", "4", "--turns", "2", "--document-tokens", "600"]
-DEMO += ["--model", "random", "--chunk", "256", "--max-new-tokens", "4"]
 
 
 @pytest.fixture(name="path")
@@ -165,35 +163,19 @@ def test_an_interrupt_while_modules_load(module: str, arguments: list[str]) -> N
         assert subprocess.run(line, capture_output=True, check=False).returncode == 0
 
 
-def demo(tmp_path: Path, *flags: str) -> dict[str, Any]:
-    """The results of a demo that must succeed."""
-    assert main([*DEMO, "--json", str(tmp_path / "out.json"), *flags]) == 0
-    results: dict[str, Any] = json.loads((tmp_path / "out.json").read_text())
-    return results
-
-
-def interrupt_demo(store: Path, num_pages: int) -> tuple[int | None, str]:
-    """Start a demo over `store`, and interrupt it once it has computed that many pages; status and errors."""
-    sidecar = store / "kv-audit.jsonl"
-
-    def computed() -> int:
-        return len(sidecar.read_bytes().splitlines()) if sidecar.exists() else 0
-
-    program = command(*DEMO, "--turns", "40", "--no-baseline", "--disk", store, stdout=PIPE)
-    eventually(lambda: computed() >= num_pages or program.poll() is not None)
-    program.send_signal(signal.SIGINT)
-    status, _, err = ended(program)
-    return status, err
-
-
 def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
     """Ctrl-C in the middle is status 130 and one line; the next run over the same directory opens it, hits it, and is
     identical."""
-    status, err = interrupt_demo(tmp_path / "store", 20)
-    assert status == 130 and "Traceback" not in err and "interrupted" in err
-    results = demo(tmp_path, "--disk", str(tmp_path / "store"))
-    assert results["identical"] is True and results["first_turns"]["hit_tokens"]["disk"] > 0
-    assert results["pages"]["mismatched"] == 0 < results["pages"]["compared"]
+    flags = ("--model", "random", "--disk-path", str(tmp_path / "store"))
+    with command("demo", *SMALL, *flags, "--turns", "40", "--no-baseline", stdout=PIPE) as program:
+        assert program.stdout is not None
+        while not program.stdout.readline().startswith("2.1 "):
+            assert program.poll() is None
+        program.send_signal(signal.SIGINT)
+        _, err = program.communicate()
+    assert program.returncode == 130 and "Traceback" not in err and "interrupted" in err
+    outcome = demo(*flags)
+    assert outcome.identical and any(turn.cached.hit.disk for turn in outcome.turns if not turn.number)
 
 
 def test_each_command_leaves_process_1(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:

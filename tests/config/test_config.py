@@ -60,17 +60,17 @@ def test_python_yaml_and_flags_agree(tmp_path: Path) -> None:
     )
     file = tmp_path / "engine.yaml"
     file.write_text(
-        "device_tokens: 1\nhost_bytes: 1GiB\nmodel_id: m\n"
+        "device_tokens: 1\nhost_bytes: 1GiB\nmodel_id: m\nprefetch_timeout_s: 0.5\n"
         "disk:\n  path: /pages\n  budget_bytes: 2GiB\n  level: 3\n"
         "advanced:\n  disk_reader_threads: 3\n"
     )
-    given = flags("--config", str(file), "--device-tokens", "4096", "--prefetch-timeout-s", "0.5")
+    given = flags("--config", str(file), "--device-tokens", "4096")
     assert EngineConfig.from_flags(given) == python
-    text = "--disk-path /pages --disk-budget-bytes 2147483648 --disk-level 3 --advanced-disk-reader-threads 3"
+    text = "--disk-path /pages --disk-budget-bytes 2147483648 --disk-level 3"
     settings = {"device_tokens": 4096, "host_bytes": "1GiB", "model_id": "m", "prefetch_timeout_s": "0.5"}
-    assert EngineConfig.from_flags(flags(*text.split()), **settings) == python
-    nested = {"disk": dataclasses.asdict(disk), "advanced": {"disk_reader_threads": "3"}}
-    assert EngineConfig.from_dict({**settings, **nested}) == python
+    plain: dict[str, Any] = {**settings, "advanced": {"disk_reader_threads": "3"}}
+    assert EngineConfig.from_flags(flags(*text.split()), **plain) == python
+    assert EngineConfig.from_dict({**plain, "disk": dataclasses.asdict(disk)}) == python
 
 
 # What is wrong, and the settings that the message names.
@@ -168,19 +168,24 @@ def test_the_dtype_of_a_model_is_not_known_early() -> None:
 
 
 def test_every_setting_explains_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the list of flags each setting has its unit or its choices, its help and its default, in the group of its
-    section."""
+    """In the list of flags each setting that has one stands with its unit or its choices, its help and its default, in
+    the group of its section; other settings, the advanced ones among them, do not."""
     monkeypatch.setenv("COLUMNS", "1000")
     parser = argparse.ArgumentParser(prog="x")
     EngineConfig.add_flags(parser, "engine")
     text = re.sub(r"\n {4,}", "  ", parser.format_help())  # a flag and its help on one line
     groups = {group.split(":\n")[0]: group for group in text.split("\n\n")}
-    for section, cls in SECTIONS.items():
+    assert "advanced" not in groups
+    for section in ("", "disk", "remote"):
         lines = {line.split()[0]: line for line in groups[section or "engine"].splitlines()}
-        for item in dataclasses.fields(cls):
+        for item in dataclasses.fields(SECTIONS[section]):
             if item.name in SECTIONS:
                 continue
-            setting, line = settings_of(cls)[item.name], lines[flag_of(section, item.name)]
+            setting, flag = settings_of(SECTIONS[section])[item.name], flag_of(section, item.name)
+            assert (flag in lines) == setting.has_flag
+            if not setting.has_flag:
+                continue
+            line = lines[flag]
             assert setting.help in line
             if isinstance(setting, Choice):
                 assert ", ".join(setting.words) in line
@@ -237,7 +242,7 @@ def test_every_setting_refuses_every_wrong_kind(section: str, name: str, setting
             (f"{name}=", lambda value=value: cls(**{**required, name: value})),
             (f"{name}=", lambda value=value: EngineConfig.from_dict(plain(section, name, value))),
         ]
-        if isinstance(value, str) and "\0" not in value:
+        if isinstance(value, str) and "\0" not in value and setting.has_flag and section != "advanced":
             flag = flag_of(section, name)
             given = flags(f"{flag}={value}")
             doors.append((f"{flag} ", lambda given=given: EngineConfig.from_flags(given, **RIGHT)))

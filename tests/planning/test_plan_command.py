@@ -61,9 +61,10 @@ def test_settings_that_other_commands_accept(row: str, tmp_path: Path, capsys: p
         flags, device="cuda", max_requests=flags.max_running, prefill_chunk_tokens=flags.chunk_tokens, model_id="model"
     )
     assert served == config
-    nested = {f"disk_{name}": value for name, value in plan["engine"].pop("disk").items()}
-    settings = [f"--{name.replace('_', '-')}={value}" for name, value in (plan["engine"] | nested).items()]
-    shown = stats(capsys, "config", "--show", *settings)["settings"]
+    file = tmp_path / "engine.yaml"
+    file.write_text(json.dumps(plan["engine"]))
+    shown = stats(capsys, "config", "--show", "--config", file)["settings"]
+    assert plan["engine"].pop("disk")["budget_bytes"] == 8 << 20
     assert {setting: shown[setting]["value"] for setting in plan["engine"]} == plan["engine"]
     assert shown["disk.budget_bytes"]["value"] == 8 << 20
 

@@ -1,16 +1,14 @@
-"""What the demo asks a model that can answer: each fact can be looked up, and chats about a document share it."""
+"""The conversations of the demo: each fact can be looked up, and chats about a document share it."""
 
 from __future__ import annotations
 
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.serving.document_chats import chats_about_diaries
+from hicache.serving.document_chats import Conversation, chats_about_diaries, document_lengths
 from hicache.serving.models import ByteTokenizer
-from hicache.serving.workload import Conversation, DocumentShape
 
 BYTES = ByteTokenizer()
-SHAPE = DocumentShape(documents=5, turns=4, document_tokens=6000)
 
 FACTS = [
     ("Clara Finch", "Albatross", "Norway"),
@@ -27,9 +25,9 @@ def texts(conversation: Conversation) -> list[str]:
 def test_diaries_have_their_facts_and_their_lengths() -> None:
     """As many whole days as the length allows, three of them with a fact; each turn asks another question, until all
     were asked. The same diaries each time, and more of them than there are kinds differ."""
-    made = chats_about_diaries(SHAPE, BYTES)
-    assert made == chats_about_diaries(SHAPE, BYTES)
-    for conversation, num_tokens, facts in zip(made, SHAPE.lengths(), [*FACTS, FACTS[0]], strict=True):
+    made = chats_about_diaries(5, 4, 6000, BYTES)
+    assert made == chats_about_diaries(5, 4, 6000, BYTES)
+    for conversation, num_tokens, facts in zip(made, document_lengths(5, 6000), [*FACTS, FACTS[0]], strict=True):
         document, *_ = texts(conversation)[0].partition("\n\nQuestion: ")
         assert num_tokens - 300 < len(document.encode()) <= num_tokens + len("user\n")
         days = document.splitlines()[3:]
@@ -41,7 +39,7 @@ def test_diaries_have_their_facts_and_their_lengths() -> None:
 
 def test_chats_share_the_document_and_nothing_else() -> None:
     """Prompts of a conversation are chats of one message: the document and one question."""
-    for conversation in chats_about_diaries(DocumentShape(documents=2, turns=2, document_tokens=3000), BYTES):
+    for conversation in chats_about_diaries(2, 2, 3000, BYTES):
         first, second = conversation.prompts
         shared = conversation.shared
         assert first[:shared] == second[:shared] and first[shared] != second[shared]
@@ -52,4 +50,22 @@ def test_chats_share_the_document_and_nothing_else() -> None:
 
 def test_a_document_too_short_for_its_facts_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--document-tokens"):
-        chats_about_diaries(DocumentShape(documents=2, document_tokens=600), BYTES)
+        chats_about_diaries(2, 3, 600, BYTES)
+
+
+def test_documents_have_the_lengths_asked_for() -> None:
+    """From a third of the maximum up to it, in equal ratios; one document has the maximum's third."""
+    assert sorted(document_lengths(3, 9000)) == [3000, 5196, 9000]
+    assert document_lengths(1, 9000) == [3000]
+
+
+def test_a_long_diary_goes_on_for_years() -> None:
+    """A day has a date of its own."""
+    (conversation,) = chats_about_diaries(1, 1, 300_000, BYTES)
+    days = [line.partition(".")[0] for line in texts(conversation)[0].splitlines()[3:-2]]
+    assert len(days) == len(set(days)) > 308 and days[308] == "January 1 of year 2"
+
+
+def test_a_shared_prefix_counts_once() -> None:
+    made = Conversation("", ((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 9)), 2, ("", "", ""))
+    assert made.distinct_tokens(10) == (4 + 10) + (2 + 10) + (1 + 10)

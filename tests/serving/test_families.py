@@ -13,13 +13,12 @@ from family_case import tiny_family
 from family_table import BEFORE, FAMILIES, LATEST, NEW, REASONS_BEFORE, UNTRIED
 from hicache.errors import UnsupportedModel
 from hicache.layout import ModelGeometry
-from hicache.serving.drive import generate
 from hicache.serving.request import Request
 from hicache.serving.runner import ModelRunner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.support import check_supported
 from hicache.serving.trial import plain_logits
-from serving_case import DEVICE, prompt, tiny_engine
+from serving_case import DEVICE, generate, prompt, tiny_engine
 
 IS_BEFORE = hf.__version__.startswith(f"{BEFORE}.")
 SERVED = [row for row, family in FAMILIES.items() if family.kind]

@@ -16,13 +16,12 @@ from family_case import tiny_family
 from family_table import WINDOW
 from hicache.errors import ConfigError, PromptTooLong, UnsupportedModel
 from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
-from hicache.serving.drive import generate
 from hicache.serving.request import Request
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.support import check_supported
 from hicache.serving.trial import Trial, plain_logits, relative_difference
 from hybrid_case import tiny_gemma, tiny_mistral, tiny_qwen3_next, tiny_qwen3_window
-from serving_case import geometry_of, prompt, shared, tiny_engine, tiny_llama, tiny_runner
+from serving_case import generate, geometry_of, prompt, shared, tiny_engine, tiny_llama, tiny_runner
 
 F32, F16, BF16 = torch.float32, torch.float16, torch.bfloat16
 QWEN3_NEXT_STATE = StateGeometry(((2 * 2 * 8 + 4 * 8, 4),), (4, 8, 8), BF16, F32)

@@ -4,13 +4,13 @@ cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from hicache.build.factory import build_engine
 from hicache.config import EngineConfig
@@ -145,3 +145,30 @@ def plain_greedy(model: Any, tokens: npt.NDArray[np.int64], num_new: int, draft:
         sequence += greedy[: accepted + 1]
         draft = []
     return tuple(sequence[len(tokens) :])
+
+
+@torch.inference_mode()
+def generate(
+    model: Any, tokens: npt.NDArray[np.int64], max_new_tokens: int, eos_ids: Iterable[int] = ()
+) -> tuple[int, ...]:
+    """The greedy continuation of `tokens`, int64 [len], by transformers' `generate` with its own cache.
+
+    A reference that shares no code with the runner, the pools or the engine. Ends after a token of `eos_ids`, which is
+    part of it. The model's own generation settings are ignored and kept.
+    """
+    ids = torch.from_numpy(tokens).to(model.device)[None]
+    settings, model.generation_config = model.generation_config, GenerationConfig()
+    try:
+        output = model.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            generation_config=GenerationConfig(
+                do_sample=False,
+                max_new_tokens=max_new_tokens,
+                eos_token_id=sorted(eos_ids) or None,
+                pad_token_id=0,
+            ),
+        )
+    finally:
+        model.generation_config = settings
+    return tuple(output[0, len(tokens) :].tolist())

@@ -135,7 +135,7 @@ def _loaded(flags: argparse.Namespace, choice: ModelChoice, basis: EngineConfig)
     device, dtype = device_named(basis.device), model_dtype(basis)
     if choice.path is not None:
         return load_local(choice.path, dtype, device)
-    return random_model(flags.seed, torch.float32 if dtype == "auto" else dtype, device)
+    return random_model(torch.float32 if dtype == "auto" else dtype, device)
 
 
 def _tokenizer_alone(choice: ModelChoice, listener: socket.socket) -> Tokenizer:

@@ -105,4 +105,3 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
         help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
     )  # fmt: skip
     running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")
-    running.add_argument("--seed", type=as_flag(Whole("a seed")), default=0, help="of the random model (default 0)")
