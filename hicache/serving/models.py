@@ -1,7 +1,8 @@
 """The models of the demo: a random one made from a seed, or one from a local directory.
 
 A `LoadedModel` has a tokenizer and an identity, a digest of the configuration and of every tensor. So a store
-written by one model is refused for another, whatever their names.
+written by one model is refused for another, whatever their names. Model classes are imported when a model is loaded:
+that takes seconds, and a process that tokenizes needs none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import xxhash
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from hicache.errors import ConfigError
 from hicache.serving.chat_template import rendered_chat
@@ -170,6 +171,8 @@ class LoadedModel:
 
 def random_model(seed: int, dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """A Llama model over bytes with 3.7 million weights drawn from `seed` on the CPU: the same on every machine."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=ByteTokenizer.num_tokens,
         hidden_size=256,
@@ -205,6 +208,8 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
     """A causal language model with its tokenizer from a directory; nothing is downloaded, and no code of the directory
     runs. `dtype`: "auto" is that of the checkpoint. Raises ConfigError, with a message of one line, if the model cannot
     be loaded or the checkpoint lacks tensors of it."""
+    from transformers import AutoModelForCausalLM
+
     require_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_FILES)

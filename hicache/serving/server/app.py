@@ -96,7 +96,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     _add_generation(app, frontend, desk, texts, answers)
     _add_tokens(app, frontend, desk, texts)
     _add_reset(app, frontend, desk)
-    _add_status(app, frontend, workers)
+    _add_status(app, frontend)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
@@ -176,7 +176,7 @@ def _add_reset(app: FastAPI, frontend: Frontend, desk: _Desk) -> None:
         return {"success": await frontend.reset(body.tiers or get_args(MemoryTier))}
 
 
-def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> None:
+def _add_status(app: FastAPI, frontend: Frontend) -> None:
     served = frontend.model
     about = {"object": "model", "created": int(time.time()), "owned_by": "hicache"}
     models = {
@@ -195,7 +195,6 @@ def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> Non
 
     async def health() -> dict[str, str]:
         frontend.require_serving()
-        workers.require_alive()
         return {"status": "ok"}
 
     for path, methods in {"/health": ("GET", "HEAD"), "/ping": ("GET", "HEAD", "POST")}.items():
