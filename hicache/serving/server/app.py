@@ -111,8 +111,8 @@ class _Desk:
     async def prepared(self, kind: str, request: Request) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""
         _require_json(request)
-        frontend, record = self._frontend, record_of(request.scope)
-        arrival_s = record.arrival_s
+        frontend = self._frontend
+        arrival_s = record_of(request.scope).arrival_s
         async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
             with frontend.preparing():
                 prepared = await unless_gone(
@@ -121,7 +121,6 @@ class _Desk:
                     frontend.left_s(arrival_s),
                     frontend.limits.timeout_s,
                 )
-        record.ignored = prepared.ignored
         if prepared.body.model not in (None, *frontend.model.names):
             raise _unknown_model(frontend.model)
         return prepared
