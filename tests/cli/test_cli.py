@@ -70,7 +70,7 @@ def test_flags_go_before_the_sizes_that_the_demo_chooses(tmp_path: Path) -> None
 # In an interpreter of its own: what the extras bring is not there.
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys
-for name in "transformers fastapi starlette pydantic uvicorn prometheus_client openai jinja2 matplotlib".split():
+for name in "transformers fastapi starlette pydantic uvicorn h11 prometheus_client openai jinja2 matplotlib".split():
     sys.modules[name] = None
 from hicache.cli import main
 
@@ -121,7 +121,8 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             "unlimited": ["replay", str(trace), "--processes", "1"],
         }
         needs = {
-            "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "serve": [["demo"], ["serve"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "chat": [["chat"]],
             "replay": [["replay", str(trace), "--plot", str(tmp_path / "rates.svg")]],
         }
         lines = [*light.values(), *helps, *works.values(), *(line for group in needs.values() for line in group)]
