@@ -19,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import xxhash
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
 from hicache.errors import ConfigError
 from hicache.serving.chat_template import rendered_chat
@@ -112,10 +112,16 @@ class ByteTokenizer:
 
 
 class LocalTokenizer:
-    """A tokenizer of transformers."""
+    """A tokenizer of transformers over one of the library `tokenizers`. Raises ConfigError for any other."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.transformers_tokenizer = tokenizer
+        if not isinstance(tokenizer, TokenizersBackend):
+            raise ConfigError(
+                f"{type(tokenizer).__name__} is no tokenizer of the library tokenizers, which decodes streams; give a "
+                "model whose directory has a tokenizer.json"
+            )
+        self.transformers_tokenizer: Any = tokenizer
+        self._backend = tokenizer.backend_tokenizer
         # Of byte-level tokens a letter is a byte, which is a character at most.
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -128,7 +134,8 @@ class LocalTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._decoded(tokens, skip_special=False)
+        """The text as the tokens have it: transformers would clean up spaces, and so change text of a stream."""
+        return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         if not self.transformers_tokenizer.chat_template:
@@ -140,15 +147,7 @@ class LocalTokenizer:
         return ChatTokens(ids, max(0, len(ids) - len(self.encode(chat.generation_prompt))))
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        return TokenDecoder(lambda tokens: self._decoded(tokens, skip_special), prompt)
-
-    def _decoded(self, tokens: Sequence[int], skip_special: bool) -> str:
-        """The text as the tokens have it: a clean-up of spaces would change text that was returned before."""
-        return str(
-            self.transformers_tokenizer.decode(
-                list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-            )
-        )
+        return TokenDecoder(self._backend, prompt, skip_special)
 
 
 @dataclass(frozen=True)
