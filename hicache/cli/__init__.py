@@ -31,8 +31,21 @@ from hicache.process.init import leave_process_1
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
 _BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
-_SERVE_PACKAGES = ("transformers", "fastapi", "starlette", "pydantic", "uvicorn", "prometheus_client", "openai")
-_EXTRAS = {**dict.fromkeys((*_SERVE_PACKAGES, "huggingface_hub", "jinja2"), "serve"), "matplotlib": "replay"}
+_SERVE_PACKAGES = (
+    "transformers",
+    "tokenizers",
+    "fastapi",
+    "starlette",
+    "pydantic",
+    "uvicorn",
+    "h11",
+    "prometheus_client",
+)
+_EXTRAS = {
+    **dict.fromkeys((*_SERVE_PACKAGES, "huggingface_hub", "jinja2"), "serve"),
+    "openai": "chat",
+    "matplotlib": "replay",
+}
 _INTERRUPTED = "hicache: interrupted"
 
 

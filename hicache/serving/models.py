@@ -1,7 +1,8 @@
 """Models to serve: a random one, or one from a local directory.
 
 A `LoadedModel` has a tokenizer and an identity, a digest of the configuration and of every tensor. So a store
-written by one model is refused for another, whatever their names.
+written by one model is refused for another, whatever their names. Model classes are imported when a model is loaded:
+that takes seconds, and a process that tokenizes needs none.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 import torch
 import xxhash
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, TokenizersBackend
 
 from hicache.errors import ConfigError
 from hicache.serving.chat_template import rendered_chat
@@ -111,10 +112,16 @@ class ByteTokenizer:
 
 
 class LocalTokenizer:
-    """A tokenizer of transformers."""
+    """A tokenizer of transformers over one of the library `tokenizers`. Raises ConfigError for any other."""
 
     def __init__(self, tokenizer: Any) -> None:
-        self.transformers_tokenizer = tokenizer
+        if not isinstance(tokenizer, TokenizersBackend):
+            raise ConfigError(
+                f"{type(tokenizer).__name__} is no tokenizer of the library tokenizers, which decodes streams; give a "
+                "model whose directory has a tokenizer.json"
+            )
+        self.transformers_tokenizer: Any = tokenizer
+        self._backend = tokenizer.backend_tokenizer
         # Of byte-level tokens a letter is a byte, which is a character at most.
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
@@ -127,7 +134,8 @@ class LocalTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return self._decoded(tokens, skip_special=False)
+        """The text as the tokens have it: transformers would clean up spaces, and so change text of a stream."""
+        return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
         if not self.transformers_tokenizer.chat_template:
@@ -139,15 +147,7 @@ class LocalTokenizer:
         return ChatTokens(ids, max(0, len(ids) - len(self.encode(chat.generation_prompt))))
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        return TokenDecoder(lambda tokens: self._decoded(tokens, skip_special), prompt)
-
-    def _decoded(self, tokens: Sequence[int], skip_special: bool) -> str:
-        """The text as the tokens have it: a clean-up of spaces would change text that was returned before."""
-        return str(
-            self.transformers_tokenizer.decode(
-                list(tokens), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False
-            )
-        )
+        return TokenDecoder(self._backend, prompt, skip_special)
 
 
 @dataclass(frozen=True)
@@ -170,6 +170,8 @@ class LoadedModel:
 
 def random_model(dtype: torch.dtype, device: torch.device) -> LoadedModel:
     """A Llama model over bytes with 3.7 million random weights, drawn on the CPU: the same on every machine."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
     config = LlamaConfig(
         vocab_size=ByteTokenizer.num_tokens,
         hidden_size=256,
@@ -205,6 +207,8 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
     """A causal language model with its tokenizer from a directory; nothing is downloaded, and no code of the directory
     runs. `dtype`: "auto" is that of the checkpoint. Raises ConfigError, with a message of one line, if the model cannot
     be loaded or the checkpoint lacks tensors of it."""
+    from transformers import AutoModelForCausalLM
+
     require_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_FILES)

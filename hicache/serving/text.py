@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Protocol
+
+from tokenizers import Tokenizer
+from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\ufffd"
 _MAX_HELD_TOKENS = 64  # a run without a whole character is no text; it is emitted with replacement characters
@@ -41,43 +44,48 @@ class ByteDecoder:
 
 
 class TokenDecoder:
-    """For any `decode` from token ids to text. `prompt`: its end is context for the first token.
+    """The stream of `tokenizers`, with an end. `prompt`: its end is context for the first token.
 
-    tokens[0, read)      their text was returned, they are context
-    tokens[read, len)    held: their text ends in what may be an incomplete character
+    `held`: tokens whose text ends in what may be an incomplete character.
     """
 
-    def __init__(self, decode: Callable[[Sequence[int]], str], prompt: Sequence[int] = ()) -> None:
-        self._decode = decode
-        self._tokens = _context(decode, prompt)
-        self._read = len(self._tokens)
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special = skip_special
+        self._stream = DecodeStream(self._context(prompt), skip_special)
+        self._held: list[int] = []
 
     def push(self, token: int) -> str:
-        self._tokens.append(token)
-        text, num_held = self._held_text(), len(self._tokens) - self._read
-        if num_held < _MAX_HELD_TOKENS and (not text or text.endswith(_REPLACEMENT)):
-            return ""
-        del self._tokens[: self._read]
-        self._read = len(self._tokens)
+        self._held.append(token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception as error:
+            if "Invalid prefix" not in str(error):  # tokenizers has no class for it
+                raise
+            return self._restarted()  # behind a broken character, a decoder may break the characters before it
+        if text is None:
+            return self._restarted() if len(self._held) == _MAX_HELD_TOKENS else ""
+        self._held.clear()
         return text
 
     def finish(self) -> str:
-        text = self._held_text()
-        self._read = len(self._tokens)
+        return self._decoded(self._held)
+
+    def _restarted(self) -> str:
+        text = self.finish()
+        self._held.clear()
+        self._stream = DecodeStream(skip_special_tokens=self._skip_special)
         return text
 
-    def _held_text(self) -> str:
-        known = self._decode(self._tokens[: self._read])
-        return self._decode(self._tokens)[len(known) :]
+    def _context(self, prompt: Sequence[int]) -> list[int]:
+        """The end of the prompt, from the first byte of a character to the last byte of another; else nothing."""
+        ends = (
+            list(prompt[-num_tokens:]) for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES)
+        )
+        return next((end for end in ends if _REPLACEMENT not in self._decoded(end)), [])
 
-
-def _context(decode: Callable[[Sequence[int]], str], prompt: Sequence[int]) -> list[int]:
-    """The end of the prompt, from a character's first byte on: behind a broken one a decoder may break all others."""
-    for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES):
-        context = list(prompt[-num_tokens:])
-        if _REPLACEMENT not in decode(context):
-            return context
-    return list(prompt[-_CONTEXT_TOKENS:])
+    def _decoded(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(tokens, self._skip_special))
 
 
 class StopMatcher:

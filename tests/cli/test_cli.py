@@ -20,7 +20,7 @@ from storage_pages import open_store, put_numbers
 # In an interpreter of its own: what the extras bring is not there.
 WITHOUT_EXTRAS = """
 import contextlib, io, json, sys
-for name in "transformers fastapi starlette pydantic uvicorn prometheus_client openai jinja2 matplotlib".split():
+for name in "transformers fastapi starlette pydantic uvicorn h11 prometheus_client openai jinja2 matplotlib".split():
     sys.modules[name] = None
 from hicache.cli import main
 
@@ -71,7 +71,8 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             "unlimited": ["replay", str(trace), "--processes", "1"],
         }
         needs = {
-            "serve": [["demo"], ["serve"], ["chat"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "serve": [["demo"], ["serve"], ["plan", "--gpu", "h100", "--model", str(tmp_path)]],
+            "chat": [["chat"]],
             "replay": [["replay", str(trace), "--plot", str(tmp_path / "rates.svg")]],
         }
         lines = [*light.values(), *helps, *works.values(), *(line for group in needs.values() for line in group)]

@@ -167,6 +167,7 @@ BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
     ),
     "image": ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages"),
     "tools": ("chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, "tools"),
+    "a field that no route has": ("completions", {"prompt": "a", "colour": 1}, "colour"),
     "options of no stream": ("completions", {"prompt": "a", "stream_options": {}}, "stream_options"),
     "variables that are none": (
         "chat/completions",
@@ -274,22 +275,6 @@ def test_request_ids(server: Server) -> None:
     server.wait_for_line(status=404)
     probed = {"/health", "/metrics", "/metrics.json"}  # which would fill a log
     assert not [line for line in server.log_lines if line.get("route") in probed]
-
-
-def test_fields_that_mean_nothing_are_named(server: Server) -> None:
-    """Of a request, of a message and of its parts, whatever the size of the body; the log has their number alone."""
-    part = {"type": "text", "text": SECRET, "cache_control": {}}
-    messages = [{"role": "user", "content": [part], "weight": 1}]
-    for padding in (1, 1 << 18):
-        unknown: dict[str, Any] = {"colour": "a" * padding, "x" * 10_000: 1, f"{SECRET}\r\n": None}
-        body = {"messages": messages, "max_tokens": 1, **unknown}
-        status, _, headers = ask(server, "POST", "/v1/chat/completions", json.dumps(body).encode())
-        assert (status, headers["x-hicache-ignored-fields"]) == (200, "cache_control, colour, weight")
-        assert server.wait_for_line(request_id=headers["x-request-id"])["ignored_fields"] == 5
-    _, _, headers = ask(server, "POST", "/tokenize", json.dumps({"prompt": "a"}).encode())
-    assert "x-hicache-ignored-fields" not in headers
-    status, answer, _ = ask(server, "POST", "/reset_prefix_cache", json.dumps({"tier": ["host"]}).encode())
-    assert (status, answer["error"]["param"]) == (400, "tier")
 
 
 def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> None:

@@ -149,30 +149,20 @@ def test_a_request_names_where_the_next_turn_may_leave_its_prompt(
     assert [request.branch_points for request in thread.requests] == [branch_points]
 
 
-# Large bodies by processes of their own: what the tokenizer of this one, which encodes nothing, would not do.
+# Large bodies by processes: what the tokenizer of this one, which encodes nothing, would not do.
 PROGRAM = """
-import asyncio, json, os, signal, time
+import asyncio, json, os, signal
 from pathlib import Path
-from hicache.serving.models import ByteTokenizer
 from hicache.serving.server.prompts import PromptEncoder, PromptLimits
 from hicache.serving.server.replies import ApiError
-from hicache.serving.server.workers import PromptWorkers, TokenizerProcess
+from hicache.serving.server.workers import PromptWorkers
+from slow_tokenizer import SlowTokenizer
 from waiting import eventually
-
-class Slow(ByteTokenizer):
-    def encode(self, text):
-        if text == "hang":
-            Path("pid.new").write_text(str(os.getpid()))
-            Path("pid.new").rename("pid")
-            time.sleep(1e6)
-        if text == "fail":
-            raise ValueError(text)
-        return super().encode(text)
 
 def body(prompt):
     return json.dumps({"prompt": prompt, "seed": 3, "stop": ["x"]}).encode() + b" " * (1 << 18)
 
-async def begun(task):
+async def begun():
     while not Path("pid").exists():
         await asyncio.sleep(0.001)
     pid = int(Path("pid").read_text())
@@ -187,36 +177,33 @@ async def outcome(task):
     prompts = [(prompt.tokens.tolist(), prompt.shared_len) for prompt in done.prompts]
     return prompts, done.body.seed, done.body.stops
 
-async def main(tokenizers):
-    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), tokenizers)
+async def main():
+    workers = PromptWorkers(PromptEncoder(None, PromptLimits(64, 8, 260)), SlowTokenizer, max_cpu_s=0.2)
     ask = lambda prompt: asyncio.create_task(workers.prepare("completion", body(prompt)))
     print(await outcome(ask(["ab", "c" * 9])), await outcome(ask("a" * 65)), await outcome(ask("fail")))
-    left = ask("hang")
-    pid = await begun(left)
-    left.cancel()
-    await asyncio.wait([left])
-    eventually(lambda: not Path(f"/proc/{pid}").exists())
-    killed = ask("hang")
-    os.kill(await begun(killed), signal.SIGKILL)
-    print(await outcome(killed), await outcome(ask([1])))
-    workers.require_alive()
-    os.kill(tokenizers._pid, signal.SIGKILL)
-    eventually(lambda: not tokenizers.alive)
-    print(await outcome(ask([1])))
+    hung = ask("hang")
+    os.kill(await begun(), signal.SIGKILL)
+    print(await outcome(hung), await outcome(ask([1])))
+    print(await outcome(ask("spin")), await outcome(ask([1])))
+    hung = ask("hang")
+    pid = await begun()
+    hung.cancel()
+    print(await outcome(ask([2])))
     workers.close()
+    eventually(lambda: not Path(f"/proc/{pid}").exists())
 
-with TokenizerProcess(Slow) as tokenizers:
-    asyncio.run(main(tokenizers))
+asyncio.run(main())
 """
 
 
 def test_processes_of_large_bodies(tmp_path: Path) -> None:
-    """They answer as a thread would, and a refusal is a refusal. One ends where its client left; one that fails, or is
-    killed, is a status 500 of its request alone. Where they can no longer be forked it is 503."""
-    first, second, third = output(PROGRAM, cwd=tmp_path, server="serving").splitlines()
+    """They answer as a thread would, and a refusal is a refusal. A defect, a process that is killed, and one that
+    computes for too long are a status 500, and the next body is answered. The end of the workers ends all processes,
+    also one that works for a client that has left."""
+    first, second, third, fourth = output(PROGRAM, cwd=tmp_path, server="serving").splitlines()
     assert first == f"([([256, 97, 98], 0), ([256{', 99' * 9}], 2)], 3, ['x']) (400, 'prompt') (500, None)"
-    assert second == "(500, None) ([([1], 0)], 3, ['x'])"
-    assert third == "(503, None)"
+    assert second == third == "(500, None) ([([1], 0)], 3, ['x'])"
+    assert fourth == "([([2], 0)], 3, ['x'])"
 
 
 def test_a_large_body_is_answered_as_a_small_one(server: Server) -> None:

@@ -268,7 +268,11 @@ def test_a_reset_makes_the_next_request_miss(tmp_path: Path) -> None:
         assert post(b'{"tiers": ["device"]}') == {"success": True}
         assert tiers_hit() == {"device": 0, "host": num_tokens}
         assert post() == {"success": True} and tiers_hit() == {"device": 0, "host": 0}
-        for body, culprit in ((b'{"tiers": ["disk"]}', "cache_salt"), (b'{"tiers": ["tape"]}', "'device' or 'host'")):
+        for body, culprit in (
+            (b'{"tiers": ["disk"]}', "cache_salt"),
+            (b'{"tiers": ["tape"]}', "'device' or 'host'"),
+            (b'{"tier": ["host"]}', "tier: this route does not support"),
+        ):
             status, message = post(body)
             assert status == 400 and culprit in message
         assert "tiers" in post(path="/reset_prefix_cache?reset_external=true")[1]

@@ -29,7 +29,7 @@ from hicache.serving.scheduler import Scheduler
 from hicache.serving.server.engine_thread import EngineThread, RequestEnded
 from hicache.serving.server.protocol import ChatBody, CompletionBody, GenerationBody
 from hicache.serving.server.replies import ApiError, Delta
-from hicache.serving.text import TextDecoder, TokenDecoder
+from hicache.serving.text import TextDecoder
 from memory_store import MemoryPageStore
 from serving_case import shared, tiny_engine, tiny_llama, tiny_runner
 from waiting import BOUND_S, eventually
@@ -51,16 +51,21 @@ class _Failing:
         return self._runner.forward(chunks)
 
 
+class _Raising:
+    """A decoder that decodes nothing."""
+
+    def push(self, token: int) -> str:
+        raise ValueError(SECRET)
+
+    def finish(self) -> str:
+        return ""
+
+
 class _Undecodable(ByteTokenizer):
     """A tokenizer that decodes nothing after prompts that end with token 5."""
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        return TokenDecoder(self.decode) if prompt[-1] == 5 else super().decoder(prompt, skip_special)
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        if tokens:
-            raise ValueError(SECRET)
-        return ""
+        return _Raising() if prompt[-1] == 5 else super().decoder(prompt, skip_special)
 
 
 async def ends_of(parts: ServedApp, *prompts: list[list[int]]) -> list[list[Delta] | BaseException]:

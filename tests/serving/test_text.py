@@ -64,6 +64,21 @@ def test_characters_are_never_broken(text: str, prompt: str, which: int) -> None
     assert not any("\ufffd" in part for part in parts)
 
 
+@given(numbers=st.lists(st.integers(0, 1000), max_size=80), which=st.integers(0, 1), skip_special=st.booleans())
+def test_tokens_of_any_kind(numbers: list[int], which: int, skip_special: bool) -> None:
+    """Whatever a model chooses, broken characters and ids beyond the vocabulary included, no whole character of a token
+    is lost."""
+    tokenizer = _LOCAL[which]
+    tokens, letter = [number % 280 for number in numbers], "é" if which else "b"
+    text = "".join(parts_of(tokenizer.decoder(tokens[:9], skip_special), tokens))
+    assert text.count(letter) >= sum(tokenizer.decode([token]) == letter for token in tokens)
+
+
+def test_a_tokenizer_of_python_alone_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"ByT5Tokenizer .* tokenizer\.json"):
+        LocalTokenizer(hf.ByT5Tokenizer())
+
+
 def test_spaces_are_not_cleaned_up() -> None:
     """A tokenizer that suggests to remove spaces before full stops and contractions loses no character in a stream:
     the text of the tokens so far never changes."""

@@ -12,7 +12,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message
 
 from hicache.engine import CacheEngine
-from hicache.serving.models import Tokenizer
+from hicache.serving.models import ByteTokenizer, Tokenizer
 from hicache.serving.request import Runner
 from hicache.serving.scheduler import Scheduler
 from hicache.serving.server.app import AppSettings, create_app
@@ -45,7 +45,7 @@ async def served(
     thread = EngineThread(engine, Scheduler(engine, make_runner(tiny, engine)), lambda: None)
     model = ServedModel(("tiny",), tokenizer, VOCAB, CONTEXT)
     encoder = PromptEncoder(tokenizer, PromptLimits(CONTEXT, MAX_OPEN, VOCAB))
-    workers = PromptWorkers(encoder, None)
+    workers = PromptWorkers(encoder, ByteTokenizer)
     frontend = Frontend(model, Limits(MAX_OPEN, timeout_s), thread, {})
     app = create_app(frontend, workers, AppSettings("", 1 << 20))
     parts = ServedApp(thread, frontend, workers, app)

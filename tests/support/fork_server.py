@@ -30,7 +30,13 @@ _MAX_REQUEST_BYTES = 1 << 20
 # What a fork server of that name has imported beside the library: what `hicache serve`, `chat` and `demo` take.
 _IMPORTED = {
     "hicache": (),
-    "serving": ("hicache.serving.server.command", "hicache.serving.chat.command", "hicache.serving.demo"),
+    "serving": (
+        "hicache.serving.server.command",
+        "hicache.serving.chat.command",
+        "hicache.serving.demo",
+        "transformers.models.auto.modeling_auto",
+        "transformers.models.llama.modeling_llama",
+    ),
 }
 
 

@@ -96,7 +96,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
     _add_generation(app, frontend, desk, texts, answers)
     _add_tokens(app, frontend, desk, texts)
     _add_reset(app, frontend, desk)
-    _add_status(app, frontend, workers)
+    _add_status(app, frontend)
     _add_dashboard(app, frontend.metrics)
     _describe_bodies(app)
     return RequestLog(Gate(app, settings.api_key, settings.max_body_bytes), frontend.metrics)
@@ -111,8 +111,8 @@ class _Desk:
     async def prepared(self, kind: str, request: Request) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""
         _require_json(request)
-        frontend, record = self._frontend, record_of(request.scope)
-        arrival_s = record.arrival_s
+        frontend = self._frontend
+        arrival_s = record_of(request.scope).arrival_s
         async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
             with frontend.preparing():
                 prepared = await unless_gone(
@@ -121,7 +121,6 @@ class _Desk:
                     frontend.left_s(arrival_s),
                     frontend.limits.timeout_s,
                 )
-        record.ignored = prepared.ignored
         if prepared.body.model not in (None, *frontend.model.names):
             raise _unknown_model(frontend.model)
         return prepared
@@ -176,7 +175,7 @@ def _add_reset(app: FastAPI, frontend: Frontend, desk: _Desk) -> None:
         return {"success": await frontend.reset(body.tiers or get_args(MemoryTier))}
 
 
-def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> None:
+def _add_status(app: FastAPI, frontend: Frontend) -> None:
     served = frontend.model
     about = {"object": "model", "created": int(time.time()), "owned_by": "hicache"}
     models = {
@@ -195,7 +194,6 @@ def _add_status(app: FastAPI, frontend: Frontend, workers: PromptWorkers) -> Non
 
     async def health() -> dict[str, str]:
         frontend.require_serving()
-        workers.require_alive()
         return {"status": "ok"}
 
     for path, methods in {"/health": ("GET", "HEAD"), "/ping": ("GET", "HEAD", "POST")}.items():

@@ -47,7 +47,7 @@ from hicache.serving.server.engine_thread import EngineThread, Event
 from hicache.serving.server.frontend import Frontend, Limits, ServedModel
 from hicache.serving.server.prompts import PromptEncoder, PromptLimits
 from hicache.serving.server.sizes import engine_config, first_config, max_len, model_dtype
-from hicache.serving.server.workers import PromptWorkers, TokenizerProcess
+from hicache.serving.server.workers import PromptWorkers
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
 
@@ -60,7 +60,7 @@ log = logging.getLogger(__name__)
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
     """What is served: the model, the engine that is built for it, its names, the key that clients must send, what
-    records, what tokenizes long prompts, and the port, which is bound."""
+    records, what loads its tokenizer, and the port, which is bound."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -69,7 +69,7 @@ class ServerContext:
     names: tuple[str, ...]
     api_key: str
     recorder: TraceRecorder | None
-    tokenizers: TokenizerProcess
+    load_tokenizer: Callable[[], Tokenizer]
     listener: socket.socket
 
 
@@ -90,13 +90,13 @@ def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterato
     with contextlib.closing(_bound_socket(flags.host, flags.port)) as listener:
         choice = choose_model(flags.model, say)
         names = _checked_names(flags.served_model_name or [choice.name])
-        with TokenizerProcess(lambda: _tokenizer_alone(choice, listener)) as tokenizers:
-            loaded = _loaded(flags, choice, basis)
-            geometry = check_supported(loaded.model, flags.attention)
-            config = engine_config(flags, loaded, geometry, basis)
-            engine, length = build_engine(config, geometry), max_len(config, loaded)
-            with _recording(flags.record, engine) as recorder:
-                yield ServerContext(loaded, geometry, engine, length, names, key, recorder, tokenizers, listener)
+        loaded = _loaded(flags, choice, basis)
+        geometry = check_supported(loaded.model, flags.attention)
+        config = engine_config(flags, loaded, geometry, basis)
+        engine, length = build_engine(config, geometry), max_len(config, loaded)
+        load_tokenizer = ByteTokenizer if choice.path is None else partial(local_tokenizer, choice.path)
+        with _recording(flags.record, engine) as recorder:
+            yield ServerContext(loaded, geometry, engine, length, names, key, recorder, load_tokenizer, listener)
 
 
 @contextlib.contextmanager
@@ -138,12 +138,6 @@ def _loaded(flags: argparse.Namespace, choice: ModelChoice, basis: EngineConfig)
     return random_model(torch.float32 if dtype == "auto" else dtype, device)
 
 
-def _tokenizer_alone(choice: ModelChoice, listener: socket.socket) -> Tokenizer:
-    """In a process that must not keep the port."""
-    listener.close()
-    return ByteTokenizer() if choice.path is None else local_tokenizer(choice.path)
-
-
 async def _until_signalled(flags: argparse.Namespace, context: ServerContext) -> int:
     loop, signals = asyncio.get_running_loop(), asyncio.Queue[int]()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -176,7 +170,7 @@ async def serve(
     limits = Limits(flags.max_running + flags.max_queued, flags.request_timeout_s)
     frontend = Frontend(model, limits, thread, engine.describe(), context.recorder)
     encoder = PromptEncoder(model.tokenizer, PromptLimits(model.max_len, limits.max_open, model.vocab_size))
-    workers = PromptWorkers(encoder, context.tokenizers)
+    workers = PromptWorkers(encoder, context.load_tokenizer)
     max_body_bytes = flags.max_body_bytes or min(
         _BODY_BYTES, (1 << 20) + _TOKEN_BYTES * model.max_len * limits.max_open
     )

@@ -20,7 +20,7 @@ _Stop: TypeAlias = Callable[[], object]
 
 @contextlib.contextmanager
 def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[str]:
-    """Inside, a server runs; yields its URL. To be entered before this process has threads. Raises HiCacheError.
+    """Inside, a server runs; yields its URL. Raises HiCacheError.
 
     `flags`: those of `add_server_flags`. `say`: is told of the packaged model.
     """

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from typing import Annotated
 
-from pydantic import AfterValidator, BeforeValidator, Discriminator, Field, Tag
+from pydantic import AfterValidator, Discriminator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 
@@ -16,18 +15,6 @@ def _with_utf8(text: str) -> str:
     except UnicodeEncodeError:
         raise PydanticCustomError("no_utf8", "the text has no UTF-8 form: it has a lone surrogate") from None
     return text
-
-
-def only(*neutral: object) -> BeforeValidator:
-    """Accepts null and the values that ask for nothing, and makes null of them."""
-    texts = " or ".join(json.dumps(value) for value in (*neutral, None))
-
-    def check(value: object) -> None:
-        # True is equal to 1, and False to 0.
-        if value is not None and (type(value) is bool, value) not in [(type(item) is bool, item) for item in neutral]:
-            raise PydanticCustomError("not_implemented", f"this server does not implement it; it may be {texts}")
-
-    return BeforeValidator(check)
 
 
 # Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.

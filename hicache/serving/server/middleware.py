@@ -7,7 +7,6 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,12 +19,10 @@ from hicache.serving.server.prometheus import ServerMetrics
 from hicache.serving.server.replies import CLOSE, crowded, internal_error, invalid, too_large, wrong_key
 
 REQUEST_ID = "x-request-id"
-IGNORED = "x-hicache-ignored-fields"
 _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
 _PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # asked for all the time
 _FIRST_ERROR = 400
-_GOOD_NAME, _MAX_IGNORED = re.compile(r"[\w.-]{1,64}", re.ASCII), 16
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
@@ -34,14 +31,12 @@ log = logging.getLogger(__name__)
 @dataclass
 class HttpRecord:
     """What the log says of one HTTP request. `fields`: more of it, set by whoever answers; never text of a client's.
-    `arrival_s`: when its head had come, on the clock of `time.perf_counter`. `ignored`: names of fields of its body
-    that mean nothing, which it is told."""
+    `arrival_s`: when its head had come, on the clock of `time.perf_counter`."""
 
     request_id: str
     arrival_s: float
     status: int = 0
     fields: dict[str, Any] = field(default_factory=dict)
-    ignored: Sequence[str] = ()
 
 
 def record_of(scope: Scope) -> HttpRecord:
@@ -69,11 +64,7 @@ class RequestLog:
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
                 record.status = message["status"]
-                headers = MutableHeaders(scope=message)
-                headers[REQUEST_ID] = record.request_id
-                if record.ignored:
-                    record.fields["ignored_fields"] = len(record.ignored)
-                    headers[IGNORED] = ", ".join(filter(_GOOD_NAME.fullmatch, record.ignored[:_MAX_IGNORED]))
+                MutableHeaders(scope=message)[REQUEST_ID] = record.request_id
             await send(message)
 
         try:

@@ -37,7 +37,7 @@ _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
 _GENERATION_PROMPT_TOKENS = 8  # at most, an empty thought included, if a client applied the template
 _MAX_REASONS = 3  # of those why a body is refused
 _MAX_NAME = 64  # characters of a client's field name in a message
-_REASONS = {"extra_forbidden": "this route has no such field", "missing": "the field is required"}
+_REASONS = {"extra_forbidden": "this route does not support this field", "missing": "the field is required"}
 _TYPICAL_CHARS = 8  # a token of a text has fewer, but for texts that few tokens repeat
 _PIECE_CHARS = 1 << 16
 
@@ -55,12 +55,10 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A body that was checked, without the texts that its prompts were made of. `ignored`: names of fields of it that
-    mean nothing here."""
+    """A body that was checked, without the texts that its prompts were made of."""
 
     body: AnyBody
     prompts: list[Prompt]
-    ignored: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -81,12 +79,11 @@ class PromptEncoder:
 
     def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""
-        ignored = set[str]()
         try:
-            body = BODIES[kind].model_validate_json(raw, context=ignored)
+            body = BODIES[kind].model_validate_json(raw)
         except ValidationError as error:
             raise _refusal(error) from None
-        return Prepared(body.without_texts(), self._prompts(body), tuple(sorted(ignored)))
+        return Prepared(body.without_texts(), self._prompts(body))
 
     def _prompts(self, body: AnyBody) -> list[Prompt]:
         if isinstance(body, TokenizeBody):

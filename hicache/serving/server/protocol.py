@@ -1,14 +1,13 @@
 """The bodies of requests: OpenAI's fields, and those of vLLM and SGLang.
 
-A field does what it says, or is refused but for the values that ask for nothing (`Refused...`), or changes nothing and
-is accepted all the same (`Ignored...`); docs/serving.md has a table of each kind. What no server is known to obey is
-ignored too, and named in the answer's head. Null is a field that was left out. Values are not converted: "1" is no
-number.
+A field does what it says or, if it is in `IGNORED`, changes nothing. Every other field is refused by name, unless its
+value is null or an empty list; docs/serving.md lists both kinds. Null is a field that was left out. Values are not
+converted: "1" is no number.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
@@ -32,7 +31,6 @@ from hicache.serving.server.fields import (
     Text,
     TokenId,
     TokenIds,
-    only,
     shape_of,
     text_or_list,
 )
@@ -56,87 +54,51 @@ _SAMPLING = (
 )
 
 
+# Of generation. Those about tools choose among the tools of a request, of which this server takes none.
+IGNORED = frozenset(
+    {
+        "user",
+        "metadata",
+        "safety_identifier",
+        "prompt_cache_key",
+        "service_tier",
+        "store",
+        "tool_choice",
+        "function_call",
+        "parallel_tool_calls",
+    }
+)
+
+
 class Body(BaseModel):
-    """The context of a validation is the set of the names of fields that were ignored, which it adds to."""
+    """An object of a request. `ignored`: names of fields that are accepted with any value, and change nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid")
+    ignored: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
-    def _without_unknown_fields(cls, value: object, info: ValidationInfo) -> object:
+    def _without_what_asks_for_nothing(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
         if len(value) > _MAX_FIELDS:
             raise PydanticCustomError("too_many_fields", f"more than {_MAX_FIELDS} fields")
-        unknown = {
-            name for name in value if name not in cls.model_fields and (value[name] is None or not cls.refuses(name))
+        return {
+            name: given
+            for name, given in value.items()
+            if name in cls.model_fields or not (given is None or given == [] or name in cls.ignored)
         }
-        if not unknown:
-            return value
-        if isinstance(info.context, set) and len(info.context) < _MAX_FIELDS:
-            info.context.update(unknown)
-        return {name: given for name, given in value.items() if name not in unknown}
-
-    @classmethod
-    def refuses(cls, name: str) -> bool:
-        """Whether a name that it does not declare is refused, for what it asks for is not done."""
-        return False
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
     continuous_usage_stats: Annotated[bool, Field(description="as in vLLM: usage with each event")] | None = None
-    include_obfuscation: Annotated[None, only(False)] = None
 
 
-class RefusedFields(Body):
-    """What this server does not implement, at the values that ask for nothing."""
-
-    allowed_token_ids: Annotated[None, only()] = None
-    bad_words: Annotated[None, only([])] = None
-    include_stop_str_in_output: Annotated[None, only(False)] = None
-    length_penalty: Annotated[None, only(1)] = None
-    lora_path: Annotated[None, only()] = None
-    no_stop_trim: Annotated[None, only(False)] = None
-    prompt_logprobs: Annotated[None, only()] = None
-    return_token_ids: Annotated[None, only(False)] = None
-    spaces_between_special_tokens: Annotated[None, only(True)] = None
-    truncate_prompt_tokens: Annotated[None, only()] = None
-    use_beam_search: Annotated[None, only(False)] = None
-    custom_logit_processor: Annotated[None, only()] = None
-    custom_params: Annotated[None, only()] = None
-    extra_key: Annotated[None, only()] = None
-    input_embeds: Annotated[None, only()] = None
-    logits_processors: Annotated[None, only([])] = None
-    return_hidden_states: Annotated[None, only(False)] = None
-    session_params: Annotated[None, only()] = None
-    stop_regex: Annotated[None, only([])] = None
-    thinking_token_budget: Annotated[None, only()] = None
-    # structured output
-    guided_choice: Annotated[None, only()] = None
-    guided_grammar: Annotated[None, only()] = None
-    guided_json: Annotated[None, only()] = None
-    guided_regex: Annotated[None, only()] = None
-    ebnf: Annotated[None, only()] = None
-    json_schema: Annotated[None, only()] = None
-    regex: Annotated[None, only()] = None
-    structured_outputs: Annotated[None, only()] = None
-    prompt_cache_retention: Annotated[None, only("in_memory")] = None
-
-
-class IgnoredFields(Body):
-    """What changes nothing here."""
-
-    user: Text | None = None
-    metadata: dict[str, Any] | None = None
-    safety_identifier: Text | None = None
-    prompt_cache_key: Text | None = None
-    service_tier: Literal["auto", "default"] | None = None
-
-
-class GenerationBody(RefusedFields, IgnoredFields):
+class GenerationBody(Body):
     """What completions and chats have in common."""
 
+    ignored = IGNORED
     model: Text | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -171,11 +133,6 @@ class GenerationBody(RefusedFields, IgnoredFields):
     next_turn_within_s: (
         Annotated[float, Field(ge=0, le=MAX_NEXT_TURN_S, description="when a prompt that goes on is expected")] | None
     ) = None
-
-    @classmethod
-    def refuses(cls, name: str) -> bool:
-        """A field of the other route, which its client expects to be obeyed."""
-        return name in CompletionBody.model_fields or name in ChatBody.model_fields
 
     @field_validator("session_end")
     @classmethod
@@ -239,14 +196,7 @@ class GenerationBody(RefusedFields, IgnoredFields):
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
-class RefusedCompletionFields(Body):
-    add_special_tokens: Annotated[None, only(True)] = None
-    best_of: Annotated[None, only(1)] = None
-    prompt_embeds: Annotated[None, only()] = None
-    suffix: Annotated[None, only()] = None
-
-
-class CompletionBody(GenerationBody, RefusedCompletionFields):
+class CompletionBody(GenerationBody):
     """`/v1/completions`. `prompt`: a text, texts, token ids, or lists of them."""
 
     prompt: Annotated[
@@ -270,7 +220,7 @@ class CompletionBody(GenerationBody, RefusedCompletionFields):
 
     def without_texts(self) -> CompletionBody:
         """The rest, which answers depend on."""
-        return self.model_copy(update={"prompt": [0], "metadata": None})
+        return self.model_copy(update={"prompt": [0]})
 
     @property
     def prompts(self) -> list[str] | list[list[int]]:
@@ -287,19 +237,7 @@ class TextPart(Body):
     text: Text
 
 
-class RefusedMessageFields(Body):
-    """What a server's reply may have beside its text, so that replies can be sent back as they came."""
-
-    annotations: Annotated[None, only([])] = None
-    audio: Annotated[None, only()] = None
-    function_call: Annotated[None, only()] = None
-    reasoning: Annotated[None, only()] = None
-    reasoning_content: Annotated[None, only()] = None
-    refusal: Annotated[None, only()] = None
-    tool_calls: Annotated[None, only([])] = None
-
-
-class Message(RefusedMessageFields):
+class Message(Body):
     """`content`: that of the assistant may be null, which is no text."""
 
     role: Literal["system", "developer", "user", "assistant"]
@@ -326,31 +264,7 @@ class Message(RefusedMessageFields):
         return {"role": self.role, "content": text, **({} if self.name is None else {"name": self.name})}
 
 
-class RefusedChatFields(Body):
-    add_generation_prompt: Annotated[None, only(True)] = None
-    add_special_tokens: Annotated[None, only(False)] = None
-    audio: Annotated[None, only()] = None
-    chat_template: Annotated[None, only()] = None
-    continue_final_message: Annotated[None, only(False)] = None
-    documents: Annotated[None, only()] = None
-    echo: Annotated[None, only(False)] = None
-    modalities: Annotated[None, only(["text"])] = None
-    prediction: Annotated[None, only()] = None
-    reasoning_effort: Annotated[None, only()] = None
-    separate_reasoning: Annotated[None, only(True)] = None
-    store: Annotated[None, only(False)] = None
-    stream_reasoning: Annotated[None, only(True)] = None
-    verbosity: Annotated[None, only()] = None
-    web_search_options: Annotated[None, only()] = None
-    # tools
-    function_call: Annotated[None, only("none", "auto")] = None
-    functions: Annotated[None, only([])] = None
-    parallel_tool_calls: Annotated[None, only(False, True)] = None
-    tool_choice: Annotated[None, only("none", "auto")] = None
-    tools: Annotated[None, only([])] = None
-
-
-class ChatBody(GenerationBody, RefusedChatFields):
+class ChatBody(GenerationBody):
     """`/v1/chat/completions`."""
 
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
@@ -375,4 +289,4 @@ class ChatBody(GenerationBody, RefusedChatFields):
     def without_texts(self) -> ChatBody:
         """The rest, which answers depend on."""
         none = Message(role="user", content="")
-        return self.model_copy(update={"messages": [none], "chat_template_kwargs": None, "metadata": None})
+        return self.model_copy(update={"messages": [none], "chat_template_kwargs": None})

@@ -48,7 +48,7 @@ class ApiError(Exception):
     ) -> None:
         self.status, self.headers = status, dict(headers or {})
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
-        super().__init__(message)
+        super().__init__(status, message)  # what a process that unpickles it calls
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
@@ -92,7 +92,7 @@ def too_slow(seconds: float) -> ApiError:
 def too_many_bodies() -> ApiError:
     return ApiError(
         429,
-        "too many large bodies are on their way; try again later",
+        "too many large bodies are under way; try again later",
         kind="rate_limit_error",
         code="rate_limit_exceeded",
         headers={"Retry-After": "1", **CLOSE},

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, RootModel, Tag
 from pydantic_core import PydanticCustomError
 
 from hicache.engine import MemoryTier
-from hicache.serving.server.fields import Text, only
+from hicache.serving.server.fields import Text
 from hicache.serving.server.protocol import Body, Message
 
 
@@ -19,7 +19,6 @@ class TokenizeTextBody(Body):
         None
     )
     return_token_strs: bool | None = None
-    messages: Annotated[None, only()] = None
 
     def without_texts(self) -> TokenizeTextBody:
         return self.model_copy(update={"prompt": ""})
@@ -31,10 +30,6 @@ class TokenizeChatBody(Body):
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[Text, Any] | None = None
     return_token_strs: bool | None = None
-    add_special_tokens: Annotated[None, only(False)] = None
-    prompt: Annotated[None, only()] = None
-    continue_final_message: Annotated[None, only(False)] = None
-    tools: Annotated[None, only([])] = None
 
     def without_texts(self) -> TokenizeChatBody:
         return self.model_copy(update={"messages": [Message(role="user", content="")], "chat_template_kwargs": None})
@@ -87,11 +82,6 @@ class ResetBody(Body):
 
     model: Text | None = None
     tiers: Annotated[list[Annotated[MemoryTier, BeforeValidator(_of_memory)]], Field(fail_fast=True)] | None = None
-
-    @classmethod
-    def refuses(cls, name: str) -> bool:
-        """All names: a slip in that of `tiers` would reset both."""
-        return True
 
     def without_texts(self) -> ResetBody:
         return self

@@ -11,21 +11,21 @@ from starlette.requests import ClientDisconnect
 
 from hicache.serving.server.replies import client_gone, too_large, too_many_bodies, too_slow
 
-_FREE_BYTES = 64 << 10  # of each: the number of connections bounds them
-_NUM_LARGEST = 8  # bodies of the largest size that are held at a time
+SMALL_BYTES = 64 << 10  # never refused for the bytes of other bodies: the number of connections bounds them
+_NUM_LARGEST = 8  # bodies of the largest size that may be under way at a time
 _BODY_S = 60.0
 
 
 class Uploads:
-    """Called on the event loop. Bodies that are read, or not parsed yet, are at most `max_body_bytes` each, and
-    together eight times as much beside the first 64 KiB of each."""
+    """Called on the event loop. A body is under way until it is parsed; `max_body_bytes`: of each."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes, self._left = max_body_bytes, _NUM_LARGEST * max_body_bytes
+        self._max_bytes = max_body_bytes
+        self._under_way = 0  # bytes
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, timeout_s: float) -> AsyncIterator[bytearray]:
-        """The body of a request, which counts as held inside. Raises `ApiError`."""
+        """The body of a request, which is under way inside. Raises `ApiError`."""
         body, timeout_s = bytearray(), min(timeout_s, _BODY_S)
         try:
             try:
@@ -36,17 +36,13 @@ class Uploads:
                 raise client_gone() from None
             yield body
         finally:
-            self._left += _counted(len(body))
+            self._under_way -= len(body)
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         async for chunk in request.stream():
             if len(body) + len(chunk) > self._max_bytes:
                 raise too_large(self._max_bytes)
-            self._left += _counted(len(body)) - _counted(len(body) + len(chunk))
             body += chunk
-            if self._left < 0:
+            self._under_way += len(chunk)
+            if len(body) > SMALL_BYTES and self._under_way > _NUM_LARGEST * self._max_bytes:
                 raise too_many_bodies()
-
-
-def _counted(num_bytes: int) -> int:
-    return max(0, num_bytes - _FREE_BYTES)
