@@ -22,9 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from hicache.storage.base import StoreError
+from hicache.storage.calls import Counters
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
-from hicache.storage.lookup import Counters
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import MAX_RUN, SlotBlock, SlotLength, SlotWrite, runs
 from hicache.storage.slots import Segment, Sizes, Slots

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.calls import Counters, check_keys, check_pages
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
-from hicache.storage.lookup import Counters, check_keys, check_pages
 from hicache.storage.memory import Scratch
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
