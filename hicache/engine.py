@@ -217,7 +217,8 @@ class CacheEngine:
         if self._is_closed or self._is_started:
             self._require_running()
             return
-        self._is_started, self._why_not = True, ""
+        self._is_started = True
+        self._why_not = ""
         threads = (self._transfers, self._stores, self._events)
         self._finalizer = weakref.finalize(self, abandon, self._owner, self._turn, *threads)
         for part in (*self._transfers, self._events):
@@ -235,7 +236,8 @@ class CacheEngine:
             return
         finalizer, was_running = self._finalizer, not self._why_not
         was_closed = self._is_closed or (finalizer is not None and not finalizer.alive)
-        self._is_closed, self._why_not = True, "the engine is closed; build another"
+        self._is_closed = True
+        self._why_not = "the engine is closed; build another"
         if was_closed:
             for tier in self._stores:
                 tier.close()

@@ -53,7 +53,9 @@ class RemotePageStore(ABC):
         digest = namespace_digest(identity_with_key(identity, cipher))
         self._codecs = PageCodecs(sorted_formats(formats), digest[:NAMESPACE_BYTES], level, cipher)
         self._namespace = digest[:_NAME_DIGEST_BYTES].hex()
-        self._description, self._counters, self._closed = description, Counters(), False
+        self._description = description
+        self._counters = Counters()
+        self._closed = False
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
         self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently first

@@ -50,7 +50,8 @@ class KVAudit:
     def __init__(
         self, engine: CacheEngine, identity: str, sidecar: Path | None = None, *, is_shared: bool = False
     ) -> None:
-        self._engine, self._is_shared = engine, is_shared
+        self._engine = engine
+        self._is_shared = is_shared
         self._seed = hashlib.blake2b(f"{identity}\0{engine.page_size}".encode(), digest_size=_DIGEST_BYTES).digest()
         # A page that was evicted from every tier is computed again with other rounding: any earlier digest is accepted.
         self._known: dict[bytes, set[bytes]] = {}

@@ -115,7 +115,8 @@ class HiCacheTier(SecondaryTierManager):
         self._lookups = Lookups(self._disk.reads, self._server.keys, self._poll)
         self._rows: PageBuffer | None = rows
         self.metrics = Metrics()
-        self.dropped_jobs, self.misfit_pages = dropped_jobs(self.metrics), misfit_pages(self.metrics)
+        self.dropped_jobs = dropped_jobs(self.metrics)
+        self.misfit_pages = misfit_pages(self.metrics)
         self._disk.register(self.metrics)
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
@@ -126,7 +127,8 @@ class HiCacheTier(SecondaryTierManager):
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
-        self._waiting_bytes, self._refused_hash = 0, False
+        self._waiting_bytes = 0
+        self._refused_hash = False
         self._heard_s = self._disk.clock()  # when a job of the disk has last begun or brought something
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 

@@ -21,7 +21,8 @@ class Uploads:
     together eight times as much beside the first 64 KiB of each."""
 
     def __init__(self, max_body_bytes: int) -> None:
-        self._max_bytes, self._left = max_body_bytes, _NUM_LARGEST * max_body_bytes
+        self._max_bytes = max_body_bytes
+        self._left = _NUM_LARGEST * max_body_bytes
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, timeout_s: float) -> AsyncIterator[bytearray]:

@@ -85,7 +85,8 @@ class PromptWorkers:
     """Called on the event loop. `tokenizers`: None: all is done on threads."""
 
     def __init__(self, encoder: PromptEncoder, tokenizers: TokenizerProcess | None) -> None:
-        self._encoder, self._tokenizers = encoder, tokenizers
+        self._encoder = encoder
+        self._tokenizers = tokenizers
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "hicache-prompts")
         self._free_processes = asyncio.Semaphore(max(2, min(8, len(usable_cpus()) // 2)))
 
