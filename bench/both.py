@@ -132,7 +132,10 @@ class _Case:
     """A served model over throttled stores that have prompts: a disk, or a disk and a remote store."""
 
     def __init__(self, served: Served, stores: Sequence[ThrottledStore], known: Sequence[Tokens]) -> None:
-        self.served, self.stores, self.store, self.known = served, stores, stores[0], known
+        self.served = served
+        self.stores = stores
+        self.store = stores[0]
+        self.known = known
         self._number = 0
         served.engine.flush()
         assert all(store.page_bytes for store in stores), "what was computed to warm up is in the stores"
@@ -187,7 +190,10 @@ class _Both:
     """The parts of the bench."""
 
     def __init__(self, report: Report, served: ServedModel, sizes: Sizes, folder: str) -> None:
-        self._report, self._served, self._sizes, self._folder = report, served, sizes, folder
+        self._report = report
+        self._served = served
+        self._sizes = sizes
+        self._folder = folder
         self._on_cuda = served.model.device.type == "cuda"
 
     def rates(self) -> None:

@@ -54,7 +54,9 @@ class _Batches:
         if ROOT is None:
             raise BenchUnavailable("the case `batch` runs examples/sglang_batch.py, which is in a clone only")
         self.example = runpy.run_path(str(ROOT / "examples" / "sglang_batch.py"))
-        self.shape, self.geometry, self.device = shape, self.example[shape.geometry], device
+        self.shape = shape
+        self.geometry = self.example[shape.geometry]
+        self.device = device
         self.max_len = shape.prompt_len + max(samples + _WARM_UP, shape.checked_tokens) + 2 * shape.page_size
         self.model = self.example["Model"](self.geometry, self.max_len, device, shape.dtype)
         self._generator = torch.Generator().manual_seed(0)

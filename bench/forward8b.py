@@ -70,8 +70,10 @@ class Forward:
 
     def __init__(self, shape: ForwardShape, pool: KVCache, prefix_slots: torch.Tensor, new_slots: torch.Tensor) -> None:
         """`prefix_slots` [P] and `new_slots` [at least S], int64 on the pool's device."""
-        self.shape, self._pool = shape, pool
-        self._prefix_slots, self._new_slots = prefix_slots, new_slots
+        self.shape = shape
+        self._pool = pool
+        self._prefix_slots = prefix_slots
+        self._new_slots = new_slots
         q, kv = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self._widths = [q, kv, kv]
         generator = torch.Generator(pool.device).manual_seed(0)
@@ -80,8 +82,10 @@ class Forward:
             values = torch.randn(rows, columns, generator=generator, device=pool.device, dtype=pool.dtype)
             return values.mul_(1 / math.sqrt(rows))
 
-        self._qkv, self._out = weight(shape.hidden, q + 2 * kv), weight(q, shape.hidden)
-        self._gate_up, self._down = weight(shape.hidden, 2 * shape.mlp), weight(shape.mlp, shape.hidden)
+        self._qkv = weight(shape.hidden, q + 2 * kv)
+        self._out = weight(q, shape.hidden)
+        self._gate_up = weight(shape.hidden, 2 * shape.mlp)
+        self._down = weight(shape.mlp, shape.hidden)
 
     def suffix(self, num_tokens: int, *, gather: bool = False) -> Suffix:
         """A batch of `num_tokens` new tokens, the same at every call; `gather` has even one run of slots gathered.

@@ -308,7 +308,8 @@ class _Copies:
     """Plain copies to the device, back to back on a stream of their own, for about so long."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
-        self._copy, self._stream = raw_copies(device)["up"], torch.cuda.Stream(device)
+        self._copy = raw_copies(device)["up"]
+        self._stream = torch.cuda.Stream(device)
         self._count = math.ceil(seconds / wall_timer(partial(torch.cuda.synchronize, device))(self._copy.run))
 
     def beside(self, run: Callable[[], float]) -> float:

@@ -93,7 +93,8 @@ class Server:
     """An engine, and the forward that makes first tokens of what it holds."""
 
     def __init__(self, setup: Setup, engine: CacheEngine) -> None:
-        self.setup, self.engine = setup, engine
+        self.setup = setup
+        self.engine = engine
         none = torch.empty(0, dtype=torch.int64, device=setup.device)
         self._forward = Forward(setup.shape, engine.pool, none, none)
         self._x = torch.randn(setup.new, setup.shape.hidden, device=setup.device, dtype=engine.pool.dtype)

@@ -163,8 +163,10 @@ sys.stdin.read()
 """
 
     def __init__(self, segment_bytes: int, *, lease_ms: int = 1000) -> None:
-        self._segment_bytes, self._lease_ms = segment_bytes, lease_ms
-        self._port, self._metrics_port = free_port(), free_port()
+        self._segment_bytes = segment_bytes
+        self._lease_ms = lease_ms
+        self._port = free_port()
+        self._metrics_port = free_port()
         self.address = f"127.0.0.1:{self._port}"
         self.url = f"mooncake://{self.address}"
         self._owners: list[Process] = []

@@ -142,7 +142,11 @@ class _SessionsBench:
         folder: str,
         about: str = "",
     ) -> None:
-        self._report, self._served, self._sizes, self._turns, self._folder = report, served, sizes, turns, folder
+        self._report = report
+        self._served = served
+        self._sizes = sizes
+        self._turns = turns
+        self._folder = folder
         self._about = "; ".join([describe_turns(turns, sizes.scale.block_tokens), *filter(None, [about])])
 
     def tiers(self) -> None:

@@ -88,7 +88,8 @@ class Prompts:
     """Token ids of turns. Those of another `salt` have no block in common."""
 
     def __init__(self, block_tokens: int, salt: int) -> None:
-        self._block_tokens, self._salt = block_tokens, salt
+        self._block_tokens = block_tokens
+        self._salt = salt
         self._known: dict[int, list[int]] = {}
 
     def of(self, turn: Turn) -> list[int]:

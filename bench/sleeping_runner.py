@@ -21,7 +21,9 @@ class SleepingRunner:
     """See the scheduler's `Runner`. `speed`: so many times as fast as that GPU."""
 
     def __init__(self, engine: CacheEngine, vocab: int, speed: float) -> None:
-        self._engine, self._vocab, self._speed = engine, vocab, speed
+        self._engine = engine
+        self._vocab = vocab
+        self._speed = speed
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         """Waits for the loads of the leases, as a model does. Logits of zeros."""

@@ -69,7 +69,8 @@ class Stage:
     ) -> None:
         """`kv_packing`, `sample`: see `Rig`."""
         self.rig = Rig(shape.geometry, layout, prefix_tokens, device, kv_packing=kv_packing, sample=sample)
-        self.device, self.shape = device, shape
+        self.device = device
+        self.shape = shape
         self.sync: Sync | None = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
         pool = self.rig.pool
         pool.register_layer_transfer_counter(self.rig.counter)

@@ -104,7 +104,8 @@ class Rig:
         self.tier: StoreTier = open_tier(request, in_process=in_process)
         self.ready_s = time.perf_counter() - begin_s
         self.tier.share(self._descriptor, memory)
-        self.memory, self.num_bytes = memory.reshape(num_pages, page_bytes), num_bytes
+        self.memory = memory.reshape(num_pages, page_bytes)
+        self.num_bytes = num_bytes
         self._left = 0
 
     def close(self) -> None:

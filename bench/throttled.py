@@ -29,10 +29,14 @@ class ThrottledStore:
     """
 
     def __init__(self) -> None:
-        self.bytes_per_s, self.keeps = math.inf, False
-        self._keys, self._page = set[bytes](), np.zeros(0, np.uint8)
-        self._lock, self._goes = threading.Lock(), threading.Event()
-        self._free_at_s, self._left_bytes = 0.0, math.inf
+        self.bytes_per_s = math.inf
+        self.keeps = False
+        self._keys = set[bytes]()
+        self._page = np.zeros(0, np.uint8)
+        self._lock = threading.Lock()
+        self._goes = threading.Event()
+        self._free_at_s = 0.0
+        self._left_bytes = math.inf
         self._goes.set()
 
     def fill(self, keys: Iterable[bytes]) -> None:

@@ -109,7 +109,8 @@ class Rig:
         sample: KvSample | None = None,
         pool: KVCache | None = None,
     ) -> None:
-        self.tokens, self._sample = tokens, sample
+        self.tokens = tokens
+        self._sample = sample
         size = tokens + tokens // 4
         self.pool = _pool(geometry, size, layout.device_page, device) if pool is None else pool
         config = EngineConfig(

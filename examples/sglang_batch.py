@@ -64,7 +64,9 @@ class Model:
     """Random weights: an embedding of tokens and positions, attention layers with residuals, a head."""
 
     def __init__(self, geometry: Geometry, max_len: int, device: str | torch.device, dtype: torch.dtype) -> None:
-        self.geometry, self.device, self.dtype = geometry, torch.device(device), dtype
+        self.geometry = geometry
+        self.device = torch.device(device)
+        self.dtype = dtype
         hidden, kv = geometry.hidden, geometry.kv_heads * geometry.head_dim
         self.widths = [hidden, kv, kv]
         generator = torch.Generator(self.device).manual_seed(0)
@@ -72,7 +74,8 @@ class Model:
         def random(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, generator=generator, device=self.device, dtype=dtype)
 
-        self.embedding, self.positions = random(geometry.vocab, hidden), random(max_len, hidden)
+        self.embedding = random(geometry.vocab, hidden)
+        self.positions = random(max_len, hidden)
         self.head = random(hidden, geometry.vocab)
         self.qkv = [random(hidden, sum(self.widths)) / hidden**0.5 for _ in range(geometry.layers)]
         self.out = [random(hidden, hidden) / hidden**0.5 for _ in range(geometry.layers)]
@@ -143,7 +146,8 @@ class PlainAttention:
 
     def __init__(self, geometry: Geometry, max_len: int, device: torch.device, dtype: torch.dtype) -> None:
         self._shape = (geometry.layers, 2, geometry.kv_heads, max_len, geometry.head_dim)
-        self._device, self._dtype = device, dtype
+        self._device = device
+        self._dtype = dtype
         self._kept: dict[Request, torch.Tensor] = {}
         self.worst = torch.zeros((), device=device)
 
@@ -187,7 +191,10 @@ class Server:
         plain: PlainAttention | None = None,
     ) -> None:
         shape, device, size = model.geometry, model.device, num_tokens + copy_tokens
-        self.model, self.page_size, self.chunk_tokens, self.plain = model, page_size, chunk_tokens, plain
+        self.model = model
+        self.page_size = page_size
+        self.chunk_tokens = chunk_tokens
+        self.plain = plain
         self.pool = MHATokenToKVPool(
             size, page_size, model.dtype, shape.kv_heads, shape.head_dim, shape.layers, device, False,
             enable_kv_cache_copy=True,
@@ -197,9 +204,11 @@ class Server:
         self.tree = RadixCache(CacheInitParams(False, self.table, self.allocator, page_size))
         staging = self.allocator.alloc(copy_tokens)
         assert staging is not None, "a new pool has these slots, one after the other"
-        self.staging, self._first_staged = staging, int(staging[0])
+        self.staging = staging
+        self._first_staged = int(staging[0])
         self.buffers = [buffer for layer in range(shape.layers) for buffer in self.pool.layer_buffers(layer)]
-        self.kernels, self.rule = kernel_choice(device), AttentionRule(shape.head_dim**-0.5)
+        self.kernels = kernel_choice(device)
+        self.rule = AttentionRule(shape.head_dim**-0.5)
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.retracted: deque[Request] = deque()

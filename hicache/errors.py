@@ -33,7 +33,10 @@ class OutOfSlots(ResourceExhausted):
     `in_flight` tokens are being copied, which keeps them from eviction."""
 
     def __init__(self, asked: int, available: int, evictable: int, in_flight: int = 0) -> None:
-        self.asked, self.available, self.evictable, self.in_flight = asked, available, evictable, in_flight
+        self.asked = asked
+        self.available = available
+        self.evictable = evictable
+        self.in_flight = in_flight
         super().__init__(
             f"out of device slots: {asked} tokens requested, {available} available, {evictable} evictable; "
             f"{_until_copied(in_flight, 'tokens')}wait for a release, run fewer requests at a time, or raise "
@@ -70,7 +73,8 @@ class PromptTooLong(HiCacheError, ValueError):
     """The prompt exceeds a limit that eviction cannot change."""
 
     def __init__(self, tokens: int, limit: int, setting: str) -> None:
-        self.tokens, self.limit = tokens, limit
+        self.tokens = tokens
+        self.limit = limit
         super().__init__(
             f"a prompt of {tokens} tokens exceeds the limit of {limit}; raise {setting} to at least {tokens}"
         )

@@ -94,7 +94,9 @@ class PagePacker:
     ) -> None:
         """As `PageMover`."""
         self.table = PageTable(layer_buffers, page_tokens, kernels)
-        self.page_tokens, self.format, self.uniform = page_tokens, format, self.table.uniform
+        self.page_tokens = page_tokens
+        self.format = format
+        self.uniform = self.table.uniform
         self.num_layers = len(self.table.segments)
         first = self.table.segments[0][0]
         if any(buffer.dtype != torch.bfloat16 for buffers in layer_buffers for buffer in buffers):
@@ -104,7 +106,8 @@ class PagePacker:
         kinds = {(segment.kind, len(segments)) for segments in self.table.segments for segment in segments}
         if len(kinds) != 1:
             raise ValueError(f"buffers of {len(kinds)} row sizes, strides or spans: packed pages have one")
-        self._channels, self._row_stride = first.row_bytes // 2, first.rows.stride(0) // 2
+        self._channels = first.row_bytes // 2
+        self._row_stride = first.rows.stride(0) // 2
         addresses = [segment.rows.data_ptr() for segments in self.table.segments for segment in segments]
         if (
             self._channels % _LEAST_CHANNELS
@@ -112,7 +115,8 @@ class PagePacker:
             or any(address % _WORD_BYTES for address in addresses)
         ):
             raise ValueError(f"rows of {self._channels} channels, {self._row_stride} apart: need multiples of 4 and 2")
-        self._num_buffers, self._width = len(self.table.segments[0]), tile_channels(self._channels)
+        self._num_buffers = len(self.table.segments[0])
+        self._width = tile_channels(self._channels)
         sizes = [format.buffer_bytes(buffer, page_tokens, self._channels) for buffer in range(self._num_buffers)]
         self._offsets = [sum(sizes[:buffer]) for buffer in range(self._num_buffers)]
         self.layer_bytes = sum(sizes)

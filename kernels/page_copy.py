@@ -96,7 +96,8 @@ class PageMover:
         self.table = PageTable(layer_buffers, page_tokens, kernels, spans)
         self.page_tokens = page_tokens
         self.num_layers = len(self.table.segments)
-        self.uniform, self.ends = self.table.uniform, self.table.ends
+        self.uniform = self.table.uniform
+        self.ends = self.table.ends
 
     def group_bytes(self, first_layer: int, num_layers: int) -> int:
         """Bytes of layers [first_layer, first_layer + num_layers) of one page; ValueError if the pool has fewer."""

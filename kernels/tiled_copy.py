@@ -173,8 +173,10 @@ class TiledCopy:
                 raise ValueError(
                     f"buffer {index}, {tuple(buffer.shape)}, strides {buffer.stride()}: need contiguous rows"
                 )
-        self._buffers, self._kernels = tuple(buffers), kernels
-        self._device, self._generation = buffers[0].device, 0
+        self._buffers = tuple(buffers)
+        self._kernels = kernels
+        self._device = buffers[0].device
+        self._generation = 0
         sizes = [(b.data_ptr(), b[0].numel() * b.element_size(), b.stride(0) * b.element_size()) for b in buffers]
         self._width = widest_word(*(n for size in sizes for n in size))
         self._align = 2 if self._width == 8 and all(n % 16 == 0 for size in sizes for n in size) else 1

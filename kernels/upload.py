@@ -53,7 +53,8 @@ class IdUploader:
     """
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
-        self._device, self._kernels = device, kernels
+        self._device = device
+        self._kernels = kernels
         self._pinned: list[_PinnedSlot] = []
 
     def compile(self) -> None:

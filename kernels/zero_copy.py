@@ -169,7 +169,10 @@ class ZeroCopyMover:
             raise ValueError(f"host pages on {host.device}, the pool on {table.device}: need pinned CPU memory")
         if blocks < 1:
             raise ValueError(f"blocks={blocks}: a launch needs at least 1")
-        self._mover, self._table, self._host, self._blocks = mover, table, host, blocks
+        self._mover = mover
+        self._table = table
+        self._host = host
+        self._blocks = blocks
         # Layers of different structure are launched separately, each from its offset in a page.
         starts = table.ends[: len(table.classes)]
         self._plans = [

@@ -1,7 +1,7 @@
 """Page stores: keys and bytes on disk or elsewhere, without tensors.
 
 base               the contract of a page store, and its errors
-lmdb_store         the embedded store; lookup: its reading
+lmdb_store         the embedded store; calls: checks and counters of a call, of every store
 lmdb_writer        commits and the budget; compressor: encoding beside them
 store_files        the open files of a store; directory: names and the writer lock; records: identity, settings
 index              where pages are, in LMDB, and when they were used

@@ -83,10 +83,15 @@ class PageCodec:
         mismatch = filter.mismatch(page_bytes)
         if mismatch:
             raise StoreError(mismatch)
-        self._page_bytes, self._namespace = page_bytes, namespace
-        self._level, self._filter, self._cipher = level, filter, cipher
+        self._page_bytes = page_bytes
+        self._namespace = namespace
+        self._level = level
+        self._filter = filter
+        self._cipher = cipher
         self._contexts = _Contexts(page_bytes, level, filter)
-        self._shuffled, self._decrypted, self._verified = Scratch(), Scratch(), Scratch()
+        self._shuffled = Scratch()
+        self._decrypted = Scratch()
+        self._verified = Scratch()
         self._decompressed = CoreScratch()
 
     @property

@@ -25,7 +25,8 @@ class PageCompressor:
     """Encodes pages in order, at most `ahead_bytes` or one page ahead of the consumer; writer thread."""
 
     def __init__(self, codecs: PageCodecs, ahead_bytes: int) -> None:
-        self._codecs, self._ahead_bytes = codecs, ahead_bytes
+        self._codecs = codecs
+        self._ahead_bytes = ahead_bytes
         num_threads = min(_MAX_THREADS, max(2, len(usable_cpus()) // _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hicache-disk-compress")
         self._waits_share = 0.0  # of the last pages

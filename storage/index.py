@@ -289,7 +289,10 @@ class IndexChanges:
     """The changes of one write transaction. `pages` and `slots` stay one to one."""
 
     def __init__(self, txn: Any, pages: Any, slots: Any, uses: UseOrder) -> None:
-        self._txn, self._pages, self._slots, self._uses = txn, pages, slots, uses
+        self._txn = txn
+        self._pages = pages
+        self._slots = slots
+        self._uses = uses
 
     def put(self, key: bytes, entry: Entry, tick: int) -> None:
         """Add a page, which is not there, used at `tick`."""

@@ -1,30 +1,45 @@
-"""The embedded page store: verified, compressed pages in slot files, an index in LMDB, bounded from the first write."""
+"""The embedded page store: verified, compressed pages in slot files, an index in LMDB, bounded from the first write.
+
+A read takes pages of one call that lie in neighbouring slots together. The index says where a page was a moment ago;
+its slot may hold another page by now. So the store looks up again, once, each page that does not verify, and only a
+page that is still in the same slot is damaged.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import math
 import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple, TypeAlias
 
 from hicache.storage.base import Durability, PageBuffer, StoreCorrupt, StoreError, StoreStats
+from hicache.storage.calls import Counters, check_keys, check_pages
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.compressor import PageCompressor
 from hicache.storage.filters import PageFormat
-from hicache.storage.index import io_errors
+from hicache.storage.index import Entry, io_errors
 from hicache.storage.lmdb_writer import GroupWriter, commit_bytes, require_budget
-from hicache.storage.lookup import PageReads, check_keys, check_pages
+from hicache.storage.memory import Scratch
 from hicache.storage.records import StoreRecord, identity_with_key, sorted_formats
+from hicache.storage.slot_file import MAX_RUN, SlotBlock, SlotLength, SlotRead, is_aligned, runs
 from hicache.storage.slots import Slots
 from hicache.storage.store_files import Progress, StoreFiles
 
+log = logging.getLogger("hicache.storage")
+
 _DELETES_PER_COMMIT = 4096
+_WINDOW_BYTES = 8 << 20  # of pages that are looked through for neighbours
+_Read: TypeAlias = tuple[bytes, Entry, memoryview]  # key of a page, its entry, buffer of its payload
 
 
 @dataclass(frozen=True)
@@ -40,7 +55,14 @@ class Fault:
         return self.reason if self.key is None else f"page {self.key.hex()}: {self.reason}"
 
 
-class LmdbPageStore(PageReads):
+class _Wanted(NamedTuple):
+    number: int
+    key: bytes
+    entry: Entry
+    buffer: PageBuffer
+
+
+class LmdbPageStore:
     """A `PageStore` in one directory; see there for the methods, their threads and the order of keys.
 
     `identity` names, in readable fields, everything that decides what a page means; a store made for another one is
@@ -85,9 +107,16 @@ class LmdbPageStore(PageReads):
         codecs = PageCodecs(record.formats, record.namespace, level, cipher)
         require_budget(record)
         files = StoreFiles(Path(path), record, progress, keeps_index=keeps_index)
-        super().__init__(files, codecs, cipher)
-        self.rebuilt_pages, self._writing = files.rebuilt_pages, threading.Lock()
-        self._on_removed, self._kept = on_removed, set[bytes]()  # by the `put` that is under way
+        self.rebuilt_pages = files.rebuilt_pages
+        self._files = files
+        self._codecs = codecs
+        self._missing_key_id = "" if cipher else files.record.key_id
+        self._counters = Counters()
+        self._corrupt = dict[bytes, None]()  # pages that do not verify, absent until the writer has deleted them
+        self._scratch = Scratch()
+        self._writing = threading.Lock()
+        self._on_removed = on_removed
+        self._kept = set[bytes]()  # by the `put` that is under way
         self._opened_s = time.monotonic()
         try:
             self._writer = GroupWriter(
@@ -98,6 +127,10 @@ class LmdbPageStore(PageReads):
         except BaseException:
             files.close(is_whole=False)
             raise
+
+    @property
+    def page_sizes(self) -> tuple[int, ...]:
+        return self._files.record.page_sizes
 
     @property
     def note(self) -> bytes:
@@ -122,6 +155,53 @@ class LmdbPageStore(PageReads):
     def announce_close(self) -> None:
         """The store will be closed after some more calls: have who wants to open it wait for that."""
         self._files.lock.announce_close()
+
+    def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
+        check_keys(keys)
+        try:
+            with self.reading() as pages:
+                found = pages.index.contains(keys)
+        except io_errors as error:
+            self._note_failed(error)
+            return [False] * len(keys)
+        corrupt = self._corrupt
+        return [held and key not in corrupt for key, held in zip(keys, found, strict=True)] if corrupt else found
+
+    def get_into(
+        self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf
+    ) -> list[bool]:
+        self._require_cipher()
+        check_pages(keys, buffers, self._codecs, writeable=True)
+        found = [False] * len(keys)
+        try:
+            with self.reading() as pages:
+                wanted = self._wanted(pages, keys, buffers)
+                for window in _windows(wanted):
+                    if time.monotonic() >= deadline_s:
+                        break
+                    for _, of_file in groupby(window, key=lambda one: one.entry.length):
+                        for run in runs(of_file, lambda one: one.entry.slot):
+                            for one in self._get(pages, run):
+                                found[one.number] = True
+                # Oldest first: the first key of the call is to become the most recently used.
+                for one in reversed(wanted):
+                    if found[one.number]:
+                        pages.index.uses.note(one.entry.length, one.entry.slot)
+        except io_errors as error:
+            self._note_failed(error)
+        self._counters.add(hits=sum(found), misses=len(found) - sum(found))
+        return found
+
+    def touch(self, keys: Sequence[bytes]) -> None:
+        check_keys(keys)
+        try:
+            with self.reading() as pages:
+                pages.index.touch(reversed(keys))  # the first key is to become the most recently used
+        except io_errors as error:
+            self._note_failed(error)
+
+    def thread_read_errors(self) -> int:
+        return self._counters.thread_read_errors
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
@@ -152,6 +232,21 @@ class LmdbPageStore(PageReads):
         now = {**writer.sizes._asdict(), "file_bytes": writer.file_bytes, "read_only": writer.read_only}
         now |= {"drive_bytes": self._files.drive_bytes, "open_seconds": int(time.monotonic() - self._opened_s)}
         return dataclasses.replace(self._counters.now, budget_bytes=budget_bytes, **now)
+
+    def reading(self) -> AbstractContextManager[StoreFiles]:
+        return self._files.reading()
+
+    def verified_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
+        """The value of a page as it is stored, or why it cannot be read or does not verify."""
+        payload = self._scratch.take(entry.length.slot_bytes)
+        try:
+            (header,) = self._read(pages, [(key, entry, payload)])
+        except OSError as error:
+            return f"cannot be read: {error}"
+        if isinstance(header, str):
+            return header
+        value = header + bytes(payload[: entry.payload_bytes])
+        return self._codecs.verify_stored(key, value) or value
 
     def faults(self, pages: StoreFiles, progress: Callable[[int], None] = lambda _: None) -> Iterator[Fault]:
         """Everything that is not consistent, while nobody writes: reads every byte, and compares the pages, the index
@@ -239,3 +334,102 @@ class LmdbPageStore(PageReads):
         self._kept.difference_update(keys)
         if self._on_removed is not None:
             self._on_removed(keys)
+
+    def _note_corrupt(self, key: bytes, reason: str) -> None:
+        log.warning("a page of the store %s does not verify: %s", self._files.path, reason)
+        self._counters.add(corrupt=1)
+        self._corrupt[key] = None
+
+    def _note_failed(self, error: Exception) -> None:
+        log.warning("cannot read the store %s: %s", self._files.path, error)
+        self._counters.add(read_errors=1)
+
+    def _require_cipher(self) -> None:
+        if self._missing_key_id:
+            raise StoreError(
+                f"the store {self._files.path} is encrypted with the key {self._missing_key_id}; open it with its key"
+            )
+
+    def _wanted(self, pages: StoreFiles, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[_Wanted]:
+        """Where the pages are that the index has, of the size of their buffers."""
+        return [
+            _Wanted(number, key, entry, buffer)
+            for number, (key, entry, buffer) in enumerate(zip(keys, pages.index.locate(keys), buffers, strict=True))
+            if entry is not None and entry.page_bytes == len(buffer) and key not in self._corrupt
+        ]
+
+    def _get(self, pages: StoreFiles, run: Sequence[_Wanted]) -> Iterator[_Wanted]:
+        """Fill the buffers of pages in slots that follow one another; those that hold their page then."""
+        try:
+            for one, reason in zip(run, self._decode(pages, run), strict=True):
+                if not reason or self._get_again(pages, one):
+                    yield one
+        except OSError as error:
+            if len(run) == 1:
+                self._note_failed(error)
+            else:
+                for one in run:
+                    yield from self._get(pages, [one])
+
+    def _get_again(self, pages: StoreFiles, before: _Wanted) -> bool:
+        """The same for one that did not verify, wherever it is now. OSError if the disk fails."""
+        for now in self._wanted(pages, [before.key], [before.buffer]):
+            (reason,) = self._decode(pages, [now])
+            if not reason:
+                return True
+            if pages.index.locate([now.key]) == [now.entry]:
+                self._note_corrupt(now.key, reason)
+        return False
+
+    def _decode(self, pages: StoreFiles, run: Sequence[_Wanted]) -> list[str]:
+        """Why each buffer does not hold its page now, "" if it does. OSError if the disk fails."""
+        scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
+        for _, key, entry, buffer in run:
+            payload = buffer.data
+            if entry.payload_bytes != len(buffer) or not is_aligned(buffer):  # else read in place, without a copy
+                payload, scratch = scratch[: entry.length.slot_bytes], scratch[entry.length.slot_bytes :]
+            reads.append((key, entry, payload))
+        reasons = list[str]()
+        for one, found, (_, entry, payload) in zip(run, self._read(pages, reads), reads, strict=True):
+            if isinstance(found, bytes):
+                value = found, payload[: entry.payload_bytes]
+                reasons.append(self._codecs[entry.page_bytes].decode_split(one.key, *value, one.buffer))
+            else:
+                reasons.append(found)
+        return reasons
+
+    def _read(self, pages: StoreFiles, run: Sequence[_Read]) -> list[bytes | str]:
+        """Read payloads in slots that follow one another; the headers of their values, or why a slot does not hold one.
+        OSError if the disk fails."""
+        file = pages.slot_files.get(run[0][1].length)
+        if file is None:
+            return ["there are no slots for such pages"] * len(run)
+        blocks = file.read([SlotRead(entry.slot, payload, entry.payload_bytes) for _, entry, payload in run])
+        return [_header(block, key) for (key, _, _), block in zip(run, blocks, strict=True)]
+
+
+def _header(block: memoryview | None, key: bytes) -> bytes | str:
+    """The header of the value under a key in a slot, or why it holds none."""
+    if block is None:
+        return "its slot is cut short"
+    found = SlotBlock.unpack(block)
+    if found is None:
+        return "its slot holds no page"
+    return found.header if found.key == key else "its slot holds another page"
+
+
+def _windows(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+    """Windows of pages in the order given, each read at once and sorted by file and slot."""
+    window, window_bytes = list[_Wanted](), 0
+    for one in wanted:
+        if window and (window_bytes + len(one.buffer) > _WINDOW_BYTES or len(window) == MAX_RUN):
+            yield sorted(window, key=_by_place)
+            window, window_bytes = [], 0
+        window.append(one)
+        window_bytes += len(one.buffer)
+    if window:
+        yield sorted(window, key=_by_place)
+
+
+def _by_place(wanted: _Wanted) -> tuple[SlotLength, int]:
+    return wanted.entry.length, wanted.entry.slot

@@ -22,9 +22,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TypeAlias, TypeVar
 
 from hicache.storage.base import StoreError
+from hicache.storage.calls import Counters
 from hicache.storage.header import HeaderAndPayload, page_bytes_of
 from hicache.storage.index import Entry, io_errors
-from hicache.storage.lookup import Counters
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import MAX_RUN, SlotBlock, SlotLength, SlotWrite, runs
 from hicache.storage.slots import Segment, Sizes, Slots
@@ -80,7 +80,10 @@ class GroupWriter:
         *,
         shares_budget: bool,
     ) -> None:
-        self._files, self._corrupt, self._counters, self._on_removed = files, corrupt, counters, on_removed
+        self._files = files
+        self._corrupt = corrupt
+        self._counters = counters
+        self._on_removed = on_removed
         budget_bytes, min_bytes = files.record.budget_bytes, min_budget_bytes(files.record)
         self._budget = StoreBudget(files.path, budget_bytes, min_bytes, is_shared=shares_budget)
         self.read_only = self._has_evicted = self._is_index_lost = False
@@ -188,7 +191,8 @@ class GroupWriter:
         try:
             self._files.lock.require_same()
             result = work()
-            self.sizes, self.file_bytes = self._files.slots.sizes, self._files.file_bytes()
+            self.sizes = self._files.slots.sizes
+            self.file_bytes = self._files.file_bytes()
             return result
         except io_errors as error:
             self._become_read_only(error)
@@ -322,7 +326,8 @@ class GroupWriter:
 
     def _become_read_only(self, error: Exception) -> None:
         """Nothing is written until `reopen` succeeds; stored pages are still served."""
-        self.read_only, self._syncing = True, None
+        self.read_only = True
+        self._syncing = None
         self._is_index_lost = self._is_index_lost or not isinstance(error, OSError)
         self._counters.add(write_errors=1)
         log.warning("the store %s is read-only from now on: %s; free space or repair the disk", self._files.path, error)

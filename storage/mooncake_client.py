@@ -73,11 +73,15 @@ class MooncakeClient:
         metadata: str,
         timeout_s: float,
     ) -> None:
-        self._master, self._timeout_s = (host, port), timeout_s
-        self._segment_bytes, self._metadata, self._transport = segment_bytes, metadata, (protocol, device)
+        self._master = (host, port)
+        self._timeout_s = timeout_s
+        self._segment_bytes = segment_bytes
+        self._metadata = metadata
+        self._transport = (protocol, device)
         self._memories: list[tuple[int, int, PageBuffer]] = []  # [start, end) of each, ascending
         self._registering = threading.Lock()
-        self._lock, self._closed = ReadWriteLock(), False  # calls read, and what connects or closes writes
+        self._lock = ReadWriteLock()  # calls read, connecting and closing write
+        self._closed = False
         self._reconnect_at_s = 0.0
         self._library: Any = self._connect()
 

@@ -12,7 +12,8 @@ class OwnerProcess:
     object there would end it here. So in a fork nothing is closed or finished, and every use is refused."""
 
     def __init__(self, what: str) -> None:
-        self._what, self._pid = what, os.getpid()
+        self._what = what
+        self._pid = os.getpid()
 
     @property
     def is_here(self) -> bool:

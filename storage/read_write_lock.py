@@ -12,7 +12,8 @@ class ReadWriteLock:
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._num_readers, self._is_written = 0, False
+        self._num_readers = 0
+        self._is_written = False
 
     def __enter__(self) -> None:
         """No writer is inside as long as the block lasts."""

@@ -16,11 +16,11 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 from hicache.storage.base import PageBuffer, StoreError, StoreStats
+from hicache.storage.calls import Counters, check_keys, check_pages
 from hicache.storage.cipher import PageCipher
 from hicache.storage.codec import PageCodecs
 from hicache.storage.filters import PageFormat
 from hicache.storage.header import NAMESPACE_BYTES, HeaderAndPayload, page_bytes_of
-from hicache.storage.lookup import Counters, check_keys, check_pages
 from hicache.storage.memory import Scratch
 from hicache.storage.owner import OwnerProcess
 from hicache.storage.records import identity_with_key, namespace_digest, sorted_formats
@@ -53,7 +53,9 @@ class RemotePageStore(ABC):
         digest = namespace_digest(identity_with_key(identity, cipher))
         self._codecs = PageCodecs(sorted_formats(formats), digest[:NAMESPACE_BYTES], level, cipher)
         self._namespace = digest[:_NAME_DIGEST_BYTES].hex()
-        self._description, self._counters, self._closed = description, Counters(), False
+        self._description = description
+        self._counters = Counters()
+        self._closed = False
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
         self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently first

@@ -126,7 +126,8 @@ class SlotFile:
     """
 
     def __init__(self, data: Path, slot_bytes: int) -> None:
-        self._data, self.slot_bytes = data, slot_bytes
+        self._data = data
+        self.slot_bytes = slot_bytes
         self._num_writes = self._num_synced = 0
         self._system = ctypes.CDLL(None, use_errno=True)
         with contextlib.ExitStack() as held:
@@ -268,7 +269,8 @@ class SlotFiles(dict[SlotLength, SlotFile]):
 
     def __init__(self, path: Path, page_sizes: Collection[int]) -> None:
         super().__init__()
-        self._path, self._held = path, contextlib.ExitStack()
+        self._path = path
+        self._held = contextlib.ExitStack()
         try:
             for length in slot_lengths(path):
                 longest = SlotLength.of(length.page_bytes, max(1, length.slot_bytes - BLOCK_BYTES))

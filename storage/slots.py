@@ -141,7 +141,9 @@ class Slots:
     """
 
     def __init__(self, files: SlotFiles, record: StoreRecord, records: npt.NDArray[np.void]) -> None:
-        self.sizes, self._files, self._record = Sizes.of(records), files, record
+        self.sizes = Sizes.of(records)
+        self._files = files
+        self._record = record
         self._segment_bytes = min(_MAX_SEGMENT_BYTES, record.budget_bytes // _SEGMENT_SHARE)
         self._slots: dict[SlotLength, _FileSlots] = {}
         for length, file in sorted(files.items()):

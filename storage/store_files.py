@@ -51,7 +51,9 @@ class StoreFiles:
     """
 
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
-        self.path, self.record, self.closed = path, record, False
+        self.path = path
+        self.record = record
+        self.closed = False
         self.owner = OwnerProcess(f"the store {path}")
         self._reading = ReadWriteLock()
         self._progress = progress or (lambda done, total: None)

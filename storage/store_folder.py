@@ -118,8 +118,11 @@ class StoreBudget:
     by all stores in the folder of `store`. `removed`: the names of those that were removed. Raises OSError."""
 
     def __init__(self, store: Path, num_bytes: int, min_bytes: int, *, is_shared: bool) -> None:
-        self.num_bytes, self.removed = num_bytes, list[str]()
-        self._store, self._min_bytes, self._is_shared = store, min_bytes, is_shared
+        self.num_bytes = num_bytes
+        self.removed = list[str]()
+        self._store = store
+        self._min_bytes = min_bytes
+        self._is_shared = is_shared
 
     def bytes_for(self, wanted_bytes: int) -> int:
         """How much the store may have, which wants so much."""

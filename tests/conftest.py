@@ -47,11 +47,10 @@ pytest_plugins = ["forked_workers"]
 
 def pytest_configure(config: pytest.Config) -> None:
     """Name the folder of the fork server (programs.py) that the workers of this run share: it is their owner's pid."""
-    if not hasattr(config, "workerinput"):
-        folder = Path(tempfile.mkdtemp(prefix="hicache-tests-"), str(os.getpid()))
-        folder.mkdir()
-        os.environ[programs.ADDRESS] = str(folder)
-        config.add_cleanup(lambda: shutil.rmtree(folder.parent))
+    folder = Path(tempfile.mkdtemp(prefix="hicache-tests-"), str(os.getpid()))
+    folder.mkdir()
+    os.environ[programs.ADDRESS] = str(folder)
+    config.add_cleanup(lambda: shutil.rmtree(folder.parent))
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -26,7 +26,7 @@ from waiting import eventually
 PROGRAM = """
 import atexit, os, signal, sys, threading
 import numpy as np
-import hicache.life
+import hicache.engine
 from hicache import CacheRequest, DiskConfig, EngineConfig, ModelGeometry, build_engine
 
 folder, ending, *tiers = sys.argv[1:]
@@ -54,7 +54,7 @@ for engine in engines.values():
     engine.flush()
 print(int(engines["disk"].stats()["disk.stored_pages"]) if "disk" in engines else 0, flush=True)
 if ending == "hang":
-    hicache.life._EXIT_S = 1.0
+    hicache.engine._EXIT_S = 1.0
     never, hung = threading.Event(), threading.Event()
     engines["memory"].inspect.context.full.transfer.mover.gather = lambda *_, **__: (hung.set(), never.wait())
     os.kill(engines["disk"].inspect.context.disk.pid, signal.SIGSTOP)

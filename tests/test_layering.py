@@ -18,7 +18,7 @@ TREES = {"hicache": "hicache", "kernels": "hicache.kernels", "storage": "hicache
 LEVELS = (
     ("bench",),
     ("cli", "__main__", "serving", "planning", "store_command", "integrations", "monitoring"),
-    ("engine", "build", "kv_events", "life", "prefix_cache"),
+    ("engine", "build", "kv_events", "prefix_cache"),
     ("flow", "replay"),
     ("tree", "alloc", "device", "transfer", "host", "stores"),
     ("eviction", "layout"),

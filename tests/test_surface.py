@@ -86,12 +86,16 @@ try:
     alloc_decode.alloc_decode(one, one, one, out, 4, "triton")
 except ImportError as error:
     print(hicache.__version__, error)
+
+from hicache.bench import transfer
+assert "transformers" not in sys.modules
 """
 
 
 def test_a_name_loads_what_it_needs(tmp_path: Path) -> None:
     """`import hicache` loads nothing else; a public name loads its module, and neither a store nor Triton nor torch
-    where it has no use for them. Without Triton every name comes and the torch twins work; a launch names Triton."""
+    where it has no use for them. Without Triton every name comes and the torch twins work; a launch names Triton. The
+    bench of transfers loads no transformers."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     run = subprocess.run(
         [sys.executable, "-c", IMPORTS], capture_output=True, text=True, check=False, cwd=tmp_path, env=environment

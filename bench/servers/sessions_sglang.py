@@ -59,7 +59,8 @@ def clean_up(mode: str, folder: Path) -> None:
 class _Server:
     def __init__(self, given: dict[str, Any]) -> None:
         self.server = sglang.Server(given["engine"], given["random_weights"], Path(given["files"]))
-        self.version, self.start_s = self.server.version, self.server.start_s
+        self.version = self.server.version
+        self.start_s = self.server.start_s
 
     async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
         begin_s = time.perf_counter()

@@ -74,7 +74,9 @@ class BaseTokenToKVPoolAllocator(ABC):
         """`size` in tokens, page 0 not counted, rounded down to whole pages. ConfigError below one page."""
         if page_size < 1 or size < page_size:
             raise ConfigError(f"size={size} holds no page of page_size={page_size}; raise device_tokens")
-        self.size, self.page_size, self.dtype = size, page_size, dtype
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
         self.device = torch.device(device)
         self.need_sort = need_sort
         self.num_pages = size // page_size
@@ -155,7 +157,8 @@ class BaseTokenToKVPoolAllocator(ABC):
     def free_pages(self, pages: torch.Tensor) -> None:
         self._free_pages = pages
         if not self.need_sort:
-            self._released, self._num_released = [], 0
+            self._released = []
+            self._num_released = 0
 
     @property
     def release_pages(self) -> torch.Tensor:
@@ -168,12 +171,14 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @release_pages.setter
     def release_pages(self, pages: torch.Tensor) -> None:
-        self._released, self._num_released = [pages] if pages.numel() else [], pages.numel()
+        self._released = [pages] if pages.numel() else []
+        self._num_released = pages.numel()
 
     def clear(self) -> None:
         """Free everything, and drop the frees of an open group."""
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
-        self._released, self._num_released = [], 0
+        self._released = []
+        self._num_released = 0
         self._group = None
         self._mark_owned()
 
@@ -184,7 +189,8 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     def restore_state(self, state: AllocatorState) -> None:
         """Go back to a snapshot: what was allocated since then is free again."""
-        self.free_pages, self.release_pages = state.free_pages, state.release_pages
+        self.free_pages = state.free_pages
+        self.release_pages = state.release_pages
         if self._owned is not None:
             self._mark_owned()
 
@@ -264,7 +270,8 @@ class BaseTokenToKVPoolAllocator(ABC):
         if self._released:
             pages = joined((self._free_pages, *self._released))
             self._free_pages = ascending(pages) if self.need_sort else pages
-            self._released, self._num_released = [], 0
+            self._released = []
+            self._num_released = 0
 
     def _drop_front(self, pages: torch.Tensor) -> None:
         """Pages from the front of the free list are allocated now."""

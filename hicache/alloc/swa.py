@@ -64,7 +64,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 return TokenToKVPoolAllocator(tokens, dtype, device, None, need_sort)
             return PagedTokenToKVPoolAllocator(tokens, page_size, dtype, device, None, need_sort)
 
-        self.full_attn_allocator, self.swa_attn_allocator = allocator_of(size), allocator_of(size_swa)
+        self.full_attn_allocator = allocator_of(size)
+        self.swa_attn_allocator = allocator_of(size_swa)
         self.full_to_swa_index_mapping = torch.zeros(
             size + page_size, dtype=torch.int64, device=self.full_attn_allocator.device
         )
@@ -72,7 +73,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._mapping_by_page = self.full_to_swa_index_mapping[: (num_pages + 1) * page_size].view(-1, page_size)
         # The first window slot of every page; on the CPU by numpy, which reads a few of them much faster.
         self._first_on_host = self._mapping_by_page[:, 0].numpy() if self._mapping_by_page.is_cpu else None
-        self.size_swa, self._num_unmapped = size_swa, 0
+        self.size_swa = size_swa
+        self._num_unmapped = 0
         super().__init__(size, page_size, dtype, device, kvcache, need_sort)
         if kvcache is not None:
             kvcache.register_mapping(self.full_to_swa_index_mapping)

@@ -29,7 +29,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._blocks = self.device.type == "cuda" and not self._debug
         # The free list whose front equals the rest of the block. When `_free_pages` is another, the block is stale.
         self._block_of: torch.Tensor | None = None
-        self._block, self._used = self._free_pages[:0], 0
+        self._block = self._free_pages[:0]
+        self._used = 0
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
         if not (self._blocks and 0 < need_size <= _SMALL_IDS):
@@ -39,7 +40,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             if not self._reserve(need_size):
                 return None
             free = self._free_pages
-            self._block, self._used = free[:_BLOCK_IDS].clone(), 0
+            self._block = free[:_BLOCK_IDS].clone()
+            self._used = 0
         slots = self._block.narrow(0, self._used, need_size)
         self._used += need_size
         self._free_pages = self._block_of = free.narrow(0, need_size, free.numel() - need_size)

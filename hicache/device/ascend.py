@@ -73,7 +73,9 @@ class AscendTokenToKVPool(_NpuPool):
         self._positive(head_num=head_num, head_dim=head_dim)
         if v_head_dim not in (None, head_dim):
             raise ConfigError(f"v_head_dim={v_head_dim}: keys and values share a tensor, set it to head_dim={head_dim}")
-        self.head_num, self.head_dim, self.v_head_dim = head_num, head_dim, head_dim
+        self.head_num = head_num
+        self.head_dim = head_dim
+        self.v_head_dim = head_dim
         shape = (2, layer_num, self.num_pages, page_size, head_num, head_dim)
         with allocation_region(enable_memory_saver):
             (self.kv_buffer,) = allocate_zeros([shape], self.store_dtype, self.device)

@@ -125,7 +125,10 @@ class KVCache(ABC):
     ) -> None:
         if size < 1 or page_size < 1 or layer_num < 1:
             raise ConfigError(f"size={size}, page_size={page_size}, layer_num={layer_num} must all be at least 1")
-        self.size, self.page_size, self.dtype, self.layer_num = size, page_size, dtype, layer_num
+        self.size = size
+        self.page_size = page_size
+        self.dtype = dtype
+        self.layer_num = layer_num
         self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
         self.device = torch.device(device)
         # With an index, as tensors report it: cuda:0 where `device` is cuda.

@@ -31,7 +31,9 @@ class DoubleSparseTokenToKVPool(RowPool):
         """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim, heavy_channel_num=heavy_channel_num)
-        self.head_num, self.head_dim, self.heavy_channel_num = head_num, head_dim, heavy_channel_num
+        self.head_num = head_num
+        self.head_dim = head_dim
+        self.heavy_channel_num = heavy_channel_num
         k, v, label = self._build(
             [
                 Row("k", self.store_dtype, (head_num, head_dim)),

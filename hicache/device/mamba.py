@@ -138,7 +138,8 @@ class MambaPool:
                 f"size={size}, spec_state_size={spec_state_size}, "
                 f"speculative_num_draft_tokens={speculative_num_draft_tokens}: raise mamba_size to at least 1"
             )
-        self.size, self.cache_params = size, cache_params
+        self.size = size
+        self.cache_params = cache_params
         self.device = torch.device(device)
         self.layers = tuple(cache_params.layers)
         self._dense_ids = {layer_id: dense for dense, layer_id in enumerate(self.layers)}

@@ -36,7 +36,8 @@ class MappedKVPool(KVCache):
         super().__init__(size, page_size, dtype, len(layers), device, enable_memory_saver)
         self._layers = dict(sorted(layers.items()))
         self._positions = {layer_id: position for position, layer_id in enumerate(self._layers)}
-        self.start_layer, self.end_layer = min(self._layers), max(self._layers)
+        self.start_layer = min(self._layers)
+        self.end_layer = max(self._layers)
         self._pools = list(dict.fromkeys(pool for pool, _ in layers.values()))
         self.mem_usage = sum(pool.mem_usage for pool in self._pools)
 

@@ -82,7 +82,8 @@ class LazyLayers:
     """
 
     def __init__(self, num_layers: int, device: torch.device, allocate: Callable[[], tuple[torch.Tensor, ...]]) -> None:
-        self._device, self._allocate = device, allocate
+        self._device = device
+        self._allocate = allocate
         self._layers: list[tuple[torch.Tensor, ...] | None] = [None] * num_layers
 
     def __len__(self) -> int:
@@ -105,7 +106,8 @@ class LazyColumn(Sequence[torch.Tensor]):
     """The `kind`-th buffer of every layer of a `LazyLayers`: indexing a layer allocates it."""
 
     def __init__(self, layers: LazyLayers, kind: int) -> None:
-        self._layers, self._kind = layers, kind
+        self._layers = layers
+        self._kind = kind
 
     def __len__(self) -> int:
         return len(self._layers)

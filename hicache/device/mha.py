@@ -44,7 +44,8 @@ class MHATokenToKVPool(RowPool):
     ) -> None:
         """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
-        self.head_num, self.head_dim = head_num, head_dim
+        self.head_num = head_num
+        self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self._positive(head_num=head_num, head_dim=head_dim, v_head_dim=self.v_head_dim)
         self.enable_kv_cache_copy = enable_kv_cache_copy
@@ -53,7 +54,8 @@ class MHATokenToKVPool(RowPool):
         self.v_buffer: Sequence[torch.Tensor]
         if lazy:
             layers = self._build_lazily(rows)
-            self.k_buffer, self.v_buffer = LazyColumn(layers, 0), LazyColumn(layers, 1)
+            self.k_buffer = LazyColumn(layers, 0)
+            self.v_buffer = LazyColumn(layers, 1)
         else:
             self.k_buffer, self.v_buffer = (tensor.unbind(0) for tensor in self._build(rows))
         on_cuda = self.device.type == "cuda"

@@ -38,10 +38,12 @@ class MLATokenToKVPool(RowPool):
         """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
-        self.kv_lora_rank, self.qk_rope_head_dim = kv_lora_rank, qk_rope_head_dim
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
         self.kv_cache_dim = self._row_dim()
         latent, *rest = self._build([Row("kv", self.store_dtype, (1, self.kv_cache_dim)), *self._further_rows()])
-        self.kv_buffer, self._further = self._arrange(latent), rest
+        self.kv_buffer = self._arrange(latent)
+        self._further = rest
 
     def _row_dim(self) -> int:
         """Elements of a row."""

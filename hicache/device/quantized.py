@@ -58,7 +58,8 @@ class QuantizedKVCache(RowPool):
             raise ConfigError(f"kv_dtype={kv_dtype!r}: choose 'int8' or 'fp8'")
         if not dtype.is_floating_point or dtype.itemsize < 2:
             raise ConfigError(f"dtype={dtype} is the dtype of reads: set it to the model's; kv_dtype is what is stored")
-        self.head_num, self.head_dim = head_num, head_dim
+        self.head_num = head_num
+        self.head_dim = head_dim
         self.v_head_dim = head_dim if v_head_dim is None else v_head_dim
         self._positive(head_num=head_num, head_dim=head_dim, v_head_dim=self.v_head_dim)
         self.kv_dtype = kv_dtype

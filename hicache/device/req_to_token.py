@@ -36,7 +36,8 @@ class ReqToTokenPool:
     ) -> None:
         if size < 1 or max_context_len < 1:
             raise ConfigError(f"size={size}, max_context_len={max_context_len}: raise max_requests, max_context_len")
-        self.size, self.max_context_len = size, max_context_len
+        self.size = size
+        self.max_context_len = max_context_len
         self.device = torch.device(device)
         with allocation_region(enable_memory_saver):
             (self.req_to_token,) = allocate_zeros([(size + 1, max_context_len)], torch.int32, self.device)

@@ -120,7 +120,8 @@ class RowPool(KVCache):
 
     def _describe(self, rows: Sequence[Row]) -> None:
         specs = [BufferSpec(row.name, row.dtype, row.shape, row.per, self.layer_ids) for row in rows]
-        self._rows, self._layout = rows, PoolLayout(tuple(specs), self.page_size)
+        self._rows = rows
+        self._layout = PoolLayout(tuple(specs), self.page_size)
 
     @property
     def num_slots(self) -> int:

@@ -87,7 +87,8 @@ class SWAKVPool(MappedKVPool):
         super().__init__(size, page_size, dtype, layers, device, enable_memory_saver)
         self.size_swa = size_swa
         self.full_to_swa_index_mapping: torch.Tensor | None = None
-        self._full_ids, self._swa_ids = full_ids, swa_ids
+        self._full_ids = full_ids
+        self._swa_ids = swa_ids
         self._translation: _Translation | None = None
 
     @property

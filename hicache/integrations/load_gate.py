@@ -35,7 +35,8 @@ class PrefillNote:
     """
 
     def __init__(self, measured: PrefillCost, store: KeepsNote) -> None:
-        self._measured, self._store = measured, store
+        self._measured = measured
+        self._store = store
 
     def step(self) -> None:
         """Assume what an earlier server left, until one is measured; leave that, and each change by a tenth."""

@@ -125,7 +125,8 @@ class ServerStore:
         return cls(os.path.join(config.path, name), open_tier(request), config.salt)
 
     def __init__(self, path: str, tier: StoreTier, salt: str) -> None:
-        self.path, self.tier = path, tier
+        self.path = path
+        self.tier = tier
         self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
 
     def keys(self, names: Sequence[bytes]) -> list[bytes]:

@@ -65,7 +65,9 @@ class EventPublisher:
     """
 
     def __init__(self, log: EventLog, sink: EventSink, queue_blocks: int, metrics: Metrics) -> None:
-        self._log, self._sink, self._queue_blocks = log, sink, queue_blocks
+        self._log = log
+        self._sink = sink
+        self._queue_blocks = queue_blocks
         self._changed = threading.Condition()
         self._waiting: deque[EventBatch] = deque()
         self._num_blocks = 0

@@ -108,7 +108,8 @@ class ZmqSink:
     def __init__(self, address: str, topic: str = "", replay: str = "") -> None:
         """Raises `ConfigError` where an address cannot be used or a package is missing."""
         zmq, self._pack = _packages()
-        self._zmq, self._topic = zmq, topic.encode()
+        self._zmq = zmq
+        self._topic = topic.encode()
         self._context = zmq.Context()
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._buffer_bytes = 0

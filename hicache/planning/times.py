@@ -48,7 +48,9 @@ class Times:
     """The times of one plan."""
 
     def __init__(self, model: PlannedModel, plan: MemoryPlan, machine: Machine) -> None:
-        self._model, self._plan, self._machine = model, plan, machine
+        self._model = model
+        self._plan = plan
+        self._machine = machine
         self._longest = max(_LEAST_TOKENS, min(model.max_context_len, _MOST_TOKENS))
 
     def at(self, num_tokens: int) -> LengthTimes:

@@ -49,7 +49,9 @@ class BasePrefixCache(ABC):
         """ConfigError for an unknown policy or a page below one token."""
         if params.page_size < 1:
             raise ConfigError(f"page_size={params.page_size} holds no token; raise it to at least 1")
-        self.disable, self.page_size, self.is_eagle = params.disable, params.page_size, params.is_eagle
+        self.disable = params.disable
+        self.page_size = params.page_size
+        self.is_eagle = params.is_eagle
         self.req_to_token_pool: Any = params.req_to_token_pool
         self.token_to_kv_pool_allocator: Any = params.token_to_kv_pool_allocator
         self.eviction_policy = params.eviction_policy.lower()
@@ -57,7 +59,8 @@ class BasePrefixCache(ABC):
         allocator = self.token_to_kv_pool_allocator
         self.device: Any = torch.device("cpu") if allocator is None else allocator.device
         self._no_slots = torch.empty(0, dtype=torch.int64, device=self.device)
-        self._slots, self._rows = AllocatorAdapter(allocator), TableRows(params.req_to_token_pool)
+        self._slots = AllocatorAdapter(allocator)
+        self._rows = TableRows(params.req_to_token_pool)
         self._prefixes = PrefixBuffers(self._rows)
         self._events = EventLog() if params.enable_kv_cache_events else None
         self._tree = self._new_tree()

@@ -73,7 +73,8 @@ class MambaRadixCache(BasePrefixCache):
         super().__init__(params)
         self.enable_mamba_extra_buffer = params.enable_mamba_extra_buffer
         self.mamba_cache_chunk_size = params.mamba_cache_chunk_size
-        self._table, self._pool = table, table.mamba_pool
+        self._table = table
+        self._pool = table.mamba_pool
         self._checkpoint_unit = math.lcm(params.mamba_cache_chunk_size, params.page_size)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:

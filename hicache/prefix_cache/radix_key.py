@@ -33,7 +33,8 @@ class RadixKey:
     __slots__ = ("_bigrams", "_ids", "_packed", "extra_key", "is_bigram")
 
     def __init__(self, token_ids: Sequence[Any], extra_key: str | None = None, is_bigram: bool = False) -> None:
-        self.extra_key, self.is_bigram = extra_key, is_bigram
+        self.extra_key = extra_key
+        self.is_bigram = is_bigram
         self._ids: Any = token_ids
         self._packed: Tokens | None = None
         self._bigrams: RadixKey | None = None

@@ -101,7 +101,10 @@ class HiCache:
         for name, (value, minimum) in minima.items():
             if value < minimum:
                 raise ConfigError(f"{name}={value} is below {minimum}; raise {name}")
-        self.l1_max, self.l2_max, self.l1_bytes, self.block_bytes = l1_max, l2_max, l1_bytes, block_bytes
+        self.l1_max = l1_max
+        self.l2_max = l2_max
+        self.l1_bytes = l1_bytes
+        self.block_bytes = block_bytes
         self.device = torch.device(device)
         spec = BufferSpec("block", torch.uint8, (block_bytes,), "token", (0,))
         self._host = HostPagePool(
@@ -113,8 +116,11 @@ class HiCache:
             self._host.close()
             raise
         # Least recently used first.
-        self._l1, self._l2 = OrderedDict[bytes, _Entry](), OrderedDict[bytes, _Entry]()
-        self._l1_used, self._closed, self._owner = 0, False, OwnerProcess("the tensor cache")
+        self._l1 = OrderedDict[bytes, _Entry]()
+        self._l2 = OrderedDict[bytes, _Entry]()
+        self._l1_used = 0
+        self._closed = False
+        self._owner = OwnerProcess("the tensor cache")
         self._replaced = set[bytes]()  # names whose old tensor may be on disk still
         self._breaker = Breaker("writes", LIMITS, time.monotonic)
         self._counts = dict.fromkeys(("l1_hits", "l2_hits", "l3_hits", "misses", "to_l2", "to_l3", "dropped"), 0)

@@ -78,7 +78,8 @@ class LineWriter(logging.Handler):
     def __init__(self, descriptor: int = _STDERR, max_lines: int = _MAX_LINES) -> None:
         super().__init__()
         is_closed = descriptor == _STDERR and sys.__stderr__ is None  # its number may be that of another file
-        self._descriptor, self._process = -1 if is_closed else descriptor, os.getpid()
+        self._descriptor = -1 if is_closed else descriptor
+        self._process = os.getpid()
         self._lines = queue.Queue[bytes | threading.Event | None](max_lines)  # an event: of a `flush`
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write_all, name="hicache-logs", daemon=True)

@@ -18,7 +18,8 @@ class BlockPool:
 
     def __init__(self, num_pages: int | None) -> None:
         self.num_pages = UNLIMITED if num_pages is None else num_pages
-        self._used, self._next_id = 0, 1
+        self._used = 0
+        self._next_id = 1
 
     def available(self) -> int:
         return self.num_pages - self._used

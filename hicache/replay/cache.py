@@ -70,7 +70,9 @@ class CacheSimulation:
         page_tokens: int = _PAGE_TOKENS,
         blocks_per_s: float = _BLOCKS_PER_S,
     ) -> None:
-        self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
+        self.settings = settings
+        self._blocks_per_s = blocks_per_s
+        self._num_asked = 0
         self._names = BlockKeys()
         self.tree = RadixTree(1, self._names, policy=settings.policy)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None

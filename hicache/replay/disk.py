@@ -22,7 +22,10 @@ class DiskOrder:
     """
 
     def __init__(self, capacity: int | None) -> None:
-        self._capacity, self._clock, self._held, self._logged = capacity, 1, 0, 0
+        self._capacity = capacity
+        self._clock = 1
+        self._held = 0
+        self._logged = 0
         self._stamps = np.zeros(1024, np.int64)  # by id; 0: not held
         self._is_unread = np.zeros(1024, np.bool_)
         self._log: deque[tuple[int, Tokens]] = deque()  # the first stamp, and ids with one stamp after the other
@@ -90,7 +93,8 @@ class DiskOrder:
             held = held[np.argsort(self._stamps[held])]
             self._stamps[held] = np.arange(self._clock, self._clock + len(held))
             self._log = deque([(self._clock, held)])
-            self._clock, self._logged = self._clock + len(held), len(held)
+            self._clock += len(held)
+            self._logged = len(held)
 
     def _evict(self, num_blocks: int) -> None:
         while num_blocks:

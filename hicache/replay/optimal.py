@@ -105,7 +105,8 @@ class _Sums:
     """Numbers at [0, size) and the sums of those behind one: a Fenwick tree."""
 
     def __init__(self, size: int) -> None:
-        self._sums, self._total = [0] * (size + 1), 0
+        self._sums = [0] * (size + 1)
+        self._total = 0
 
     def add(self, at: int, change: int) -> None:
         self._total += change

@@ -64,7 +64,8 @@ class TraceRecorder:
             self._file = path.open("xb", buffering=0)
         except FileExistsError:
             raise ConfigError(f"{path} exists; record to another file, or remove it") from None
-        self._path, self._clock = path, clock
+        self._path = path
+        self._clock = clock
         self._hasher = PageHasher(secrets.token_bytes(32), block_tokens)
         self._messages: queue.SimpleQueue[_Message | None] = queue.SimpleQueue()
         self._open: dict[str, _Open] = {}

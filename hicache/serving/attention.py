@@ -77,10 +77,12 @@ class SlotAttention:
     name = NAME
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry) -> None:
-        self._pool, self._kernels = pool, kernel_choice(pool.device)
+        self._pool = pool
+        self._kernels = kernel_choice(pool.device)
         self._windows = {layer: geometry.window for layer, kind in enumerate(geometry.kinds) if kind == "window"}
         self._chunked = frozenset(layer for layer, kind in enumerate(geometry.kinds) if kind == "chunked")
-        self._chunk, self._sources = geometry.chunk, geometry.sources
+        self._chunk = geometry.chunk
+        self._sources = geometry.sources
         self._swa_layers = frozenset[int]()
         if isinstance(pool, SWAKVPool):
             # The pool may keep a window layer whole: such a layer is read by full-attention slots.

@@ -128,7 +128,10 @@ class PoolLayer(SlotLayer):
         self, pool: KVCache, layer_id: int, batch: BatchSlots, slots: torch.Tensor, is_sliding: bool = False
     ) -> None:
         super().__init__(is_sliding)
-        self._pool, self._layer_id, self._batch, self._slots = pool, layer_id, batch, slots
+        self._pool = pool
+        self._layer_id = layer_id
+        self._batch = batch
+        self._slots = slots
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -204,7 +207,8 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
         self.conv_states[0], self.recurrent_states[0] = conv, state.temporal
         self.is_conv_states_initialized[0] = self.is_recurrent_states_initialized[0] = True
         self.conv_kernel_size[0] = conv.shape[-1]
-        self.dtype, self.device = conv.dtype, conv.device
+        self.dtype = conv.dtype
+        self.device = conv.device
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """As in transformers: returns the inputs of the convolution, with those before the pass in front."""
@@ -224,7 +228,9 @@ class HybridLayer(StateLayer, CacheLayerMixin):  # type: ignore[misc]  # transfo
     def __init__(self, source: Callable[[], MambaState] | None, attention: CacheLayerMixin) -> None:
         CacheLayerMixin.__init__(self)
         StateLayer.__init__(self, source)
-        self.attention, self.is_sliding, self.is_initialized = attention, False, True
+        self.attention = attention
+        self.is_sliding = False
+        self.is_initialized = True
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -273,7 +279,8 @@ class PoolCache(StateCache):
     """
 
     def __init__(self, pool: KVCache, geometry: ModelGeometry, batch: BatchSlots) -> None:
-        self._geometry, self._batch = geometry, batch
+        self._geometry = geometry
+        self._batch = batch
         swa_layers = frozenset[int]()
         swa_slots = None
         if isinstance(pool, SWAKVPool):

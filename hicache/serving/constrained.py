@@ -61,7 +61,9 @@ class JsonAnswers:
     """Makes the constraints of one model. For any thread; the first one takes a second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = sorted(eos_ids)
         self._lock = threading.Lock()
 
     def constraint(self, schema: str) -> JsonConstraint:

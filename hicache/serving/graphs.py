@@ -55,7 +55,8 @@ class DecodeGraphs:
     values of tensors on the host."""
 
     def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
-        self._context, self._decode = context, decode
+        self._context = context
+        self._decode = decode
         self._last_layers = last_layers(context.pool)
         self._captured: dict[int, _Captured] = {}
         self._pool: Any = None  # the memory that all graphs share

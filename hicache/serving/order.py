@@ -28,7 +28,9 @@ class ServingOrder:
     `measured`: the speed of prefill, by which ranks are computed after `follow_speed`."""
 
     def __init__(self, max_overtake_s: float, measured: PrefillCost) -> None:
-        self._max_overtake_s, self._measured, self._followed = max_overtake_s, measured, PrefillCost()
+        self._max_overtake_s = max_overtake_s
+        self._measured = measured
+        self._followed = PrefillCost()
         self._followed.assume(*measured.terms)
 
     def follow_speed(self) -> bool:

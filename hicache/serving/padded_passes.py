@@ -29,7 +29,8 @@ class PaddedPasses:
     fit the kind of device."""
 
     def __init__(self, context: PassContext, max_mask_entries: int | None = None) -> None:
-        self._context, self._kernel = context, attention_kernel(context.model)
+        self._context = context
+        self._kernel = attention_kernel(context.model)
         self._max_mask_entries = max_mask_entries or _MAX_MASK_ENTRIES.get(
             context.device.type, _MAX_MASK_ENTRIES["cpu"]
         )

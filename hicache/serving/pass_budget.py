@@ -25,7 +25,10 @@ class PassBudget:
     `1 + growth * p` of them, for attention grows with the position."""
 
     def __init__(self, num_tokens: int, work: float = math.inf, growth: float = 0.0) -> None:
-        self._tokens, self._scored, self._work, self._growth = num_tokens, _MAX_SCORED_TOKENS, work, growth
+        self._tokens = num_tokens
+        self._scored = _MAX_SCORED_TOKENS
+        self._work = work
+        self._growth = growth
         self._is_whole = True
 
     def share_of(self, req: ScheduledRequest) -> int:
@@ -56,7 +59,9 @@ class PrefillPace:
     """
 
     def __init__(self, max_pass_s: float, first_tokens: float) -> None:
-        self._aim_s, self._first_tokens, self._cost = _AIM * max_pass_s, first_tokens, PrefillCost()
+        self._aim_s = _AIM * max_pass_s
+        self._first_tokens = first_tokens
+        self._cost = PrefillCost()
         self._work = self._seconds = 0.0  # of passes, which count `_KEEP` when another full one has ended
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
@@ -66,7 +71,8 @@ class PrefillPace:
         self._cost.observe(num_tokens, seconds, mean_position)
         work = num_tokens * (1 + self._growth * mean_position)
         keep = _KEEP ** min(1.0, work / self._within_aim) if self._work else 0.0
-        self._work, self._seconds = keep * self._work + work, keep * self._seconds + seconds
+        self._work = keep * self._work + work
+        self._seconds = keep * self._seconds + seconds
 
     def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
         """Of the next pass, `num_tokens` of prompts at most. It may take four times as long where none decodes in it:

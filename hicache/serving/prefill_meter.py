@@ -42,7 +42,8 @@ class PrefillMeter:
     def __init__(
         self, engine: CacheEngine, clock: Callable[[], float] = time.perf_counter, max_pass_s: float = 0.0
     ) -> None:
-        self._engine, self._clock = engine, clock
+        self._engine = engine
+        self._clock = clock
         self.cost = PrefillCost()
         self.cost.assume(_ASSUMED_TOKEN_S, 0.0)
         self._on_cuda = engine.pool.device.type == "cuda"

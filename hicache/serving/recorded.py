@@ -29,7 +29,8 @@ class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped 
 
     def __init__(self, kind: LayerKind) -> None:
         super().__init__()
-        self.kind, self.is_sliding = kind, kind == "window"
+        self.kind = kind
+        self.is_sliding = kind == "window"
         self.shapes: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     def update(

@@ -42,15 +42,19 @@ class ScheduledRequest:
         on_token: OnToken | None = None,
         logprobs: Logprobs | None = None,
     ) -> None:
-        self.request, self.on_token, self.logprobs = request, on_token, [] if logprobs is None else logprobs
+        self.request = request
+        self.on_token = on_token
+        self.logprobs = [] if logprobs is None else logprobs
         self.num_scored = len(request.tokens)
         if request.num_logprobs is not None and request.scores_prompt:
             self.logprobs.append(TokenLogprobs(int(request.tokens[0]), None))
             self.num_scored = 1
         self.is_scoring = self.num_scored < len(request.tokens)
-        self.arrival, self.rank = arrival, (submitted_s - lead_s, arrival)
+        self.arrival = arrival
+        self.rank = (submitted_s - lead_s, arrival)
         self.expected_len = self.seen_commits = 0
-        self.submitted_s, self.lead_s = submitted_s, lead_s
+        self.submitted_s = submitted_s
+        self.lead_s = lead_s
         self.deadline_s = None if request.deadline_s is None else submitted_s + request.deadline_s
         self.sequence = np.empty(len(request.tokens) + request.max_new_tokens, dtype=np.int64)
         self.sequence[: len(request.tokens)] = request.tokens
@@ -86,7 +90,9 @@ class ScheduledRequest:
             self.hit = lease.hit
         elif self.lease is not None and (lease.request.is_counted or not self.request.is_counted):
             self.hit += lease.hit.loaded
-        self.lease, self.kv_len, self.stalled_since_s = lease, lease.cached_len, 0.0
+        self.lease = lease
+        self.kv_len = lease.cached_len
+        self.stalled_since_s = 0.0
 
     def tell(self, token: int) -> CallbackFailed | None:
         """Its caller gets a token; where that raises, this is its outcome."""

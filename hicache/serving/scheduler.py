@@ -71,16 +71,22 @@ class Scheduler:
     ) -> None:
         if chunk_tokens < 1 or max_running < 1:
             raise ConfigError(f"chunk_tokens={chunk_tokens} and max_running={max_running} must be at least 1")
-        self._engine, self._runner = engine, runner
-        self.prefill_meter, self._priority_level_s = PrefillMeter(engine, clock, max_pass_s), priority_level_s
+        self._engine = engine
+        self._runner = runner
+        self.prefill_meter = PrefillMeter(engine, clock, max_pass_s)
+        self._priority_level_s = priority_level_s
         self._beside = BesidePasses(engine)
-        self._chunk_tokens, self._max_running, self._stall_timeout_s = chunk_tokens, max_running, stall_timeout_s
+        self._chunk_tokens = chunk_tokens
+        self._max_running = max_running
+        self._stall_timeout_s = stall_timeout_s
         self._unfinished: dict[str, ScheduledRequest] = {}
         order = ServingOrder(max_overtake_s, self.prefill_meter.cost)
-        self._waiting, self._running_batch = WaitingRequests(order), RequestQueue(order.rank_s)
+        self._waiting = WaitingRequests(order)
+        self._running_batch = RequestQueue(order.rank_s)
         self._deadlines: list[tuple[float, int, ref[ScheduledRequest]]] = []  # a heap; requests may have ended
         self._finished: list[RequestOutput] = []
-        self._arrivals, self._num_commits = itertools.count(), 0
+        self._arrivals = itertools.count()
+        self._num_commits = 0
         self._clock = clock
 
     @property

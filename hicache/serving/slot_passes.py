@@ -31,7 +31,8 @@ class SlotPasses:
     def __init__(
         self, context: PassContext, attention: SlotAttention, *, use_graphs: bool = True, compiled: bool = False
     ) -> None:
-        self._context, self._attention = context, attention
+        self._context = context
+        self._attention = attention
         self._kv_heads = context.geometry.head_num
         self._graphs: DecodeGraphs | None = None
         self._decode_model = context.model

@@ -106,7 +106,8 @@ class StopMatcher:
         text = self._held + text
         ends = [(at + len(stop), at) for stop in self._stops if (at := text.find(stop)) >= 0]
         if ends:
-            self.found, self._held = True, ""
+            self.found = True
+            self._held = ""
             return text[: min(ends)[1]]
         num_held = max(_overlap(text, stop) for stop in self._stops)
         cut = len(text) - num_held

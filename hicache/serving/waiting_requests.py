@@ -18,7 +18,8 @@ class WaitingRequests:
     """
 
     def __init__(self, order: ServingOrder) -> None:
-        self._order, self._queue = order, RequestQueue(order.rank_s)
+        self._order = order
+        self._queue = RequestQueue(order.rank_s)
         self._requests = dict[str, ScheduledRequest]()
         self._looked_up = OrderedDict[ScheduledRequest, None]()
         self._changed = deque[Prefetch]()

@@ -41,7 +41,8 @@ class Steps:
     """
 
     def __init__(self, calm: CalmInterrupt, *, wanted: bool) -> None:
-        self._calm, self._wanted = calm, wanted
+        self._calm = calm
+        self._wanted = wanted
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[Step]:

@@ -80,7 +80,9 @@ class StoreTier(StoreClient):
         settings = request.settings
         # Jobs that wait there, and those that the threads work on.
         super().__init__(transport, request, max_jobs=settings.queue_jobs + settings.readers, clock=clock)
-        self.name, self.num_readers, self.job_pages = settings.name, settings.readers, job_pages
+        self.name = settings.name
+        self.num_readers = settings.readers
+        self.job_pages = job_pages
         self.tells_removed = request.tells_removed and not request.url.startswith(SOCKET)
         self.patience_s = max(settings.limits.io_timeout_s, MAX_SILENCE_S)
         self._owner = OwnerProcess(f"the {self.name} tier")

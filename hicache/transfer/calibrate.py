@@ -65,8 +65,10 @@ class _Link:
     """Copies of `count` pieces of `width` bytes, for each of `pieces` (width, count)."""
 
     def __init__(self, host: torch.Tensor, buffer: torch.Tensor, pieces: list[tuple[int, int]]) -> None:
-        self._buffer, self._pieces = buffer, pieces
-        self._page_bytes, self._pitch = host.shape[1], host.stride(0)
+        self._buffer = buffer
+        self._pieces = pieces
+        self._page_bytes = host.shape[1]
+        self._pitch = host.stride(0)
         self._first = host.data_ptr() + self._pitch  # page 0 is the sink
         self._stream = torch.cuda.Stream(buffer.device)
         self._blocker = torch.empty(_BYTES, dtype=torch.uint8, device=buffer.device)

@@ -116,13 +116,16 @@ class UnstagedCopier:
 
     def __init__(self, mover: PageMover, host: torch.Tensor, rows_per_chunk: int, device_page_tokens: int) -> None:
         """`device_page_tokens`: of the allocator's pages, within which slots are adjacent and in order."""
-        self._page_tokens, self._rows_per_chunk = mover.page_tokens, rows_per_chunk
+        self._page_tokens = mover.page_tokens
+        self._rows_per_chunk = rows_per_chunk
         self._block = math.gcd(device_page_tokens, mover.page_tokens)
-        self._host_address, self._pitch = host.data_ptr(), host.stride(0)
+        self._host_address = host.data_ptr()
+        self._pitch = host.stride(0)
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
         # Copy calls for a run, over all layers, and bytes of the smallest row of a copy, a buffer of a layer of a page.
-        self.num_buffers, self.piece_bytes = len(segments), min(s.page_bytes for s in segments)
+        self.num_buffers = len(segments)
+        self.piece_bytes = min(s.page_bytes for s in segments)
         self._span = max(s.span for s in segments)
         # A page is one row of a copy only where its rows in the pool are adjacent.
         self._can_copy = all(s.rows.stride(0) == s.row_bytes and self._span % s.span == 0 for s in segments)

@@ -37,7 +37,8 @@ class CudaLayerEvents:
 
     def begin(self) -> None:
         """A new load takes this producer, which is not finished until the load's last layer."""
-        self._submitted, self._error = False, None
+        self._submitted = False
+        self._error = None
         self._reached = {}
         self._num_loads += 1
 
@@ -48,7 +49,8 @@ class CudaLayerEvents:
 
     def fail(self, error: Exception) -> None:
         """The load ended early; `wait` raises `error`."""
-        self._error, self._submitted = error, True
+        self._error = error
+        self._submitted = True
 
     def wait(self, layer: int) -> None:
         """Order the current stream behind the layer, or block the current thread. Raises the error of `fail`."""
@@ -90,7 +92,9 @@ class CpuLayerEvents:
 
     def begin(self) -> None:
         with self._condition:
-            self._recorded, self._error, self.exposed_s = 0, None, 0.0
+            self._recorded = 0
+            self._error = None
+            self.exposed_s = 0.0
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
         with self._condition:

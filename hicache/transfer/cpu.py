@@ -101,12 +101,14 @@ class CpuTransfer:
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
     ) -> None:
         self._places = PagePlaces(mover, packer)
-        self.mover, self.movers = self._places.mover, self._places.movers
+        self.mover = self._places.mover
+        self.movers = self._places.movers
         self._counter = counter
         # numpy copies whole rows at the speed of memcpy; torch's index operations go element by element.
         self._host = host.numpy()
         self._groups = intervals(mover.num_layers, max(1, _GROUP_BYTES // self.mover.ends[1]))
-        self.up, self.down = Worker("hicache-load"), Worker("hicache-store")
+        self.up = Worker("hicache-load")
+        self.down = Worker("hicache-store")
         self._abandoned = threading.Event()
 
     def start(self) -> None:

@@ -62,10 +62,14 @@ class CudaTransfer:
         need_bindings()
         self._places = PagePlaces(mover, packer)
         self._mover = self._places.mover
-        self._host, self._counter, self._device = host, counter, mover.table.device
-        self._zero_copy, self._host_address = None if packer else ZeroCopyMover(mover, host), host.data_ptr()
+        self._host = host
+        self._counter = counter
+        self._device = mover.table.device
+        self._zero_copy = None if packer else ZeroCopyMover(mover, host)
+        self._host_address = host.data_ptr()
         self._unstaged = None if packer else UnstagedCopier(mover, host, rows_per_chunk, device_page_tokens)
-        self._rows_per_chunk, self._chunk_pages = rows_per_chunk, max(1, chunk_tokens // mover.page_tokens)
+        self._rows_per_chunk = rows_per_chunk
+        self._chunk_pages = max(1, chunk_tokens // mover.page_tokens)
         widest, widest_raw = (
             max(each.group_bytes(layer, 1) for layer in range(mover.num_layers)) for each in (self._mover, mover)
         )

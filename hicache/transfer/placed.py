@@ -60,7 +60,8 @@ class PagePlaces:
 
     def __init__(self, mover: PageMover, packer: PagePacker | None) -> None:
         """Raises ConfigError where two places do not hold a raw page."""
-        self._raw, self.mover = mover, packer or mover
+        self._raw = mover
+        self.mover = packer or mover
         self.movers = (mover,) if packer is None else (packer, mover)
         place_bytes, page_bytes = self.mover.ends[-1], mover.ends[-1]
         if not place_bytes <= page_bytes <= 2 * place_bytes:

@@ -64,7 +64,8 @@ class CudaOp:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
         self.is_undelayed = False
-        self._slots, self._issue = slots, issue
+        self._slots = slots
+        self._issue = issue
         self._begin = torch.cuda.Event(enable_timing=True)
         self._end: torch.cuda.Event | None = None  # until the whole copy is queued
         self._counts: tuple[torch.Tensor, torch.Tensor] | None = None  # by page, on the host and on the device

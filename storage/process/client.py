@@ -79,19 +79,27 @@ class StoreClient:
         max_jobs: int = 64,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._transport, self._request, self.clock, self._limits = transport, request, clock, request.settings.limits
+        self._transport = transport
+        self._request = request
+        self.clock = clock
+        self._limits = request.settings.limits
         transport.keep(self)
         self.reads: ClientQueue[FindJob | ReadJob, FindDone | ReadDone]
         self.reads = ClientQueue(self, "reads", max_jobs, unserved_read)
         self.writes: ClientQueue[WriteJob | RemoveJob, WriteDone]
         self.writes = ClientQueue(self, "writes", max_jobs, unserved_write)
-        self.status, self.in_process = SharedStatus(), transport.same_process
+        self.status = SharedStatus()
+        self.in_process = transport.same_process
         self._memories = SharedMemories(transport.same_process)
         self._connection: Connection | None = None
-        self.state, self.times_lost, self.page_sizes, self.note = State.LOST, 0, tuple[int, ...](), b""
+        self.state = State.LOST
+        self.times_lost = 0
+        self.page_sizes = tuple[int, ...]()
+        self.note = b""
         self._is_closing = False
         self._error: StoreError | None = None
-        self._silence, self._idle_polls = SilenceWatch(_DOUBT_S), 0
+        self._silence = SilenceWatch(_DOUBT_S)
+        self._idle_polls = 0
         self._why = ""  # it was lost, since it last answered
         self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
         self._backoff_s = self._limits.reopen_backoff_s
@@ -200,7 +208,8 @@ class StoreClient:
         closes the store when it can, and a later call tells. Raises what closing the store raises there.
         """
         until_s = time.monotonic() + within_s
-        self._retry_at_s, self._error = math.inf, None
+        self._retry_at_s = math.inf
+        self._error = None
         if self.state is State.OPENING and self._connection is not None:
             self._is_closing = True
             self._connection.finish()  # what it has not opened it closes by itself
@@ -277,7 +286,8 @@ class StoreClient:
 
     def _connect(self) -> None:
         connection = self._connection = Connection(self._transport.connect())
-        self.state, self._late_open_s = State.OPENING, time.monotonic() + self._limits.open_s
+        self.state = State.OPENING
+        self._late_open_s = time.monotonic() + self._limits.open_s
         self._silence.heard()
         self.status.clear()
         try:
@@ -325,7 +335,8 @@ class StoreClient:
         else:
             done, is_write = body.outcome(kind)
             if self._lookup is not None and not is_write and done.ticket == self._lookup.ticket:
-                self._found, self._lookup = done if isinstance(done, FindDone) else None, None
+                self._found = done if isinstance(done, FindDone) else None
+                self._lookup = None
                 return
             if done.ticket < FIND and not is_write:  # of a lookup that was announced as stalled before
                 return
@@ -334,13 +345,16 @@ class StoreClient:
             else:
                 self.reads.take(done)
             if not isinstance(done, Stalled):
-                self._backoff_s, self._why = self._limits.reopen_backoff_s, ""
+                self._backoff_s = self._limits.reopen_backoff_s
+                self._why = ""
 
     def _lose(self, why: str, *, announce: bool = False) -> None:
         """Use the process no more. What was under way is answered when the connection ends."""
         if self.state is State.LOST:
             return
-        self.state, self._lost_at_s, self._lookup = State.LOST, time.monotonic(), None
+        self.state = State.LOST
+        self._lost_at_s = time.monotonic()
+        self._lookup = None
         if self._is_closing:
             return
         is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)  # which `open` raises
@@ -373,7 +387,8 @@ class StoreClient:
             try:
                 self._connect()
             except StoreError as error:
-                self.state, self._error = State.OPENING, error
+                self.state = State.OPENING
+                self._error = error
                 self._lose(str(error))
 
     def _wait_for_its_end(self, connection: Connection) -> None:

@@ -42,12 +42,16 @@ class ClientQueue(Generic[J, D]):
     last write was not done; empty if it was, or if the store is full."""
 
     def __init__(self, client: JobSender, name: str, capacity: int, unserved: Callable[[J], D]) -> None:
-        self.name, self._client, self._capacity = name, client, capacity
+        self.name = name
+        self._client = client
+        self._capacity = capacity
         self._unserved: Callable[[J], D] = unserved
         self.under_way: dict[tuple[int, int], J] = {}
-        self._announced, self._cancelled = set[tuple[int, int]](), set[tuple[int, int]]()
+        self._announced = set[tuple[int, int]]()
+        self._cancelled = set[tuple[int, int]]()
         self._done: list[D | Stalled] = []
-        self.refused, self.fault = 0, ""
+        self.refused = 0
+        self.fault = ""
 
     def submit(self, job: J) -> bool:
         """Send a job, or answer it where the process would not do it. False: too many are under way."""

@@ -25,7 +25,9 @@ class Connection:
 
     def __init__(self, connected: socket.socket) -> None:
         connected.setblocking(False)
-        self.socket, self.frames, self.unsent = connected, Frames(), bytearray()
+        self.socket = connected
+        self.frames = Frames()
+        self.unsent = bytearray()
 
     def send(self, data: bytes = b"") -> None:
         self.unsent += data

@@ -168,7 +168,8 @@ class Body:
     """Reads the body of one frame from its beginning. `FrameError` where it is too short."""
 
     def __init__(self, data: bytes) -> None:
-        self._data, self._at = data, 0
+        self._data = data
+        self._at = 0
 
     def fields(self, layout: struct.Struct) -> tuple[int, ...]:
         return layout.unpack(self.take(layout.size))

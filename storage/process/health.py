@@ -73,9 +73,14 @@ class Breaker:
     call if it failed."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], tier: str = "disk") -> None:
-        self._name, self._tier, self._limits, self._clock = name, tier, limits, clock
+        self._name = name
+        self._tier = tier
+        self._limits = limits
+        self._clock = clock
         self._lock = threading.Lock()
-        self._state, self._epoch, self._in_a_row = State.CLOSED, 0, 0
+        self._state = State.CLOSED
+        self._epoch = 0
+        self._in_a_row = 0
         self._backoff_s = self._probe_at_s = 0.0
         self.opens = self.failures = 0
         self.why = ""
@@ -109,7 +114,8 @@ class Breaker:
         with self._lock:
             if token.epoch != self._epoch:
                 return
-            self._in_a_row, self.why = 0, ""
+            self._in_a_row = 0
+            self.why = ""
             if self._state is State.HALF_OPEN:
                 self._become(State.CLOSED)
                 log.info("the %s tier resumes %s", self._tier, self._name)
@@ -117,7 +123,8 @@ class Breaker:
     def failed(self, token: BreakerToken, why: str, *, at_once: bool = False) -> None:
         """`at_once`: open without waiting for more failures, which would tell nothing new."""
         with self._lock:
-            self.failures, self.why = self.failures + 1, why
+            self.failures += 1
+            self.why = why
             if token.epoch != self._epoch:
                 return
             self._in_a_row += 1
@@ -136,7 +143,8 @@ class Breaker:
             )
 
     def _become(self, state: State) -> None:
-        self._state, self._in_a_row = state, 0
+        self._state = state
+        self._in_a_row = 0
         self._epoch += 1
 
 
@@ -148,7 +156,8 @@ class Watchdog(Generic[J]):
     """
 
     def __init__(self, clock: Callable[[], float], timeout_s: float) -> None:
-        self._clock, self._timeout_s = clock, timeout_s
+        self._clock = clock
+        self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._jobs: list[J] = []
         self._token = BreakerToken(0)
@@ -161,19 +170,23 @@ class Watchdog(Generic[J]):
 
     def begin(self, jobs: list[J], token: BreakerToken) -> None:
         with self._lock:
-            self._jobs, self._token, self._stalls_at_s = jobs, token, self._clock() + self._timeout_s
+            self._jobs = jobs
+            self._token = token
+            self._stalls_at_s = self._clock() + self._timeout_s
 
     def end(self) -> None:
         with self._lock:
             self._jobs = []  # which name pages, whose memory may have to be unmapped
-            self._stalls_at_s, self.is_stalled = math.inf, False
+            self._stalls_at_s = math.inf
+            self.is_stalled = False
 
     def report(self, announce: Callable[[J], None]) -> BreakerToken | None:
         """Where the jobs are under way for longer than the timeout: announce each, once, and return their token."""
         with self._lock:
             if self._clock() <= self._stalls_at_s:
                 return None
-            self._stalls_at_s, self.is_stalled = math.inf, True
+            self._stalls_at_s = math.inf
+            self.is_stalled = True
             for job in self._jobs:
                 announce(job)
             return self._token
@@ -186,10 +199,13 @@ class SilenceWatch:
     """
 
     def __init__(self, apart_s: float) -> None:
-        self._apart_s, self.heard_s, self._doubted_s = apart_s, 0.0, math.inf
+        self._apart_s = apart_s
+        self.heard_s = 0.0
+        self._doubted_s = math.inf
 
     def heard(self) -> None:
-        self.heard_s, self._doubted_s = time.monotonic(), math.inf
+        self.heard_s = time.monotonic()
+        self._doubted_s = math.inf
 
     def is_too_long(self, enough_s: float) -> bool:
         """Whether it has said nothing for `enough_s`. To be asked again and again."""

@@ -54,9 +54,13 @@ class IoQueue(Generic[J, D]):
         clock: Callable[[], float],
         tier: str = "disk",
     ) -> None:
-        self.name, self._tier, self._capacity = name, tier, capacity
+        self.name = name
+        self._tier = tier
+        self._capacity = capacity
         self.breaker = Breaker(name, limits, clock, tier)
-        self._unserved, self._limits, self._clock = unserved, limits, clock
+        self._unserved = unserved
+        self._limits = limits
+        self._clock = clock
         self._threads: list[_Worker[J, D]] = []
         self._changed = threading.Condition()
         self._waiting: list[Queued[J, D]] = []  # a heap

@@ -25,7 +25,8 @@ class PageRows(Sequence[PageBytes]):
     __slots__ = ("memory", "rows")
 
     def __init__(self, memory: PageBytes, rows: list[int]) -> None:
-        self.memory, self.rows = memory, rows
+        self.memory = memory
+        self.rows = rows
 
     def __len__(self) -> int:
         return len(self.rows)

@@ -40,13 +40,16 @@ class Server:
     def __init__(
         self, stores: OpenStores, *, listener: socket.socket | None = None, same_process: bool = False
     ) -> None:
-        self.stores, self.same_process = stores, same_process
+        self.stores = stores
+        self.same_process = same_process
         self.selector: selectors.BaseSelector = selectors.DefaultSelector()
-        self._listener, self._is_accepting = listener, False
+        self._listener = listener
+        self._is_accepting = False
         self._clients: set[Session] = set()
         self._calls: deque[Callable[[], None]] = deque()
         self._later: list[Callable[[], None]] = []
-        self._num_left, self._why_later = 0, ""  # what was logged of it
+        self._num_left = 0
+        self._why_later = ""  # what was logged of it
         self._last_look_s = time.monotonic()
         self._woken, self._wakes = socket.socketpair()
         self._woken.setblocking(False)

@@ -72,10 +72,14 @@ class StoreService:
         clock: Callable[[], float] = time.monotonic,
         removed: list[bytes] | None = None,
     ) -> None:
-        self.store, self._owns_store, self._settings, self.clock = store, owns_store, settings, clock
+        self.store = store
+        self._owns_store = owns_store
+        self._settings = settings
+        self.clock = clock
         self._removed = removed if removed is not None else []
         self.failed_touches = 0
-        self._stats, self._stats_fail = StoreStats(), False
+        self._stats = StoreStats()
+        self._stats_fail = False
         queue_jobs, limits, name = settings.queue_jobs, settings.limits, settings.name
         self.reads: IoQueue[FindJob | ReadJob, FindDone | ReadDone]
         self.reads = IoQueue("reads", queue_jobs, unserved_read, limits, clock, name)
@@ -111,7 +115,8 @@ class StoreService:
         try:
             stats = self.store.stats()
             tuple(map(int, dataclasses.astuple(stats)))  # which raises for what is no number
-            self._stats, self._stats_fail = stats, False
+            self._stats = stats
+            self._stats_fail = False
         except Exception:
             if not self._stats_fail:
                 log.exception("the store of the %s tier does not count; its last numbers are kept", self._settings.name)

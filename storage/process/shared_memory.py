@@ -67,7 +67,8 @@ class ClientMemory:
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
-        self._descriptor, self._is_sealed = descriptor, False
+        self._descriptor = descriptor
+        self._is_sealed = False
         try:
             with contextlib.suppress(OSError):  # no memfd, or one that takes no seals
                 fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)

@@ -68,7 +68,10 @@ class OpenStores:
         given: PageStore | None = None,
         owns_given: bool = False,
     ) -> None:
-        self._url, self._clock, self._given, self._owns_given = url, clock, given, owns_given
+        self._url = url
+        self._clock = clock
+        self._given = given
+        self._owns_given = owns_given
         self._lock = threading.Lock()
         self._open: dict[tuple[str, str], _Open] = {}
 

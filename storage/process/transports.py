@@ -153,7 +153,8 @@ class InlineServer(Transport):
     same_process = True
 
     def __init__(self, stores: OpenStores, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stores, self._looks_when_asked = stores, clock is not time.monotonic
+        self._stores = stores
+        self._looks_when_asked = clock is not time.monotonic
         self._server: Server | None = None
         self._thread: threading.Thread | None = None
         self._client: object = None

@@ -26,7 +26,7 @@ PACKAGE = Path(hicache.__file__).parent
 LOCKS = (type(threading.Lock()), type(threading.RLock()))
 # What a step may call of C: sizes and ends of containers, whether a queue is empty, which takes no lock, and who calls.
 HARMLESS = {"len", "next", "all", "deque.extend", "SimpleQueue.empty", "get_ident", "getpid"}
-OWN = {"engine.py", "life.py", "flow"}
+OWN = {"engine.py", "flow"}
 LOOKS = {"done", "is_set"}  # whether an operation has ended, and the event that says so
 
 

@@ -1,8 +1,7 @@
 """Tests in several processes that are forked when the tests are collected: `--workers N`.
 
-Libraries are imported, and tests collected, once for all of them; each worker of pytest-xdist does that anew. A worker
-takes the next few tests of a file when it has none left, and sends reports, and the processor time of each test, over a
-pipe.
+Libraries are imported, and tests collected, once for all of them. A worker takes the next few tests of a file when it
+has none left, and sends reports, and the processor time of each test, over a pipe.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from itertools import groupby
 
 from hicache.integrations.staging import WaitingTier
 from hicache.storage import PageBuffer, PageCipher, PageFormat, StoreError, StoreStats
-from hicache.storage.lookup import check_keys, check_pages
+from hicache.storage.calls import check_keys, check_pages
 from hicache.storage.process.health import Limits
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import StoreRequest

@@ -19,7 +19,8 @@ class Endpoint:
     """One a rank, in SGLang's scheduler thread. `labels`: of the rank."""
 
     def __init__(self, labels: Mapping[str, str], clock: Callable[[], float]) -> None:
-        self._labels, self._clock = dict(labels), clock
+        self._labels = dict(labels)
+        self._clock = clock
         self._counted: dict[str, float] = {}
         self._due_s = clock()
 

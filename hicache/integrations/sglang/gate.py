@@ -67,14 +67,16 @@ class LoadGate(ServerLoadDecisions):
         store: KeepsNote,
     ) -> None:
         super().__init__(metrics)
-        self._page_tokens, self._clock = page_tokens, clock
+        self._page_tokens = page_tokens
+        self._clock = clock
         # A call's reads go on side by side and are timed as one.
         self._cost = CostModel(tokens_per_s, {DISK: 1}, metrics, clock)
         self._note = PrefillNote(self._cost.prefill, store)
         self._lock = threading.Lock()
         self._prompts: list[_Prompt] = []  # that did not come yet, in the order of their look-up
         self._since_s = math.inf  # of what the next copy to the host brings; inf: no prompt waits
-        self._copied, self._pairs = 0, 0.0  # tokens since then; the sum of these times their position
+        self._copied = 0  # tokens since then
+        self._pairs = 0.0  # the sum of these tokens times their position
         self._before: _Computed | None = None
 
     def weigh(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
@@ -128,7 +130,9 @@ class LoadGate(ServerLoadDecisions):
             if self._copied >= _MIN_TOKENS:
                 now_s = self._clock()
                 self._observe(_Computed(self._copied, now_s - self._since_s, self._pairs / self._copied))
-                self._since_s, self._copied, self._pairs = now_s, 0, 0.0
+                self._since_s = now_s
+                self._copied = 0
+                self._pairs = 0.0
             self._settle()
 
     def offered(self, keys: Sequence[str]) -> None:
@@ -159,7 +163,9 @@ class LoadGate(ServerLoadDecisions):
             if prompt.to_load or prompt.num_done < len(prompt.to_compute) * self._page_tokens
         ]
         if not any(True for _ in self._waiting()):
-            self._since_s, self._copied, self._pairs = math.inf, 0, 0.0
+            self._since_s = math.inf
+            self._copied = 0
+            self._pairs = 0.0
         elif self._since_s == math.inf:
             self._since_s = self._clock()
 

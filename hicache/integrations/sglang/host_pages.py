@@ -58,8 +58,10 @@ class PiecedPages:
     form = "pieces"
 
     def __init__(self, pool: Any, sizes: Sequence[int]) -> None:
-        self._pool, self._num_pieces = pool, len(sizes)
-        self.page_bytes, self.page_slots = sum(sizes), pool.page_size
+        self._pool = pool
+        self._num_pieces = len(sizes)
+        self.page_bytes = sum(sizes)
+        self.page_slots = pool.page_size
 
     def locations(self, slots: torch.Tensor) -> list[list[Piece]]:
         addresses, sizes = self._pool.get_page_buffer_meta(slots)
@@ -87,7 +89,9 @@ class FlatPages:
     def __init__(self, pool: Any) -> None:
         self._pool = pool
         page = pool.get_dummy_flat_data_page()
-        self._dtype, self.page_bytes, self.page_slots = page.dtype, page.nbytes, pool.page_size
+        self._dtype = page.dtype
+        self.page_bytes = page.nbytes
+        self.page_slots = pool.page_size
 
     def locations(self, slots: torch.Tensor) -> list[int]:
         return slots[:: self.page_slots].tolist()

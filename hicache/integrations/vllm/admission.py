@@ -27,8 +27,12 @@ class Admission:
         chunk_tokens: Mapping[int, int],
         chunk_bytes: int,
     ) -> None:
-        self._gate, self._lookups, self._room, self._queue = gate, lookups, room, queue
-        self._chunk_tokens, self._chunk_bytes = chunk_tokens, chunk_bytes
+        self._gate = gate
+        self._lookups = lookups
+        self._room = room
+        self._queue = queue
+        self._chunk_tokens = chunk_tokens
+        self._chunk_bytes = chunk_bytes
         self._waiting: dict[str, Promotions] = {}  # requests with rows for what the disk brings, until scheduled
 
     def admits(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:

@@ -51,7 +51,8 @@ class PrefillTimer:
     """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float]) -> None:
-        self._cost, self._clock = cost, clock
+        self._cost = cost
+        self._clock = clock
         self._prompts: dict[str, _Prompt] = {}
         self._begin_s = math.inf  # of the earliest prompt of which something has arrived in this step
         self._step_s = self._counted_s = -math.inf  # when the last step began, until when time has been counted
@@ -83,7 +84,8 @@ class PrefillTimer:
         """A step begins."""
         if self._begin_s < math.inf:
             self._seconds += max(0.0, self._step_s - max(self._counted_s, self._begin_s))
-            self._counted_s, self._begin_s = max(self._counted_s, self._step_s), math.inf
+            self._counted_s = max(self._counted_s, self._step_s)
+            self._begin_s = math.inf
         if self._tokens >= _PASS_TOKENS and self._seconds > 0:
             self._cost.observe_prefill(int(self._tokens), self._seconds, self._positions / self._tokens)
             self._tokens = self._positions = self._seconds = 0.0
@@ -171,12 +173,15 @@ class LoadGate(ServerLoadDecisions):
 
     def __init__(self, cost: CostModel, clock: Callable[[], float], metrics: Metrics, *, job_bytes: int) -> None:
         super().__init__(metrics)
-        self._cost, self._clock, self._job_bytes = cost, clock, job_bytes
+        self._cost = cost
+        self._clock = clock
+        self._job_bytes = job_bytes
         self._timer = PrefillTimer(cost, clock)
         self._candidates: dict[str, Candidate] = {}
         self._step = 0
         # Requests that have come and not finished, and those of them that wait for the disk, or for rows.
-        self._live, self._at_disk = set[str](), set[str]()
+        self._live = set[str]()
+        self._at_disk = set[str]()
         # Of the loads that were accepted in this step: vLLM submits them at its end.
         self._accepted_bytes = 0
         self.has_waiting = False  # for rows, since this step began: who comes later in it waits behind
@@ -282,7 +287,8 @@ class LoadGate(ServerLoadDecisions):
         """A step of the scheduler ends, in which these requests were scheduled for the first time, or preempted. Now
         the GPU computes it."""
         self._step += 1
-        self._accepted_bytes, self.has_waiting = 0, False
+        self._accepted_bytes = 0
+        self.has_waiting = False
         for request in preempted:
             self._timer.forget(request)
         self._timer.step()

@@ -36,7 +36,9 @@ class Lookups:
         poll: Callable[[], None],
     ) -> None:
         """`poll`: hand what the store has answered to `answered`."""
-        self._reads, self._keys_of, self._poll = reads, keys_of, poll
+        self._reads = reads
+        self._keys_of = keys_of
+        self._poll = poll
         self._first: dict[str, _Verdict] = {}  # of the requests that came in this step
         self._verdicts: dict[bytes, _Verdict] = {}
         self._asked_by: dict[str, dict[bytes, _Verdict]] = {}  # in the order of asking

@@ -134,7 +134,8 @@ class PlainOp:
     is_undelayed, misfits = False, ()
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
-        self.num_bytes, self._device = num_bytes, device
+        self.num_bytes = num_bytes
+        self._device = device
         self.error: Exception | None = None
         self._events: tuple[torch.cuda.Event, torch.cuda.Event] | None = None
         self._seconds = 0.0

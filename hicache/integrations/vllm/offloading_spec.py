@@ -42,7 +42,7 @@ from hicache.integrations.vllm.offloading_settings import (
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
-from hicache.integrations.vllm.row_packing import PackingSpec, RowPacking, format_of, row_packing
+from hicache.integrations.vllm.row_packing import RowPacking, format_of, row_packing
 
 log = logging.getLogger(__name__)
 
@@ -82,8 +82,11 @@ def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacki
         return None
 
 
-class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
-    """Built by vLLM in the scheduler's process, for the manager, and in each worker's. ConfigError for bad settings."""
+class HiCacheOffloadingSpec(TieringOffloadingSpec):
+    """Built by vLLM in the scheduler's process, for the manager, and in each worker's. ConfigError for bad settings.
+
+    `row_packing`: how rows are packed, for the tiers behind it; None where rows have vLLM's own bytes.
+    """
 
     _worker: HiCacheOffloadingWorker | None
 
@@ -103,10 +106,8 @@ class HiCacheOffloadingSpec(PackingSpec, TieringOffloadingSpec):
         refuse_pipelines(config)
         self._settings = offloading_settings(config.extra_config)
         num_bytes = cpu_bytes(self._settings, config.engine_id)
-        self.row_packing, changed = (
-            _packing(self._settings, config),
-            {"extra_config": _for_tiering(config.extra_config, cpu_bytes_to_use=num_bytes)},
-        )
+        self.row_packing = _packing(self._settings, config)
+        changed: dict[str, Any] = {"extra_config": _for_tiering(config.extra_config, cpu_bytes_to_use=num_bytes)}
         if self.row_packing is not None:  # vLLM derives the size of rows and their number
             changed["worker_kv_bytes_per_block"] = self.row_packing.part_bytes // config.cache.blocks_per_chunk
         super().__init__(dataclasses.replace(config, **changed))

@@ -51,11 +51,14 @@ class ChunkRows:
     def __init__(
         self, region: SharedOffloadRegion, cpu_page_bytes: int, registry: CudaRegistry | None, *, is_shared: bool
     ) -> None:
-        self._region, self._is_named = region, True
+        self._region = region
+        self._is_named = True
         rows = region.base_tensor.view(torch.uint8).view(region.num_chunks, -1)
         start = (region.rank or 0) * cpu_page_bytes
         self.host = rows[:, start : start + cpu_page_bytes]
-        self.rows_per_chunk, self._pins, self._is_private = len(rows), None, False
+        self.rows_per_chunk = len(rows)
+        self._pins = None
+        self._is_private = False
         if registry is None:
             return
         try:
@@ -130,7 +133,9 @@ class HiCacheOffloadingWorker(OffloadingWorker):
 
     def __init__(self, groups: list[list[Link]], rows: ChunkRows, blocks_per_chunk: int) -> None:
         """`groups`: the links of each cache group, which may share them. `rows` are closed by `shutdown`."""
-        self._rows, self._blocks_per_chunk, self._groups = rows, blocks_per_chunk, groups
+        self._rows = rows
+        self._blocks_per_chunk = blocks_per_chunk
+        self._groups = groups
         self._links = list(dict.fromkeys(link for links in groups for link in links))
         self._jobs: dict[Direction, deque[_Job]] = {"store": deque(), "load": deque()}
         self.num_repeated = 0

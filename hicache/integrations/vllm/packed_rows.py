@@ -98,8 +98,11 @@ class PackedChunkLink:
         rows_per_chunk: int,
         staging_bytes: int,
     ) -> None:
-        self._host, self._blocks_per_chunk, self._packing = host, blocks_per_chunk, packing
-        self._device, self._misfits = tensors[0].device, misfits
+        self._host = host
+        self._blocks_per_chunk = blocks_per_chunk
+        self._packing = packing
+        self._device = tensors[0].device
+        self._misfits = misfits
         self._on_gpu = self._device.type == "cuda"
         self._row_bytes = packing.part_bytes - TRAILER_BYTES  # of a chunk, in a row
         self._trailers = host.numpy()[:, self._row_bytes : packing.part_bytes]
@@ -281,7 +284,9 @@ class _StoreOp:
     is_undelayed, misfits = False, ()
 
     def __init__(self, ops: Sequence[TransferOp], settle: Callable[[Sequence[int]], None]) -> None:
-        self._ops, self._settle, self._is_settled = ops, settle, False
+        self._ops = ops
+        self._settle = settle
+        self._is_settled = False
         self.num_bytes = sum(op.num_bytes for op in ops)
         self.error: Exception | None = None
 

@@ -46,7 +46,8 @@ class Block(CountedRecord):
 
     def __init__(self, key: OffloadKey, chunk: ChunkStatus, time: int) -> None:
         super().__init__(key)
-        self.chunk, self.hit_count = chunk, 1
+        self.chunk = chunk
+        self.hit_count = 1
         self.creation_time = self.last_access_time = time
 
 

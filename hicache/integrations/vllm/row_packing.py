@@ -68,12 +68,6 @@ class RowPacking:
         return packed
 
 
-class PackingSpec:
-    """A spec that may pack rows, for the tiers behind it. `row_packing`: None where rows have vLLM's own bytes."""
-
-    row_packing: RowPacking | None = None
-
-
 def format_of(kv_packing: str, *, is_cuda: bool) -> PackFormat | None:
     """What the setting asks for."""
     if kv_packing == "auto":

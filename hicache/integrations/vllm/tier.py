@@ -43,9 +43,9 @@ from hicache.integrations.vllm.cpu_room import CpuRoom
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
 from hicache.integrations.vllm.lookups import Lookups
+from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 from hicache.integrations.vllm.release import vllm_release
-from hicache.integrations.vllm.row_packing import PackingSpec
 from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
 from hicache.integrations.vllm.tier_jobs import Load, Store
@@ -99,7 +99,7 @@ class HiCacheTier(SecondaryTierManager):
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
         self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
         self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
-        self._packing = offloading_spec.row_packing if isinstance(offloading_spec, PackingSpec) else None
+        self._packing = offloading_spec.row_packing if isinstance(offloading_spec, HiCacheOffloadingSpec) else None
         tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if tells_events else None
         self._server = ServerStore.open(
@@ -115,7 +115,8 @@ class HiCacheTier(SecondaryTierManager):
         self._lookups = Lookups(self._disk.reads, self._server.keys, self._poll)
         self._rows: PageBuffer | None = rows
         self.metrics = Metrics()
-        self.dropped_jobs, self.misfit_pages = dropped_jobs(self.metrics), misfit_pages(self.metrics)
+        self.dropped_jobs = dropped_jobs(self.metrics)
+        self.misfit_pages = misfit_pages(self.metrics)
         self._disk.register(self.metrics)
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
@@ -126,7 +127,8 @@ class HiCacheTier(SecondaryTierManager):
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
-        self._waiting_bytes, self._refused_hash = 0, False
+        self._waiting_bytes = 0
+        self._refused_hash = False
         self._heard_s = self._disk.clock()  # when a job of the disk has last begun or brought something
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
@@ -362,6 +364,6 @@ def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
     descriptor = descriptor_of(rows.reshape(-1))
     if descriptor is None:
         raise StoreError("vLLM's CPU tier is not one open file of this process that a store process could map too")
-    if not isinstance(spec, PackingSpec):
+    if not isinstance(spec, HiCacheOffloadingSpec):
         remove_names(name_of(rows.reshape(-1)))
     return descriptor

@@ -17,7 +17,8 @@ class TierEvents:
     """
 
     def __init__(self, medium: Medium, locality: Locality) -> None:
-        self._medium, self._locality = medium, locality
+        self._medium = medium
+        self._locality = locality
         self._chunk_of: dict[bytes, OffloadKey] = {}
         self._events: list[OffloadingEvent] = []
         self._times_lost = 0

@@ -57,7 +57,9 @@ class TierMetrics:
     """Owned by the tier. `store`: the label. Reports what has changed, at most every `EVERY_S` seconds."""
 
     def __init__(self, metrics: Metrics, store: str, clock: Callable[[], float]) -> None:
-        self._metrics, self._store, self._clock = metrics, store, clock
+        self._metrics = metrics
+        self._store = store
+        self._clock = clock
         self._described = metrics.describe()
         self._told: dict[str, float] = {}
         self._next_s = clock()

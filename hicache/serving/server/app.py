@@ -63,7 +63,9 @@ class EventStream(Response):
     def __init__(self, generation: Generation, reply: Reply, fields: dict[str, Any]) -> None:
         super().__init__(media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         del self.headers["content-length"]
-        self._generation, self._reply, self._fields = generation, reply, fields
+        self._generation = generation
+        self._reply = reply
+        self._fields = fields
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with watched(receive, self._generation, self._fields):
@@ -106,7 +108,9 @@ class _Desk:
     """Takes the bodies of requests in."""
 
     def __init__(self, frontend: Frontend, uploads: Uploads, workers: PromptWorkers) -> None:
-        self._frontend, self._uploads, self._workers = frontend, uploads, workers
+        self._frontend = frontend
+        self._uploads = uploads
+        self._workers = workers
 
     async def prepared(self, kind: str, request: Request) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""

@@ -59,7 +59,8 @@ class Connection(H11Protocol):
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
-        self._limits, self._served = limits, self.app
+        self._limits = limits
+        self._served = self.app
         self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None
         self._timed: object = None  # the request that the timer is for; None: the head of the next one
@@ -130,7 +131,8 @@ class Connection(H11Protocol):
             self._timer = None
             return
         seconds = self._limits.request_s if is_sending else self._limits.head_s
-        self._timed, self._timer = request, self.loop.call_later(seconds, self.transport.abort)
+        self._timed = request
+        self._timer = self.loop.call_later(seconds, self.transport.abort)
 
     def _close_one(self) -> None:
         waiting = [one for one in self.connections if isinstance(one, Connection) and not one.is_answering]

@@ -56,7 +56,9 @@ class EngineThread:
     """
 
     def __init__(self, engine: CacheEngine, scheduler: Scheduler, warm_up: Callable[[], None]) -> None:
-        self._engine, self._scheduler, self._warm_up = engine, scheduler, warm_up
+        self._engine = engine
+        self._scheduler = scheduler
+        self._warm_up = warm_up
         self._deliver: Callable[[Sequence[Event]], None] = _nowhere
         self._commands: queue.SimpleQueue[Callable[[], object]] = queue.SimpleQueue()
         self._events: list[Event] = []
@@ -180,7 +182,8 @@ class EngineThread:
         self._num_running = self._scheduler.num_running
         now_s = time.monotonic()
         if now_s >= self._next_metrics_s:
-            self._metrics, self._next_metrics_s = self._engine.metrics(), now_s + _METRICS_S
+            self._metrics = self._engine.metrics()
+            self._next_metrics_s = now_s + _METRICS_S
 
 
 def _nowhere(events: Sequence[Event]) -> None:

@@ -74,7 +74,10 @@ class Frontend:
         engine_described: Mapping[str, MetricInfo],
         recorder: TraceRecorder | None = None,
     ) -> None:
-        self.model, self.limits, self._thread, self._recorder = model, limits, thread, recorder
+        self.model = model
+        self.limits = limits
+        self._thread = thread
+        self._recorder = recorder
         self._open: dict[str, _OpenRequest] = {}
         self._num_prepared = 0
         self._stopping = False

@@ -35,10 +35,13 @@ class Choice:
     as metrics name it, once it has ended. `prompt_index`: the prompt's; `is_first`: of its answers."""
 
     def __init__(self, index: int, body: GenerationBody, prompt_len: int, decoder: TextDecoder, text: str = "") -> None:
-        self.index, self.prompt_len, self._min_tokens = index, prompt_len, body.min_tokens or 0
+        self.index = index
+        self.prompt_len = prompt_len
+        self._min_tokens = body.min_tokens or 0
         self.prompt_index, rank = divmod(index, body.n or 1)
         self.is_first = not rank
-        self._decoder, self._stops = decoder, StopMatcher(body.stops)
+        self._decoder = decoder
+        self._stops = StopMatcher(body.stops)
         self._failed = False
         self.text = text
         self._has_no_answer = body.max_tokens == 0
@@ -97,12 +100,15 @@ class Generation:
     """
 
     def __init__(self, choices: dict[str, Choice], ends: EngineThread, timeout_s: float) -> None:
-        self._choices, self._ends, self._timeout_s = choices, ends, timeout_s
+        self._choices = choices
+        self._ends = ends
+        self._timeout_s = timeout_s
         self._unfinished = dict(choices)
         self._news = asyncio.Event()
         self._error: ApiError | None = None
         self.aborted = False
-        self._prompt_tokens, self._cached = 0, Hit()
+        self._prompt_tokens = 0
+        self._cached = Hit()
 
     @property
     def usage(self) -> Usage:

@@ -28,7 +28,8 @@ class LogprobsReply:
     """Shapes those of one answer, as they come. `as_ids`: a token's text is "token_id:7", as vLLM writes it."""
 
     def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
-        self._texts, self._as_ids = texts, as_ids
+        self._texts = texts
+        self._as_ids = as_ids
         self._offset = 0
 
     def of_completion(self, entries: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:

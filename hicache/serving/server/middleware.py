@@ -52,7 +52,8 @@ class RequestLog:
     """
 
     def __init__(self, app: ASGIApp, metrics: ServerMetrics) -> None:
-        self._app, self._metrics = app, metrics
+        self._app = app
+        self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -105,7 +106,9 @@ class Gate:
     a proxy before this server may end elsewhere, and a body that is announced as larger than `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
-        self._app, self._key, self._max_body_bytes = app, api_key.encode(), max_body_bytes
+        self._app = app
+        self._key = api_key.encode()
+        self._max_body_bytes = max_body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers, refusal = Headers(scope=scope), None

@@ -85,7 +85,8 @@ class EngineCollector(Collector):
     """
 
     def __init__(self, metrics: Callable[[], Mapping[str, MetricValue]], described: Mapping[str, MetricInfo]) -> None:
-        self._metrics, self._described = metrics, described
+        self._metrics = metrics
+        self._described = described
         self._members: dict[str, list[MetricInfo]] = {}
         for info in described.values():
             self._members.setdefault(info.family, []).append(info)

@@ -75,7 +75,8 @@ class PromptEncoder:
     """Parses bodies and tokenizes their texts. Both may take long, so neither is for the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
-        self._tokenizer, self.limits = tokenizer, limits
+        self._tokenizer = tokenizer
+        self.limits = limits
 
     def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
         """`kind`: of `BODIES`. Raises `ApiError`."""

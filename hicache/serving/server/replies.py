@@ -46,7 +46,8 @@ class ApiError(Exception):
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
     ) -> None:
-        self.status, self.headers = status, dict(headers or {})
+        self.status = status
+        self.headers = dict(headers or {})
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
         super().__init__(status, message)  # what a process that unpickles it calls
 
@@ -175,10 +176,13 @@ class Reply:
     """Shapes the answer to one request: a completion or a chat, whole or as events of a stream."""
 
     def __init__(self, body: GenerationBody, reply_id: str, model: str, texts: TokenTexts) -> None:
-        self.reply_id, self._is_chat = reply_id, isinstance(body, ChatBody)
-        self._texts, self._as_ids = texts, bool(body.return_tokens_as_token_ids)
+        self.reply_id = reply_id
+        self._is_chat = isinstance(body, ChatBody)
+        self._texts = texts
+        self._as_ids = bool(body.return_tokens_as_token_ids)
         self._logprobs: dict[int, LogprobsReply] = {}
-        self._with_usage, self._always_with_usage = body.wants_usage, body.wants_usage_always
+        self._with_usage = body.wants_usage
+        self._always_with_usage = body.wants_usage_always
         self._begun: set[int] = set()
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
 
