@@ -134,6 +134,6 @@ def test_an_installed_wheel_has_the_benches(built: Built, tmp_path: Path) -> Non
         return python(tmp_path, "-c", INSTALLED, built.wheel, *arguments).splitlines()
 
     assert {"transfer", "disk"} <= {line.split()[0] for line in hicache("bench", "list")}
-    result = tmp_path / hicache("bench", "run", "device", "--only", "states", "--device", "cpu", "--samples", "1")[-1]
+    result = tmp_path / hicache("bench", "run", "device", "--only", "slots", "--device", "cpu", "--samples", "1")[-1]
     assert result.parent == tmp_path / "bench-results" and json.loads(result.read_text())["commit"] == "unknown"
     assert "regressed" not in hicache("bench", "compare", result, result)[-1]
