@@ -96,6 +96,12 @@ def device(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 
 
+@pytest.fixture(params=[pytest.param("cuda", marks=pytest.mark.gpu)] if HAS_CUDA else ["cpu"])
+def triton_device(request: pytest.FixtureRequest) -> str:
+    """The device whose tensors Triton's kernels take: where there is a GPU, its interpreter is off."""
+    return str(request.param)
+
+
 @pytest.fixture(params=["torch", "triton"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Each implementation of the kernels; pools and allocators that the test builds use it too.

@@ -17,6 +17,11 @@ from page_case import BF16, POOLS, U8, Pool
 COUNTS = (1, 2, 3, 16, 17, 31)  # of pages: Triton has kernels of their own for 1 and for multiples of 16
 
 
+@pytest.fixture
+def device(triton_device: str) -> str:
+    return triton_device
+
+
 @pytest.mark.parametrize("name", POOLS)
 def test_pages_in_any_number(device: str, name: str) -> None:
     """Pages that are moved through staging and without, in any number, of any layers that travel together."""

@@ -13,24 +13,28 @@ from kernel_case import as_bytes, random_bits
 ROOMY = PackFormat(3, (1.0,))  # whatever is packed fits
 NO_ROOM = PackFormat(3, (0.4, 0.0))  # in the second buffer
 NUM_SLOTS = 300
+DEVICES: dict[Kernels, str] = {"torch": "cpu", "triton": "cuda" if torch.cuda.is_available() else "cpu"}
 Pool = list[list[torch.Tensor]]
 
 
-def pool(num_layers: int, num_buffers: int, channels: int, seed: int, kind: str = "values") -> Pool:
-    """Buffers, bfloat16 `[NUM_SLOTS, channels]`, that lie in longer rows."""
+def pool(num_layers: int, num_buffers: int, channels: int, seed: int, kernels: Kernels, kind: str = "values") -> Pool:
+    """Buffers, bfloat16 `[NUM_SLOTS, channels]`, that lie in longer rows, where the kernels can read them."""
     generator = torch.Generator().manual_seed(seed)
 
     def buffer(n: int) -> torch.Tensor:
         if kind == "bits":
-            return random_bits(NUM_SLOTS, channels + 8, dtype=torch.bfloat16, seed=seed + n)[:, :channels]
-        scales = torch.exp(torch.randn(channels + 8, generator=generator))
-        return (torch.randn(NUM_SLOTS, channels + 8, generator=generator) * scales).bfloat16()[:, :channels]
+            values = random_bits(NUM_SLOTS, channels + 8, dtype=torch.bfloat16, seed=seed + n)
+        else:
+            scales = torch.exp(torch.randn(channels + 8, generator=generator))
+            values = (torch.randn(NUM_SLOTS, channels + 8, generator=generator) * scales).bfloat16()
+        return values.to(DEVICES[kernels])[:, :channels]
 
     return [[buffer(layer * num_buffers + n) for n in range(num_buffers)] for layer in range(num_layers)]
 
 
-def some_slots(num_tokens: int, seed: int) -> torch.Tensor:
-    return torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+def some_slots(num_tokens: int, seed: int, kernels: Kernels) -> torch.Tensor:
+    slots = torch.randperm(NUM_SLOTS, generator=torch.Generator().manual_seed(seed))[:num_tokens]
+    return slots.to(DEVICES[kernels])
 
 
 def packed(packer: PagePacker, slots: torch.Tensor, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,9 +98,9 @@ def decoded(tile: bytes, tokens: int, width: int, bits: int, num_escapes: int) -
 )
 def test_rows_come_back(kernels: Kernels, tokens: int, buffers: int, channels: int, format: PackFormat) -> None:
     """Groups of layers, from any layer on, of whole and narrow tiles, at scattered slots."""
-    rows = pool(2, buffers, channels, seed=tokens)
+    rows = pool(2, buffers, channels, tokens, kernels)
     packer = PagePacker(rows, tokens, kernels, format)
-    slots = some_slots(2 * tokens, seed=1)
+    slots = some_slots(2 * tokens, 1, kernels)
     if kernels == "torch" or channels == 64:  # the interpreter of Triton is slow
         come_back(packer, rows, slots, 0, 2)
     come_back(packer, rows, slots[:tokens], 1, 1)
@@ -113,9 +117,10 @@ def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
     format = PackFormat(bits, (1.0,))
     alone = torch.zeros(1024, 128, dtype=torch.bfloat16)
     alone.view(-1)[::2] = every
-    for values in (every.view(-1, 256), every.view(256, -1).T.contiguous(), alone):
+    for patterns in (every.view(-1, 256), every.view(256, -1).T.contiguous(), alone):
+        values = patterns.to(DEVICES[kernels])
         packer = PagePacker([[values]], 256, kernels, format)
-        come_back(packer, [[values]], torch.arange(values.shape[0]), 0, 1)
+        come_back(packer, [[values]], torch.arange(values.shape[0], device=values.device), 0, 1)
 
 
 @pytest.mark.parametrize(
@@ -128,8 +133,8 @@ def test_every_pattern_comes_back(kernels: Kernels, bits: int) -> None:
 )
 def test_kernel_and_twin_agree(kind: str, format: PackFormat) -> None:
     """In every byte, and in how many tiles of each page do not fit."""
-    rows = pool(2, 2, 128, seed=3, kind=kind)
-    slots = some_slots(128, seed=4)
+    rows = pool(2, 2, 128, 3, "triton", kind)
+    slots = some_slots(128, 4, "triton")
     ours, theirs = (packed(PagePacker(rows, 64, kernels, format), slots, 0, 2) for kernels in ("triton", "torch"))
     assert torch.equal(ours[0], theirs[0]) and torch.equal(ours[1], theirs[1])
     assert ours[1].all() if kind == "bits" or format.escapes[-1] == 0 else not ours[1].any()
@@ -194,9 +199,9 @@ def test_kernel_and_twin_agree_over_a_billion_values(format: PackFormat) -> None
 @pytest.mark.parametrize("format", [FOUR_BITS, THREE_BITS])
 def test_the_format_is_what_it_says(format: PackFormat) -> None:
     """A decoder written from the description alone reads what was packed."""
-    rows = pool(1, 2, 96, seed=5)
+    rows = pool(1, 2, 96, 5, "torch")
     packer = PagePacker(rows, 32, "torch", format)
-    slots = some_slots(32, seed=6)
+    slots = some_slots(32, 6, "torch")
     for buffer in rows[0]:
         buffer[slots[::7], ::50] = 0  # escapes, in the first two tiles of 32 channels
     staging, misfits = packed(packer, slots, 0, 1)

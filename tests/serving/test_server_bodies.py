@@ -199,7 +199,9 @@ asyncio.run(main())
 def test_processes_of_large_bodies(tmp_path: Path) -> None:
     """They answer as a thread would, and a refusal is a refusal. A defect, a process that is killed, and one that
     computes for too long are a status 500, and the next body is answered. The end of the workers ends all processes,
-    also one that works for a client that has left."""
+    also one that works for a client that has left. A package of our name in the working directory is not imported."""
+    (tmp_path / "hicache").mkdir()
+    (tmp_path / "hicache" / "__init__.py").write_text("raise SystemExit")
     first, second, third, fourth = output(PROGRAM, cwd=tmp_path, server="serving").splitlines()
     assert first == f"([([256, 97, 98], 0), ([256{', 99' * 9}], 2)], 3, ['x']) (400, 'prompt') (500, None)"
     assert second == third == "(500, None) ([([1], 0)], 3, ['x'])"

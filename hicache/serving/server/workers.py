@@ -31,6 +31,9 @@ from hicache.storage.memory import usable_cpus
 _NUM_THREADS = 2
 _MAX_CPU_S = 60.0  # of a body: tokenizing the largest one takes 10 s on a slow core
 _NICE = 5  # streams go first
+# Packages that take long to import. The fork server looks for modules in the working directory first, which may have a
+# folder `hicache` that is not this package; a process that it forks has the server's own path.
+_PRELOADED = ["fastapi", "jinja2", "pydantic", "tokenizers", "torch", "transformers", "triton"]
 
 log = logging.getLogger(__name__)
 
@@ -82,7 +85,7 @@ class PromptWorkers:
 
     def _new_pool(self) -> ProcessPoolExecutor:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(_PRELOADED)
         num_processes = max(2, min(8, len(usable_cpus()) // 2))
         given = self._load, self._encoder.limits, self._max_cpu_s, self._server_ended
         return ProcessPoolExecutor(num_processes, context, _Worker.start, given)
