@@ -1,4 +1,6 @@
-"""What the scheduler's thread pays for its calls: by the length of a prompt, and by how many requests are queued.
+"""The cost of a scheduler's calls, in two parts: `times`, and the `counts` of `step_counts.py`.
+
+Part `times` has each call by the length of a prompt, and by how many requests are queued:
 
     <call>.<component>.page<size>.<tokens>         one prompt is computed, found on the device, the host and the disk
     queued.<call>.<component>.<count>              a short request runs each step, while others wait for a page each
@@ -15,6 +17,8 @@ processes and of the engine's own threads, which share the interpreter: the long
 The ceiling is the longest call of the next shorter prompt, times the ratio of the lengths, or of the next shorter
 queue, and at least a millisecond: a ratio of 2 is twice linear growth, or twice flat. The model has a layer or two of
 one head, and nothing is computed. One thread, with the garbage collector off.
+
+Part `counts` has the Python calls, the source files and the classes of whole requests, and the memory of a page.
 """
 
 from __future__ import annotations
@@ -45,12 +49,16 @@ from hicache import (
     StateGeometry,
     build_engine,
 )
+from hicache.bench import step_counts
 from hicache.bench.common import BenchUnavailable, Case, Report, no_collection, percentile
 from hicache.errors import ResourceExhausted
 from hicache.tree.key import Tokens
 
 NAME = "steps"
-DESCRIPTION = "calls of the scheduler's thread, by the length of a prompt and by what is queued"
+DESCRIPTION = (
+    "calls of the scheduler's thread: times by the length of a prompt and of the queue; counts, files, classes"
+)
+PARTS = ("times", "counts")
 
 T = TypeVar("T")
 TARGET = 2.0
@@ -73,6 +81,7 @@ MODELS = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", choices=PARTS, help="one of the two parts; its result gets a file of its own")
     parser.add_argument("--tokens", type=int, nargs="+", default=[8192, 131_072, 1 << 20], help="of the prompts")
     parser.add_argument("--queued", type=int, nargs="+", default=[1, 1000, 10_000], help="requests that wait")
 
@@ -81,7 +90,20 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if args.device.type != "cpu":
         raise BenchUnavailable("the scheduler's thread is on the CPU; use --device cpu")
     torch.set_num_threads(1)
+    if args.only:
+        report.bench = f"{NAME}-{args.only}"  # a part does not replace the results of both
     loads = [os.getloadavg()[0]]
+    if args.only != "times":
+        step_counts.measure(report)
+    if args.only != "counts":
+        _time_calls(args, report)
+    loads.append(os.getloadavg()[0])
+    report.case(
+        "load", loads, "processes", better="lower", note="of the machine, before and after; 1 is this benchmark"
+    )
+
+
+def _time_calls(args: argparse.Namespace, report: Report) -> None:
     measured: dict[int, Calls]
     for component, page_size in itertools.product(MODELS, PAGES):
         model = Model(component, page_size)
@@ -97,10 +119,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
             for number in sorted(args.queued):
                 measured[number] = _queue(model, number, documents, Path(folder))
         _report(report, component, measured, linear=False)
-    loads.append(os.getloadavg()[0])
-    report.case(
-        "load", loads, "processes", better="lower", note="of the machine, before and after; 1 is this benchmark"
-    )
 
 
 @dataclass

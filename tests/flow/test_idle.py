@@ -7,7 +7,6 @@ and `poll()` comes to its end while another thread holds every lock that the eng
 from __future__ import annotations
 
 import gc
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +17,7 @@ from torch.overrides import TorchFunctionMode
 
 import hicache
 from hicache import CacheEngine, CacheRequest, DiskConfig, build_engine
+from hicache.bench.counting import Calls
 from toy_model import GEOMETRY, config, prompt, serve
 from transfer_hooks import before_each_move
 from waiting import BOUND_S
@@ -42,28 +42,6 @@ class Operations(TorchFunctionMode):
     ) -> object:
         self.names.append(func.__name__)
         return func(*args, **(kwargs or {}))  # type: ignore[dict-item]
-
-
-class Calls:
-    """Everything that a function calls on its thread: Python functions by file and name, those of C by name."""
-
-    def __init__(self, action: Callable[[], object]) -> None:
-        self.python: list[tuple[Path, str]] = []
-        self.c: list[str] = []
-        gc.disable()  # a collection would call what others hooked into it
-        sys.setprofile(self._hook)
-        try:
-            action()
-        finally:
-            sys.setprofile(None)
-            gc.enable()
-        self.c.pop()  # the setprofile above
-
-    def _hook(self, frame: FrameType, event: str, argument: object) -> None:
-        if event == "call":
-            self.python.append((Path(frame.f_code.co_filename), frame.f_code.co_name))
-        elif event == "c_call":
-            self.c.append(argument.__qualname__)  # type: ignore[attr-defined]
 
 
 def reachable(root: object) -> Iterator[object]:
@@ -99,10 +77,12 @@ def ends_while_locks_are_held(engine: CacheEngine, patience_s: float) -> bool:
 def costs_of_a_step(engine: CacheEngine, patience_s: float = BOUND_S) -> list[str]:
     """What a step did that it should not have done."""
     with Operations() as operations:
-        calls = Calls(engine.poll)
-    assert any(name == "poll" for _, name in calls.python)
+        calls = Calls()
+        calls.record(engine.poll)
+    functions = [(Path(code.co_filename), code.co_name) for _, code in calls.python]
+    assert any(name == "poll" for _, name in functions)
     found = [f"operation {name}" for name in operations.names]
-    for path, name in calls.python:
+    for path, name in functions:
         own = PACKAGE in path.parents and path.relative_to(PACKAGE).parts[0] in OWN
         # Whether this is a fork; and of a store process, which sees that no answer is to come.
         own |= path.name in ("owner.py", "client.py", "client_queue.py")

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from hicache.bench.counting import Calls, without_collection
 
 
 def lines_of(work: Callable[[], object], file: str | None = None) -> int:
@@ -22,7 +22,7 @@ def lines_of(work: Callable[[], object], file: str | None = None) -> int:
         return note
 
     before = sys.gettrace()
-    with _nothing_is_collected():
+    with without_collection():
         sys.settrace(note)
         try:
             work()
@@ -33,25 +33,6 @@ def lines_of(work: Callable[[], object], file: str | None = None) -> int:
 
 def calls_of(work: Callable[[], object]) -> int:
     """How many functions `work` calls in this thread, C functions included."""
-    count = 0
-
-    def note(frame: object, event: str, argument: object) -> None:
-        nonlocal count
-        count += event in ("call", "c_call")
-
-    with _nothing_is_collected():
-        sys.setprofile(note)
-        try:
-            work()
-        finally:
-            sys.setprofile(None)
-    return count
-
-
-@contextlib.contextmanager
-def _nothing_is_collected() -> Iterator[None]:
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
+    calls = Calls()
+    calls.record(work)
+    return calls.total

@@ -1,0 +1,90 @@
+"""The functions that a piece of work calls in this thread, recorded by a profile hook. No clock takes part.
+
+A helper of benchmarks; tests of costs import it. Imports nothing of the package.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import CodeType, FrameType
+from typing import NamedTuple, TypeVar
+
+T = TypeVar("T")
+
+
+class Function(NamedTuple):
+    """A Python function by its module's name and its code."""
+
+    module: str
+    code: CodeType
+
+
+@dataclass
+class Calls:
+    """Recorded calls, in their order: `python`, each Python function; `c`, the qualified name of each C function.
+
+    A generator counts as a call each time it is resumed.
+    """
+
+    python: list[Function] = field(default_factory=list)
+    c: list[str] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return len(self.python) + len(self.c)
+
+    def record(self, work: Callable[[], T]) -> T:
+        """Run `work`, append each of its calls in this thread, and return its result. The garbage collector is off
+        meanwhile, because finalizers of unrelated objects would count."""
+        with without_collection():
+            sys.setprofile(self._note)
+            try:
+                return work()
+            finally:
+                sys.setprofile(None)
+                self.c.pop()  # the call of setprofile above
+
+    def in_package(self) -> list[Function]:
+        """The calls of functions in source files of hicache, except its benchmarks. Generated code, like the `__init__`
+        of a dataclass, has no source file."""
+        return [
+            function
+            for function in self.python
+            if function.module.startswith("hicache.")
+            and not function.module.startswith("hicache.bench.")
+            and not function.code.co_filename.startswith("<")
+        ]
+
+    def _note(self, frame: FrameType, event: str, argument: object) -> None:
+        if event == "call":
+            self.python.append(Function(str(frame.f_globals.get("__name__", "")), frame.f_code))
+        elif event == "c_call":
+            self.c.append(argument.__qualname__)  # type: ignore[attr-defined]
+
+
+def modules_of(functions: Iterable[Function]) -> set[str]:
+    """The modules, hence source files, that define these functions."""
+    return {function.module for function in functions}
+
+
+def classes_of(functions: Iterable[Function]) -> set[str]:
+    """The classes that define these functions, by module and qualified name. A function inside a method belongs to the
+    class of the method."""
+    methods = ((function.module, function.code.co_qualname.partition(".<locals>")[0]) for function in functions)
+    return {f"{module}.{name.rpartition('.')[0]}" for module, name in methods if "." in name}
+
+
+@contextmanager
+def without_collection() -> Iterator[None]:
+    """Switch the garbage collector off, and on again if it was on."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
