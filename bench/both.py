@@ -216,7 +216,7 @@ class _Both:
         self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
 
     def restart(self) -> None:
-        """As `serving.ttft.disk`: the engine is made anew, and nothing of the store is in the kernel's memory."""
+        """A new engine is built over the same store, and nothing of the store is in the kernel's memory."""
         sizes, store = self._sizes, Path(tempfile.mkdtemp(prefix="hicache-both-", dir=self._folder or None))
         (tokens,) = prompts(1, sizes.long, self._served.vocab, seed=3)
         budget = 2 * len(tokens) * self._served.token_bytes
