@@ -23,14 +23,10 @@ MODES = (
     "none",
     "cpu",
     "file",
-    "file.restart",
-    "file-dropped",
     "hicache",
-    "hicache.restart",
     "hicache-always",
     "hicache-never",
 )
-OWN_CPU, OWN_DISK = "cpu", "file"
 ENVIRONMENT = sglang.ENVIRONMENT
 missing = sglang.missing
 
@@ -38,12 +34,11 @@ _QUIET_S, _PATIENCE_S = 2.0, 60.0
 
 
 def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The server's part of a task, as JSON. `mode` may have ".restart" behind it; files are in `folder`."""
-    kind = mode.partition(".")[0]
-    files = folder / f"{kind}.tp{tensor_parallel}"
+    """The server's part of a task, as JSON. Files are in `folder`."""
+    files = folder / f"{mode}.tp{tensor_parallel}"
     settings = engine_settings(args, folder, args.longest + args.answer_tokens + 256, args.gpu_tokens)
     cpu_bytes = int(args.cpu_gib * (1 << 30))
-    settings |= hierarchy(kind.partition("-")[0], cpu_bytes, files, disk_settings(kind, args.small, folder))
+    settings |= hierarchy(mode.partition("-")[0], cpu_bytes, files, disk_settings(mode, args.small, folder))
     return {
         "engine": settings | {"tp_size": tensor_parallel},
         "random_weights": not args.model,

@@ -24,14 +24,11 @@ MODES = (
     "spec",
     "spec-raw",
     "fs",
-    "fs.restart",
     "fs-dropped",
     "hicache",
-    "hicache.restart",
     "hicache-always",
     "hicache-never",
 )
-OWN_CPU, OWN_DISK = "cpu", "fs"
 ENVIRONMENT = {**vllm.ENVIRONMENT, "VLLM_WORKER_MULTIPROC_METHOD": "spawn"}
 missing, clean_up = vllm.missing, vllm.clean_up
 
@@ -41,16 +38,15 @@ _QUIET_S, _PATIENCE_S = 2.0, 60.0
 
 
 def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """The server's part of a task, as JSON. `mode` may have ".restart" behind it; files are in `folder`."""
-    kind = mode.partition(".")[0]
-    family = kind.partition("-")[0] if kind != "spec-raw" else kind
+    """The server's part of a task, as JSON. Files are in `folder`."""
+    family = mode.partition("-")[0] if mode != "spec-raw" else mode
     settings = engine_settings(args, folder, args.longest + args.answer_tokens + 256, args.gpu_tokens)
     settings |= {"max_num_seqs": max(_MAX_REQUESTS, *args.concurrency), "tensor_parallel_size": tensor_parallel}
     if args.device.type == "cuda":
         settings |= {"gpu_memory_utilization": _UTILISATION, "disable_custom_all_reduce": True, "seed": 0}
     cpu_bytes = int((args.disk_cpu_gib if family in ("fs", "hicache") else args.cpu_gib) * (1 << 30))
-    disk = disk_settings(kind, args.small, folder)
-    extra = offloading(family, args, cpu_bytes, folder / f"{kind}.tp{tensor_parallel}", disk)
+    disk = disk_settings(mode, args.small, folder)
+    extra = offloading(family, args, cpu_bytes, folder / f"{mode}.tp{tensor_parallel}", disk)
     return {"engine": settings | connector(extra, f"{folder.name}-{mode}")}
 
 
