@@ -18,7 +18,7 @@ from typing import Any
 
 from hicache.bench.servers.model import write_config
 from hicache.bench.servers.program import drop_files
-from hicache.bench.servers.workload import Answer, Workload, device_tokens, serve, workloads
+from hicache.bench.servers.workload import Answer, Served, Workload, device_tokens, workloads
 
 # What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
 RUNS = {
@@ -28,12 +28,9 @@ RUNS = {
     "spec-raw": ("warm", "first", "one_more", "host", "shared"),
     "fs": ("warm", "first"),
     "fs.restart": ("warm", "first"),
-    "tier": ("warm", "first"),
-    "tier.restart": ("warm", "first"),
     "hicache": ("warm", "first", "one_more"),
     "hicache.restart": ("warm", "first", "shared"),
 }
-OWN_DISK = "fs"
 _ON_CPUS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
 ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **_ON_CPUS}
 
@@ -122,9 +119,7 @@ def offloading(
     extra["spec_name"] = "TieringOffloadingSpec"
     if args.device.type == "cpu":
         extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
-    own = {"type": "fs", "root_dir": str(files)}
-    tiers = {"fs": own, "tier": {"type": "HiCacheTier", "module_path": _PLUG_IN, **disk}}
-    return extra | ({"secondary_tiers": [tiers[mode]]} if mode in tiers else {})
+    return extra | ({"secondary_tiers": [{"type": "fs", "root_dir": str(files)}]} if mode == "fs" else {})
 
 
 def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
@@ -212,8 +207,18 @@ class _Server:
 
 
 def main() -> None:
+    """Serve the workloads of a task, and write what came of them into its file."""
     given = json.load(sys.stdin)
-    serve(_Server(given["llm"]), given)
+    server = _Server(given["llm"])
+    served = Served({}, {}, {}, server.start_s, server.version)
+    for values in given["workloads"]:
+        workload = Workload(**values)
+        served.answers[workload.name], served.seconds[workload.name] = server.serve(workload)
+    if given["settle"]:
+        server.settle()
+    served.num_bytes.update(server.num_bytes())
+    server.close()
+    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
 
 
 if __name__ == "__main__":
