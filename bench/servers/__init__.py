@@ -103,7 +103,7 @@ def _base(args: argparse.Namespace) -> str:
 
 
 def _serve(name: str, args: argparse.Namespace, folder: Path) -> Served:
-    task = vllm.task(name, args, folder)
+    task = vllm.documents_task(name, args, folder)
     environment = {**vllm.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
     try:
         result = run_program(vllm.__name__, name, task, environment, folder, _PATIENCE_S)

@@ -19,13 +19,13 @@ from types import ModuleType
 from typing import Any
 
 from hicache.bench.common import BenchUnavailable, Report
-from hicache.bench.servers import sessions_vllm, sglang
+from hicache.bench.servers import sglang, vllm
 from hicache.bench.servers.clients import LoadRun
 from hicache.bench.servers.program import file_system, files_dropped, run_program
 from hicache.bench.servers.session_cases import Key, add_cases
 from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns, read_turns
 
-_SERVERS: dict[str, ModuleType] = {"vllm": sessions_vllm, "sglang": sglang}
+_SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
 _START_S = 300.0
 _SETTLE_S = 150.0
 
