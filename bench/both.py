@@ -4,8 +4,6 @@
                        faster; `freezes`: one that stands still after a quarter
     neighbours         time per output token of streams beside such a request, over that beside one that waits
     eight              eight such requests at once: until the last has its token
-    two_stores         first token of a prompt that is waited for, from a disk and a remote store of equal rate, over
-                       the disk alone
     restart            first token after a restart, from a real disk, over computing
     sessions           sessions of agents over a store as fast as our disk, over the rule that chooses: mean first token
 
@@ -45,7 +43,7 @@ NAME = "both"
 DESCRIPTION = "computing and loading at once over the better of the two: throttled stores, a real disk, sessions"
 
 Way = Literal["compute", "load", "both"]
-PARTS = ("rates", "neighbours", "eight", "two_stores", "restart", "sessions")
+PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
 
 
 @dataclass(frozen=True)
@@ -129,20 +127,18 @@ class _Asleep(Served):
 
 
 class _Case:
-    """A served model over throttled stores that have prompts: a disk, or a disk and a remote store."""
+    """A served model over a throttled disk that has prompts."""
 
-    def __init__(self, served: Served, stores: Sequence[ThrottledStore], known: Sequence[Tokens]) -> None:
+    def __init__(self, served: Served, store: ThrottledStore, known: Sequence[Tokens]) -> None:
         self.served = served
-        self.stores = stores
-        self.store = stores[0]
+        self.store = store
         self.known = known
         self._number = 0
         served.engine.flush()
-        assert all(store.page_bytes for store in stores), "what was computed to warm up is in the stores"
+        assert store.page_bytes, "what was computed to warm up is in the store"
         tree = served.engine.inspect.context.tree
-        for store in stores:
-            store.fill(key for tokens in known for key in tree.names.of_prompt(tree.match(tokens, ""), tokens))
-        self.token_bytes = self.store.page_bytes / tree.page_size
+        store.fill(key for tokens in known for key in tree.names.of_prompt(tree.match(tokens, ""), tokens))
+        self.token_bytes = store.page_bytes / tree.page_size
 
     def name(self, way: Way) -> str:
         self._number += 1
@@ -174,9 +170,8 @@ class _Case:
         return time.perf_counter() - begin_s
 
     def set_rate(self, known: Sequence[Tokens], seconds: float) -> None:
-        """One store takes so long for these prompts, and the engine sees that, by a part of one."""
-        for store in self.stores:
-            store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
+        """The store takes so long for these prompts, and the engine sees that, by a part of one."""
+        self.store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
         self.forget()
         engine, name = self.served.engine, self.name("load")
         handle = engine.prefetch(name, known[0][: len(known[0]) // 32], mode="wait_complete")
@@ -221,7 +216,7 @@ class _Both:
         self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
 
     def restart(self) -> None:
-        """As `serving.ttft.disk`: the engine is made anew, and nothing of the store is in the kernel's memory."""
+        """A new engine is built over the same store, and nothing of the store is in the kernel's memory."""
         sizes, store = self._sizes, Path(tempfile.mkdtemp(prefix="hicache-both-", dir=self._folder or None))
         (tokens,) = prompts(1, sizes.long, self._served.vocab, seed=3)
         budget = 2 * len(tokens) * self._served.token_bytes
@@ -261,19 +256,6 @@ class _Both:
                 rule, ours = (self._session_run(case, turns, clients, beside) for beside in (False, True))
                 note = f"{clients} clients; both {ours}; the rule {rule}; {describe_turns(turns, 8)}"
                 self._report_case(f"sessions.{clients}", [ours.mean_s], rule.mean_s, target, note)
-
-    def two_stores(self) -> None:
-        """A prompt that is waited for, from a disk as fast as computing, and from a disk and a remote store that both
-        have all of it."""
-        loaded, both, computed_s = list[list[float]](), list[float](), 0.0
-        for has_remote in (False, True):
-            with self._case([self._sizes.long], has_remote=has_remote) as case:
-                computed_s = computed_s or case.seconds(case.known, "compute")
-                case.set_rate(case.known, computed_s)
-                loaded.append([case.seconds(case.known, "load") for _ in range(2)])
-                both.append(case.seconds(case.known, "both"))
-        note = f"computed {computed_s:.2f} s; at once with loading {both[0]:.2f} s from one, {both[1]:.2f} s from both"
-        self._report_case("two_stores", loaded[1], percentile(loaded[0], 50), 0.6, note)
 
     # Inside
 
@@ -324,17 +306,15 @@ class _Both:
         return (times[end - 1] - times[begin - 1]) / max(1, end - begin)
 
     @contextmanager
-    def _case(self, lengths: Sequence[int], *, has_remote: bool = False, **settings: Any) -> Iterator[_Case]:
-        disk, remote = ThrottledStore(), ThrottledStore() if has_remote else None
-        stores = [disk] if remote is None else [disk, remote]
-        with self._serving(lengths, store=disk, remote=remote, **settings) as served:
-            case = _Case(served, stores, [*_prompts(lengths, self._served.vocab)])
+    def _case(self, lengths: Sequence[int], **settings: Any) -> Iterator[_Case]:
+        store = ThrottledStore()
+        with self._serving(lengths, store=store, **settings) as served:
+            case = _Case(served, store, [*_prompts(lengths, self._served.vocab)])
             try:
                 yield case
             finally:
-                for store in stores:
-                    store.go_on()
-                    store.bytes_per_s = math.inf
+                store.go_on()
+                store.bytes_per_s = math.inf
 
     @contextmanager
     def _serving(self, lengths: Sequence[int], **settings: Any) -> Iterator[Served]:

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from hicache.storage import PageBuffer
 from hicache.storage.memory import aligned_buffer
-
-_BLOCK = 8 << 20  # a host page of 64 tokens of 8B geometry
-_THREADS = 8
 
 
 @contextmanager
@@ -35,24 +30,6 @@ def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
         yield read
     finally:
         os.close(file)
-
-
-def raw_read_s(path: Path, num_bytes: int) -> float:
-    """Seconds of reading `num_bytes` of a file in blocks of 8 MiB by 8 threads.
-
-    At most 4 GiB of it are read, and the time is extrapolated.
-    """
-    size = max(_BLOCK, min(num_bytes, 4 << 30, path.stat().st_size) // _BLOCK * _BLOCK)
-    buffers = host_pages(_THREADS, min(_BLOCK, path.stat().st_size))
-    with raw_file(path) as read_at:
-
-        def read(thread: int) -> None:
-            for offset in range(thread * _BLOCK, size, _THREADS * _BLOCK):
-                read_at(offset, buffers[thread])
-
-        start = time.perf_counter()
-        in_threads([partial(read, thread) for thread in range(_THREADS)])
-        return (time.perf_counter() - start) * num_bytes / size
 
 
 def host_pages(count: int, page_bytes: int) -> list[PageBuffer]:

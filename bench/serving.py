@@ -5,7 +5,6 @@
     prefill       a prompt in chunks; the ceiling is one forward of plain transformers with sdpa over all of it
     ttft.host     first token of a prompt whose prefix is on the host: max(load, compute) / measured, where load is a
                   plain pinned copy of the same bytes, and compute the same request with the prefix on the device
-    ttft.disk     first token after a restart over the same store: raw reads of as many bytes of its file / measured
     conversations output tokens a second of conversations that do not fit the device, over those without a host tier
     sessions      sessions of coding agents: makespan with a disk over the better of none and always loading, and first
                   tokens over those of first come, first served (`serving_sessions.py`)
@@ -18,8 +17,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import shutil
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,20 +27,18 @@ import numpy as np
 import torch
 
 from hicache.bench.common import Report, interleave, percentile, timer_for
-from hicache.bench.raw_io import drop_caches, raw_read_s
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
 from hicache.bench.serving_sessions import measure_sessions, measure_sessions_host
 from hicache.bench.serving_streams import measure_streams
 from hicache.engine import CacheRequest
 from hicache.serving import Chunk, Request
-from hicache.serving.warm_up import warm_up
 
 NAME = "serving"
-DESCRIPTION = "decoding, prefill, first tokens from host and disk, conversations, agent sessions, streams; 8B geometry"
+DESCRIPTION = "decoding, prefill, first tokens from the host, conversations, agent sessions, streams; 8B geometry"
 
 NEW_TOKENS = 256
 DECODE_TARGET, COMPILED_TARGET = 0.3, 0.5
-PREFILL_TARGET, HOST_TARGET, DISK_TARGET, CONVERSATIONS_TARGET = 1.0, 0.9, 0.85, 2.0
+PREFILL_TARGET, HOST_TARGET, CONVERSATIONS_TARGET = 1.0, 0.9, 2.0
 
 
 @dataclass(frozen=True)
@@ -56,22 +51,21 @@ class Sizes:
     prefill: int
     chunk: int
     host_prefixes: tuple[int, ...]
-    disk_prefix: int
     conversations: int
     turns: int
     turn: int
     answer: int
 
 
-REAL = Sizes(8192, (1, 8), 40, 32768, 8192, (8192, 32768, 131072 - 1024), 98304, 32, 10, 768, 16)
-TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,), 1024, 4, 3, 64, 4)
+REAL = Sizes(8192, (1, 8), 40, 32768, 8192, (8192, 32768, 131072 - 1024), 32, 10, 768, 16)
+TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,), 4, 3, 64, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--only",
         default="",
-        help="parts to run, of: decode prefill host disk conversations sessions sessions-host stream compiled; they "
+        help="parts to run, of: decode prefill host conversations sessions sessions-host stream compiled; they "
         "get a file of their own",
     )
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
@@ -84,7 +78,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "decode": lambda: _decode(report, served, sizes, compiled=False),
         "prefill": lambda: _prefill(report, served, sizes),
         "host": lambda: _first_token_from_host(report, served, sizes),
-        "disk": lambda: _first_token_from_disk(report, served, sizes, args.folder),
         "conversations": lambda: _conversations(report, served, sizes),
         "sessions": lambda: measure_sessions(report, served, args.trace, args.folder),
         "sessions-host": lambda: measure_sessions_host(report, served),
@@ -239,48 +232,6 @@ def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
     copy = {"copy": lambda: target.copy_(host, non_blocking=True)}
     seconds = interleave(copy, samples=7, timer=timer_for(device))["copy"]
     return percentile(seconds, 50) * num_bytes / part
-
-
-def _first_token_from_disk(report: Report, served: ServedModel, sizes: Sizes, folder: str) -> None:
-    length = sizes.disk_prefix
-    (prefix,) = prompts(1, length, served.vocab, seed=3)
-    (new,) = prompts(1, NEW_TOKENS, served.vocab, seed=4)
-    tokens = np.concatenate([prefix, new])
-    num_bytes, longest = length * served.token_bytes, len(tokens) + 1024
-    store = Path(tempfile.mkdtemp(prefix="hicache-serving-", dir=folder or None))
-    settings: dict[str, Any] = {
-        "device_tokens": longest,
-        "host_bytes": longest * served.token_bytes,
-        "max_context_len": longest,
-        "disk": {"path": str(store / "store"), "budget_bytes": 3 * num_bytes, "level": 0},
-    }
-    try:
-        with serving(served, chunk_tokens=sizes.chunk, **settings) as engine:
-            engine.first_token_s("first", prefix)
-            engine.engine.flush()
-            computed, _ = engine.first_token_s("computed", tokens, namespace="another")
-        files = [part for part in store.glob("store/**/*") if part.is_file()]
-        measured, raw, hits = [], [], []
-        for turn in range(3):
-            for part in files:
-                drop_caches(part)
-            raw.append(raw_read_s(max(files, key=lambda part: part.stat().st_size), num_bytes))
-            for part in files:
-                drop_caches(part)
-            with serving(served, chunk_tokens=sizes.chunk, **settings) as engine:
-                warm_up(engine.engine, engine.runner, sizes.chunk, 1)
-                seconds, output = engine.first_token_s(f"disk {turn}", tokens)
-                measured.append(seconds)
-                hits.append(output.hit.disk)
-    finally:
-        shutil.rmtree(store, ignore_errors=True)
-    pairs = ", ".join(f"{r:.2f} and {s:.2f}" for r, s in zip(raw, measured, strict=True))
-    note = f"{min(hits)} to {max(hits)} tokens from disk; raw reads, first tokens: {pairs} s; computed {computed:.2f} s"
-    name, shares = f"serving.ttft.disk.prefix{length}", [r / s for r, s in zip(raw, measured, strict=True)]
-    report.case(name, shares, "share", ceiling=1.0, target=_target(served, DISK_TARGET), note=note)
-    note, target = "first token after a restart over that of computing everything", _target(served, 1.0)
-    of_compute = [s / computed for s in measured]
-    report.case(f"{name}.of_compute", of_compute, "x", better="lower", ceiling=1.0, target=target, note=note)
 
 
 # Conversations

@@ -122,10 +122,9 @@ def serving(
     chunk_tokens: int,
     compiled: bool = False,
     store: PageStore | None = None,
-    remote: PageStore | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
-    """An engine of `settings` for the model, started, and its runner. `store`: its disk, `remote`: its remote tier."""
+    """An engine of `settings` for the model, started, and its runner. `store`: its disk."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "host_bytes": 0,
@@ -134,7 +133,7 @@ def serving(
         "model_id": "serving bench",
     }
     config = EngineConfig.from_dict({**defaults, **settings})
-    with build_engine(config, served.geometry, store=store, remote=remote) as engine:
+    with build_engine(config, served.geometry, store=store) as engine:
         runner = ModelRunner(served.model, engine, served.geometry, compiled=compiled)
         yield Served(served, engine, runner, chunk_tokens)
 

@@ -93,6 +93,15 @@ def test_commands_exist(page: Path, commands: dict[str, set[str]]) -> None:
         assert {word for alternatives in named for word in alternatives.split("|")} - known == set()
 
 
+def test_code_of_the_page_of_extensions_is_that_of_the_tests() -> None:
+    """Each block of code stands, line by line, in the file that its first line names."""
+    text = (ROOT / "docs/extending.md").read_text()
+    blocks = re.findall(r"```python\n# (\S+)\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == text.count("```python") == 9
+    for path, code in blocks:
+        assert code in (ROOT / path).read_text(), path
+
+
 def test_results_are_those_that_the_page_of_performance_names() -> None:
     """Its first table has every result file, with the commit that the file names."""
     page = (ROOT / "docs/performance.md").read_text()

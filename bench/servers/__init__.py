@@ -1,29 +1,23 @@
 """A real server with a model of random weights: no offloading, its own CPU and disk tiers, and ours, in one run.
 
-Each mode has a process of its own, so that a restart is one, and the device is free for the next. For vLLM:
+Each mode has a process of its own, so that a restart is one, and the device is free for the next. The workload
+`documents` is of vLLM alone:
 
     first             time to the first token of new prompts, with `HiCacheOffloadingSpec` and a disk, over no
                       offloading; .cpu, .fs: with vLLM's CPU tier, with its disk tier; .spec: with
-                      `HiCacheOffloadingSpec` alone; .tier: with vLLM's CPU tier and `HiCacheTier` below
+                      `HiCacheOffloadingSpec` alone
     host.one          a document from CPU memory and 8 tokens, with `HiCacheOffloadingSpec`, over vLLM's own CPU tier
     host.throughput   more documents than the device holds, from CPU memory, in tokens a second; over the same
     restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
-                      over vLLM's disk tier; .over_computing: over no offloading; .tier behind both: `HiCacheTier`
+                      over vLLM's disk tier; .over_computing: over no offloading
     cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
     shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk;
                       .packing: of `HiCacheOffloadingSpec`, over its own without packing (`spec-raw`)
     bytes.<run>       what a run has moved, by vLLM's metrics
     tokens            answers that equal another's with as many cached tokens; one that differs is an error
 
-For SGLang, with HiCache and `HiCacheDisk`, `file` being HiCache with its own backend of files:
-
-    first             as above; .file: with its own backend
-    restart.over_file time to the first token of documents after a restart, over its own backend; .over_computing: over
-                      no HiCache
-    bytes.<run>       what the run's files take
-
 Before a restart all files leave the system's memory. With `--document-tokens N` the names begin with "tokensN". The
-workload `sessions` has rows of its own (`session_cases`): there requests are many at once.
+workload `sessions` has rows of its own (`session_cases`): there requests are many at once, and SGLang is a server too.
 """
 
 from __future__ import annotations
@@ -33,28 +27,26 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 from hicache.bench.common import BenchUnavailable, Better, Report
-from hicache.bench.servers import sessions, sglang, vllm
+from hicache.bench.servers import sessions, vllm
 from hicache.bench.servers.program import file_system, run_program
 from hicache.bench.servers.workload import Served, compare_tokens, workloads
 
 NAME = "servers"
 DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk tiers, and ours"
 
-_SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
 _PATIENCE_S = 600.0
 
 _Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, and what is taken of it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--server", choices=_SERVERS, default="vllm")
-    workload = "documents, one request at a time for the most part; or sessions of coding agents, many at once"
+    parser.add_argument("--server", choices=("vllm", "sglang"), default="vllm")
+    workload = "documents, one request at a time for the most part (vLLM); or sessions of coding agents, many at once"
     parser.add_argument("--workload", choices=("documents", "sessions"), default="documents", help=workload)
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, hicache; of vLLM cpu, spec, "
-    modes += "spec-raw, fs, tier; of SGLang file; those of sessions: docs/benchmarks.md"
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, cpu, spec, spec-raw, fs, "
+    modes += "hicache; those of sessions: docs/benchmarks.md"
     parser.add_argument("--modes", type=lambda text: text.split(","), metavar="MODES", help=modes)
     parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
     parser.add_argument("--cpu-bytes", type=int, default=0, help="of the CPU tier (default: 36 GiB, small: 64 MiB)")
@@ -74,10 +66,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _run_documents(args: argparse.Namespace, report: Report) -> None:
-    server = _SERVERS[args.server]
-    if reason := server.missing():
+    if args.server != "vllm":
+        raise BenchUnavailable(f"--server {args.server} serves sessions alone; give --workload sessions")
+    if reason := vllm.missing():
         raise BenchUnavailable(reason)
-    modes = {name.partition(".")[0] for name in server.RUNS}
+    modes = {name.partition(".")[0] for name in vllm.RUNS}
     if unknown := set(args.modes or ()) - modes:
         raise BenchUnavailable(f"--modes {','.join(sorted(unknown))}: there are {', '.join(sorted(modes))}")
     length = [f"tokens{args.document_tokens}"] if args.document_tokens else []
@@ -85,15 +78,15 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
     runs: dict[str, Served] = {}
     with tempfile.TemporaryDirectory(prefix="hicache-servers-", dir=args.folder) as folder:
         medium = file_system(Path(folder))
-        for name in server.RUNS:
+        for name in vllm.RUNS:
             if not args.modes or name.partition(".")[0] in args.modes:
-                runs[name] = _serve(server, name, args, Path(folder).resolve())
-                if f"{name}.restart" not in server.RUNS:  # the disk may have no room for the files of all modes
+                runs[name] = _serve(name, args, Path(folder).resolve())
+                if f"{name}.restart" not in vllm.RUNS:  # the disk may have no room for the files of all modes
                     shutil.rmtree(Path(folder) / name.partition(".")[0], ignore_errors=True)
                 report.software[args.server] = runs[name].version
                 spent_s = sum(map(sum, runs[name].seconds.values()))
                 print(f"{name}: started in {runs[name].start_s:.0f} s, served for {spent_s:.0f} s", flush=True)
-    _compare_modes(report, args, server, runs)
+    _compare_modes(report, args, runs)
     for name, served in runs.items():
         if served.num_bytes:
             note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
@@ -109,18 +102,17 @@ def _base(args: argparse.Namespace) -> str:
     return f"{NAME}.{args.server}{length}"
 
 
-def _serve(server: ModuleType, name: str, args: argparse.Namespace, folder: Path) -> Served:
-    task = server.task(name, args, folder)
-    environment = {**server.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
-    environment |= task.pop("environment", {})
+def _serve(name: str, args: argparse.Namespace, folder: Path) -> Served:
+    task = vllm.documents_task(name, args, folder)
+    environment = {**vllm.ENVIRONMENT, **({} if args.model else {"HF_HUB_OFFLINE": "1"})}
     try:
-        result = run_program(server.__name__, name, task, environment, folder, _PATIENCE_S)
+        result = run_program(vllm.__name__, name, task, environment, folder, _PATIENCE_S)
     finally:
-        server.clean_up(name, folder)
+        vllm.clean_up(name, folder)
     return Served.from_json(result)
 
 
-def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType, runs: dict[str, Served]) -> None:
+def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Served]) -> None:
     """The cases of the runs that there are. The targets are for a model that fills a GPU."""
     served = {name: run.answers.keys() for name, run in runs.items()}
 
@@ -141,20 +133,19 @@ def _compare_modes(report: Report, args: argparse.Namespace, server: ModuleType,
             )
 
     computed = ("none", "first", Served.first_ms)
-    restarts = {mode: (f"{mode}.restart", "first", Served.first_ms) for mode in ("hicache", "tier", server.OWN_DISK)}
+    restarted, of_files = ((f"{mode}.restart", "first", Served.first_ms) for mode in ("hicache", "fs"))
     for mode in [name for name in runs if name != "none" and not name.endswith(".restart")]:
         ours = mode == "hicache"
         add("first" if ours else f"first.{mode}", (mode, "first", Served.first_ms), computed, 1.03 if ours else None)
     add("host.one", ("spec", "host", Served.total_ms), ("cpu", "host", Served.total_ms), 0.97)
     many = [(run, "throughput", Served.rates) for run in ("spec", "cpu")]
     add("host.throughput", many[0], many[1], 1.05, "higher")
-    for suffix, restarted in (("", restarts["hicache"]), (".tier", restarts["tier"])):
-        add(f"restart.over_{server.OWN_DISK}{suffix}", restarted, restarts[server.OWN_DISK], 0.85)
-        add(f"restart.over_computing{suffix}", restarted, computed, 1.03)
+    add("restart.over_fs", restarted, of_files, 0.85)
+    add("restart.over_computing", restarted, computed, 1.03)
     add("cold", ("spec", "cold", Served.rates), ("none", "cold", Served.rates), 0.99, "higher")
     for mode in ("spec", "cpu"):
         ours, shared, one = mode == "spec", (mode, "shared", Served.total_ms), (mode, "host", Served.first_ms)
         add("shared50" if ours else f"shared50.{mode}", shared, one, 1.3 if ours else None)
     packed, raw = ((mode, "shared", Served.total_ms) for mode in ("spec", "spec-raw"))
     add("shared50.packing", packed, raw, 1.0)
-    add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarts["hicache"])
+    add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarted)

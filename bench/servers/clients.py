@@ -1,4 +1,4 @@
-"""Clients of a server that send the turns of sessions: each when another is answered, or by the clock.
+"""Clients of a server that send the turns of sessions, each when another is answered.
 
 Nothing of a server is in here: a caller gives what asks. Times are seconds of the client's clock.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -30,22 +29,6 @@ class Asked:
 
 
 @dataclass(frozen=True)
-class Load:
-    """How turns are sent: by `clients`, each with one at a time, or, with 0 of these, `requests_per_s` at random times.
-
-    `share`: of the most requests a second that clients of the same process got, where `requests_per_s` is 0.
-    """
-
-    clients: int = 0
-    requests_per_s: float = 0.0
-    share: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return f"c{self.clients}" if self.clients else "open"
-
-
-@dataclass(frozen=True)
 class LoadRun:
     """What came of a load. Fewer answers than `requests`: it was cut off."""
 
@@ -54,7 +37,6 @@ class LoadRun:
     answers: list[Asked]
     num_bytes: dict[str, int] = field(default_factory=dict)  # moved, by the server's own metrics
     rates: dict[str, float] = field(default_factory=dict)  # of our gate: decisions so far, and speeds as it ended
-    gpu_s: float | None = None  # in which any kernel ran, by the driver's count; the mean of several GPUs
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoadRun:
@@ -63,10 +45,6 @@ class LoadRun:
     @property
     def is_whole(self) -> bool:
         return len(self.answers) == self.requests
-
-    @property
-    def requests_per_s(self) -> float:
-        return len(self.answers) / self.makespan_s
 
     @property
     def first_ms(self) -> list[float]:
@@ -106,18 +84,19 @@ class LoadRun:
 Ask = Callable[[int], Awaitable[Asked]]
 
 
-async def send(ask: Ask, turns: Sequence[Turn], load: Load, limit_s: float) -> LoadRun:
-    """Send all turns; cut off after `limit_s`. `ask` is given the number of a turn."""
+def name_of(num_clients: int) -> str:
+    """The name of a load."""
+    return f"c{num_clients}"
+
+
+async def send(ask: Ask, turns: Sequence[Turn], num_clients: int, limit_s: float) -> LoadRun:
+    """Send all turns, each client one at a time; cut off after `limit_s`. `ask` is given the number of a turn."""
     answers: list[Asked] = []
-    begin_s = time.perf_counter()
+    begin_s, turns_left = time.perf_counter(), TurnQueue(turns)
     with contextlib.suppress(TimeoutError):  # one of a request comes as an ExceptionGroup
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
-            if load.clients:
-                turns_left = TurnQueue(turns)
-                for _ in range(load.clients):
-                    group.create_task(_client(ask, turns_left, answers))
-            else:
-                _send_by_clock(ask, turns, load.requests_per_s, answers, group)
+            for _ in range(num_clients):
+                group.create_task(_client(ask, turns_left, answers))
     return LoadRun(len(turns), time.perf_counter() - begin_s, answers)
 
 
@@ -126,23 +105,3 @@ async def _client(ask: Ask, turns: TurnQueue, answers: list[Asked]) -> None:
         number, turn = taken
         answers.append(await ask(number))
         turns.answered(turn)
-
-
-def _send_by_clock(
-    ask: Ask, turns: Sequence[Turn], requests_per_s: float, answers: list[Asked], group: asyncio.TaskGroup
-) -> None:
-    """The times are the same in every run. A turn whose session waits for an answer is sent when that is there."""
-    generator, due_s, last = random.Random(0), 0.0, dict[str, asyncio.Event]()
-
-    async def turn_at(number: int, due_s: float, before: asyncio.Event | None, done: asyncio.Event) -> None:
-        await asyncio.sleep(due_s)
-        if before is not None:
-            await before.wait()
-        answers.append(await ask(number))
-        done.set()
-
-    for number, turn in enumerate(turns):
-        due_s += generator.expovariate(requests_per_s)
-        done = asyncio.Event()
-        group.create_task(turn_at(number, due_s, last.get(turn.session), done))
-        last[turn.session] = done

@@ -5,31 +5,23 @@ from __future__ import annotations
 import argparse
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import ModuleType
 from typing import NamedTuple
 
 from hicache.bench.common import Report
 from hicache.bench.servers.clients import LoadRun
 
 _MAIN = "c8"  # the load of rows that name none
+_OWN_CPU = "cpu"  # the mode with the CPU tier of the server itself
 
 
 class Key(NamedTuple):
-    """A run of a server: its mode, with ".restart" behind it or not, and its GPUs."""
+    """A run of a server: its mode, and its GPUs."""
 
     mode: str
     tensor_parallel: int
 
     def __str__(self) -> str:
         return self.mode if self.tensor_parallel == 1 else f"tp{self.tensor_parallel}.{self.mode}"
-
-    @property
-    def kind(self) -> str:
-        return self.mode.partition(".")[0]
-
-    @property
-    def is_restart(self) -> bool:
-        return "." in self.mode
 
 
 Runs = Mapping[Key, Mapping[str, LoadRun]]
@@ -56,20 +48,16 @@ _ROWS = {
         _Row("disk.over_none", "hicache", ("none",), {}),
         _Row("disk.over_fs", "hicache", ("fs",), {"": 0.95}),
         _Row("disk.over_fs.dropped", "hicache", ("fs-dropped",), {"": 0.85}),
-        _Row("restart.over_fs", "hicache.restart", ("fs.restart",), {}),
-        _Row("restart.over_none", "hicache.restart", ("none",), {}),
     ),
     "sglang": (
         _Row("disk", "hicache", ("file",), {"": 0.7}),
-        _Row("disk.over_dropped", "hicache", ("file-dropped",), {}),
         _Row("disk.over_none", "hicache", ("none",), {"": 1.0}),
-        _Row("restart.over_file", "hicache.restart", ("file.restart",), {}),
     ),
 }
 _TP_TARGET = 0.82  # of `spec`, on several GPUs
 
 
-def add_cases(report: Report, args: argparse.Namespace, server: ModuleType, runs: Runs, about: str) -> None:
+def add_cases(report: Report, args: argparse.Namespace, runs: Runs, about: str) -> None:
     """All rows of the runs that there are. `about`: of the turns."""
     base = f"servers.{args.server}.sessions"
     sizes = (
@@ -89,11 +77,11 @@ def add_cases(report: Report, args: argparse.Namespace, server: ModuleType, runs
         for row in _ROWS[args.server]:
             for load in of_size.get(row.mode, {}):
                 _compare(report, prefix, row, load, of_size, args.small)
-        _compare_p99(report, prefix, of_size, server.OWN_CPU, args.small)
+        _compare_p99(report, prefix, of_size, args.small)
 
 
 def _add_run(report: Report, name: str, run: LoadRun) -> None:
-    """What one load did to one mode. `gpu`: seconds in which a kernel ran, by the driver's count."""
+    """What one load did to one mode."""
     if not run.answers:
         report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note="cut off: nothing was answered")
         return
@@ -108,8 +96,6 @@ def _add_run(report: Report, name: str, run: LoadRun) -> None:
     if decided := sum(run.rates.get(decision, 0.0) for decision in ("accepted", "declined", "unmeasured")):
         note = ", ".join(f"{what} {number:.4g}" for what, number in run.rates.items())
         report.case(f"{name}.declined", [run.rates.get("declined", 0.0) / decided], "share", better="lower", note=note)
-    if run.gpu_s is not None:
-        report.case(f"{name}.gpu", [run.gpu_s], "s", better="lower")
 
 
 def _add_differing(report: Report, name: str, run: LoadRun, first: LoadRun, mode: str) -> None:
@@ -121,46 +107,41 @@ def _add_differing(report: Report, name: str, run: LoadRun, first: LoadRun, mode
 def _compare(
     report: Report, prefix: str, row: _Row, load: str, of_size: Mapping[str, Mapping[str, LoadRun]], small: bool
 ) -> None:
-    """One row under one load: seconds of all; where requests come by the clock, mean time to the first token."""
+    """One row under one load: seconds of all requests."""
     others = {mode: of_size[mode][load] for mode in row.others if load in of_size.get(mode, {})}
     run = of_size[row.mode][load]
     if len(others) < len(row.others) or not all(one.is_whole for one in (run, *others.values())):
         return
-    best = min(others, key=lambda mode: _cost(others[mode], load))
+    best = min(others, key=lambda mode: others[mode].makespan_s)
     name, target = f"{prefix}.{row.name}", row.targets.get(load, row.targets.get(""))
     if load != _MAIN or row.name == "disk":
         name = f"{name}.{load}"
     if ".tp" in prefix:
         is_main = name == f"{prefix}.spec"
         name, target = (prefix, _TP_TARGET) if is_main else (name, None)
-    is_open = load == "open"
     note = f"{row.mode}, {run.cached_share:.3f} cached, over {best}, {others[best].cached_share:.3f}"
     report.case(
         name,
-        [_cost(run, load)],
-        "ms" if is_open else "s",
+        [run.makespan_s],
+        "s",
         better="lower",
-        ceiling=_cost(others[best], load),
-        target=None if small or is_open else target,
-        note=note + ("; mean time to the first token" if is_open else ""),
+        ceiling=others[best].makespan_s,
+        target=None if small else target,
+        note=note,
     )
 
 
-def _cost(run: LoadRun, load: str) -> float:
-    return run.mean_first_ms if load == "open" else run.makespan_s
-
-
-def _compare_p99(
-    report: Report, prefix: str, of_size: Mapping[str, Mapping[str, LoadRun]], own: str, small: bool
-) -> None:
+def _compare_p99(report: Report, prefix: str, of_size: Mapping[str, Mapping[str, LoadRun]], small: bool) -> None:
     """Of the first load of a process, whose cache of Triton's kernels was empty."""
     for mode, name in (("spec", "p99"), ("hicache", "p99.disk")):
-        if not of_size.get(mode) or not of_size.get(own):
+        if not of_size.get(mode) or not of_size.get(_OWN_CPU):
             continue
         load = next(iter(of_size[mode]))
-        run, other = of_size[mode][load], of_size[own].get(load)
+        run, other = of_size[mode][load], of_size[_OWN_CPU].get(load)
         if other is not None and run.is_whole and other.is_whole:
-            note = f"of the time to the first token under {load}, with an empty cache of Triton's kernels, over {own}"
+            note = (
+                f"of the time to the first token under {load}, with an empty cache of Triton's kernels, over {_OWN_CPU}"
+            )
             ceiling, target = other.p99_first_ms, None if small or ".tp" in prefix else 1.0
             values = [run.p99_first_ms]
             report.case(f"{prefix}.{name}", values, "ms", better="lower", ceiling=ceiling, target=target, note=note)

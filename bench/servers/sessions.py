@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import dataclasses
 import json
 import shutil
 import tempfile
@@ -20,13 +19,13 @@ from types import ModuleType
 from typing import Any
 
 from hicache.bench.common import BenchUnavailable, Report
-from hicache.bench.servers import sessions_sglang, sessions_vllm
-from hicache.bench.servers.clients import Load, LoadRun
-from hicache.bench.servers.program import drop_files, file_system, files_dropped, run_program
+from hicache.bench.servers import sglang, vllm
+from hicache.bench.servers.clients import LoadRun
+from hicache.bench.servers.program import file_system, files_dropped, run_program
 from hicache.bench.servers.session_cases import Key, add_cases
 from hicache.bench.sessions import Scale, Turn, describe_turns, generated_turns, read_turns
 
-_SERVERS: dict[str, ModuleType] = {"vllm": sessions_vllm, "sglang": sessions_sglang}
+_SERVERS: dict[str, ModuleType] = {"vllm": vllm, "sglang": sglang}
 _START_S = 300.0
 _SETTLE_S = 150.0
 
@@ -41,9 +40,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--longest", type=int, default=0, help="tokens of a prompt (default: 60000, small: 1500)")
     add("--answer-tokens", type=int, default=32, help="tokens of an answer (default: 32)")
     add("--concurrency", type=_numbers, default=[8], metavar="N,N", help="clients, load by load (default: 8)")
-    clock = "one more load: requests at random times, at this share of what clients of mode none got"
-    add("--open-loop", type=float, default=0.0, metavar="SHARE", help=clock)
-    add("--requests-per-s", type=float, default=0.0, help="of the load at random times, instead of a share")
     add("--tensor-parallel", type=_numbers, default=[1], metavar="N,N", help="GPUs, one size behind the other")
     add("--gpu-tokens", type=int, default=0, help="of the cache on the device (default: 81920, small: 4096)")
     add("--cpu-gib", type=float, default=0.0, help="of a CPU tier without a disk (default: 16, small: 1/64)")
@@ -77,17 +73,13 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
         print(about, flush=True)
         served = _Served(server, args, turns, sorted(modes, key=server.MODES.index), Path(folder).resolve())
         for key in served.plan():
-            if key.is_restart and Key(key.kind, key.tensor_parallel) not in runs:
-                print(f"{key}: left out, since there are no files of {key.kind}", flush=True)
-                continue
-            none = runs.get(Key("none", key.tensor_parallel))
             try:
-                runs[key], report.software[args.server] = served.serve(key, _loads(args, none, key.mode))
+                runs[key], report.software[args.server] = served.serve(key)
             except BenchUnavailable as error:  # the others are worth their time
                 print(error, flush=True)
                 continue
             report.cases.clear()
-            add_cases(report, args, server, runs, about)
+            add_cases(report, args, runs, about)
             report.write(args.out)  # a run that is killed keeps what it has
     if not runs:
         raise BenchUnavailable(f"{args.server} serves none of {', '.join(modes)}")
@@ -103,20 +95,9 @@ def _settle(args: argparse.Namespace) -> None:
     args.disk_cpu_gib = args.disk_cpu_gib or args.cpu_gib / 2
 
 
-def _loads(args: argparse.Namespace, none: dict[str, LoadRun] | None, mode: str) -> list[Load]:
-    """Those of a mode. At random times requests come as often in each mode as for `none`."""
-    loads = [Load(clients=clients) for clients in args.concurrency]
-    rate = args.requests_per_s
-    if args.open_loop and not rate and none:
-        rate = args.open_loop * max(run.requests_per_s for name, run in none.items() if name != "open")
-    if rate or (args.open_loop and mode == "none"):
-        loads.append(Load(requests_per_s=rate, share=args.open_loop))
-    return loads
-
-
 @dataclass(frozen=True)
 class _Served:
-    """What all runs have in common. `modes`: a restart stands behind what it restarts. Their files are in `folder`."""
+    """What all runs have in common. Their files are in `folder`."""
 
     server: ModuleType
     args: argparse.Namespace
@@ -127,37 +108,33 @@ class _Served:
     def plan(self) -> list[Key]:
         return [Key(mode, tensor_parallel) for tensor_parallel in self.args.tensor_parallel for mode in self.modes]
 
-    def serve(self, key: Key, loads: Sequence[Load]) -> tuple[dict[str, LoadRun], str]:
+    def serve(self, key: Key) -> tuple[dict[str, LoadRun], str]:
         """By load, and the server's release. BenchUnavailable where the server does not serve."""
-        files, kernels = self.folder / f"{key.kind}.tp{key.tensor_parallel}", self.folder / f"triton-{key}"
+        files, kernels = self.folder / f"{key.mode}.tp{key.tensor_parallel}", self.folder / f"triton-{key}"
         for made in (files, kernels):
             made.mkdir(exist_ok=True)
-        task = self._task(key, loads)
+        task, loads = self._task(key), self.args.concurrency
         environment = {**self.server.ENVIRONMENT, "TRITON_CACHE_DIR": str(kernels), **task.pop("environment", {})}
         environment |= {} if self.args.model else {"HF_HUB_OFFLINE": "1"}
         patience_s = _START_S + len(loads) * (self.args.limit_s + _SETTLE_S)
-        if key.is_restart:
-            drop_files(files)
         try:
-            with files_dropped(files) if key.kind.endswith("-dropped") else contextlib.nullcontext():
+            with files_dropped(files) if key.mode.endswith("-dropped") else contextlib.nullcontext():
                 result = run_program(self.server.__name__, str(key), task, environment, self.folder, patience_s)
         finally:
             self.server.clean_up(key.mode, self.folder)
-            if not task["settle"]:  # the disk may have no room for the files of all modes
-                shutil.rmtree(files, ignore_errors=True)
+            shutil.rmtree(files, ignore_errors=True)  # the disk may have no capacity for the files of all modes
         runs = {name: LoadRun.from_json(run) for name, run in result["runs"].items()}
         stopped = "" if len(runs) == len(loads) else "; it ended early"
         print(f"{key}: started in {result['start_s']:.0f} s{stopped}", flush=True)
         print(*(f"  {name}: {run}" for name, run in runs.items()), sep="\n", flush=True)
         return runs, result["version"]
 
-    def _task(self, key: Key, loads: Sequence[Load]) -> dict[str, Any]:
+    def _task(self, key: Key) -> dict[str, Any]:
         turns = self.folder / "turns.json"
         turns.write_text(json.dumps([(turn.session, turn.blocks) for turn in self.turns]))
         return {
             **self.server.task(key.mode, key.tensor_parallel, self.args, self.folder),
             "turns": str(turns),
-            "settle": f"{key.mode}.restart" in self.modes,
-            "loads": [dataclasses.asdict(load) for load in loads],
+            "loads": self.args.concurrency,
             **{name: getattr(self.args, name) for name in ("block_tokens", "answer_tokens", "longest", "limit_s")},
         }

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import shutil
-import subprocess
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hicache.bench.servers.clients import Asked, Load, LoadRun, send
+from hicache.bench.servers.clients import Asked, LoadRun, name_of, send
 from hicache.bench.sessions import Prompts, Turn
 from hicache.console import write_whole
 
 _WARM_TOKENS = 3000
 _USED = 0.7  # of the disk
-_UTILISATION = ["nvidia-smi", "--query-gpu=utilization.gpu", "--format=csv,noheader,nounits", "-lms", "200"]
 
 
 def disk_settings(mode: str, small: bool, folder: Path) -> dict[str, Any]:
@@ -62,59 +58,27 @@ async def serve_loads(server: AsyncServer, given: Mapping[str, Any]) -> None:
     runs: dict[str, LoadRun] = {}
     for number in range(2):
         await server.answer(f"warm {number}", [5] * min(_WARM_TOKENS, given["longest"]), given["answer_tokens"])
-    for salt, load in enumerate(Load(**values) for values in given["loads"]):
+    for salt, num_clients in enumerate(given["loads"]):
         prompts = Prompts(given["block_tokens"], salt)
         await server.settle()
-        run = await _serve(server, turns, prompts, _settled(load, runs), given)
-        runs[load.name] = run
+        runs[name_of(num_clients)] = await _serve(server, turns, prompts, num_clients, given)
         found = {name: dataclasses.asdict(run) for name, run in runs.items()}
         about = {"start_s": server.start_s, "version": server.version}
         write_whole(Path(given["result"]), json.dumps({"runs": found, **about}))
-    if given["settle"]:
-        await server.settle()
-
-
-def _settled(load: Load, runs: Mapping[str, LoadRun]) -> Load:
-    """With the requests a second of a load by the clock."""
-    if load.clients or load.requests_per_s:
-        return load
-    capacity = max(run.requests_per_s for run in runs.values())
-    return dataclasses.replace(load, requests_per_s=load.share * capacity)
 
 
 async def _serve(
-    server: AsyncServer, turns: Sequence[Turn], prompts: Prompts, load: Load, given: Mapping[str, Any]
+    server: AsyncServer, turns: Sequence[Turn], prompts: Prompts, num_clients: int, given: Mapping[str, Any]
 ) -> LoadRun:
     tokens = [prompts.of(turn) for turn in turns]
 
     async def ask(number: int) -> Asked:
         first_s, total_s, cached, answer = await server.answer(
-            f"{load.name} {number}", tokens[number], given["answer_tokens"]
+            f"{name_of(num_clients)} {number}", tokens[number], given["answer_tokens"]
         )
         return Asked(number, first_s, total_s, len(tokens[number]), cached, answer)
 
     before = server.num_bytes()
-    with _gpu_share() as busy:
-        run = await send(ask, turns, load, given["limit_s"])
+    run = await send(ask, turns, num_clients, given["limit_s"])
     moved = {name: count - before.get(name, 0) for name, count in server.num_bytes().items()}
-    gpu_s = busy[0] * run.makespan_s if busy else None
-    return dataclasses.replace(run, num_bytes=moved, rates=server.rates(), gpu_s=gpu_s)
-
-
-@contextlib.contextmanager
-def _gpu_share() -> Iterator[list[float]]:
-    """Afterwards holds the share of time in which a kernel ran, of all GPUs; nothing where the driver does not say."""
-    share: list[float] = []
-    if shutil.which(_UTILISATION[0]) is None:
-        yield share
-        return
-    with tempfile.TemporaryFile("w+") as out, subprocess.Popen(_UTILISATION, stdout=out, stderr=out) as process:
-        try:
-            yield share
-        finally:
-            process.kill()
-        out.seek(0)
-        lines = [line.strip() for line in out]
-        samples = [int(line) for line in lines if line.isdigit()]
-        if samples:
-            share.append(sum(samples) / len(samples) / 100)
+    return dataclasses.replace(run, num_bytes=moved, rates=server.rates())

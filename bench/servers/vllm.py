@@ -1,26 +1,31 @@
-"""vLLM for the benchmark `servers`: what each mode configures, and the program that serves workloads.
+"""vLLM for the benchmark `servers`: what each mode configures, and the program that serves either workload.
 
-`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON (`task`), and writes a `Served`
-into a file. vLLM is imported there alone.
+`python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON (`task`, `documents_task`), and
+writes what came of it into a file. vLLM is imported there alone: `AsyncLLM`, its engine in a process of its own, over
+TP workers or not.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import dataclasses
 import importlib.util
+import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from hicache.bench.servers.model import write_config
 from hicache.bench.servers.program import drop_files
-from hicache.bench.servers.workload import Answer, Workload, device_tokens, serve, workloads
+from hicache.bench.servers.sessions_program import disk_settings, serve_loads
+from hicache.bench.servers.workload import Answer, Served, Workload, device_tokens, workloads
 
-# What each run serves, in this order. A run has a process of its own; one with ".restart" finds the files of another.
+# The workload `documents`: what each run serves, in this order. A run has a process of its own; one with ".restart"
+# finds the files of another.
 RUNS = {
     "none": ("warm", "first", "cold"),
     "cpu": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
@@ -28,18 +33,34 @@ RUNS = {
     "spec-raw": ("warm", "first", "one_more", "host", "shared"),
     "fs": ("warm", "first"),
     "fs.restart": ("warm", "first"),
-    "tier": ("warm", "first"),
-    "tier.restart": ("warm", "first"),
     "hicache": ("warm", "first", "one_more"),
     "hicache.restart": ("warm", "first", "shared"),
 }
-OWN_DISK = "fs"
+# Of the workload `sessions`.
+MODES = (
+    "none",
+    "cpu",
+    "spec",
+    "spec-raw",
+    "fs",
+    "fs-dropped",
+    "hicache",
+    "hicache-always",
+    "hicache-never",
+)
 _ON_CPUS = {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-ENVIRONMENT = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0", **_ON_CPUS}
+ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    **_ON_CPUS,
+}
 
 _PLUG_IN = "hicache.integrations.vllm"
 _WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
-_QUIET_S, _PATIENCE_S = 3.0, 120.0
+_MAX_REQUESTS = 32  # that run at once, unless there are more clients
+_UTILISATION = 0.8  # of the GPU's memory
+_QUIET_S, _PATIENCE_S = 2.0, 120.0
 
 
 def missing() -> str:
@@ -49,8 +70,8 @@ def missing() -> str:
     )
 
 
-def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A run of the program, as JSON. Files of models and tiers are in `folder`."""
+def documents_task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A run of the workload `documents`, as JSON. Files of models and tiers are in `folder`."""
     chosen = workloads(args.small, args.document_tokens)
     tokens = chosen["first"].tokens
     settings = engine_settings(args, folder, tokens + 256, device_tokens(tokens))
@@ -60,10 +81,23 @@ def task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     disk = {"prefill_tokens_per_s": 0} if args.small else {}
     extra = offloading(mode, args, cpu_bytes, folder / mode, disk)
     return {
-        "llm": settings | connector(extra, f"{folder.name}-{run}"),
+        "engine": settings | connector(extra, f"{folder.name}-{run}"),
         "workloads": [dataclasses.asdict(chosen[name]) for name in RUNS[run]],
         "settle": f"{run}.restart" in RUNS,
     }
+
+
+def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """The server's part of a task, as JSON. Files are in `folder`."""
+    family = mode.partition("-")[0] if mode != "spec-raw" else mode
+    settings = engine_settings(args, folder, args.longest + args.answer_tokens + 256, args.gpu_tokens)
+    settings |= {"max_num_seqs": max(_MAX_REQUESTS, *args.concurrency), "tensor_parallel_size": tensor_parallel}
+    if args.device.type == "cuda":
+        settings |= {"gpu_memory_utilization": _UTILISATION, "disable_custom_all_reduce": True, "seed": 0}
+    cpu_bytes = int((args.disk_cpu_gib if family in ("fs", "hicache") else args.cpu_gib) * (1 << 30))
+    disk = disk_settings(mode, args.small, folder)
+    extra = offloading(family, args, cpu_bytes, folder / f"{mode}.tp{tensor_parallel}", disk)
+    return {"engine": settings | connector(extra, f"{folder.name}-{mode}")}
 
 
 def clean_up(run: str, folder: Path) -> None:
@@ -75,7 +109,7 @@ def clean_up(run: str, folder: Path) -> None:
 
 
 def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu_tokens: int) -> dict[str, Any]:
-    """Of `LLM`: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device."""
+    """Of the engine: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device."""
     block_tokens = 16 if args.device.type == "cuda" else 32  # vLLM on CPUs takes multiples of 32
     settings = {
         "model": args.model,
@@ -100,7 +134,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu
 
 
 def connector(extra: dict[str, Any] | None, engine_id: str) -> dict[str, Any]:
-    """The setting of `LLM` for an offloading; none for None."""
+    """The engine's setting for an offloading; none for None."""
     if extra is None:
         return {}
     about = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": engine_id}
@@ -122,9 +156,7 @@ def offloading(
     extra["spec_name"] = "TieringOffloadingSpec"
     if args.device.type == "cpu":
         extra |= {"spec_name": "CPUTieringSpec", "spec_module_path": _WORKER}
-    own = {"type": "fs", "root_dir": str(files)}
-    tiers = {"fs": own, "tier": {"type": "HiCacheTier", "module_path": _PLUG_IN, **disk}}
-    return extra | ({"secondary_tiers": [tiers[mode]]} if mode in tiers else {})
+    return extra | ({"secondary_tiers": [{"type": "fs", "root_dir": str(files)}]} if mode == "fs" else {})
 
 
 def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
@@ -152,68 +184,105 @@ def gate_rates(metrics: Iterable[Any]) -> dict[str, float]:
     return found
 
 
-class _Server:
-    """vLLM in this process and its workers."""
+class Server:
+    """Made where an event loop runs."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         begin_s = time.perf_counter()
-        from vllm import LLM, SamplingParams, __version__
+        from vllm import SamplingParams, __version__
+        from vllm.config import KVTransferConfig
+        from vllm.engine.arg_utils import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
 
         self.version = str(__version__)
         self._sampling = SamplingParams
-        self._llm = LLM(**settings)
+        if "kv_transfer_config" in settings:
+            settings = {**settings, "kv_transfer_config": KVTransferConfig(**settings["kv_transfer_config"])}
+        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**settings))
         self.start_s = time.perf_counter() - begin_s
 
-    def close(self) -> None:
-        self._llm.llm_engine.engine_core.shutdown()
+    async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
+        sampling = self._sampling(max_tokens=answer_tokens, temperature=0, ignore_eos=True, detokenize=False)
+        begin_s, first_s, last = time.perf_counter(), 0.0, None
+        async for output in self._engine.generate({"prompt_token_ids": prompt}, sampling, name):
+            first_s, last = first_s or time.perf_counter() - begin_s, output
+        if last is None:
+            raise RuntimeError(f"vLLM gave no answer to {name}")
+        total_s = time.perf_counter() - begin_s
+        return first_s, total_s, last.num_cached_tokens or 0, list(last.outputs[0].token_ids)
 
-    def serve(self, workload: Workload) -> tuple[list[Answer], list[float]]:
-        """The answers, and the seconds of each round."""
+    async def settle(self) -> None:
+        """Requests have the scheduler look at what was copied. Bytes that still go to the disk after
+        two minutes are left to go on."""
+        known, number = self.num_bytes(), 0
+        give_up_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
+        while time.monotonic() < min(quiet_s, give_up_s):
+            await self.answer(f"settle {time.monotonic()}", [20], 1)
+            await asyncio.sleep(0.1)
+            if (now := self.num_bytes()) != known:
+                known, quiet_s = now, time.monotonic() + _QUIET_S
+        while not await self._engine.reset_prefix_cache() and time.monotonic() < give_up_s:
+            await self.answer(f"reset {number}", [20], 1)  # refused while blocks are copied, which a step notes
+            number += 1
+
+    def num_bytes(self) -> dict[str, int]:
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return moved_bytes(get_metrics_snapshot())
+
+    def rates(self) -> dict[str, float]:
+        from vllm.v1.metrics.reader import get_metrics_snapshot
+
+        return gate_rates(get_metrics_snapshot())
+
+    def close(self) -> None:
+        self._engine.shutdown()
+
+
+async def serve_documents(server: Server, given: dict[str, Any]) -> None:
+    """Serve the workloads of a task, and write what came of them into its file."""
+    served, numbers = Served({}, {}, {}, server.start_s, server.version), itertools.count()
+    for values in given["workloads"]:
+        workload = Workload(**values)
         if workload.forget:
-            give_up_s = time.monotonic() + _PATIENCE_S
-            while not self._llm.reset_prefix_cache():  # refused while blocks are copied, which a step notes
-                self._step(give_up_s, "the prefix cache is not emptied")
-        batches = [(batch, [workload.prompt(*request) for request in batch]) for batch in workload.batches()]
+            await server.settle()
         answers, seconds = list[Answer](), list[float]()
         for number in range(workload.rounds):
             begin_s = time.perf_counter()
-            found = [(batch, *self._ask(prompts, workload.answer_tokens)) for batch, prompts in batches]
+            for batch in workload.batches():
+                answers += await _ask(server, workload, number, batch, numbers)
             seconds.append(time.perf_counter() - begin_s)
-            for batch, outputs, total_s in found:
-                for request, output in zip(batch, outputs, strict=True):
-                    cached, first_s = output.num_cached_tokens or 0, output.metrics.first_token_latency
-                    tokens = list(output.outputs[0].token_ids)
-                    answers.append(Answer(number, *request, cached, first_s, total_s, tokens))
-        return answers, seconds
+        served.answers[workload.name], served.seconds[workload.name] = answers, seconds
+    if given["settle"]:
+        await server.settle()
+    served.num_bytes.update(server.num_bytes())
+    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
 
-    def num_bytes(self) -> dict[str, int]:
-        return moved_bytes(self._llm.get_metrics())
 
-    def settle(self) -> None:
-        """Until no more bytes go to a disk."""
-        known = self.num_bytes()
-        give_up_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
-        while time.monotonic() < quiet_s:
-            self._step(give_up_s, "the disk is not done")
-            if (now := self.num_bytes()) != known:
-                known, quiet_s = now, time.monotonic() + _QUIET_S
+async def _ask(
+    server: Server, workload: Workload, number: int, batch: list[tuple[int, int]], numbers: Iterator[int]
+) -> list[Answer]:
+    """The answers to requests that are sent at once, in round `number`. `numbers`: names of requests."""
+    prompts = [workload.prompt(*request) for request in batch]
+    begin_s = time.perf_counter()
+    found = await asyncio.gather(
+        *(server.answer(f"request {next(numbers)}", prompt, workload.answer_tokens) for prompt in prompts)
+    )
+    total_s = time.perf_counter() - begin_s
+    return [
+        Answer(number, *request, cached, first_s, total_s, tokens)
+        for request, (first_s, _, cached, tokens) in zip(batch, found, strict=True)
+    ]
 
-    def _ask(self, prompts: Sequence[list[int]], answer_tokens: int) -> tuple[list[Any], float]:
-        sampling = self._sampling(max_tokens=answer_tokens, temperature=0, ignore_eos=True, detokenize=False)
-        requests = [{"prompt_token_ids": prompt} for prompt in prompts]
-        begin_s = time.perf_counter()
-        return self._llm.generate(requests, sampling, use_tqdm=False), time.perf_counter() - begin_s
 
-    def _step(self, give_up_s: float, what: str) -> None:
-        if time.monotonic() > give_up_s:
-            raise TimeoutError(f"{what} after {_PATIENCE_S:.0f} s")
-        self._ask([[20]], 1)
-        time.sleep(0.1)
+async def _serve(given: dict[str, Any]) -> None:
+    server = Server(given["engine"])
+    await (serve_documents if "workloads" in given else serve_loads)(server, given)
+    server.close()
 
 
 def main() -> None:
-    given = json.load(sys.stdin)
-    serve(_Server(given["llm"]), given)
+    asyncio.run(_serve(json.load(sys.stdin)))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,14 @@
-"""What a server is asked, as data, and what came of it; the same for every server.
+"""The workload `documents` as data: the prompts, and the answers of a server.
 
-A server's program (`hicache.bench.servers.<server>`) serves workloads in a process of its own and prints a `Served`.
+A program (`hicache.bench.servers.vllm`) serves workloads in a process of its own and writes a `Served`.
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 ENDING_TOKENS = 3
 _MOST_DEVICE_TOKENS = 196_608  # 24 GiB of 8B geometry
@@ -96,40 +93,6 @@ class Served:
         """Tokens a second of each round."""
         num_tokens = sum(len(answer.tokens) for answer in self.answers[workload]) / len(self.seconds[workload])
         return [num_tokens / seconds for seconds in self.seconds[workload]]
-
-
-class Server(Protocol):
-    """A server in this process and others, which it has started."""
-
-    version: str
-    start_s: float
-
-    def serve(self, workload: Workload) -> tuple[list[Answer], list[float]]:
-        """The answers, and the seconds of each round."""
-        ...
-
-    def settle(self) -> None:
-        """Return when nothing more goes to a disk."""
-        ...
-
-    def num_bytes(self) -> dict[str, int]:
-        """What it has moved, or keeps, by name."""
-        ...
-
-    def close(self) -> None: ...
-
-
-def serve(server: Server, given: Mapping[str, Any]) -> None:
-    """Serve the workloads of a task, and write what came of them into its file."""
-    served = Served({}, {}, {}, server.start_s, server.version)
-    for values in given["workloads"]:
-        workload = Workload(**values)
-        served.answers[workload.name], served.seconds[workload.name] = server.serve(workload)
-    if given["settle"]:
-        server.settle()
-    served.num_bytes.update(server.num_bytes())
-    server.close()
-    Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
 
 
 def workloads(small: bool, tokens: int = 0) -> dict[str, Workload]:

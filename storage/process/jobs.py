@@ -118,13 +118,12 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RemoveJob:
-    """Remove `keys`, in the order of the writes around it; None: all pages of the store. Its answer is a `WriteDone`:
-    `ok[i]`, page i was there, and is gone. With one `ok` for all pages."""
+    """Remove all pages of the store, in the order of the writes around it. Answer: a `WriteDone` with one `ok`."""
 
     ticket: int
-    keys: tuple[bytes, ...] | None
     batch: int = 0
     queue_class = 0
+    keys = ()
     pages = ()
 
 

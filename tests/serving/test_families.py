@@ -129,16 +129,3 @@ def test_every_family_of_the_library_is_in_the_table() -> None:
         pytest.skip(f"the table is of transformers {BEFORE} and {LATEST}")
     rows = {row.split(",", maxsplit=1)[0] for row in FAMILIES}
     assert (rows | set(UNTRIED)) - (NEW if IS_BEFORE else set()) == set(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-
-
-def test_generate_stops_at_an_eos_token() -> None:
-    """The reference ends after an end-of-sequence token, which is part of it, and ignores the model's own settings."""
-    model = tiny_family("llama")
-    tokens = prompt(20, 3)
-    whole = generate(model, tokens, 8)
-    assert len(whole) == 8
-    end = whole.index(whole[3])
-    model.generation_config.repetition_penalty = 5.0
-    assert generate(model, tokens, 8, {whole[3]}) == whole[: end + 1]
-    assert model.generation_config.repetition_penalty == 5.0
-    assert generate(model, np.append(tokens, whole[0]), 7) == whole[1:]

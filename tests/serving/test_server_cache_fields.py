@@ -78,15 +78,8 @@ def test_a_lower_priority_is_served_earlier(tmp_path: Path) -> None:
         assert names == ["early", "late"]
 
 
-def test_a_key_of_the_cache_changes_nothing_and_a_retention_is_refused(server: Server) -> None:
-    """Requests with other keys share pages. A retention, which the server does not implement, is refused by name."""
+def test_a_key_of_the_cache_changes_nothing(server: Server) -> None:
+    """Requests with other keys share pages."""
     prompt = f"{SECRET} in another part of the cache " * 4
     held = len(prompt) // 64 * 64
     assert [cached_tokens(server, prompt, prompt_cache_key=key) for key in ("a", "a", "b")] == [0, held, held]
-    for route, asked in (
-        ("completions", {"prompt": prompt}),
-        ("chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
-    ):
-        body = json.dumps({**asked, "prompt_cache_retention": "24h"}).encode()
-        status, answer, _ = ask(server, "POST", f"/v1/{route}", body)
-        assert (status, answer["error"]["param"]) == (400, "prompt_cache_retention")

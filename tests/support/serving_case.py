@@ -4,7 +4,7 @@ cache."""
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -148,13 +148,11 @@ def plain_greedy(model: Any, tokens: npt.NDArray[np.int64], num_new: int, draft:
 
 
 @torch.inference_mode()
-def generate(
-    model: Any, tokens: npt.NDArray[np.int64], max_new_tokens: int, eos_ids: Iterable[int] = ()
-) -> tuple[int, ...]:
+def generate(model: Any, tokens: npt.NDArray[np.int64], max_new_tokens: int) -> tuple[int, ...]:
     """The greedy continuation of `tokens`, int64 [len], by transformers' `generate` with its own cache.
 
-    A reference that shares no code with the runner, the pools or the engine. Ends after a token of `eos_ids`, which is
-    part of it. The model's own generation settings are ignored and kept.
+    A reference that shares no code with the runner, the pools or the engine. The model's own generation settings are
+    ignored and kept.
     """
     ids = torch.from_numpy(tokens).to(model.device)[None]
     settings, model.generation_config = model.generation_config, GenerationConfig()
@@ -165,7 +163,7 @@ def generate(
             generation_config=GenerationConfig(
                 do_sample=False,
                 max_new_tokens=max_new_tokens,
-                eos_token_id=sorted(eos_ids) or None,
+                eos_token_id=None,
                 pad_token_id=0,
             ),
         )

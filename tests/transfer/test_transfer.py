@@ -30,23 +30,6 @@ from transfer_case import RIG_LAYERS as LAYERS
 from transfer_hooks import StreamGate
 
 
-def test_getters_wait_for_their_layer(device: str) -> None:
-    """A pool's getters wait for their own layer of a load that was submitted before, whatever was in the slots."""
-    with Rig(device, 8, 128, 128, 16, 1 << 20) as rig:
-        rig.pool.register_layer_transfer_counter(rig.counter)
-        slots, pages = torch.arange(16, 16 + 256, device=device), torch.arange(1, 17)
-        rig.backend.store(slots, pages).wait()
-        truth = [b[slots].clone() for b in rig.buffers]
-        for _ in range(3):
-            rig.fill(-9)
-            load_id, op = rig.load(pages, slots)
-            rig.counter.set_consumer((load_id,))
-            for layer in range(LAYERS):
-                for kept, got in zip(truth[2 * layer : 2 * layer + 2], rig.pool.get_kv_buffer(layer), strict=True):
-                    assert torch.equal(got[slots], kept)
-            op.wait()
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_a_started_backend_compiles_nothing(name: str) -> None:

@@ -91,25 +91,6 @@ def test_a_part_is_loaded_where_the_whole_does_not_pay(
         assert server.load(OTHER) == [False] * 8
 
 
-@pytest.mark.smoke
-def test_a_load_is_weighed_by_all_that_computing_delays(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
-) -> None:
-    """A chunk is read in 0.25 s and computed in 0.1: alone it is computed, beside two requests that run it is read."""
-    SlowReads(monkeypatch, clock, 0.25)
-    with scheduler(tmp_path, readers=1, prefill_tokens_per_s=10 * CHUNK_TOKENS) as server:
-        for chunks in (PROMPT, OTHER):
-            server.store(chunks)
-        server.reset()
-        assert server.load(OTHER) == [True] * 8
-        assert server.load(PROMPT) == [False] * 20
-        with server.request() as one, server.request() as two:
-            server.step(one.req_id, two.req_id)
-            assert server.load(PROMPT) == [True] * 20
-        server.reset()
-        assert server.load(PROMPT) == [False] * 20
-
-
 def test_what_the_cpu_tier_loses_meanwhile_is_weighed_too(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
 ) -> None:

@@ -1,10 +1,8 @@
-"""On PYTHONPATH: SGLang's processes run on a machine without GPU."""
+"""On PYTHONPATH: SGLang's schedulers run on a machine without GPU."""
 
 import sys
 
-BENCHES = {f"hicache.bench.servers.{name}" for name in ("sglang", "sessions_sglang")}
-
-if {"--multiprocessing-fork", *BENCHES} & {*sys.orig_argv}:
+if "--multiprocessing-fork" in sys.orig_argv:
     import sglang_on_cpu
 
     sglang_on_cpu.prepare()

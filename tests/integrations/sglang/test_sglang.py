@@ -1,0 +1,54 @@
+"""A real SGLang on the CPU, with a tiny model, over our disk."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import sglang_server
+from hicache.bench.servers import sglang
+
+pytestmark = pytest.mark.timeout(2400)  # a start of SGLang takes a minute on a busy machine
+
+SUPPORT = Path(sglang_server.__file__).parent
+PROMPTS = [random.Random(number).choices(range(10, 250), k=1027) for number in range(3)]
+SIZES = argparse.Namespace(
+    model="", device=torch.device("cpu"), small=True, longest=1500, answer_tokens=8, gpu_tokens=4096, cpu_gib=1 / 64
+)
+
+
+def served(folder: Path, mode: str) -> tuple[list[int], list[list[int]]]:
+    """Cached tokens and answers of a process that is asked for each prompt twice."""
+    given = sglang.task(mode, 1, SIZES, folder) | {"prompts": PROMPTS}
+    path = os.pathsep.join([str(SUPPORT / "sglang_site"), str(SUPPORT), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, **given["environment"], "PYTHONPATH": path, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, sglang_server.__file__],
+        input=json.dumps(given),
+        env=environment | {"SGLANG_USE_CPU_ENGINE": "1"},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-10000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    return [cached for cached, _ in found], [answer for _, answer in found]
+
+
+def test_after_a_restart_all_that_was_stored_comes_from_the_disk(tmp_path: Path) -> None:
+    """Three processes: without HiCache, with our disk, and with it again. Prompts that are asked twice in each have the
+    same tokens, computed, on the device, or loaded; of the third all whole pages are cached from the first on."""
+    cached, answers = served(tmp_path, "none")
+    assert cached == [0, 1024] * 3 and len({*map(tuple, answers)}) > 1
+    for expected in (0, 1024):
+        cached, loaded = served(tmp_path, "hicache")
+        assert cached == [expected, 1024] * 3 and loaded == answers
