@@ -15,6 +15,8 @@ _8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
 _TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}"""
 
+_LOG_DECAY = -6.0  # of linear attention, so that its states depend on hundreds of tokens
+
 
 def write_config(folder: Path, small: bool) -> Path:
     """The folder of a model, in `folder`."""
@@ -28,9 +30,9 @@ def fill_with_normals(model: torch.nn.Module) -> None:
     """The `dummy` weights of servers are so small that no token depends on the keys and values, which compress to a
     third. With these, attention counts; they are the same in each process."""
     with torch.no_grad():
-        for number, (_, weight) in enumerate(model.named_parameters()):
+        for number, (name, weight) in enumerate(model.named_parameters()):
             if weight.dim() == 1:
-                weight.fill_(1)
+                weight.fill_(_LOG_DECAY if name.endswith("A_log") else 1)
             else:
                 generator = torch.Generator(weight.device).manual_seed(number)
                 weight.normal_(0, 4 / math.sqrt(weight.shape[-1]), generator=generator)

@@ -7,6 +7,8 @@ how many; `prompt_tokens`: their length. The steps:
     run each       one prompt after the other
     compute each   the same without reading a cache
     preempt        each prompt preempted by requests of higher priority
+    warm           all prompts, one after the other, without a record of it
+    others         ten other prompts of that length, one after the other, without a record of it
     together       eight prompts at once that begin as the first one
     reset          empty the prefix cache and the CPU tier
     forget         empty the prefix cache
@@ -15,7 +17,8 @@ how many; `prompt_tokens`: their length. The steps:
 The last line that it prints is JSON: for each run the cached tokens and the output of every prompt, by vLLM's count, of
 "together" the cached tokens; for each `RecordingTier` in this process the chunks that it was to store and those that it
 has given, as a dict of their keys to the checksums of their bytes; how many a `CopyingWorker` in this process loaded;
-vLLM's count of preemptions; and the tier's metrics in vLLM's registry, summed over their labels.
+vLLM's counts of preemptions and of tokens that the connector has loaded; and the tier's metrics in vLLM's registry,
+summed over their labels.
 
 The dtype is float32: in bfloat16 two logits of the test's model are equal, and the last bit of a sum would decide on a
 token.
@@ -156,10 +159,11 @@ def main(task: dict[str, Any]) -> None:
         },
     }
     llm = LLM(task["model"], **{**settings, **task.get("llm", {})})
-    prompts = [
-        {"prompt_token_ids": [random.Random(n).randrange(256) for _ in range(task.get("prompt_tokens", PROMPT_TOKENS))]}
-        for n in range(task.get("prompts", 2))
-    ]
+
+    def random_tokens(seed: int) -> list[int]:
+        return [random.Random(seed).randrange(256) for _ in range(task.get("prompt_tokens", PROMPT_TOKENS))]
+
+    prompts = [{"prompt_token_ids": random_tokens(n)} for n in range(task.get("prompts", 2))]
     sampling = SamplingParams(temperature=0, max_tokens=16, ignore_eos=True, detokenize=False)
 
     def ask(prompts: Any, sampling: SamplingParams = sampling) -> list[tuple[int, list[int]]]:
@@ -177,6 +181,12 @@ def main(task: dict[str, Any]) -> None:
             computed = copy.copy(sampling)
             computed.skip_reading_prefix_cache = True
             runs.append([answer for prompt in prompts for answer in ask(prompt, computed)])
+        elif step == "warm":
+            for prompt in prompts:
+                ask(prompt)
+        elif step == "others":
+            for n in range(10):
+                ask({"prompt_token_ids": random_tokens(100 + n)})
         elif step == "preempt":
             runs.append([preempted(llm, n, prompt, sampling) for n, prompt in enumerate(prompts)])
         elif step == "together":
@@ -189,15 +199,23 @@ def main(task: dict[str, Any]) -> None:
         else:
             inject_faults()
     metrics = Counter[str]()
-    preemptions = 0
+    preemptions = external = 0
     for metric in llm.get_metrics():
         if metric.name == "vllm:num_preemptions":
             preemptions += metric.value
+        if metric.name == "vllm:external_prefix_cache_hits":
+            external += metric.value
         if metric.name.startswith("vllm:hicache_"):
             metrics[metric.name.removeprefix("vllm:hicache_")] += metric.value
     # vLLM ends its workers before the tier, which finishes its stores, and by default kills both after five seconds.
     llm.llm_engine.engine_core.shutdown(timeout=BOUND_S)
-    counted = {"together": together, "loaded": sum(loaded), "preemptions": preemptions, "metrics": metrics}
+    counted = {
+        "together": together,
+        "loaded": sum(loaded),
+        "preemptions": preemptions,
+        "external": external,
+        "metrics": metrics,
+    }
     print(json.dumps({"runs": runs, "stored": stored, "given": given, **counted}))
 
 

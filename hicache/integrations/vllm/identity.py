@@ -20,9 +20,15 @@ _ELEMENT_BYTES = {"bfloat16": 2, "float16": 2, "half": 2, "float32": 4, "float":
 
 
 def identity_of(
-    config: OffloadingConfig, release: str, row_bytes: int, packing: RowPacking | None = None
+    config: OffloadingConfig,
+    release: str,
+    row_bytes: int,
+    packing: RowPacking | None = None,
+    recurrent_states: str = "",
 ) -> dict[str, str | int]:
     """`row_bytes`: of one chunk in vLLM's CPU tier, where the parts of all workers lie side by side.
+
+    `recurrent_states`: shapes and dtypes of recurrent states; "" if there are none, or vLLM does not tell.
 
     vLLM gives the model by name alone. Where its files are on this machine, all their bytes count as well. What vLLM
     does not tell (revision, adapters, a draft model, overrides of the model's configuration) is for the salt.
@@ -51,7 +57,11 @@ def identity_of(
         "parallel": "any" if is_portable else geometry,
         "platform": _platform(),
     }
-    return fields if packing is None else {**fields, "packing": packing.name}
+    if packing is not None:
+        fields["packing"] = packing.name
+    if recurrent_states:
+        fields["states"] = hashlib.sha256(recurrent_states.encode()).hexdigest()[:32]
+    return fields
 
 
 def refuse_pipelines(config: OffloadingConfig) -> None:

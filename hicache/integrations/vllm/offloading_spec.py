@@ -40,6 +40,7 @@ from hicache.integrations.vllm.offloading_settings import (
     offloading_settings,
 )
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
+from hicache.integrations.vllm.recurrent_states import tell_specs
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
 from hicache.integrations.vllm.row_packing import RowPacking, format_of, row_packing
@@ -86,8 +87,10 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     """Built by vLLM in the scheduler's process, for the manager, and in each worker's. ConfigError for bad settings.
 
     `row_packing`: how rows are packed, for the tiers behind it; None where rows have vLLM's own bytes.
+    `recurrent_states`: of the scheduler's spec, for the identity of a store.
     """
 
+    recurrent_states: str = ""
     _worker: HiCacheOffloadingWorker | None
 
     @classmethod
@@ -104,6 +107,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         remove_leftovers()
         refuse_pipelines(config)
+        tell_specs()
         self._settings = offloading_settings(config.extra_config)
         num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing = _packing(self._settings, config)

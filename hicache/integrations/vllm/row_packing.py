@@ -85,6 +85,7 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
     channels, rest = divmod(raw_bytes, tokens * _ELEMENT_BYTES)
     obstacles = {
         f"the cache has {config.model.dtype}, not bfloat16": config.model.dtype != "bfloat16",
+        f"layer {unknown[0] if unknown else ''} is none of attention": bool(unknown),
         "secondary_tiers copy rows, and a chunk that does not fit has a part outside": has_other_tiers,
         "several workers read one part of a row": config.replicated_layout,
         "the tokens of a block lie on several workers": max(parallel.dcp_size, parallel.pcp_size) > 1,
@@ -92,7 +93,6 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
         f"a chunk has {tokens} tokens, not a power of two from {PagePacker.LEAST_TOKENS} on; set block_size": (
             tokens < PagePacker.LEAST_TOKENS or bool(tokens & (tokens - 1))
         ),
-        f"layer {unknown[0] if unknown else ''} is none of attention": bool(unknown),
         f"a token has {raw_bytes} / {tokens} bytes, not a multiple of 128": bool(rest or channels % TILE_CHANNELS),
     }
     for obstacle, is_there in obstacles.items():

@@ -99,12 +99,14 @@ class HiCacheTier(SecondaryTierManager):
         # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
         self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
         self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
-        self._packing = offloading_spec.row_packing if isinstance(offloading_spec, HiCacheOffloadingSpec) else None
+        is_ours = isinstance(offloading_spec, HiCacheOffloadingSpec)
+        self._packing = offloading_spec.row_packing if is_ours else None
+        states = offloading_spec.recurrent_states if is_ours else ""
         tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
         self._events = TierEvents(self.medium, self.locality) if tells_events else None
         self._server = ServerStore.open(
             config,
-            identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing),
+            identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing, states),
             [page_format(offloading_spec.config.model.dtype, row_bytes, is_packed=self._packing is not None)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,

@@ -255,6 +255,7 @@ def test_what_vllm_tells_of_the_heads_of_a_layer(dtype: torch.dtype) -> None:
         ({"groups": 48}, "48 tokens"),
         ({"groups": 4}, "4 tokens"),
         ({"names": ("layers.0.attn", "layers.1.mixer")}, "layers.1.mixer"),
+        ({"names": ("layers.0.attn", "layers.1.linear_attn"), "groups": 544}, "layers.1.linear_attn"),
         ({"worker_kv_bytes_per_block": 131073}, "not a multiple of 128"),
         ({"extra_config": {"secondary_tiers": [{"type": "fs"}]}}, "secondary_tiers"),
     ],

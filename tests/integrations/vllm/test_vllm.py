@@ -16,7 +16,8 @@ import pytest
 import torch
 
 pytest.importorskip("vllm")
-if importlib.util.find_spec("vllm._C") is None:  # to import it needs the processor that this variant is made for
+# To import them needs the processor that this variant is made for.
+if not any(map(importlib.util.find_spec, ("vllm._C", "vllm._C_stable_libtorch"))):
     pytest.skip("needs vLLM's compiled parts", allow_module_level=True)
 
 import vllm_server
@@ -54,6 +55,7 @@ class Served(NamedTuple):
     together: list[int]
     loaded: int
     preemptions: int
+    external: int  # tokens that the connector gave
     metrics: dict[str, float]
     log: str
 
@@ -75,7 +77,9 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
     outputs = [[output for _, output in run] for run in printed["runs"]]
     assert all(output == outputs[0] for output in outputs), "what is cached changed the output"
     cached = [[cached for cached, _ in run] for run in printed["runs"]]
-    counted = {name: printed[name] for name in ("stored", "given", "together", "loaded", "preemptions", "metrics")}
+    counted = {
+        name: printed[name] for name in ("stored", "given", "together", "loaded", "preemptions", "external", "metrics")
+    }
     return Served(cached, outputs[0], **counted, log=log)
 
 
@@ -264,3 +268,56 @@ def test_packed_rows_serve_the_same_tokens(model: str, tmp_path: Path) -> None:
         assert restarted.outputs == raw.outputs
         assert kv_packing == "4" or restarted.cached == [[cached, cached]]
     assert describe(next((tmp_path / "3").iterdir())).entries == 2 * cached // 64
+
+
+_COMMON = """{"hidden_act": "silu", "rms_norm_eps": 1e-5, "hidden_size": 256, "intermediate_size": 512,
+    "vocab_size": 512, "max_position_embeddings": 4096, "num_attention_heads": 4, "num_hidden_layers": 4,
+    "tie_word_embeddings": false}"""
+_HYBRID = """{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next", "num_key_value_heads": 2,
+    "head_dim": 64, "full_attention_interval": 4, "partial_rotary_factor": 0.25, "linear_conv_kernel_dim": 4,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
+    "mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
+    "shared_expert_intermediate_size": 128}"""
+_FP8 = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2, "head_dim": 64}"""
+_LATENT = """{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
+    "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+    "n_routed_experts": 8, "first_k_dense_replace": 4, "num_nextn_predict_layers": 0}"""
+
+
+@pytest.mark.parametrize(
+    ("config", "llm"),
+    [
+        pytest.param(_HYBRID, {"num_gpu_blocks_override": 60}, id="hybrid"),
+        pytest.param(_FP8, {"kv_cache_dtype": "fp8", "num_gpu_blocks_override": 90}, id="fp8"),
+        # Without a GPU vLLM caches no prefixes of latents.
+        pytest.param(_LATENT, {"num_gpu_blocks_override": 180}, marks=pytest.mark.gpu, id="latent"),
+    ],
+)
+def test_other_caches_than_of_keys_and_values(config: str, llm: dict[str, Any], tmp_path: Path) -> None:
+    """Prompts give the same tokens when vLLM has evicted them and loads them from the CPU tier, and when it loads them
+    from the disk after a restart: with recurrent states and attention, with fp8, and with latents."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(json.loads(_COMMON) | json.loads(config)))
+    extra = {
+        "spec_name": "HiCacheOffloadingSpec",
+        "spec_module_path": "hicache.integrations.vllm",
+        "cpu_bytes_to_use": 256 << 20,
+        "disk": {"path": str(tmp_path / "pages"), "budget": "1GB", "prefill_tokens_per_s": 0},
+    }
+    llm |= {
+        "dtype": "bfloat16",
+        "load_format": vllm_worker.LOAD_FORMAT,
+        "worker_extension_cls": f"{vllm_worker.__name__}.WorkerExtension",
+        "prefix_caching_hash_algo": "sha256",
+        "additional_config": {"gdn_prefill_backend": "triton"},
+    }
+    if torch.cuda.is_available():
+        llm |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}  # beside other tests
+    # Where a GPU computes a prompt as a whole it rounds otherwise than behind a cached prefix.
+    computed = "warm" if torch.cuda.is_available() else "run each"
+    one = serve(str(model), extra, [computed, "run each", "others", "run each"], llm=llm)
+    *_, own, cached = one.cached
+    assert min(cached) > vllm_server.PROMPT_TOKENS - 256 and cached == own and one.external == sum(cached)
+    two = serve(str(model), extra, ["run each"], llm=llm)
+    assert two.cached == [cached] and two.external == sum(cached) and two.outputs == one.outputs

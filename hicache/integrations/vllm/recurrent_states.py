@@ -1,0 +1,41 @@
+"""The dtypes of recurrent states, which vLLM does not tell an `OffloadingSpec`.
+
+vLLM pads the states of recurrent layers to the size of an attention block. Then chunks with states of other dtypes have
+the same sizes, and a store must not serve these. `OffloadingConnectorScheduler` gets vLLM's configuration of the cache
+and asks the spec for its manager, so its constructor is replaced by one that tells the spec before.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
+
+# vLLM's own.
+INIT = OffloadingConnectorScheduler.__init__
+
+
+def tell_specs() -> None:
+    """Replace vLLM's constructor in this process, so that it sets `recurrent_states` of each spec. Idempotent."""
+    OffloadingConnectorScheduler.__init__ = _init
+
+
+def _init(
+    scheduler: OffloadingConnectorScheduler, spec: Any, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig
+) -> None:
+    spec.recurrent_states = recurrent_states(kv_cache_config)
+    INIT(scheduler, spec, vllm_config, kv_cache_config)
+
+
+def recurrent_states(kv_cache_config: KVCacheConfig) -> str:
+    """Kind, shapes and dtypes of the states in each group of recurrent layers; "" for a cache without."""
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    states = [
+        [str(spec.mamba_type), [list(shape) for shape in spec.shapes], [str(dtype) for dtype in spec.dtypes]]
+        for spec in specs
+        if isinstance(spec, MambaSpec)
+    ]
+    return json.dumps(states) if states else ""
