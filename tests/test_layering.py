@@ -20,7 +20,7 @@ LEVELS = (
     ("cli", "__main__", "serving", "planning", "store_command", "integrations", "monitoring"),
     ("engine", "build", "kv_events", "prefix_cache"),
     ("flow", "replay"),
-    ("tree", "alloc", "device", "transfer", "host", "stores"),
+    ("pages", "tree", "alloc", "device", "transfer", "host", "stores"),
     ("eviction", "layout"),
     ("tiers",),
     ("config", "metrics"),

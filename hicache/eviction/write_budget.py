@@ -21,13 +21,19 @@ import numpy.typing as npt
 BUCKET_S = 30.0  # of the budget, which may be spent at once
 _EARLY, _COLD = 0.75, 0.5  # of the bucket
 _REMEMBERED = 1 << 20  # pages; 8 MiB
+_NAME_BYTES = 8  # of a key, which has more of them
 
-_HEAD_BYTES = 8  # of a key, which has more of them or just these
 _NUM_FLAGS = np.uint64(3)
 _USED, _USED_TWICE, _UNREAD, _FLAGS = (np.uint64(flags) for flags in (1, 3, 4, 7))
 
 Clock = Callable[[], float]
-_Numbers = npt.NDArray[np.uint64]
+Names = npt.NDArray[np.uint64]
+
+
+def names_of(keys: Sequence[bytes]) -> Names:
+    """The first bytes of each key as a number, uint64 `[keys]`: equal ones of different pages only misjudge their
+    use."""
+    return np.frombuffer(b"".join([key[:_NAME_BYTES].ljust(_NAME_BYTES) for key in keys]), ">u8").astype(np.uint64)
 
 
 class WriteBudget:
@@ -71,6 +77,14 @@ class WriteBudget:
         taken = self._taken
         return not self._rate or not taken or taken + num_bytes <= self._rate * BUCKET_S
 
+    def num_fitting(self, num_pages: int, page_bytes: int) -> int:
+        """How many of `num_pages` pages the bucket has room for; at least one, if it is full."""
+        taken = self._taken
+        if not self._rate:
+            return num_pages
+        left = int((self._rate * BUCKET_S - taken) // page_bytes)
+        return max(0 if taken else 1, min(num_pages, left))
+
     def reserve(self, num_bytes: int) -> None:
         """So much is on its way."""
         self._reserved += num_bytes
@@ -96,34 +110,36 @@ class PageUses:
 
     `num_written`: pages, and `num_read`: those of them that were read later, as far as that is known.
 
-    A table of `size` places, of which each page has one by its key: a page that comes to the place of another takes it.
+    A table of `size` places, of which each page has one by its name, see `names_of`: a page that
+    comes to the place of another takes it.
     """
 
     def __init__(self, size: int = _REMEMBERED) -> None:
         self._table = np.zeros(size, np.uint64)  # of each page its name, three flags behind it
         self.num_written = self.num_read = 0
 
-    def use(self, keys: Sequence[bytes]) -> None:
+    def use(self, names: Names) -> None:
         """A request used these."""
-        places, names, flags = self._look_up(keys)
-        self._table[places] = names | flags | np.where(flags & _USED, _USED_TWICE, _USED)
+        places, known, flags = self._look_up(names)
+        self._table[places] = known | flags | np.where(flags & _USED, _USED_TWICE, _USED)
 
-    def used_twice(self, key: bytes) -> bool:
-        head = int.from_bytes(key[:_HEAD_BYTES], "big")
-        found = int(self._table[head % len(self._table)])
-        return found & 3 == 3 and (found ^ head << 3) & ((1 << 64) - 8) == 0
+    def used_twice(self, names: Names) -> npt.NDArray[np.bool_]:
+        """Which of these several requests have used, `[names]`."""
+        _, _, flags = self._look_up(names)
+        is_twice: npt.NDArray[np.bool_] = (flags & _USED_TWICE) == _USED_TWICE
+        return is_twice
 
-    def write(self, keys: Sequence[bytes], num_new: int) -> None:
+    def write(self, names: Names, num_new: int) -> None:
         """These are on the drive from now on, `num_new` of them only now."""
-        places, names, flags = self._look_up(keys)
-        self._table[places] = names | flags | _UNREAD
+        places, known, flags = self._look_up(names)
+        self._table[places] = known | flags | _UNREAD
         self.num_written += num_new
 
-    def read(self, keys: Sequence[bytes]) -> None:
+    def read(self, names: Names) -> None:
         """These were read from the drive."""
-        places, names, flags = self._look_up(keys)
+        places, known, flags = self._look_up(names)
         is_first = (flags & _UNREAD) != 0
-        self._table[places[is_first]] = (names | (flags & ~_UNREAD))[is_first]
+        self._table[places[is_first]] = (known | (flags & ~_UNREAD))[is_first]
         self.num_read += int(is_first.sum())
 
     def count_anew(self) -> None:
@@ -131,9 +147,9 @@ class PageUses:
         self._table &= ~_UNREAD
         self.num_written = self.num_read = 0
 
-    def _look_up(self, keys: Sequence[bytes]) -> tuple[_Numbers, _Numbers, _Numbers]:
-        """Of each page its place, its name, and its flags, which are 0 where another one has its place."""
-        heads = np.frombuffer(b"".join([key[:_HEAD_BYTES] for key in keys]), ">u8").astype(np.uint64)
-        places, names = heads % np.uint64(len(self._table)), heads << _NUM_FLAGS
+    def _look_up(self, names: Names) -> tuple[Names, Names, Names]:
+        """Of each page its place, what the table has of its name, and its flags, which are 0 where another one has its
+        place."""
+        places, known = names % np.uint64(len(self._table)), names << _NUM_FLAGS
         found = self._table[places]
-        return places, names, np.where(found & ~_FLAGS == names, found & _FLAGS, np.uint64(0))
+        return places, known, np.where(found & ~_FLAGS == known, found & _FLAGS, np.uint64(0))

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
-from hicache.eviction.write_budget import WriteBudget
+from hicache.eviction.write_budget import WriteBudget, names_of
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
@@ -129,7 +129,7 @@ class Persist(Movement):
         is_again = not self.num_waiting and not self.tier.writes.refuses()
         for name, at in self._indexes.items():
             if self.into is DISK:  # uses are told once
-                self._context.page_uses.use(keys[name])
+                self._context.page_uses.use(names_of(keys[name]))
             self._ahead.use(at, keys[name])
             if is_again:
                 self._ahead.come(at, at.index.runs_of(keys[name]))
@@ -256,7 +256,7 @@ class Persist(Movement):
         self._written.value += num_bytes
         if self._uses is not None and done.num_new:
             keys = itertools.chain(*write.keys)
-            self._uses.write([*compress(keys, done.ok)], done.num_new)
+            self._uses.write(names_of([*compress(keys, done.ok)]), done.num_new)
         if self._is_measured and done.num_new == num_pages:
             self._measured_bytes, self._measured_s = self._measured_bytes + num_bytes, self._measured_s + done.seconds
             if self._measured_bytes >= _MEASURED_BYTES and self._measured_s:

@@ -26,6 +26,7 @@ from operator import attrgetter
 
 from hicache.config import PrefetchMode
 from hicache.errors import PrefetchPending
+from hicache.eviction.write_budget import names_of
 from hicache.flow.asked import Asked, ReadOfRuns
 from hicache.flow.beside import Beside
 from hicache.flow.context import EngineContext
@@ -315,7 +316,7 @@ class Prefetcher(Movement):
             for part in published:
                 part.stored |= job.store.bit
                 if job.store is DISK:
-                    self._context.page_uses.read(part.keys)
+                    self._context.page_uses.read(names_of(part.keys))
             if job.component.name == FULL and published:
                 num_pages = self._readers.count_landed(job.store, published)
                 if waiting:  # they count for the one that came first

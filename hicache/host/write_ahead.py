@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from hicache.eviction.write_budget import PageUses, WriteBudget
+from hicache.eviction.write_budget import PageUses, WriteBudget, names_of
 from hicache.host.index import PageIndex
 from hicache.host.run import HostRun, path_of
 from hicache.tiers import Store
@@ -177,7 +177,9 @@ class WriteAhead:
                 return
             if not self.lacks(run) or run.is_duplicate:
                 continue
-            if not self._budget.takes_all_cold and not (self._uses and self._uses.used_twice(run.keys[-1])):
+            if not self._budget.takes_all_cold and not (
+                self._uses and self._uses.used_twice(names_of(run.keys[-1:])).all()
+            ):
                 at.has_refused = True
             elif not self._choose(at, run):
                 at.next_cold = run

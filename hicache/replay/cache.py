@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hicache.eviction.orders import KEPT_SHARE, deadline_s
-from hicache.eviction.write_budget import PageUses, WriteBudget
+from hicache.eviction.write_budget import PageUses, WriteBudget, names_of
 from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.index import PageIndex
 from hicache.host.run import RUN_TOKENS, HostRun, NewPages, RunPart, end_of, path_of, spans, used_alike, within
@@ -264,7 +264,7 @@ class CacheSimulation:
             self._keep(node, keys, deadline_s(now_s, hint.next_turn_within_s))
         if self.disk is not None and self._ahead is not None:
             self.disk.touch(blocks[: shared.depth_tokens])
-            self._uses.use(keys[: shared.depth_tokens])
+            self._uses.use(names_of(keys[: shared.depth_tokens]))
             self._ahead.use(self._written, keys[: shared.depth_tokens])
             self._write_ahead(self.disk, self._ahead)
 

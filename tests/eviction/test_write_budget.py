@@ -8,7 +8,7 @@ import random
 import pytest
 
 from disk_case import Clock
-from hicache.eviction.write_budget import BUCKET_S, PageUses, WriteBudget
+from hicache.eviction.write_budget import BUCKET_S, PageUses, WriteBudget, names_of
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -57,28 +57,28 @@ def test_a_crash_loop_writes_no_more_than_one_process() -> None:
 def test_uses_outlive_the_pages_and_the_table_is_bounded() -> None:
     """A page counts as used twice from its second use on, whatever came between as long as its place is its own; where
     more pages come than the table has places, it forgets, and never takes one page for another."""
-    keys = [hashlib.sha256(bytes([n // 256, n % 256])).digest() for n in range(3000)]
+    names = names_of([hashlib.sha256(bytes([n // 256, n % 256])).digest() for n in range(3000)])
     uses = PageUses(1 << 16)
-    uses.use(keys[:100])
-    assert not any(map(uses.used_twice, keys[:200]))
-    uses.use(keys[50:1000])
-    assert sum(map(uses.used_twice, keys[50:100])) >= 48 and not any(map(uses.used_twice, keys[100:]))
+    uses.use(names[:100])
+    assert not uses.used_twice(names[:200]).any()
+    uses.use(names[50:1000])
+    assert uses.used_twice(names[50:100]).sum() >= 48 and not uses.used_twice(names[100:]).any()
     small = PageUses(64)
-    small.use(keys[:1000])
-    assert not any(map(small.used_twice, keys))
-    small.use(keys[990:1000])
-    assert 1 <= sum(map(small.used_twice, keys)) <= 10 and any(map(small.used_twice, keys[990:1000]))
+    small.use(names[:1000])
+    assert not small.used_twice(names).any()
+    small.use(names[990:1000])
+    assert 1 <= small.used_twice(names).sum() <= 10 and small.used_twice(names[990:1000]).any()
 
 
 def test_a_page_that_is_read_was_not_written_in_vain() -> None:
     """Each page that was written counts as read once, however often it is; a use of it changes nothing."""
-    keys = [hashlib.sha256(bytes([n])).digest() for n in range(20)]
+    names = names_of([hashlib.sha256(bytes([n])).digest() for n in range(20)])
     uses = PageUses()
-    uses.write(keys, 15)
-    uses.use(keys)
+    uses.write(names, 15)
+    uses.use(names)
     for _ in range(2):
-        uses.read(keys[:5])
+        uses.read(names[:5])
     assert (uses.num_written, uses.num_read) == (15, 5)
     uses.count_anew()
-    uses.read(keys)
+    uses.read(names)
     assert (uses.num_written, uses.num_read) == (0, 0)

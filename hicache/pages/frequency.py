@@ -1,0 +1,231 @@
+"""The policy `auto`: what is used often and lately stays, and evicted pages are remembered.
+
+Uses fade: each counts half as much after a half-life, measured in pages that requests have used. A rank is the
+logarithm of their sum, as in LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001):
+
+    rank = log2(sum over uses of 2^(t / half_life)),  t: when, in pages used
+
+so ranks fade without being touched. The uses of an evicted page count when it comes back, as those of ghosts do in ARC
+and LIRS: where much more is used between two uses of a prefix than fits, nothing else tells a prefix that comes back
+from one that does not.
+
+The half-life follows from what is served:
+
+    3 * median age of uses * share of uses that are older than what the tier holds * trust
+
+If recency suffices, the share is small and the order nearly that of `lru`. `trust` falls while `lru` would hit more:
+that is measured on a sample of the pages, chosen by their names (SHARDS, Waldspurger et al., FAST 2015).
+docs/decisions/035-the-default-policy.md has what was compared.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from typing import ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.pages.policy import RankPolicy, Ranks, Uses
+from hicache.pages.table import Columns, Mask, Rows
+
+_HALF_LIVES = 3.0
+_UNKNOWN_HALF_LIFE = float(1 << 40)  # until uses were seen, their number counts
+# Uses that are closer than this share of the half-life are one: a request is matched several times while it waits.
+_ONE_USE = 1 / 64
+_BUCKETS_PER_OCTAVE, _NUM_BUCKETS = 2, 128
+_ADAPT_AFTER = 512  # uses whose age was seen
+_FADE_AFTER = 1 << 17  # then older ones count half
+_TOLERANCE = 0.5  # octaves that the half-life may be off: with another one all ranks are made anew
+_REMEMBERED = 8.0  # half-lives or capacities, whichever is more
+_LEAST_REMEMBERED, _MOST_REMEMBERED = 1 << 12, 1 << 18  # pages; 24 bytes each
+_BEHIND = 1.1  # hits of `lru` over ours from which on ours are fewer
+_MIN_TRUST = 1 / 64
+_MAX_LEVELS = 32  # of priority: more would keep for ever what nobody asks for
+_SAMPLED_PAGES = 2048  # that the shadow of `lru` holds at most
+
+
+class _Remembered(Columns):
+    """Uses of pages that the tier has no more, by the name of each: a page that comes to the entry of another takes
+    it."""
+
+    fields: ClassVar = {"name": (np.uint64, 0), "uses": (np.float64, 0.0), "used_at": (np.int64, 0)}
+    name: npt.NDArray[np.uint64]
+    uses: npt.NDArray[np.float64]
+    used_at: npt.NDArray[np.int64]
+
+    def __init__(self) -> None:
+        self.grow(_LEAST_REMEMBERED)
+
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def make_room(self, num_pages: int) -> None:
+        """Have entries for `num_pages` pages, within a limit."""
+        size = min(_MOST_REMEMBERED, 1 << max(1, num_pages - 1).bit_length())
+        if size > len(self):
+            old = np.flatnonzero(self.uses)
+            names, uses, used_at = self.name[old], self.uses[old], self.used_at[old]
+            self.grow(size)
+            self.uses[:] = 0.0
+            self.put(names, uses, used_at)
+
+    def put(self, names: npt.NDArray[np.uint64], uses: Ranks, used_at: npt.NDArray[np.int64]) -> None:
+        at = names % np.uint64(len(self))
+        self.name[at], self.uses[at], self.used_at[at] = names, uses, used_at
+
+    def take(self, names: npt.NDArray[np.uint64], since: float) -> tuple[Mask, Ranks, npt.NDArray[np.int64]]:
+        """Which of these are remembered, if they were used after `since`; their uses, and when they had these."""
+        at = names % np.uint64(len(self))
+        known = (self.uses[at] > 0) & (self.name[at] == names) & (self.used_at[at] >= since)
+        uses, used_at = self.uses[at], self.used_at[at]
+        self.uses[at[known]] = 0.0
+        return known, uses, used_at
+
+
+class _ShadowLru:
+    """Of a sample of the pages, what `lru` would hold of `capacity` pages, and how many of its uses would hit."""
+
+    def __init__(self) -> None:
+        self._held: OrderedDict[int, None] = OrderedDict()
+        self._every = 1  # one page of so many is in the sample
+        self.num_uses = self.num_hits = 0
+
+    def use(self, names: npt.NDArray[np.uint64], capacity: int) -> Mask:
+        """These were used, the last one first. Returns which of them are in the sample."""
+        every = 1 << max(0, math.ceil(math.log2(capacity / _SAMPLED_PAGES)))
+        if every > self._every:
+            self._every = every
+            self._held = OrderedDict.fromkeys(name for name in self._held if not name % every)
+        sampled: Mask = names % np.uint64(self._every) == 0
+        held, most = self._held, max(1, capacity // self._every)
+        for name in names[sampled][::-1].tolist():
+            if name in held:
+                held.move_to_end(name)
+                self.num_hits += 1
+            else:
+                held[name] = None
+                if len(held) > most:
+                    held.popitem(last=False)
+        while len(held) > most:
+            held.popitem(last=False)
+        return sampled
+
+
+class FadingFrequency(RankPolicy):
+    """See the module. `half_life`: in pages."""
+
+    def __init__(self) -> None:
+        self.half_life = _UNKNOWN_HALF_LIFE
+        self._seen, self._capacity = 0, 1  # pages used so far; what the tier held when it last evicted
+        self._num_held = 0
+        self._evicted = _Remembered()
+        self._ages = np.zeros(_NUM_BUCKETS)  # uses by the age of the use before
+        self._num_ages = self._num_new_ages = 0
+        self._shadow, self._trust = _ShadowLru(), 1.0
+        self._num_hits = self._judged_at = 0
+
+    def ranks(self, at: Uses, rows: Rows) -> Ranks:
+        """A level of priority counts as twice as many uses, and so fades in a half-life."""
+        levels = np.minimum(at.table.priority[rows], _MAX_LEVELS)
+        ranks: Ranks = np.log2(np.maximum(at.uses[rows], 1e-300)) + at.used_at[rows] / self.half_life + levels
+        return ranks
+
+    def enter(self, at: Uses, rows: Rows) -> None:
+        """Uses before a page was evicted are remembered. A page that was only locked is used if requests used it."""
+        self._num_held += len(rows)
+        self._count_in(at, rows)
+
+    def lock(self, num_rows: int) -> None:
+        self._num_held -= num_rows
+
+    def use(self, at: Uses, rows: Rows) -> None:
+        self._count_hits(at, rows)
+
+    def forget(self, at: Uses, rows: Rows) -> None:
+        self._capacity = max(1, self._num_held)
+        self._num_held -= len(rows)
+        self._evicted.make_room(int(_REMEMBERED * max(self._capacity, min(self.half_life, _MOST_REMEMBERED))))
+        self._evicted.put(at.table.name[rows], at.uses[rows], at.used_at[rows])
+        at.uses[rows] = 0.0
+
+    def expect_uses(self, at: Uses, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
+        self._count_in(at, rows)
+        at.uses[rows] = np.maximum(at.uses[rows], num_uses)
+        at.used_at[rows] = self._seen
+
+    def uses_of(self, at: Uses, rows: Rows) -> Ranks:
+        faded: Ranks = at.uses[rows] * np.exp2((at.used_at[rows] - self._seen) / self.half_life)
+        return np.maximum(1.0, faded)
+
+    def _count_in(self, at: Uses, rows: Rows) -> None:
+        is_new = at.uses[rows] == 0
+        if not is_new.all():
+            self._count_hits(at, rows[~is_new])
+        new = rows[is_new]
+        if not len(new):
+            return
+        now = self._see(at, new)
+        since = self._seen - _REMEMBERED * max(self.half_life, self._capacity)
+        known, uses, used_at = self._evicted.take(at.table.name[new], since)
+        at.uses[new], at.used_at[new] = np.where(known, uses, 1.0), np.where(known, used_at, now)
+        at.counted[new] = at.table.hits[new]
+        if known.any():
+            self._count(at, new[known], now[known])
+
+    def _count_hits(self, at: Uses, rows: Rows) -> None:
+        """Count a use of each page that requests used since the last one."""
+        used = rows[at.counted[rows] != at.table.hits[rows]]
+        if len(used):
+            at.counted[used] = at.table.hits[used]
+            now = self._see(at, used, are_held=True)
+            self._count(at, used, now)
+
+    def _see(self, at: Uses, rows: Rows, *, are_held: bool = False) -> npt.NDArray[np.int64]:
+        """These are used now, the first one last; returns when, in pages used."""
+        self._seen += len(rows)
+        if self._capacity > 1:  # something was evicted
+            sampled = self._shadow.use(at.table.name[rows], self._capacity)
+            if are_held:
+                self._num_hits += int(np.count_nonzero(sampled))
+        return np.arange(self._seen, self._seen - len(rows), -1)
+
+    def _count(self, at: Uses, rows: Rows, now: npt.NDArray[np.int64]) -> None:
+        ages = now - at.used_at[rows]
+        counts = ages > _ONE_USE * min(self.half_life, self._capacity)
+        rows, now, ages = rows[counts], now[counts], ages[counts]
+        if not len(rows):
+            return
+        at.uses[rows] = 1.0 + at.uses[rows] * np.exp2(-ages / self.half_life)
+        at.used_at[rows] = now
+        buckets = np.minimum((np.log2(ages) * _BUCKETS_PER_OCTAVE).astype(np.int64), _NUM_BUCKETS - 1)
+        self._ages += np.bincount(buckets, minlength=_NUM_BUCKETS)
+        self._num_new_ages += len(rows)
+        if self._num_new_ages >= _ADAPT_AFTER and self._capacity > 1:  # something was evicted
+            self._num_ages, self._num_new_ages = self._num_ages + self._num_new_ages, 0
+            self._adapt()
+
+    def _adapt(self) -> None:
+        if self._seen - self._judged_at > 2 * self._capacity:
+            is_behind = self._shadow.num_hits > _BEHIND * self._num_hits
+            self._trust = max(_MIN_TRUST, self._trust / 4) if is_behind else min(1.0, self._trust * 2**0.25)
+            self._shadow.num_hits = self._num_hits = 0
+            self._judged_at = self._seen
+        wanted = max(1.0, _HALF_LIVES * self._median() * self._late_share() * self._trust)
+        if abs(math.log2(wanted / self.half_life)) > _TOLERANCE:
+            self.half_life = wanted
+            self.generation += 1
+        if self._num_ages >= _FADE_AFTER:
+            self._ages /= 2
+            self._num_ages = 0
+
+    def _median(self) -> float:
+        """Of the ages of uses."""
+        bucket = int(np.searchsorted(np.cumsum(self._ages), self._ages.sum() / 2))
+        return math.pow(2.0, (bucket + 0.5) / _BUCKETS_PER_OCTAVE)
+
+    def _late_share(self) -> float:
+        """Of uses that come after more pages than the tier holds."""
+        bucket = min(int(math.log2(self._capacity) * _BUCKETS_PER_OCTAVE), _NUM_BUCKETS - 1)
+        return float(self._ages[bucket + 1 :].sum() / self._ages.sum())

@@ -1,0 +1,201 @@
+"""The page table: one row for each page that memory holds or that a transfer brings.
+
+A row keeps its number from the moment a request names the page until nothing needs it, so whatever refers to pages (a
+lease, a copy, a read, a waiting request) holds an array of row numbers. Columns are numpy arrays; each part that keeps
+something of a page has columns of its own, which grow with the table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import numpy as np
+import numpy.typing as npt
+
+from hicache.eviction.write_budget import names_of
+
+Rows = npt.NDArray[np.int64]
+Mask = npt.NDArray[np.bool_]
+
+NO_ROW = -1
+NO_ROWS: Rows = np.empty(0, np.int64)
+_LEAST_ROWS = 64
+
+
+class Columns:
+    """Arrays with an entry for each row. `fields`: of each its type, and what it holds of a row that nothing needs."""
+
+    fields: ClassVar[dict[str, tuple[Any, Any]]]
+
+    def grow(self, num_rows: int) -> None:
+        """Have `num_rows` rows, at least as many as now."""
+        for name, (dtype, empty) in self.fields.items():
+            column = np.full(num_rows, empty, dtype)
+            before = vars(self).get(name)
+            if before is not None:
+                column[: len(before)] = before
+            setattr(self, name, column)
+
+    def clear(self, rows: Rows) -> None:
+        """Nothing needs these rows any more."""
+        for name, (_, empty) in self.fields.items():
+            vars(self)[name][rows] = empty
+
+
+class PageTable(Columns):
+    """The rows of the pages of one component, by page key. Owned by the scheduler thread.
+
+    `index`          of the page in its prompts, from 0
+    `previous`       the row of the page before it, if a request named both; valid while that has `previous_age`
+    `age`            a number that no other row has or had; the row made last has the highest
+    `name`           see `names_of`
+    `hits`           requests that used the page since memory has it
+    `priority`       the highest of a request that used it
+    `refs`           what needs the row: tiers that have the page or get it, and holders of `hold`
+    """
+
+    fields: ClassVar = {
+        "index": (np.int32, 0),
+        "previous": (np.int64, NO_ROW),
+        "previous_age": (np.int64, 0),
+        "age": (np.int64, 0),
+        "name": (np.uint64, 0),
+        "hits": (np.int32, 0),
+        "priority": (np.int32, 0),
+        "refs": (np.int32, 0),
+        "keys": (np.object_, None),
+    }
+    index: npt.NDArray[np.int32]
+    previous: Rows
+    previous_age: npt.NDArray[np.int64]
+    age: npt.NDArray[np.int64]
+    name: npt.NDArray[np.uint64]
+    hits: npt.NDArray[np.int32]
+    priority: npt.NDArray[np.int32]
+    refs: npt.NDArray[np.int32]
+    keys: npt.NDArray[np.object_]
+
+    def __init__(self, num_rows: int = _LEAST_ROWS) -> None:
+        self._parts: list[Columns] = [self]
+        self._row_of: dict[bytes, int] = {}
+        self._free: list[int] = []
+        self._num_rows = self._last_age = 0
+        self._grow_to(num_rows)
+
+    def __len__(self) -> int:
+        """Rows that something needs, or that were just named."""
+        return self._num_rows - len(self._free)
+
+    def __contains__(self, key: bytes) -> bool:
+        return key in self._row_of
+
+    def add_columns(self, part: Columns) -> None:
+        """Have the columns of `part` grow with the table."""
+        part.grow(self._num_rows)
+        self._parts.append(part)
+
+    def find(self, keys: Sequence[bytes]) -> Rows:
+        """The rows of pages, int64 `[keys]`; `NO_ROW` for those without."""
+        get, row_of = self._row_of.get, self._row_of
+        if row_of.keys().isdisjoint(keys):
+            return np.full(len(keys), NO_ROW)
+        return np.fromiter([get(key, NO_ROW) for key in keys], np.int64, len(keys))
+
+    def row(self, key: bytes) -> int:
+        return self._row_of.get(key, NO_ROW)
+
+    def keys_of(self, rows: Rows) -> list[bytes]:
+        found: list[bytes] = self.keys[rows].tolist()
+        return found
+
+    def add(self, keys: Sequence[bytes], index: int = 0, previous: int = NO_ROW) -> Rows:
+        """The rows of pages that follow each other in a prompt, the first at `index`, behind the page of the row
+        `previous`. Pages without a row get one, which the caller has something need, or gives back by `forget`."""
+        rows = self.find(keys)
+        missing = np.flatnonzero(rows < 0)
+        if len(missing):
+            new = rows[missing] = self._take(len(missing))
+            new_keys = [keys[at] for at in missing.tolist()]
+            self._row_of.update(zip(new_keys, new.tolist(), strict=True))
+            self.keys[new] = new_keys
+            self.index[new] = index + missing
+            self.age[new] = np.arange(self._last_age + 1, self._last_age + 1 + len(new))
+            self._last_age += len(new)
+            self.name[new] = names_of(new_keys)
+        self.link(rows, previous)
+        return rows
+
+    def link(self, rows: Rows, previous: int = NO_ROW) -> None:
+        """Pages of these rows follow each other in a prompt, the first behind that of `previous`."""
+        if not len(rows):
+            return
+        before = np.concatenate(([previous], rows[:-1]))
+        unknown = (before >= 0) & (rows >= 0) & (self.previous_of(rows) < 0)
+        self.previous[rows[unknown]] = before[unknown]
+        self.previous_age[rows[unknown]] = self.age[before[unknown]]
+
+    def previous_of(self, rows: Rows) -> Rows:
+        """The rows of the pages before these; `NO_ROW` where that is not known, or was given back."""
+        before = self.previous[rows]
+        return np.where((before >= 0) & (self.age[before] == self.previous_age[rows]), before, NO_ROW)
+
+    def with_paths(self, rows: Rows, seen: set[int]) -> Rows:
+        """Each of `rows` behind the rows of the pages before it, as far as they are known, the first one first; only
+        those that `seen` lacks, which gets them."""
+        found, previous, ages, age = list[int](), self.previous, self.previous_age, self.age
+        for last in rows.tolist():
+            start, row = len(found), last
+            while row not in seen:
+                found.append(row)
+                seen.add(row)
+                before = int(previous[row])
+                if before < 0 or age[before] != ages[row]:
+                    break
+                row = before
+            found[start:] = found[start:][::-1]
+        return np.array(found, np.int64)
+
+    def hold(self, rows: Rows) -> None:
+        """Somebody needs these rows, whatever becomes of their pages, until `drop`."""
+        self.refs[rows] += 1
+
+    def drop(self, rows: Rows) -> None:
+        """Undo one `hold`."""
+        self.refs[rows] -= 1
+        self.forget(rows)
+
+    def forget(self, rows: Rows) -> None:
+        """Give back those of these rows that nothing needs."""
+        gone = rows[self.refs[rows] == 0]
+        if len(gone):
+            for key in self.keys_of(gone):
+                del self._row_of[key]
+            for part in self._parts:
+                part.clear(gone)
+            self._free += gone[::-1].tolist()
+
+    def violations(self) -> list[str]:
+        """Where the rows, their keys and the free ones disagree."""
+        used = np.flatnonzero(self.age)
+        found = []
+        if len(used) != len(self) or len(self._row_of) != len(used) or {*self._free} & {*used.tolist()}:
+            found.append(f"{len(used)} rows are used, {len(self)} were counted, {len(self._row_of)} have keys")
+        if any(self._row_of.get(key) != row for key, row in zip(self.keys[used], used.tolist(), strict=True)):
+            found.append("a key has another row than the row says")
+        if (self.refs[used] < 1).any():
+            found.append("a row is kept that nothing needs")
+        return found
+
+    def _take(self, num_rows: int) -> Rows:
+        if num_rows > len(self._free):
+            self._grow_to(max(self._num_rows + num_rows, 2 * self._num_rows))
+        taken = self._free[len(self._free) - num_rows :][::-1]
+        del self._free[len(self._free) - num_rows :]
+        return np.array(taken, np.int64)
+
+    def _grow_to(self, num_rows: int) -> None:
+        self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
+        self._num_rows = num_rows
+        for part in self._parts:
+            part.grow(num_rows)

@@ -1,0 +1,250 @@
+"""The page table of one tier against a model of dictionaries: what comes, what is locked, and what leaves first."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+
+import numpy as np
+import pytest
+import torch
+
+from cases import long
+from hicache.errors import InvariantError
+from hicache.host.pool import HostPagePool
+from hicache.layout import BufferSpec, PoolLayout
+from hicache.pages.order import RANK_POLICIES, rank_policy
+from hicache.pages.states import ABOVE, COPY, HELD, IN_FLIGHT, READ, TierPages
+from hicache.pages.table import Rows
+
+NUM_PAGES = 40
+LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (8,), "token", (0,)),), 1)
+
+
+def pool_of(num_pages: int) -> HostPagePool:
+    return HostPagePool(LAYOUT, 8, (num_pages + 1) * LAYOUT.page_bytes(8), pin=False)
+
+
+def prompt_of(dice: random.Random, texts: list[list[int]]) -> list[bytes]:
+    """The beginning of a text, which may go on in another way; a key names a page and all before it."""
+    blocks = dice.choice(texts)[: dice.randrange(1, 25)]
+    if dice.random() < 0.3:
+        blocks = blocks[: dice.randrange(len(blocks) + 1)] + [dice.randrange(3) for _ in range(dice.randrange(1, 6))]
+    return [bytes(block + 1 for block in blocks[: end + 1]) for end in range(len(blocks))]
+
+
+class Model:
+    """A tier, and beside it what it should hold: `held` and `flying` keys, `locks` by key, and keys `above`. Of what is
+    evicted it knows the one choice that is right, from the ranks of the tier."""
+
+    def __init__(self, policy: str, seed: int, *, is_exclusive: bool) -> None:
+        self.dice = random.Random(f"{policy} {seed} {is_exclusive}")
+        self.texts = [[self.dice.randrange(3) for _ in range(24)] for _ in range(6)]
+        self.tier = TierPages(
+            pool_of(NUM_PAGES), policy, is_exclusive=is_exclusive, on_arrive=self.came, on_evict=self.left
+        )
+        self.held, self.above = dict[bytes, None](), set[bytes]()
+        self.flying = list[Rows]()
+        self.locked = list[list[bytes]]()
+        self.expected = list[list[bytes]]()
+        self.num_evicted = self.num_refused = self.now_s = 0
+
+    # What the tier tells
+
+    def came(self, rows: Rows) -> None:
+        keys = self.tier.table.keys_of(rows)
+        assert not self.held.keys() & {*keys}, "a page came twice"
+        self.held.update(dict.fromkeys(keys))
+
+    def left(self, rows: Rows) -> None:
+        for row in rows.tolist():
+            key = self.tier.table.keys_of(np.array([row]))[0]
+            assert key == self.next_victim(), "another page was to leave"
+            del self.held[key]
+            self.num_evicted += 1
+
+    def next_victim(self) -> bytes:
+        """Of pages that nobody has locked, and that no page follows, the one with the lowest class and rank, the
+        youngest of equals. The first pages of a prompt that the tier above has may leave though others follow."""
+        order, table = self.tier.order, self.tier.table
+        locks = Counter(key for keys in self.locked for key in keys)
+        locks.update(self.kept_in_place)
+        before = table.previous_of(table.find([*self.held, *self.keys_flying()]))
+        followed = {*table.keys_of(before[before >= 0])} - self.above
+        may = [key for key in self.held if not locks[key] and key not in followed]
+
+        def place(key: bytes) -> tuple[float, ...]:
+            row = table.row(key)
+            return int(order.class_[row]), float(order.key[row]), -len(key), -int(table.age[row])
+
+        return min(may, key=place)
+
+    kept_in_place: tuple[bytes, ...] = ()
+
+    def keys_flying(self) -> list[bytes]:
+        return [key for rows in self.flying for key in self.tier.table.keys_of(rows)]
+
+    # What happens
+
+    def request(self) -> None:
+        """Of a prompt what the tier lacks is reserved, as far as there is room; what is behind a gap stays."""
+        keys, tier = prompt_of(self.dice, self.texts), self.tier
+        rows = tier.table.add(keys)
+        absent = ~tier.has(rows, HELD | IN_FLIGHT)
+        before = rows[tier.has(rows) & ~tier.has(rows, ABOVE)]
+        self.kept_in_place = tuple(tier.table.keys_of(before))
+        state = self.dice.choice((COPY, READ))
+        num_free = tier.capacity
+        taken = tier.reserve(rows[absent], state, rows)
+        self.kept_in_place = ()
+        assert len(taken) == int(absent.sum()) or len(taken) <= num_free
+        self.num_refused += len(taken) < int(absent.sum())
+        if len(taken):
+            self.flying.append(taken)
+
+    def reserve_second(self) -> None:
+        """Some pages in flight did not fit."""
+        if self.flying:
+            rows = self.dice.choice(self.flying)
+            rows = rows[(self.tier.second_place[rows] == 0) & (np.arange(len(rows)) % 3 == 0)]
+            self.num_refused += not self.tier.reserve_second(rows)
+
+    def land(self) -> None:
+        if not self.flying:
+            return
+        rows = self.flying.pop(self.dice.randrange(len(self.flying)))
+        if self.dice.random() < 0.2:
+            self.tier.abandon(rows)
+            return
+        ok = None if self.dice.random() < 0.7 else np.array([self.dice.random() < 0.7 for _ in rows])
+        keys = self.tier.table.keys_of(rows if ok is None else rows[ok])
+        assert self.tier.table.keys_of(self.tier.landed(rows, ok)) == keys and {*keys} <= self.held.keys()
+
+    def lock(self) -> None:
+        rows = self.tier.held(prompt_of(self.dice, self.texts))
+        self.tier.lock(rows)
+        self.locked.append(self.tier.table.keys_of(rows))
+
+    def unlock(self) -> None:
+        if self.locked:
+            self.tier.unlock(self.tier.table.find(self.locked.pop(self.dice.randrange(len(self.locked)))))
+
+    def use(self) -> None:
+        rows = self.tier.held(prompt_of(self.dice, self.texts))
+        self.tier.count_hit(rows)
+        self.tier.use(rows)
+        self.tier.order.raise_priority(rows, self.dice.randrange(3))
+
+    def hint(self) -> None:
+        """A prompt is kept for some seconds, of which one passes, or is expected, or will be used more often."""
+        self.now_s += 1
+        self.tier.order.expire(self.now_s)
+        rows, kind = self.tier.held(prompt_of(self.dice, self.texts)), self.dice.randrange(4)
+        if kind == 0:
+            self.tier.keep_until(rows, self.now_s + self.dice.randrange(20), NUM_PAGES * 0.9)
+        elif kind == 1:
+            self.tier.expect(rows, 1)
+            self.expected.append(self.tier.table.keys_of(rows))
+        elif kind == 2 and self.expected:
+            self.tier.expect(self.tier.table.find(self.expected.pop()), -1)
+        else:
+            self.tier.expect_uses(rows, 3)
+
+    def to_above(self) -> None:
+        """The tier above computes or loads a prompt."""
+        keys = prompt_of(self.dice, self.texts)
+        rows = self.tier.table.find(keys)
+        rows = rows[rows >= 0]
+        self.tier.came_above(rows)
+        self.above.update(self.tier.table.keys_of(rows[self.tier.has(rows, HELD | IN_FLIGHT)]))
+
+    def off_above(self) -> None:
+        """It evicts the end of a prompt, and what follows that."""
+        keys = prompt_of(self.dice, self.texts)
+        gone = [key for key in self.above if key.startswith(keys[-1])]
+        self.tier.left_above(self.tier.table.find(gone))
+        self.above -= {*gone}
+
+    def check(self) -> None:
+        table, tier = self.tier.table, self.tier
+        locks = np.zeros(len(table.age), np.int32)
+        for keys in self.locked:
+            locks[table.find(keys)] += 1
+        for rows in self.flying:
+            locks[rows] += 1
+        tier.check(locks)
+        assert {*table.keys_of(tier.rows_held())} == self.held.keys() and len(tier) == len(self.held)
+        assert {*table.keys_of(np.flatnonzero(tier.state & ABOVE))} == self.above
+        for keys in self.expected:
+            assert (table.find(keys) >= 0).all(), "somebody still needs these rows"
+
+
+@pytest.mark.parametrize("is_exclusive", [False, True])
+@pytest.mark.parametrize("seed", [0, *long(*range(1, 6))])
+@pytest.mark.parametrize("policy", sorted(RANK_POLICIES))
+def test_what_leaves_is_what_should(policy: str, seed: int, is_exclusive: bool) -> None:
+    """Over random histories of every verb, with failures: each page that leaves is the one that the rule says, nothing
+    that is locked leaves, of a prompt the end leaves first, and sums and states agree after each verb."""
+    model = Model(policy, seed, is_exclusive=is_exclusive)
+    verbs = [model.request, model.request, model.land, model.land, model.lock, model.unlock, model.use, model.hint]
+    verbs += [model.reserve_second] + ([model.to_above, model.to_above, model.off_above] if is_exclusive else [])
+    for _ in range(400):
+        model.dice.choice(verbs)()
+        model.check()
+    while model.flying:
+        model.land()
+    while model.locked:
+        model.unlock()
+    while model.expected:
+        model.tier.expect(model.tier.table.find(model.expected.pop()), -1)
+    model.tier.left_above(model.tier.table.find([*model.above]))
+    model.above.clear()
+    model.check()
+    model.tier.evict_all()
+    assert not model.held and model.tier.pool.available() == NUM_PAGES and not len(model.tier.table)
+    assert model.num_evicted > 20 and model.num_refused > 0
+
+
+def test_a_large_tier_evicts_what_a_small_one_would() -> None:
+    """From a batch of victims, of which pages were used since it was chosen: of all prompts the one used longest ago
+    loses pages, from its end on."""
+    dice, tier, used = random.Random(0), TierPages(pool_of(4000), "lru"), dict[int, list[bytes]]()
+    for _ in range(600):
+        name = dice.randrange(140)
+        keys = used.pop(name, [b"%d %d" % (name, at) for at in range(50)])
+        used[name] = keys  # the last is the one used last
+        rows = tier.table.add(keys)
+        tier.landed(tier.reserve(rows[~tier.has(rows)], COPY, rows))
+        tier.use(rows)
+        held = [tier.has(tier.table.find(each)) for each in used.values()]
+        lengths = [int(each.sum()) for each in held]
+        assert sorted(lengths) == lengths and len({*lengths} - {0, 50}) <= 1
+        assert all(each[:length].all() for each, length in zip(held, lengths, strict=True))
+    tier.check()
+
+
+@pytest.mark.parametrize("name", ["auto", "LRU"])
+def test_policies_are_named_in_any_case(name: str) -> None:
+    assert type(rank_policy(name)) is RANK_POLICIES[name.lower()]
+
+
+def test_the_audit_finds_planted_faults() -> None:
+    """It can fail: a lock of nobody, a place that two pages have, a sum and a state that are wrong."""
+    tier = TierPages(pool_of(8), "lru")
+    rows = tier.landed(tier.reserve(tier.table.add([b"a", b"ab", b"abc"]), COPY))
+    tier.check(np.zeros(len(tier.table.age), np.int32))
+    faults = [(tier.place, 1, "share a place"), (tier.state, READ, "in flight"), (tier.second_place, 5, "not raw")]
+    for column, value, message in faults:
+        before = column[rows].copy()
+        column[rows[:2]] = value
+        with pytest.raises(InvariantError, match=message):
+            tier.check()
+        column[rows] = before
+    tier.check()
+    tier.order.locks[rows[0]] += 1
+    with pytest.raises(InvariantError, match="1 pages have other locks: one has 1, 0 are held"):
+        tier.check(np.zeros(len(tier.table.age), np.int32))
+    tier.order.locks[rows[0]] -= 1
+    tier.order.keep[rows[0]] = 5
+    with pytest.raises(InvariantError, match="kept"):
+        tier.check()
