@@ -363,7 +363,7 @@ def joined_prompt(meter: Meter, num_tokens: int) -> None:
             engine.commit(lease, tokens)
         engine.flush()
         engine.reset()
-        handle = engine.prefetch("second", tokens, joins=True)
+        handle = engine.prefetch("second", tokens, overlaps=True)
         _poll_until(meter, engine, "poll", lambda: handle.ready)
         lease = engine.acquire(CacheRequest("second", tokens))
         assert not lease.cached_len, f"{lease.hit} of a prompt that is computed while it is read"

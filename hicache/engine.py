@@ -282,7 +282,7 @@ class CacheEngine:
         namespace: str = "",
         mode: PrefetchMode | None = None,
         *,
-        joins: bool = False,
+        overlaps: bool = False,
     ) -> Prefetch:
         """Start bringing pages of the prompt from disk and remote tier to the host; `.ready` says when admission need
         not wait.
@@ -290,15 +290,16 @@ class CacheEngine:
         `mode` (default: the configuration's): auto waits where that is estimated to cost all requests less time than
         computing, best_effort never, wait_complete until the end, timeout for `prefetch_timeout_s`.
         `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
-        Until it has ended, another call for the request returns the same handle. `joins`: the caller calls `join`: in
-        mode auto pages then come from the end of the prompt on, also while the request is computed, for which it waits
-        for none of them where that delays no others. The commit of the complete prompt ends that.
+        Until it has ended, another call for the request returns the same handle. `overlaps`: the caller calls `join`.
+        In mode auto, pages are then read from the end of the prompt on, also while the prompt is computed from its
+        beginning; the request waits for none of them if computing it delays no other request. The commit of the
+        complete prompt ends the reads.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
         mode = self._context.config.prefetch_mode if mode is None else valid_mode(mode)
         if self._prefetcher is not None:
-            return self._prefetcher.start(request_id, packed[:-1], namespace, mode, joins=joins)
+            return self._prefetcher.start(request_id, packed[:-1], namespace, mode, overlaps=overlaps)
         handle = Prefetch(request_id, mode)
         handle.end()
         return handle
@@ -370,7 +371,7 @@ class CacheEngine:
 
     @exclusive
     def join(self, lease: Lease, num_tokens: int) -> Lease:
-        """Before a pass over a prompt of which `num_tokens` are computed and committed: what a prefetch that `joins`
+        """Before a pass over a prompt of which `num_tokens` are computed and committed: what an overlapped prefetch
         has brought behind them is loaded. Returns the lease from now on, in place of `lease`; `lease` itself where
         nothing has come there.
 
@@ -424,7 +425,7 @@ class CacheEngine:
         """Where a pass over the prompt from `start` should end, at most at `end`.
 
         Before it for hybrid models, at the last point below the prompt's end, and at the branching point of a cached
-        prefix, where a state is worth keeping; and where the pass meets what a prefetch that `joins` brings. Commit
+        prefix, where a state is worth keeping; and where the pass meets what a prefetch that `overlaps` brings. Commit
         there.
         """
         self._held([lease])

@@ -113,7 +113,7 @@ MUTATIONS = (
              "tests/flow/test_join.py"),
     Mutation("hicache/flow/asked.py", "is_late = asked.is_urgent and not self.is_urgent", "is_late = False",
              "tests/flow/test_prefetch_together.py"),
-    Mutation("hicache/flow/asked.py", "if joins or run.first > index", "if joins",
+    Mutation("hicache/flow/asked.py", "if overlaps or run.first > index", "if overlaps",
              "tests/flow/test_prefetch_together.py"),
     Mutation("hicache/flow/asked.py", "for job in jobs if not job.wanted", "for job in jobs",
              "tests/flow/test_prefetch_together.py"),

@@ -77,7 +77,7 @@ class Asked:
     @property
     def is_urgent(self) -> bool:
         """Whether it waits for what comes, or would."""
-        return self.handle.waits or self.handle.yields
+        return self.handle.waits or self.handle.is_preemptible
 
     @property
     def turn(self) -> tuple[bool, int]:
@@ -117,7 +117,7 @@ class Asked:
     def _sort(self) -> None:
         """What is to be read first comes first: windows and states, for they are at the end, then full pages from there
         on; or full pages from the start on, then the others."""
-        from_end = self.handle.joins
+        from_end = self.handle.overlaps
         self.to_read = deque(
             sorted(
                 self.to_read,
@@ -132,7 +132,7 @@ class Asked:
     def lacks_end(self) -> bool:
         """Whether windows or states at the end of a prompt, without which the request cannot join full pages, have not
         come. Full pages are not read before."""
-        if not self.handle.joins:
+        if not self.handle.overlaps:
             return False
         to_read = any(piece.component.name != FULL for piece in self.to_read)
         return to_read or any(run.job.component.name != FULL for run in self.runs)
@@ -187,10 +187,10 @@ class Asked:
         they come in another order, from the end or from two stores, all stay until they are joined."""
         if not came:
             return
-        is_ordered = not self.handle.joins and (self.has is None or self.has.num_stores == 1)
+        is_ordered = not self.handle.overlaps and (self.has is None or self.has.num_stores == 1)
         if not is_ordered:
             self.lock(component, [*came])
-        if self.handle.joins:
+        if self.handle.overlaps:
             self.progress_s = now_s
         if component.name != FULL:
             return
@@ -216,7 +216,7 @@ class Asked:
         """Of what is to be read, leave out of the piece `at` what is here by now and join what others bring; whether
         any of it is nobody's. A piece of which nothing is left is none."""
         assert self.has is not None
-        prompt, from_end = self.has.located.prompt, self.handle.joins
+        prompt, from_end = self.has.located.prompt, self.handle.overlaps
         component, stores, start, end = piece = self.to_read[at]
         is_full = component.name == FULL
         start = min(end, max(start, self.computed_end)) if is_full else start
@@ -246,7 +246,7 @@ class Asked:
         assert self.has is not None
         component, _, start, end = self.to_read[at]
         find, key = component.index.find, self.has.located.prompt.key
-        if self.handle.joins:
+        if self.handle.overlaps:
             first = end
             while first > max(start, end - max_pages) and self.must_read(find(key(component.name, first - 1))):
                 first -= 1
@@ -259,7 +259,7 @@ class Asked:
     def advance(self, full: CacheComponent) -> int:
         """How far its full pages have come without a gap: how many more than before."""
         assert self.has is not None
-        num_pages = self._advance_from_end(full) if self.handle.joins else self._advance_from_start(full)
+        num_pages = self._advance_from_end(full) if self.handle.overlaps else self._advance_from_start(full)
         self.coming = (self.to_come[0][0], self.to_come[-1][1]) if self.to_come else (self.end, self.end)
         self.has_landed |= num_pages > 0
         return num_pages
@@ -315,11 +315,11 @@ class Asked:
         but no state or window at the end. Returns jobs without waiting requests."""
         assert self.has is not None
         self.has_failed = True
-        joins = self.handle.joins
-        if joins and self.has.usable_end(self.end) == self.end:
+        overlaps = self.handle.overlaps
+        if overlaps and self.has.usable_end(self.end) == self.end:
             return []
         self.to_read.clear()
-        return self.leave([run for run in self.runs if joins or run.first > index])
+        return self.leave([run for run in self.runs if overlaps or run.first > index])
 
     def leave(self, runs: Iterable[HostRun]) -> list[ReadOfRuns]:
         """Wait for these runs no more. Returns jobs that nobody waits for now."""

@@ -42,7 +42,7 @@ class Beside:
 
     def may_join(self, asked: Asked) -> bool:
         """Whether so much is to come for a request that computing it meanwhile pays."""
-        return asked.handle.joins and asked.end - asked.coming[0] >= self.least_pages
+        return asked.handle.overlaps and asked.end - asked.coming[0] >= self.least_pages
 
     def pays(self, asked: Asked, wait_s: float | None) -> bool:
         """Whether what would be computed until the rest has come is enough. `wait_s`: until all has come, by the rates

@@ -94,10 +94,12 @@ class CacheRequest:
 
 
 class Prefetch:
-    """A caller's view of one prefetch. `ready`: admission need not wait. `ended`: nothing more comes. `joins`: its
-    request is computed while it reads on, and joins what has come; `yields`: the request did not wait since computing
-    delayed no other, and requests that come later go first while waiting for its pages costs all of them less.
-    Changes in `poll()` and `cancel()` alone, and then calls `on_change` with itself."""
+    """A caller's view of one prefetch. It changes only in `poll()` and `cancel()`, which then call `on_change` with it.
+
+    `ready`: admission need not wait. `ended`: no further page arrives. `overlaps`: the caller computes the prompt while
+    its pages arrive, and calls `join`. `is_preemptible`: the request did not wait, because computing it delayed no
+    other request; later requests go first while waiting for its pages costs all requests less.
+    """
 
     def __init__(
         self,
@@ -105,10 +107,10 @@ class Prefetch:
         mode: PrefetchMode,
         deadline_s: float = 0.0,
         *,
-        joins: bool = False,
+        overlaps: bool = False,
     ) -> None:
         self.request_id, self.mode, self.deadline_s = request_id, mode, deadline_s
-        self.joins, self.yields = joins, False
+        self.overlaps, self.is_preemptible = overlaps, False
         self.found_tokens = self.landed_tokens = 0
         self.waits = mode != "best_effort"
         self.ended = False
@@ -120,13 +122,13 @@ class Prefetch:
         that is estimated to cost less than computing."""
         return not self.waits
 
-    def stop_waiting(self, *, yields: bool = False) -> None:
-        self.waits, self.yields = False, yields
+    def stop_waiting(self, *, is_preemptible: bool = False) -> None:
+        self.waits, self.is_preemptible = False, is_preemptible
         self.on_change(self)
 
     def end(self) -> None:
         self.ended = True
-        self.stop_waiting(yields=self.yields)
+        self.stop_waiting(is_preemptible=self.is_preemptible)
 
 
 class Lease:

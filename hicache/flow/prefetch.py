@@ -77,15 +77,15 @@ class Prefetcher(Movement):
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._begun))
 
     def start(
-        self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, joins: bool = False
+        self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, overlaps: bool = False
     ) -> Prefetch:
         """Extend the prefix of `tokens` that memory can serve (the caller leaves out what must be computed anyway).
-        `joins`: the caller computes meanwhile and joins what has come, in mode auto."""
+        `overlaps`: the caller computes the prompt while its pages arrive, if the mode is auto."""
         if request_id in self._asked:
             return self._asked[request_id].handle
         deadline_s = (now_s := self._clock()) + self._context.config.prefetch_timeout_s
-        joins = joins and mode == "auto" and self.beside.is_wanted
-        handle = Prefetch(request_id, mode, deadline_s, joins=joins)
+        overlaps = overlaps and mode == "auto" and self.beside.is_wanted
+        handle = Prefetch(request_id, mode, deadline_s, overlaps=overlaps)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
         asked = Asked(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
@@ -226,7 +226,7 @@ class Prefetcher(Movement):
         for component in context.components:
             pages = range(component.first_required(has.num_usable), has.num_usable)
             if component.name == FULL:
-                pages = range(located.device_end, located.num_pages if asked.handle.joins else located.host_end)
+                pages = range(located.device_end, located.num_pages if asked.handle.overlaps else located.host_end)
             asked.lock(component, [part.run for part in located.parts(component, pages)])
         if has.is_open:
             asked.is_short = self._room.left(asked) <= 0 or not self._readers.find(asked)
@@ -282,7 +282,10 @@ class Prefetcher(Movement):
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
         for asked in sorted([asked for asked in self._begun if asked.to_read], key=_TURN):
-            had_shared, more = asked.has_shared, min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.yields else 1
+            had_shared, more = (
+                asked.has_shared,
+                min(_MOST_STEPS, max(4, int(num_steps))) if asked.handle.is_preemptible else 1,
+            )
             times = max(1, more // 4)
             while (chosen := self._readers.next_of(asked, times)) is not None:
                 if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:

@@ -124,11 +124,13 @@ class Readers:
         assert asked.has is not None
         index, prompt = component.index, asked.has.located.prompt
         max_pages = self._job_pages(component, store)
-        if asked.handle.joins or stores & (stores - 1):  # what is computed, or the other brings, ends between two jobs
+        if asked.handle.overlaps or stores & (
+            stores - 1
+        ):  # what is computed, or the other brings, ends between two jobs
             max_pages = min(max_pages, -(-asked.num_to_read(component) // _LEAST_JOBS))
         pages = asked.next_pages(at, max_pages)
         new = index.fitting(prompt.new_pages(component.name, pages))
-        if asked.handle.joins and (num_fit := sum(len(fit.keys) for fit in new)) < len(pages):
+        if asked.handle.overlaps and (num_fit := sum(len(fit.keys) for fit in new)) < len(pages):
             pages = pages[len(pages) - num_fit :]  # where there is no room for all, the last of them
             new = prompt.new_pages(component.name, pages)
         runs = index.reserve(new)
@@ -141,7 +143,7 @@ class Readers:
         for run in runs:
             run.source, run.job, run.wanted = store, job, {asked: None}
             asked.runs[run] = None
-        if asked.handle.joins:
+        if asked.handle.overlaps:
             asked.to_read[at] = piece._replace(end=pages.start)
         else:
             asked.to_read[at] = piece._replace(start=start + job.num_pages)

@@ -111,10 +111,10 @@ class Weigher:
             if asked.is_urgent:
                 queue.add(asked)
 
-    def stop(self, asked: Asked, *, yields: bool = False) -> None:
+    def stop(self, asked: Asked, *, is_preemptible: bool = False) -> None:
         """It waits no more: it may be admitted, and computing delays it from now on."""
         is_in_line = self._line.discard(asked)
-        asked.handle.stop_waiting(yields=yields)
+        asked.handle.stop_waiting(is_preemptible=is_preemptible)
         if is_in_line:
             self._line.add(asked)
         self._requests.waiting.discard(asked.handle.request_id)
@@ -136,7 +136,7 @@ class Weigher:
         if start >= end:
             return False
         wait_s, silent_s = self._wait_s(asked, queue), now_s - asked.progress_s
-        if asked.handle.yields:
+        if asked.handle.is_preemptible:
             others = num_delayed - self._requests.is_delayed(asked.handle.request_id)
             estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), others)
             if others and not (estimate.pays and silent_s <= estimate.limit_s):
@@ -147,7 +147,7 @@ class Weigher:
             likely_s = None if wait_s is None else max(wait_s, silent_s)
             pays = self._beside.pays(asked, likely_s) if asked.is_found else silent_s > _ANSWER_SHARE * compute_s
             if pays and math.isfinite(compute_s):
-                self.stop(asked, yields=True)
+                self.stop(asked, is_preemptible=True)
                 return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
         estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)

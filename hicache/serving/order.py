@@ -1,7 +1,7 @@
 """Who is served first: the request with the least left to compute, and the one that has waited.
 
     rank_s = submitted_s - lead_s + min(max_overtake_s, 4 * left_s)        lower ranks go first
-    rank_s = submitted_s - lead_s + max_overtake_s                         of a request that yields
+    rank_s = submitted_s - lead_s + max_overtake_s                         of a preemptible request
 
 A second of computing less is worth four of waiting. A rank is fixed while a request waits, unless tiers come to hold
 more of its prompt, so it goes before all that is submitted more than `max_overtake_s` later, at one priority.
@@ -44,10 +44,10 @@ class ServingOrder:
 
     def rank_s(self, req: ScheduledRequest) -> float:
         """Of a request that runs, by what is left of its prompt; of one that waits, by what no tier is known to hold.
-        What its priority is worth, `lead_s`, is as if it had been submitted earlier. A request that yields
+        What its priority is worth, `lead_s`, is as if it had been submitted earlier. A preemptible request
         has the highest rank that its submission allows."""
         start = req.expected_len if req.lease is None else req.kv_len
-        left_s = math.inf if req.yields else self._followed.seconds(start, req.length)
+        left_s = math.inf if req.is_preemptible else self._followed.seconds(start, req.length)
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
 
 

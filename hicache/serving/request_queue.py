@@ -79,10 +79,10 @@ class ScheduledRequest:
         return self.prefetch is None or self.prefetch.ready
 
     @property
-    def yields(self) -> bool:
+    def is_preemptible(self) -> bool:
         """Whether later requests go before it, within `max_overtake_s`: pages of its prompt are still being read, and
         it would have waited for them if others had been there."""
-        return self.prefetch is not None and self.prefetch.yields and not self.prefetch.ended
+        return self.prefetch is not None and self.prefetch.is_preemptible and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:
         """It was admitted, or has joined what has come."""

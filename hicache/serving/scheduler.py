@@ -229,7 +229,7 @@ class Scheduler:
 
     def _compose(self) -> list[ScheduledRequest]:
         """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
-        prompts, each by rank, as far as the budget goes. A request that yields, and those behind it, join no pass
+        prompts, each by rank, as far as the budget goes. A preemptible request, and those behind it, join no pass
         before the device has ended the last one: meanwhile pages arrive, and less is to be computed."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
@@ -237,7 +237,7 @@ class Scheduler:
                 self._add(batch, req, req.kv_len + 1)
         budget = self.prefill_meter.budget(max(1, self._chunk_tokens - len(batch)), bool(batch))
         for req in self._running_batch:
-            if req.yields and self.prefill_meter.is_behind:
+            if req.is_preemptible and self.prefill_meter.is_behind:
                 break
             if not req.is_decoding:
                 self._join(req)
@@ -249,7 +249,7 @@ class Scheduler:
 
     def _join(self, req: ScheduledRequest) -> None:
         """What has come behind what is computed of a prompt is loaded; where it finds no room, the request waits."""
-        if req.lease is not None and req.prefetch is not None and req.prefetch.joins:
+        if req.lease is not None and req.prefetch is not None and req.prefetch.overlaps:
             try:
                 lease = self._engine.join(req.lease, req.kv_len)
             except ResourceExhausted:
@@ -368,7 +368,7 @@ class Scheduler:
 
     def _enqueue(self, req: ScheduledRequest) -> None:
         self._look_up(req)
-        prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace, joins=True)
+        prefetch = self._engine.prefetch(req.request_id, req.cacheable, req.request.namespace, overlaps=True)
         self._waiting.add(req, prefetch)
 
     def _commit(self, req: ScheduledRequest) -> None:

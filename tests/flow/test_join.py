@@ -43,7 +43,7 @@ def computing(
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.beside.least_pages = 8
         store.hold()
-        handle = engine.prefetch("a", tokens, joins=True)
+        handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ready)
         lease = engine.acquire(CacheRequest("a", tokens))
         assert lease.cached_len == 0 and engine.next_stop(lease, 0, 2 * PAGE) == 2 * PAGE
@@ -148,9 +148,9 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
         engine.inspect.prefetcher.beside.least_pages = 8
         store.landed.clear()
         store.lost_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
-        handle = engine.prefetch("a", tokens, joins=True)
+        handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ended)
-        assert handle.yields and handle.found_tokens == 192
+        assert handle.is_preemptible and handle.found_tokens == 192
         assert sum(store.sizes) == sum(store.landed.values()) == 2
         settled(engine)
 
@@ -159,40 +159,40 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
 def test_a_store_that_is_much_faster_is_waited_for(read_s: float, *, waits: bool, store: PacedStore) -> None:
     """A request computes meanwhile where that is a sixth of the way at least: 12 reads of 4 s come beside 192 s of
     computing. Who waits does so until as little has come for as long."""
-    with asked(store, read_s, joins=True) as (engine, handle, _):
+    with asked(store, read_s, overlaps=True) as (engine, handle, _):
         until_found(engine, store, handle)
-        assert handle.ready == handle.yields == (not waits)
+        assert handle.ready == handle.is_preemptible == (not waits)
         store.clock.now_s += 38.0
         engine.poll()
         assert handle.ready == (not waits)
         store.clock.now_s += 2.0
         engine.poll()
-        assert handle.ready and handle.yields
+        assert handle.ready and handle.is_preemptible
 
 
 @pytest.mark.parametrize(("read_s", "silent_s"), [(4.0, 384.0), (40.0, 0.0)])
 def test_waiting_and_computing_are_compared_again_beside_others(
     read_s: float, silent_s: float, store: PacedStore
 ) -> None:
-    """A request yields while no other is delayed. It stops if another request is delayed and its 12 reads take longer
-    than twice the 192 s of computing, or if no read has ended for that time."""
-    with asked(store, read_s, joins=True) as (engine, handle, _):
+    """A request is preemptible while no other is delayed. It ends if another request is delayed and either the 12
+    reads take longer than twice the 192 s of computing, or no read has ended for that time."""
+    with asked(store, read_s, overlaps=True) as (engine, handle, _):
         until_found(engine, store, handle)
         engine.poll()
-        assert handle.yields
+        assert handle.is_preemptible
         engine.expect("other", tokens_of(3))
         store.clock.now_s += silent_s
         engine.poll()
-        assert handle.ready and handle.yields == (silent_s > 0)
+        assert handle.ready and handle.is_preemptible == (silent_s > 0)
         store.clock.now_s += 1.0
         engine.poll()
-        assert handle.ready and not handle.yields
+        assert handle.ready and not handle.is_preemptible
 
 
 def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedStore) -> None:
     """The pass ends where computing and reading meet: in the middle of 192 tokens if both take 192 s, and near the end
     once none of the 24 reads has ended for 50 s."""
-    with asked(store, 16.0, joins=True) as (engine, handle, tokens):
+    with asked(store, 16.0, overlaps=True) as (engine, handle, tokens):
         until_found(engine, store, handle)
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             assert engine.next_stop(lease, 0, 192) == 96
@@ -208,7 +208,7 @@ def test_what_comes_in_a_long_step_was_asked_for_before(store: PacedStore) -> No
         engine.flush()
         engine.reset()
         store.hold()
-        handle = engine.prefetch("a", tokens, joins=True)
+        handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ready)
         with engine.acquire(CacheRequest("a", tokens)):
             store.clock.now_s += 1.0

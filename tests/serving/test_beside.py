@@ -194,12 +194,12 @@ def test_beside_others_the_rule_decides() -> None:
 def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
     is_behind: list[bool], overtake_s: float, order: str
 ) -> None:
-    """While its store brings nothing, a request that yields is overtaken by one submitted 10 s later and by none
+    """While its store brings nothing, a preemptible request is overtaken by one submitted 10 s later and by none
     submitted 20 s later; also where the device is often behind with the last pass."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
     looks = mock.PropertyMock(side_effect=itertools.cycle(is_behind))
     with _restarted(model, tokens) as (engine, store), mock.patch.object(PrefillMeter, "is_behind", looks):
-        engine.observe_prefill(1000, 1e6)  # waiting for the store costs less: the request yields to the end
+        engine.observe_prefill(1000, 1e6)  # waiting for the store costs less: the request is preemptible to the end
         scheduler = Scheduler(
             engine, tiny_runner(model, engine), chunk_tokens=400, max_overtake_s=overtake_s, clock=store.clock
         )

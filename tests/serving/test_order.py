@@ -92,7 +92,7 @@ def test_waiting_requests_follow_their_prefetches_and_the_speed() -> None:
         return "".join(req.request_id for req in waiting)
 
     assert order() == "2" and waiting.next_to_look_up(0) is None
-    handles[0].stop_waiting(yields=True)
+    handles[0].stop_waiting(is_preemptible=True)
     assert order() == "20" and waiting.next_to_look_up(0) is requests[0]
     waiting.note_look_up(requests[0])
     handles[1].stop_waiting()

@@ -144,8 +144,8 @@ class EngineFuzz:
     def arrive(self) -> None:
         """A request comes, expects its prefix to stay and waits for the disk."""
         request, mode = self._request(), str(self.rng.choice(["auto", "best_effort", "wait_complete", "timeout"]))
-        joins = bool(self.rng.integers(2))
-        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode, joins=joins)  # type: ignore
+        overlaps = bool(self.rng.integers(2))
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, mode, overlaps=overlaps)  # type: ignore
         self.engine.expect(request.request_id, request.tokens, request.namespace)
         self.waiting[request.request_id] = (handle, request)
 
@@ -302,7 +302,7 @@ class EngineFuzz:
         self.flush()
         self.engine.reset(["device", "host"])
         request = self._request(known=1.0)
-        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, "auto", joins=True)
+        handle = self.engine.prefetch(request.request_id, request.tokens, request.namespace, "auto", overlaps=True)
         self.waiting[request.request_id] = (handle, request)
         for _ in range(int(self.rng.integers(2, 12))):
             self.poll()

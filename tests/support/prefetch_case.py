@@ -107,10 +107,10 @@ def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, rea
 
 @contextmanager
 def asked(
-    store: PacedStore, read_s: float, *, joins: bool = False
+    store: PacedStore, read_s: float, *, overlaps: bool = False
 ) -> Iterator[tuple[CacheEngine, Prefetch, np.ndarray]]:
     """An engine that computes a token a second and knows that a read takes `read_s`; the prefetch of "a", for tokens
-    that the store has and reads when it is allowed; and these tokens. `joins`: however few they are."""
+    that the store has and reads when it is allowed; and these tokens. `overlaps`: however few they are."""
     one, two = tokens_of(1), tokens_of(2)
     fill(store, one, two)
     with engine_of(store) as engine:
@@ -119,7 +119,7 @@ def asked(
         store.hold()
         assert engine.inspect.prefetcher is not None
         engine.inspect.prefetcher.beside.least_pages = 8
-        yield engine, engine.prefetch("a", two, joins=joins), two
+        yield engine, engine.prefetch("a", two, overlaps=overlaps), two
 
 
 def admitted(engine: CacheEngine, name: str, tokens: np.ndarray) -> int:
