@@ -39,7 +39,7 @@ from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel, Requests
+from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
 from hicache.flow.located import look_up
 from hicache.flow.movement import Movement, land, settle
@@ -153,7 +153,8 @@ class CacheEngine:
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
         self._backup = Backup(context, self._persists) if context.has_host else None
-        self._restore = Restore(context, self._cost)
+        policy = LoadPolicy(self._cost, context.metrics, "restore", "host", "restore_gate_loads")
+        self._restore = Restore(context, policy)
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, self._prompts, self._restore, eviction, self._backup)
         self._requests = requests = Requests(self._leases, self._admit.expected)

@@ -22,7 +22,7 @@ SWA: Final = "swa"  # attention state of the last window
 MAMBA: Final = "mamba"  # a recurrent state at the end
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Store:
     """A tier below memory: `DISK` or `REMOTE`, and no other object.
 

@@ -109,7 +109,7 @@ MUTATIONS = (
     Mutation("hicache/flow/cost.py", "elif pair_s > 0:", "else:", "tests/flow/test_cost.py"),
     Mutation("hicache/flow/beside.py", "max(read_s, self._observed_s(asked, way))", "read_s",
              "tests/flow/test_join.py"),
-    Mutation("hicache/flow/weigher.py", "if others and not (estimate.pays and", "if False and (",
+    Mutation("hicache/flow/weigher.py", "if others and not estimate.is_worth_loading(silent_s):", "if False:",
              "tests/flow/test_join.py"),
     Mutation("hicache/flow/asked.py", "is_late = asked.is_urgent and not self.is_urgent", "is_late = False",
              "tests/flow/test_prefetch_together.py"),

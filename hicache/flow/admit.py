@@ -266,7 +266,7 @@ class Admit:
             pages = to_load(end)
             num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
             estimate = self._restore.estimate(num_bytes, resident, end * page, num_delayed)
-            if estimate.pays:
+            if estimate.is_worth_loading():
                 return end * page, pages, estimate
         return resident, to_load(resident // page), estimate
 

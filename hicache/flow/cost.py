@@ -1,11 +1,11 @@
-"""What it costs to bring pages and to compute tokens, by rates that are measured while serving.
+"""Load a prefix or recompute it: the rates that serving measures, and the policy that compares them.
 
-    read_s      disk -> host      completed reads, and how many readers work side by side; remote tier -> host too
+    read_s      store -> host     completed reads, and the number of parallel readers
     load_s      host -> device    completed loads
     prefill_s   computing         passes that the scheduler reports
 
-The rule that follows from them, `LoadEstimate`, is the same for the prefetch, the load gate and the plug-ins.
-docs/decisions/028-prefetch-that-pays.md says why it is so, and what the estimates leave out.
+`LoadPolicy` decides for loads from the host, for prefetches and for the gates of plug-ins.
+docs/decisions/028-prefetch-that-pays.md gives the reasons, and the costs that the estimates leave out.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ _DECISIONS = {
     "declined": "recompute, estimated to cost all requests less time than loading",
     "unmeasured": "load, while one of the two speeds was unknown",
 }
-_KEEP = 0.9  # what the operations so far weigh when another one ends
+_DECAY = 0.9  # weight of earlier observations for each new one
 _STALE_S = 60.0
 _HALF_LIFE_TOKENS = 1 << 17
 _MIN_SPREAD = 0.01
-# Below what serves long contexts on a GPU, so that an unknown speed makes requests wait rather than compute.
+# Slower than any GPU that serves long contexts, so that a request waits while the speed is unknown.
 _ASSUMED_TOKENS_PER_S = 1000.0
 _GAUGED_TOKENS = 8192
 _FAMILY = "movement_bytes_per_second"
@@ -41,8 +41,8 @@ _FAMILY = "movement_bytes_per_second"
 class TransferRate:
     """Bytes per second of recent operations, large ones counting by their bytes.
 
-    Unknown before the first, and when the last is older than `_STALE_S`: a tier that was found slow is used no more, so
-    nothing else would ever show that it has recovered.
+    The rate is unknown before the first operation, and once the last is older than `_STALE_S`: requests avoid a slow
+    tier, so no operation would show that it has recovered.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -52,7 +52,7 @@ class TransferRate:
 
     def observe(self, num_bytes: int, seconds: float) -> None:
         if num_bytes:
-            keep = _KEEP if self._is_known() else 0.0
+            keep = _DECAY if self._is_known() else 0.0
             self._num_bytes = keep * self._num_bytes + num_bytes
             self._seconds = keep * self._seconds + seconds
             self._observed_s = self._clock()
@@ -72,10 +72,10 @@ class TransferRate:
 class PrefillCost:
     """Seconds of prefill as `token_s * tokens + pair_s * tokens * mean position`, fitted to the passes observed.
 
-    The first term is what every token costs, the second attention, which grows with the position: the speed at 128k is
-    not that at 1k. Least squares over passes, which fade with a half-life of `_HALF_LIFE_TOKENS` computed tokens; so
-    short passes, which are mostly overhead, weigh little. Passes at one and the same position cannot tell the terms
-    apart: then the first has it all.
+    The first term is the cost of each token, the second attention, which grows with the position: the speed at 128k is
+    not that at 1k. Least squares over passes, which fade with a half-life of `_HALF_LIFE_TOKENS` computed tokens; short
+    passes, which are mostly overhead, weigh little. Passes at one position cannot separate the terms: the first then
+    has all of the cost.
     """
 
     def __init__(self) -> None:
@@ -128,8 +128,8 @@ class PrefillCost:
 class CostModel:
     """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
 
-    `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, whatever is measured.
-    `num_readers`: reads that go on side by side, by store. `prefill`: what was measured of it.
+    `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, in place of measured
+    ones. `num_readers`: parallel reads, by store. `prefill`: the measured cost of computing.
     """
 
     @classmethod
@@ -164,7 +164,7 @@ class CostModel:
         )
 
     def observe_read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
-        """One reader brought `num_bytes` from a store to the host in `seconds`, beside others or not."""
+        """One reader read `num_bytes` from a store to the host in `seconds`, alone or in parallel with others."""
         self._reads[store].observe(num_bytes, seconds)
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
@@ -176,13 +176,16 @@ class CostModel:
     def read_s(self, num_bytes: float, num_jobs: int, store: Store = DISK) -> float | None:
         """Reading `num_bytes` from a store in `num_jobs` jobs; None where the rate is unknown.
 
-        A reader's rate was measured beside as many others as there were. Of a read that occupies more it is too high:
-        its own jobs correct that as they end. An estimate that is too low would never be corrected: nobody would wait.
+        A reader's rate was measured in parallel with the readers of that time. For a read that occupies more readers it
+        is too high, which its own jobs correct as they end. No job would correct a rate that is too low, because no
+        request would wait for it.
         """
         return self._reads[store].seconds(num_bytes / max(1, min(num_jobs, self._num_readers[store])))
 
     def parts(self, stores: Sequence[Store]) -> dict[Store, float]:
-        """Of what each of `stores` has, the parts that these bring by their rates; alike where none is known."""
+        """The share of common pages that each store reads, by the rates; equal shares if no rate is known."""
+        if len(stores) == 1:
+            return {stores[0]: 1.0}
         times_s = {store: self.read_s(1, self._num_readers[store], store) for store in stores}
         rates = {store: 1 / time_s for store, time_s in times_s.items() if time_s} or dict.fromkeys(stores, 1.0)
         return {store: rate / sum(rates.values()) for store, rate in rates.items()}
@@ -198,17 +201,18 @@ class CostModel:
         return self.prefill.seconds(start, end) if self.prefill.is_known else None
 
     def longest_wait_s(self, start: int, end: int) -> float:
-        """What a wait for positions [start, end) may take at most: as long as computing them, at an assumed low speed
+        """The longest wait for positions [start, end): the time that computing them takes, at an assumed low speed
         while none was measured."""
         compute_s = self.prefill_s(start, end)
         return (end - start) / _ASSUMED_TOKENS_PER_S if compute_s is None else compute_s
 
 
 class LoadEstimate(NamedTuple):
-    """Seconds to load, those of what is queued before it included, and to compute the same tokens; None: not known yet.
+    """Seconds of a load, the operations queued before it included, and of computing the same tokens; None: unknown.
 
-    `num_delayed`: other requests that wait while these tokens are computed: those that run, and those that wait for the
-    GPU. A load takes the GPU from nobody, so it may take as long as computing costs all of them together.
+    `num_delayed`: other requests that wait while these tokens are computed, those that run and those that wait for the
+    GPU. A load delays no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other
+    requests: 2 <= 1 x 3.
     """
 
     load_s: float | None
@@ -217,20 +221,24 @@ class LoadEstimate(NamedTuple):
 
     @property
     def limit_s(self) -> float:
-        """How long a load may take: as long as computing costs this request and all that it delays; without an end
-        where that is not known."""
+        """The longest worthwhile load: the time that computing costs this request and all that it delays; infinite if
+        that time is unknown."""
         return math.inf if self.compute_s is None else self.compute_s * (1 + self.num_delayed)
 
-    @property
-    def pays(self) -> bool:
-        """Whether to load. Yes, until both are known."""
-        return self.load_s is None or self.load_s <= self.limit_s
+    def is_worth_loading(self, silent_s: float = 0.0, patience: float = 1.0) -> bool:
+        """Whether to load, or to go on waiting. True until both times are known.
+
+        `silent_s`: seconds in which no page arrived, which may not exceed the limit. `patience`: the factor by which
+        the rest of a wait that has begun may exceed the limit.
+        """
+        limit_s = self.limit_s
+        return (self.load_s is None or self.load_s <= patience * limit_s) and silent_s <= limit_s
 
 
 @dataclass(frozen=True)
 class Requests:
-    """Of one engine, by id: those that hold a lease and so are `running`, those that are queued and so `expected`, and
-    those `waiting` for a prefetch. Views of what their owners keep; scheduler thread."""
+    """The requests of one engine, by id: `running` ones hold a lease, `expected` ones are queued, and `waiting` ones
+    wait for a prefetch. Views of their owners' mappings; scheduler thread."""
 
     running: Mapping[str, object]
     expected: Mapping[str, object]
@@ -238,12 +246,12 @@ class Requests:
 
     @property
     def counts(self) -> tuple[int, int, int]:
-        """Of each kind."""
+        """The numbers of running, expected and waiting requests."""
         return len(self.running), len(self.expected), len(self.waiting)
 
     @property
     def num_delayed(self) -> int:
-        """How many computing for another one delays: all that run or wait for the device. Not those that wait for a
+        """Requests that computing for another request delays: all that run or wait for the device, not for a
         prefetch."""
         return len(self.running) + len(self.expected) - len(self.expected.keys() & self.waiting)
 
@@ -252,29 +260,39 @@ class Requests:
         return request_id in self.running or (request_id in self.expected and request_id not in self.waiting)
 
     def num_delayed_by(self, request_id: str) -> int:
-        """How many other requests computing for this one delays."""
+        """Other requests that computing for this request delays."""
         return self.num_delayed - self.is_delayed(request_id)
 
 
-class LoadDecisions:
-    """Whether loads pay, counted decision by decision; the first one that does not is logged. One thread at a time.
+class LoadPolicy:
+    """Load or recompute: compares by the rates of `cost`, and counts each choice. One thread at a time.
 
-    `movement`: whose decisions these are, the first part of the counters' names. `source`: where the prefix lies.
+    `movement`: the first part of the counters' names. `source`: the tier that has the prefix, for the log.
     """
 
-    def __init__(self, metrics: Metrics, movement: str, source: str, family: str) -> None:
-        self._source = source
+    def __init__(self, cost: CostModel, metrics: Metrics, movement: str, source: str, family: str) -> None:
+        self.cost, self._source = cost, source
         self.accepted, self.declined, self.unmeasured = (
             metrics.counter(f"{movement}.{decision}_loads", f"decisions to {what}", family, decision=decision)
             for decision, what in _DECISIONS.items()
         )
 
-    def decide(self, load_s: float | None, compute_s: float | None, num_delayed: int = 0) -> bool:
-        """Whether to load what takes so long to load and to compute, as `LoadEstimate` says. Counts it."""
-        pays = LoadEstimate(load_s, compute_s, num_delayed).pays
+    def compare(self, load_s: float | None, start: int, end: int, num_delayed: int) -> LoadEstimate:
+        """A load of `load_s` seconds compared with computing positions [start, end)."""
+        return LoadEstimate(load_s, self.cost.prefill_s(start, end), num_delayed)
+
+    def compare_wait(self, wait_s: float | None, start: int, end: int, num_delayed: int) -> LoadEstimate:
+        """A wait of `wait_s` seconds compared with computing positions [start, end), bounded also while no speed of
+        computing is known."""
+        return LoadEstimate(wait_s, self.cost.longest_wait_s(start, end), num_delayed)
+
+    def choose(self, estimate: LoadEstimate) -> bool:
+        """Whether to load. Counts the choice, and logs the first load that is declined."""
+        load_s, compute_s, num_delayed = estimate
+        is_worth_loading = estimate.is_worth_loading()
         if load_s is None or compute_s is None:
             self.unmeasured.value += 1
-        elif pays:
+        elif is_worth_loading:
             self.accepted.value += 1
         else:
             if not self.declined.value:
@@ -287,4 +305,4 @@ class LoadDecisions:
                     num_delayed,
                 )
             self.declined.value += 1
-        return pays
+        return is_worth_loading

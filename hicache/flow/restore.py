@@ -14,7 +14,7 @@ import torch
 from hicache.errors import TransferError
 from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.cost import CostModel, LoadDecisions, LoadEstimate
+from hicache.flow.cost import LoadEstimate, LoadPolicy
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located
 from hicache.flow.movement import CopyMovement, Load
@@ -25,28 +25,27 @@ from hicache.tree.node import TreeNode
 
 
 class Restore(CopyMovement[Load]):
-    def __init__(self, context: EngineContext, cost: CostModel) -> None:
+    def __init__(self, context: EngineContext, policy: LoadPolicy) -> None:
         super().__init__()
-        self._context, self._cost = context, cost
+        self._context, self._policy = context, policy
         count, gauge = context.metrics.counter, context.metrics.gauge
         help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
         self._bytes, self._seconds = context.metrics.movement("restore", help, "time that load took", **labels)
         self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
         self._exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
         self._failures = count("restore.failures", "loads that failed; their pages stayed on the host")
-        self._decisions = LoadDecisions(context.metrics, "restore", "host", "restore_gate_loads")
         gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
 
     def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
         """Of loading `num_bytes` behind the loads in flight, and of computing positions [start, end) instead, while
         `num_delayed` others wait."""
         ahead_bytes = sum(load.num_bytes for load in self._in_flight)
-        return LoadEstimate(self._cost.load_s(ahead_bytes + num_bytes), self._cost.prefill_s(start, end), num_delayed)
+        return self._policy.compare(self._policy.cost.load_s(ahead_bytes + num_bytes), start, end, num_delayed)
 
     def count_decision(self, estimate: LoadEstimate | None) -> None:
         """A request was admitted by that estimate; None: there was nothing to decide."""
         if estimate is not None:
-            self._decisions.decide(*estimate)
+            self._policy.choose(estimate)
 
     def complete(self, loads: Sequence[Load]) -> None:
         """Wait until these have ended, and another may be submitted."""
@@ -221,7 +220,7 @@ class Restore(CopyMovement[Load]):
             self._timed_s.value += seconds
             self._exposed_s.value += min(seconds, exposed_s)
         if load.is_undelayed:
-            self._cost.observe_load(load.num_bytes, seconds)
+            self._policy.cost.observe_load(load.num_bytes, seconds)
 
     def _abandon(self, load: Load) -> None:
         """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""

@@ -139,7 +139,7 @@ class Weigher:
         if asked.handle.is_preemptible:
             others = num_delayed - self._requests.is_delayed(asked.handle.request_id)
             estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), others)
-            if others and not (estimate.pays and silent_s <= estimate.limit_s):
+            if others and not estimate.is_worth_loading(silent_s):
                 self.stop(asked)
             return False
         if not num_delayed and self._beside.may_join(asked):
@@ -151,8 +151,7 @@ class Weigher:
                 return True
         num_delayed = num_delayed if asked.num_delayed is None else asked.num_delayed
         estimate = LoadEstimate(wait_s, self._cost.longest_wait_s(start, end), num_delayed)
-        limit_s = estimate.limit_s * (_STEADY if has_begun else 1.0)
-        if (wait_s is not None and wait_s > limit_s) or silent_s > estimate.limit_s:
+        if not estimate.is_worth_loading(silent_s, _STEADY if has_begun else 1.0):
             self._log_first(estimate)
             counted = self._counters.skipped if asked.is_found and not has_begun else self._counters.gave_up
             counted.value += 1

@@ -8,7 +8,7 @@ import math
 import struct
 from typing import Protocol
 
-from hicache.flow.cost import LoadDecisions, PrefillCost
+from hicache.flow.cost import CostModel, LoadPolicy, PrefillCost
 from hicache.metrics import Metrics
 
 log = logging.getLogger(__name__)
@@ -53,11 +53,11 @@ def _terms_in(note: bytes) -> tuple[float, float]:
     return (token_s, pair_s) if math.isfinite(token_s + pair_s) and min(token_s, pair_s) >= 0 else (0.0, 0.0)
 
 
-class ServerLoadDecisions(LoadDecisions):
-    """Of loads from the disk. `abandoned`: waits for it that ended."""
+class ServerLoadPolicy(LoadPolicy):
+    """The policy of a server's loads from the disk. `abandoned`: waits for the disk that ended."""
 
-    def __init__(self, metrics: Metrics) -> None:
-        super().__init__(metrics, "gate", "disk", _FAMILY)
+    def __init__(self, cost: CostModel, metrics: Metrics) -> None:
+        super().__init__(cost, metrics, "gate", "disk", _FAMILY)
         what = "waits for the disk that ended, since it brought nothing for longer than computing takes"
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import KeepsNote, PrefillNote, ServerLoadDecisions
+from hicache.integrations.load_gate import KeepsNote, PrefillNote, ServerLoadPolicy
 from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
@@ -55,7 +55,7 @@ class _Computed(NamedTuple):
         return self.seconds / self.num_tokens
 
 
-class LoadGate(ServerLoadDecisions):
+class LoadGate(ServerLoadPolicy):
     """Any thread. `page_tokens`: of a page. `clock`: seconds. `store`: keeps the speed of prefill."""
 
     def __init__(
@@ -66,12 +66,11 @@ class LoadGate(ServerLoadDecisions):
         clock: Callable[[], float],
         store: KeepsNote,
     ) -> None:
-        super().__init__(metrics)
+        # The parallel reads of a call are timed as one.
+        super().__init__(CostModel(tokens_per_s, {DISK: 1}, metrics, clock), metrics)
         self._page_tokens = page_tokens
         self._clock = clock
-        # A call's reads go on side by side and are timed as one.
-        self._cost = CostModel(tokens_per_s, {DISK: 1}, metrics, clock)
-        self._note = PrefillNote(self._cost.prefill, store)
+        self._note = PrefillNote(self.cost.prefill, store)
         self._lock = threading.Lock()
         self._prompts: list[_Prompt] = []  # that did not come yet, in the order of their look-up
         self._since_s = math.inf  # of what the next copy to the host brings; inf: no prompt waits
@@ -91,7 +90,7 @@ class LoadGate(ServerLoadDecisions):
                 for prompt in self._prompts
                 if prompt.last != keys[-1] and now_s - prompt.looked_up_s <= _FORGET_S
             ]
-            loads = num_held > 0 and self._pays(others, num_held, page_bytes)
+            loads = num_held > 0 and self._is_worth_loading(others, num_held, page_bytes)
             held = num_held if loads else 0
             to_compute = {key: place for place, key in enumerate(keys[held:])}
             prompt = _Prompt(keys[-1], now_s, {*keys[:held]}, to_compute, held * self._page_tokens)
@@ -102,13 +101,13 @@ class LoadGate(ServerLoadDecisions):
     def wait_s(self, num_pages: int) -> float:
         """How long to wait at most for the next of so many pages: as long as computing all would take."""
         with self._lock:
-            return max(_MIN_WAIT_S, self._cost.longest_wait_s(0, num_pages * self._page_tokens))
+            return max(_MIN_WAIT_S, self.cost.longest_wait_s(0, num_pages * self._page_tokens))
 
     def read(self, keys: Sequence[str], num_read: int, page_bytes: int, seconds: float) -> None:
         """A call has read the first `num_read` pages of `keys` in that time; SGLang reads no more of the prompt where
         that is not all."""
         with self._lock:
-            self._cost.observe_read(num_read * page_bytes, seconds)
+            self.cost.observe_read(num_read * page_bytes, seconds)
             for prompt in self._prompts:
                 if prompt.to_load & {*keys[:1]}:
                     prompt.to_load -= prompt.to_load if num_read < len(keys) else {*keys}
@@ -146,11 +145,11 @@ class LoadGate(ServerLoadDecisions):
                 prompt.num_done = max(prompt.num_done, end * self._page_tokens)
             self._settle()
 
-    def _pays(self, others: Sequence[_Prompt], num_pages: int, page_bytes: int) -> bool:
+    def _is_worth_loading(self, others: Sequence[_Prompt], num_pages: int, page_bytes: int) -> bool:
         queued = sum(len(prompt.to_load) for prompt in others)
-        load_s = self._cost.read_s((queued + num_pages) * page_bytes, 1)
-        compute_s = self._cost.prefill_s(0, num_pages * self._page_tokens)
-        return self.decide(load_s, compute_s, sum(not prompt.to_load for prompt in others))
+        load_s = self.cost.read_s((queued + num_pages) * page_bytes, 1)
+        num_delayed = sum(not prompt.to_load for prompt in others)
+        return self.choose(self.compare(load_s, 0, num_pages * self._page_tokens, num_delayed))
 
     def _waiting(self) -> Iterable[_Prompt]:
         return (prompt for prompt in self._prompts if not prompt.to_load)
@@ -172,4 +171,4 @@ class LoadGate(ServerLoadDecisions):
     def _observe(self, latest: _Computed) -> None:
         before, self._before = self._before, latest
         if before is not None:
-            self._cost.observe_prefill(*min(before, latest, key=lambda each: each.token_s))
+            self.cost.observe_prefill(*min(before, latest, key=lambda each: each.token_s))

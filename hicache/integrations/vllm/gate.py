@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import NamedTuple
 
 from hicache.flow.cost import CostModel, LoadEstimate
-from hicache.integrations.load_gate import ServerLoadDecisions
+from hicache.integrations.load_gate import ServerLoadPolicy
 from hicache.metrics import Metrics
 
 # Tokens that are timed together. A step of fewer is mostly launches, and says little of a long prompt; a pass of many
@@ -167,13 +167,12 @@ def _saved_s(estimate: LoadEstimate) -> float:
     return compute_s * (1 + num_delayed) - load_s
 
 
-class LoadGate(ServerLoadDecisions):
+class LoadGate(ServerLoadPolicy):
     """Owned by the tier, called under vLLM's lock. `clock`: seconds. `job_bytes`: what one reader of the disk takes at
     a time."""
 
     def __init__(self, cost: CostModel, clock: Callable[[], float], metrics: Metrics, *, job_bytes: int) -> None:
-        super().__init__(metrics)
-        self._cost = cost
+        super().__init__(cost, metrics)
         self._clock = clock
         self._job_bytes = job_bytes
         self._timer = PrefillTimer(cost, clock)
@@ -225,8 +224,8 @@ class LoadGate(ServerLoadDecisions):
 
     def wait(self, request: str, candidate: Candidate) -> None:
         """The disk has not answered yet: that may take as long as computing costs all."""
-        compute_s = self._cost.longest_wait_s(candidate.start, candidate.end)
-        if not LoadEstimate(self._clock() - candidate.asked_s, compute_s, self.num_delayed(request)).pays:
+        wait_s, num_delayed = self._clock() - candidate.asked_s, self.num_delayed(request)
+        if not self.compare_wait(wait_s, candidate.start, candidate.end, num_delayed).is_worth_loading():
             self.abandon()
             candidate.loads = False
 
@@ -243,7 +242,7 @@ class LoadGate(ServerLoadDecisions):
         candidate.num_delayed = num_delayed = self.num_delayed(request)
         estimates = {part: self._estimate(part, chunk_bytes, queued, num_delayed) for part in _parts_of(spans)}
         part = max(estimates, key=lambda part: (_saved_s(estimates[part]), part.num_chunks))
-        if rows.num < part.num_chunks and estimates[part].pays:
+        if rows.num < part.num_chunks and estimates[part].is_worth_loading():
             if rows.are_few(part.num_chunks) and self._may_wait(candidate, part, estimates[part]):
                 self.has_waiting = True
                 self._at_disk.add(request)
@@ -256,7 +255,7 @@ class LoadGate(ServerLoadDecisions):
             part = _part_of(spans, rows.num)
             estimates[part] = self._estimate(part, chunk_bytes, queued, num_delayed)
         self._at_disk.discard(request)
-        candidate.loads = self.decide(*estimates[part])
+        candidate.loads = self.choose(estimates[part])
         candidate.until = part.end if part.num_chunks < len(spans) else math.inf
         if candidate.loads:
             self._at_disk.add(request)
@@ -273,7 +272,7 @@ class LoadGate(ServerLoadDecisions):
 
     def read(self, num_bytes: int, seconds: float) -> None:
         """One reader of the disk has brought so much in that time."""
-        self._cost.observe_read(num_bytes, seconds)
+        self.cost.observe_read(num_bytes, seconds)
 
     def loaded(self, request: str) -> None:
         """The disk brings nothing more for the request."""
@@ -307,10 +306,10 @@ class LoadGate(ServerLoadDecisions):
 
     def _estimate(self, part: _Part, chunk_bytes: int, queued: Queue, num_delayed: int) -> LoadEstimate:
         num_bytes = queued.num_bytes + self._accepted_bytes + part.num_chunks * chunk_bytes
-        load_s = self._cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes))
+        load_s = self.cost.read_s(num_bytes, math.ceil(num_bytes / self._job_bytes))
         if queued.progress_s is not None and self._is_silent(queued.progress_s, part.start, part.end, num_delayed):
             load_s = math.inf
-        return LoadEstimate(load_s, self._cost.prefill_s(part.start, part.end), num_delayed)
+        return self.compare(load_s, part.start, part.end, num_delayed)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
         """Whether to wait for rows, or go on with that: for as long as the load saves, at its first weighing."""
@@ -325,6 +324,4 @@ class LoadGate(ServerLoadDecisions):
         """Whether the disk has brought nothing for so long that nothing is to be expected: longer than computing costs
         all, and than a disk that works. Who gave up sooner, as many wait for one stall, would all compute at once."""
         silent_s = self._clock() - progress_s
-        return (
-            silent_s > _SILENT_S and not LoadEstimate(silent_s, self._cost.longest_wait_s(start, end), num_delayed).pays
-        )
+        return silent_s > _SILENT_S and not self.compare_wait(silent_s, start, end, num_delayed).is_worth_loading()
