@@ -280,7 +280,7 @@ class _Both:
         """`beside`: computing and loading at once, else the rule chooses. Nothing is known to any tier at first."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
-        prefetcher.beside.is_wanted = beside
+        prefetcher.overlap.is_wanted = beside
         case.forget()
         case.store.fill(())
         scheduler = case.served.scheduler(max_pass_s=0.5, max_overtake_s=15.0)

@@ -41,11 +41,10 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
-from hicache.flow.located import look_up
 from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of
-from hicache.flow.prefetch import Prefetcher
 from hicache.flow.prompt import Prompts
+from hicache.flow.reads import Prefetcher, look_up
 from hicache.flow.restore import Restore
 from hicache.flow.stop import flush, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
@@ -158,7 +157,7 @@ class CacheEngine:
         eviction = DeviceEviction(context, self._backup)
         self._admit = Admit(context, self._prompts, self._restore, eviction, self._backup)
         self._requests = requests = Requests(self._leases, self._admit.expected)
-        self._prefetcher = Prefetcher(context, self._prompts, self._cost, requests) if context.stores else None
+        self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
         self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
         movements = (self._backup, self._restore, self._admit.exchange, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
@@ -381,7 +380,7 @@ class CacheEngine:
         """
         self._held([lease])
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
-        if self._prefetcher is None or not self._prefetcher.beside.has_come(lease, num_tokens):
+        if self._prefetcher is None or not self._prefetcher.overlap.is_next_on_host(lease, num_tokens):
             return lease
         try:
             if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed_by(request_id)):
@@ -432,7 +431,7 @@ class CacheEngine:
         self._held([lease])
         start, end = valid_count("start", start), valid_count("end", end)
         stop = self._commit.next_stop(lease, start, end)
-        return stop if self._prefetcher is None else self._prefetcher.beside.stop(lease, start, stop)
+        return stop if self._prefetcher is None else self._prefetcher.overlap.next_stop(lease, start, stop)
 
     @exclusive
     def track(self, leases: Sequence[Lease]) -> None:

@@ -164,7 +164,7 @@ class CostModel:
         )
 
     def observe_read(self, num_bytes: int, seconds: float, store: Store = DISK) -> None:
-        """One reader read `num_bytes` from a store to the host in `seconds`, alone or in parallel with others."""
+        """One reader read `num_bytes` from a store to the host in `seconds`, alone or in parallel."""
         self._reads[store].observe(num_bytes, seconds)
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
@@ -210,9 +210,8 @@ class CostModel:
 class LoadEstimate(NamedTuple):
     """Seconds of a load, the operations queued before it included, and of computing the same tokens; None: unknown.
 
-    `num_delayed`: other requests that wait while these tokens are computed, those that run and those that wait for the
-    GPU. A load delays no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other
-    requests: 2 <= 1 x 3.
+    `num_delayed`: other requests that run or wait for the GPU, which computing these tokens would delay. A load delays
+    no request on the GPU. So a load of 2 s is chosen if computing takes 1 s and delays two other requests: 2 <= 1 x 3.
     """
 
     load_s: float | None

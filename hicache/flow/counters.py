@@ -1,5 +1,5 @@
-"""What admissions and prefetches count: prompts, where their tokens came from, refusals; decisions, outcomes, and what
-came. Written by the scheduler thread."""
+"""The counters of admissions and prefetches: prompts and refusals, the tiers of their tokens, decisions and outcomes.
+The scheduler thread writes them."""
 
 from __future__ import annotations
 
@@ -69,8 +69,8 @@ class AdmitCounters:
             counter.value += isinstance(error, kind)
 
     def admitted(self, lease: Lease, *, joins: bool) -> None:
-        """Of one that joins what has come, what it loads was hit, though late; what it has on the device it computed,
-        or that was counted."""
+        """Count an admitted prompt. A request that `joins` has hit the tokens that it loads now; it computed, or
+        counted before, the tokens that it has on the device."""
         hit = lease.hit.loaded if joins else lease.hit
         if not lease.request.is_counted:
             self._uncounted.value += not joins
@@ -88,7 +88,7 @@ class AdmitCounters:
 
 
 class PrefetchCounters:
-    """Decisions, outcomes, and what came."""
+    """The decisions and outcomes of prefetches, and the pages that they read."""
 
     def __init__(self, context: EngineContext) -> None:
         count, histogram = context.metrics.counter, context.metrics.histogram
@@ -100,10 +100,10 @@ class PrefetchCounters:
         self.requests = count("prefetch.requests", "prefetches asked for")
         self.waited = outcome("waited", "requests for which waiting was estimated to cost less than computing")
         self.skipped = outcome("skipped", "requests that did not wait because computing was estimated to cost less")
-        self.gave_up = outcome(
+        self.abandoned = outcome(
             "gave_up", "requests that stopped waiting: computing the rest cost less, or nothing came"
         )
-        self.beside = outcome("beside", "requests computed from their beginning while a store brought their end")
+        self.overlapped = outcome("beside", "requests computed from their beginning while a store brought their end")
         self._computed = count(
             "prefetch.beside_computed_tokens", "tokens that such requests computed until they met what had come"
         )
@@ -131,7 +131,7 @@ class PrefetchCounters:
             self._moved[store] = context.metrics.movement(f"{store.prefix}prefetch", moved, took, **labels)
 
     def count_joined(self, num_computed: int, num_loaded: int) -> None:
-        """A request met what had come for it, so many tokens, behind as many that it computed."""
+        """An overlapped request loaded `num_loaded` tokens behind `num_computed` computed ones."""
         self._computed.value += num_computed
         self._loaded.value += num_loaded
 
@@ -139,8 +139,8 @@ class PrefetchCounters:
         return self._loaded.value / max(1, self._loaded.value + self._computed.value)
 
     def count_postponed(self, num_claimed: int, max_pages: int) -> None:
-        """A request waits for what there is no room for, for `num_claimed` pages are claimed of `max_pages`; 0: for
-        another reason."""
+        """A request waits for host pages, because requests claim `num_claimed` of `max_pages`; 0: for another
+        reason."""
         self.postponed.value += 1
         if num_claimed and not self._has_been_full:
             self._has_been_full = True

@@ -20,7 +20,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
-from hicache.flow.prefetch import Prefetcher
+from hicache.flow.reads import Prefetcher
 from hicache.flow.restore import Restore
 from hicache.host.exclusive import ExclusiveIndex
 from hicache.host.run import HostRun

@@ -66,6 +66,10 @@ class PageIndex(PageHints):
         """The run that has the bytes of `key`, or is to have them."""
         return self._runs.get(key)
 
+    def holders(self, keys: Sequence[bytes]) -> list[HostRun | None]:
+        """`find` of each key."""
+        return [*map(self._runs.get, keys)]
+
     def is_coming(self, key: bytes) -> bool:
         """Whether the bytes of `key` are there or on their way from the device. A read may bring nothing."""
         run = self._runs.get(key)
@@ -103,8 +107,7 @@ class PageIndex(PageHints):
 
     def lacking(self, keys: Sequence[bytes], start: int) -> list[int]:
         """Which of `keys` from `start` on are not `is_coming`."""
-        find = self._runs.get
-        runs = [find(key) for key in keys[start:]]
+        runs = map(self._runs.get, keys[start:])
         return [at for at, run in enumerate(runs, start) if run is None or not run.is_coming]
 
     def runs_of(self, keys: Sequence[bytes]) -> list[HostRun]:

@@ -183,7 +183,7 @@ def test_a_tier_that_stands_still_keeps_no_request_that_left(why: str, store: Pa
                 engine.flush()  # the reads that were cancelled end
             prefetcher = engine.inspect.prefetcher
             assert prefetcher is not None
-            eventually(lambda: engine.poll() or not prefetcher._readers.num_finds)  # noqa: B023
+            eventually(lambda: engine.poll() or not prefetcher._jobs.num_awaited_lookups)  # noqa: B023
             sizes.append(held_bytes(engine))
         assert sizes[1] - sizes[0] < NOISE_BYTES
         engine.cancel("waits")

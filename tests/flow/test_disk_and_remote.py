@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import hicache.build.store_tiers
-import hicache.flow.readers
+import hicache.flow.reads
 from disk_case import Clock, TroubledStore, failing, page_keys
 from hicache import CacheEngine, Prefetch, build_engine
 from hicache.tiers import DISK, REMOTE
@@ -40,7 +40,7 @@ def asked_both(
 ) -> Iterator[tuple[CacheEngine, list[PacedStore], Prefetch, np.ndarray]]:
     """A disk and a remote store that have all pages of a prompt, and a prefetch of it. Each has jobs, two at most, and
     is held at a read. At the end the prompt is served."""
-    monkeypatch.setattr(hicache.flow.readers, "_MAX_IN_FLIGHT", IN_FLIGHT)
+    monkeypatch.setattr(hicache.flow.reads, "_MAX_IN_FLIGHT", IN_FLIGHT)
     monkeypatch.setattr(hicache.build.store_tiers, "_REMOTE_READERS", 1)
     tokens, stores = tokens_of(1, NUM_PAGES * PAGE + 1), [PacedStore(clock), PacedStore(clock)]
     for pair in ((stores[0], None), (None, stores[1])):
@@ -68,7 +68,7 @@ def test_stores_of_equal_rate_bring_about_half_each(clock: Clock, monkeypatch: p
     flight more than the other."""
     with asked_both(clock, monkeypatch) as (engine, stores, handle, _):
         assert engine.inspect.prefetcher is not None
-        jobs = engine.inspect.prefetcher._readers.reads.values()
+        jobs = engine.inspect.prefetcher._jobs.reads.values()
 
         def is_settled() -> bool:
             """Whether each store holds a read, unless it has no job."""
@@ -96,7 +96,7 @@ def test_a_stalled_disk_is_left_to_the_remote_store(clock: Clock, monkeypatch: p
         stores[1].allow()
         eventually(lambda: engine.poll() or sum(stores[1].landed.values()) == NUM_PAGES - IN_FLIGHT * JOB_PAGES)
         assert engine.inspect.prefetcher is not None
-        jobs = engine.inspect.prefetcher._readers.reads.values()
+        jobs = engine.inspect.prefetcher._jobs.reads.values()
         eventually(lambda: engine.poll() or {job.store for job in jobs} == {DISK})
         clock.now_s += 2e8
     assert sum(stores[1].landed.values()) == NUM_PAGES

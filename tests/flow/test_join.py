@@ -41,7 +41,7 @@ def computing(
     """An engine over the store, which holds its reads, and a request with two computed pages, not yet committed."""
     with engine_of(store, **changes) as engine:
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.beside.least_pages = 8
+        engine.inspect.prefetcher.overlap.least_pages = 8
         store.hold()
         handle = engine.prefetch("a", tokens, overlaps=True)
         eventually(lambda: engine.poll() or handle.ready)
@@ -145,7 +145,7 @@ def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:
     with build_engine(config, STATES, store=store) as engine:
         engine.observe_prefill(100, 100.0)
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.beside.least_pages = 8
+        engine.inspect.prefetcher.overlap.least_pages = 8
         store.landed.clear()
         store.lost_bytes = engine.inspect.context.by_name[MAMBA].host.page_bytes
         handle = engine.prefetch("a", tokens, overlaps=True)

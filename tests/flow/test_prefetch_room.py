@@ -9,8 +9,8 @@ import pytest
 from disk_case import Clock
 from hicache import AdvancedConfig, CacheRequest
 from hicache.config import PrefetchMode
-from hicache.flow.host_room import HostShare
 from hicache.flow.lease import Prefetch
+from hicache.flow.reads import HostShare
 from prefetch_case import (
     PAGE,
     PacedStore,

@@ -280,7 +280,7 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
     settings |= {"host_bytes": int(rng.choice([60, 300])) * 8 * 256, "write_policy": str(rng.choice(POLICIES))}
     with build_engine(config(**settings), geometry, store=disk, remote=remote) as engine:
         assert engine.inspect.prefetcher is not None
-        engine.inspect.prefetcher.beside.least_pages = 4
+        engine.inspect.prefetcher.overlap.least_pages = 4
         chunk = int(rng.choice([16, 30, 64]))
         scheduler = Scheduler(engine, HashRunner(engine, geometry), chunk_tokens=chunk)
         stems = [rng.integers(0, 4, 320) for _ in range(3)]

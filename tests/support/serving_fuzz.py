@@ -86,7 +86,7 @@ class ServingFuzz:
             self.engine = build_engine(self._settings(folder), GEOMETRIES[kind])
         self.faults.attach(self.engine)
         if (prefetcher := self.engine.inspect.prefetcher) is not None:
-            prefetcher.beside.least_pages = int(self.rng.choice([1, 4]))
+            prefetcher.overlap.least_pages = int(self.rng.choice([1, 4]))
         self.engine.start()
         self.scheduler = Scheduler(
             self.engine,

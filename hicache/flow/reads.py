@@ -1,0 +1,1714 @@
+"""Reads of stores: pages that are read to the host for requests before their admission, or while they are computed.
+
+Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event takes it to the next stage:
+
+    | event          | from        | to          | action              |
+    |----------------|-------------|-------------|---------------------|
+    | BEGIN          | QUEUED      | ASKING      | look_up             |
+    | BEGIN          | POSTPONED   | ASKING      | look_up             |
+    | ANSWERED       | ASKING      | READING     | plan                |
+    | ANSWERED       | OVERLAPPING | OVERLAPPING | plan                |
+    | LANDED         | READING     | READING     | advance             |
+    | LANDED         | OVERLAPPING | OVERLAPPING | advance             |
+    | RETRY          | READING     | ASKING      | restart             |
+    | RETRY          | OVERLAPPING | OVERLAPPING | restart             |
+    | LACKS_PAGES    | ASKING      | POSTPONED   | postpone            |
+    | LACKS_PAGES    | READING     | POSTPONED   | postpone            |
+    | LACKS_PAGES    | OVERLAPPING | OVERLAPPING | stop_reading        |
+    | EXHAUSTED      | ASKING      | ENDED       | complete            |
+    | EXHAUSTED      | READING     | ENDED       | complete            |
+    | EXHAUSTED      | OVERLAPPING | OVERLAPPING | stop_reading        |
+    | ADMIT          | ASKING      | OVERLAPPING | overlap             |
+    | ADMIT          | READING     | OVERLAPPING | overlap             |
+    | JOIN           | OVERLAPPING | OVERLAPPING | join                |
+    | CANCEL         | QUEUED      | ENDED       | forget              |
+    | CANCEL         | ASKING      | ENDED       | forget              |
+    | CANCEL         | READING     | ENDED       | forget              |
+    | CANCEL         | POSTPONED   | ENDED       | forget              |
+    | CANCEL         | OVERLAPPING | ENDED       | forget              |
+
+An action may raise the next event. All other pairs of stage and event raise `InvariantError`.
+
+A run of host pages in flight names the requests that wait for it and its job (`HostRun.wanted`, `HostRun.job`). So a
+request waits for pages that other requests read, and queues jobs only for the rest. The last request that leaves a job
+cancels it. A share of the host pool bounds the pages that are read for requests before their admission.
+
+The read list of a request is sorted: from the beginning of its prompt, or from the end if the prompt is computed from
+its beginning meanwhile (an overlapped prefill):
+
+    [0, computed_end)          on the device, computed or loaded
+    [computed_end, missing[0]) on the host; `join` loads these pages once they continue the computed ones
+    [missing)                  not yet on the host: read from the right, computed from the left
+    [missing[1], end)          on the host, waiting for the pages before them
+
+Computing and reading meet where the next page is on the host or is computed. A store that reads slowly, or stalls,
+leaves more pages to compute, and no request waits for it. docs/decisions/050-compute-and-load-at-once.md.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import threading
+import time
+from bisect import bisect_left, insort
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import IntEnum, auto
+from operator import attrgetter
+from typing import NamedTuple
+from weakref import ref
+
+from hicache.config import PrefetchMode
+from hicache.errors import InvariantError, PrefetchPending
+from hicache.eviction.write_budget import names_of
+from hicache.flow.components.base import CacheComponent
+from hicache.flow.context import EngineContext
+from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
+from hicache.flow.counters import PrefetchCounters
+from hicache.flow.lease import Lease, Prefetch
+from hicache.flow.located import Located
+from hicache.flow.movement import Movement
+from hicache.flow.prompt import Prompts, event_pages_of
+from hicache.host.index import PageIndex
+from hicache.host.run import HostRun, pages_of, spans
+from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
+from hicache.tiers import DISK, FULL, REMOTE, Component, Store
+from hicache.tree.key import Tokens
+
+log = logging.getLogger(__name__)
+
+# Without news, a poll looks at the active requests after this time, or after this number of polls.
+_LOOK_S, _LOOK_POLLS = 0.002, 16
+# Bounds of one step, so that it ends soon: active requests, and tokens of prompts whose keys are computed; jobs and
+# pages that are queued; requests that compare waiting with computing again. Passes make steps long, so a preemptible
+# request has the bounds of several short steps: one for each `_STEP_S` since the last step, from 4 to `_MOST_STEPS`.
+_MAX_ACTIVE, _MAX_STARTED_TOKENS, _MAX_JOBS, _MAX_PAGES, _MAX_CHOSEN = 64, 64 << 10, 6, 128, 64
+_STEP_S, _MOST_STEPS = 0.005, 16
+# The time between two attempts to begin with a postponed request.
+_RETRY_S = 0.05
+# Pages of a prompt that are looked up on the host at a time.
+_WINDOW = 64
+# The first job of each reader while the rate of a store is unknown: it measures the rate, soon if the store is slow.
+_GAUGE_BYTES = 8 << 20
+# The time of one job at most, because its reader begins no other job before.
+_MAX_JOB_S = 0.25
+# The least number of jobs of an overlapped prompt, or of pages that both stores have.
+_LEAST_JOBS = 16
+# Jobs of a store, urgent ones and background ones each: work of several steps for its readers.
+_MAX_IN_FLIGHT = 32
+# The remote tier is asked for pages of the disk too if there are at least this number of pages, unless its rate is
+# below this share of the rate of the disk.
+_LEAST_SHARED_PAGES, _LEAST_REMOTE_SHARE = 32, 1 / 8
+# A pass costs as much for few tokens as for some, so an overlapped pass computes `_LEAST_PASS_PAGES` or more, and fewer
+# than `_LEAST_OVERLAP_PAGES` missing pages are loaded or computed without overlap. So they are if less than
+# `_LEAST_COMPUTED_SHARE` of them would be computed: no pass can be stopped, and a fast store ends before the pass does.
+_LEAST_PASS_PAGES, _LEAST_OVERLAP_PAGES, _LEAST_COMPUTED_SHARE = 8, 32, 1 / 6
+# The wait for answers of stores if computing delays no other request, as a share of the time of computing.
+_ANSWER_SHARE = 0.02
+# The factor by which a wait that has begun may cost more than computing.
+_PATIENCE = 2.0
+# The state of a page in `LookupResults`, in addition to the bits of stores.
+_LACKING, _READ, _IN_MEMORY = 0, 0x40, 0x80
+_ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
+
+
+class Stage(IntEnum):
+    """The stage of a prefetch."""
+
+    QUEUED = auto()  # Too many requests are active.
+    ASKING = auto()  # Stores look up its pages.
+    READING = auto()  # Its pages are read to the host.
+    POSTPONED = auto()  # The host has no free pages for it.
+    OVERLAPPING = auto()  # It is computed from its beginning while pages are looked up and read from its end.
+    ENDED = auto()
+
+
+class Event(IntEnum):
+    """An event in the life of a prefetch."""
+
+    BEGIN = auto()  # Fewer requests are active now.
+    ANSWERED = auto()  # All stores that were asked have answered, or none need be asked.
+    LANDED = auto()  # A job ended, or pages of the read list arrived by other jobs.
+    RETRY = auto()  # Pages did not arrive, or host pages are free for the rest.
+    LACKS_PAGES = auto()  # No host page is free for it, and nothing of it is in flight.
+    EXHAUSTED = auto()  # No further page arrives.
+    ADMIT = auto()  # The request has a lease, and is computed while its pages arrive.
+    JOIN = auto()  # Pages that arrived were loaded behind the computed ones.
+    CANCEL = auto()  # The request was admitted and reads no further, or is gone.
+
+
+class ReadSpan(NamedTuple):
+    """An entry of a read list: consecutive pages of a prompt in reading order, in each store of the set `stores`; 0: a
+    read in flight loads them."""
+
+    component: CacheComponent
+    stores: int
+    pages: range
+
+
+class LookupResults:
+    """Which stores have which pages of a prompt that memory lacks, by the answers so far.
+
+    [0, num_usable)          memory serves these pages, for all components
+    [num_usable, num_pages)  stores are asked for windows and states of these pages too
+
+    `memory`: where its pages are in memory. `may_share`: whether the request may wait for a run that a read loads.
+    `step`: -1 if pages are read from the end of the prompt, else 1. `_stores[page]`: the stores of a full page.
+    """
+
+    def __init__(self, memory: Located, may_share: Callable[[HostRun], bool] | None = None, step: int = 1) -> None:
+        full, keys = memory.context.full, memory.prompt.keys
+        self.memory, self._may_share, self._step = memory, may_share, step
+        self.num_pages, self.num_stores = memory.num_pages, len(memory.context.stores)
+        self.num_usable = memory.last_end(memory.host_end, 0, memory.in_memory)
+        lacking = full.index.lacking(keys, memory.device_end)
+        self.first_gap = lacking[0] if lacking else self.num_pages
+        self._stores = bytearray((_IN_MEMORY,)) * self.num_pages
+        for page in lacking:
+            self._stores[page] = _LACKING
+        if may_share is not None and full.index.num_in_flight and lacking:
+            for page, run in enumerate(full.index.holders(keys[self.first_gap :]), self.first_gap):
+                if run is not None and not self._stores[page] and may_share(run):
+                    self._stores[page] = _READ
+        self._others: dict[bytes, int] = {}
+        others, pages = memory.context.components[1:], range(self.num_usable, self.num_pages)
+        self._other_keys = [key for other in others for key in memory.prompt.keys_of(other.name, pages)]
+
+    @property
+    def known(self) -> list[tuple[int, int, int]]:
+        """Full pages that stores have, or that a read in flight loads (0): (start, end, set of stores)."""
+        found, rest = list[tuple[int, int, int]](), bytes(self._stores)
+        while rest:
+            start, value = self.num_pages - len(rest), rest[0]
+            rest = rest.lstrip(rest[:1])
+            if value not in (_LACKING, _IN_MEMORY):
+                found.append((start, self.num_pages - len(rest), value & ~_READ))
+        return found
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether memory serves the complete prompt, or the device copies the rest to the host."""
+        return self._stores.count(_IN_MEMORY) == self.num_usable == self.num_pages
+
+    @property
+    def is_open(self) -> bool:
+        """Whether any page is left to ask a store for."""
+        return _LACKING in self._stores or len(self._others) < len(self._other_keys)
+
+    def unknown(self) -> tuple[list[int], tuple[bytes, ...]]:
+        """Full pages that no store is known to have, and the keys to ask a store for: theirs first, then those of
+        windows and states."""
+        pages = [page for page, value in enumerate(self._stores) if value == _LACKING]
+        others = [key for key in self._other_keys if key not in self._others]
+        return pages, (*self.memory.prompt.keys_of(FULL, pages), *others)
+
+    def in_stores(self) -> tuple[list[int], tuple[bytes, ...]]:
+        """Full pages that a store has, and their keys."""
+        pages = [page for page, value in enumerate(self._stores) if _LACKING < value < _READ]
+        return pages, (*self.memory.prompt.keys_of(FULL, pages),)
+
+    def add(self, store: Store, pages: Sequence[int], keys: Sequence[bytes], ok: Sequence[bool]) -> None:
+        """Record the answer of a store: of `keys`, the first of which belong to full `pages`, it has those that are
+        `ok`."""
+        for page in itertools.compress(pages, ok):
+            self._stores[page] |= store.bit
+        for key in itertools.compress(keys[len(pages) :], ok[len(pages) :]):
+            self._others[key] = self._others.get(key, 0) | store.bit
+
+    def lose(self, component: CacheComponent, pages: Sequence[int], store: Store) -> list[int]:
+        """Record that `store` does not read these pages. Returns the pages that the other store lacks."""
+        if component.name == FULL:
+            for page in pages:
+                self._stores[page] &= ~store.bit
+        else:
+            for key in self.memory.prompt.keys_of(component.name, pages):
+                if left := self._others.pop(key, 0) & ~store.bit:
+                    self._others[key] = left
+        return [page for page in pages if not self.stores_of(component, page)]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether no page is known to arrive."""
+        return not self._others and self.num_arriving(self.num_pages) == 0
+
+    @property
+    def full_end(self) -> int:
+        """The end of the full pages that memory has, or that may arrive, without a gap."""
+        end = self._stores.find(_LACKING)
+        return self.num_pages if end < 0 else end
+
+    def end_with(self, num_pages: int) -> int:
+        """The same end if stores read only the first `num_pages`."""
+        for start, end, stores in self.known:
+            if stores and end - start > num_pages:
+                return min(start + num_pages, self.full_end)
+            num_pages -= end - start if stores else 0
+        return self.full_end
+
+    def usable_end(self, limit: int) -> int:
+        """The longest prefix of at most `limit` pages that all components can use, with the pages that may arrive; at
+        most `num_usable` if these add nothing."""
+        return self.memory.last_end(limit, min(limit, self.num_usable), self._has)
+
+    def read_list(self, end: int) -> Iterator[ReadSpan]:
+        """The pages that may arrive and that a prefix of `end` pages needs: full pages, then windows and states."""
+        for start, known_end, stores in self.known:
+            if start < end:
+                yield ReadSpan(self.memory.context.full, stores, range(start, min(known_end, end))[:: self._step])
+        for component in self.memory.context.components[1:] if end > self.num_usable else ():
+            first = min(component.first_required(end), end - 1)  # the last page of an optional component
+            wanted = [page for page in range(first, end) if not self.memory.coming(component, page)]
+            yield from self.spans(component, [page for page in wanted if self._has(component, page)])
+
+    def spans(self, component: CacheComponent, pages: Sequence[int]) -> Iterator[ReadSpan]:
+        """These pages, ascending, by the stores that have them."""
+        for stores, group in itertools.groupby(pages, key=lambda page: self.stores_of(component, page)):
+            for start, end in spans([*group]):
+                yield ReadSpan(component, stores, range(start, end)[:: self._step])
+
+    def stores_of(self, component: CacheComponent, page: int) -> int:
+        """The set of stores that have a page that memory lacks."""
+        if component.name == FULL:
+            return self._stores[page] & ~(_READ | _IN_MEMORY)
+        return self._others.get(self.memory.prompt.key(component.name, page), 0)
+
+    def num_arriving(self, end: int) -> int:
+        """The number of full pages below `end` that may arrive."""
+        return end - self._stores.count(_LACKING, 0, end) - self._stores.count(_IN_MEMORY, 0, end)
+
+    def by_store(self, start: int, end: int) -> Counter[Store]:
+        """The number of full pages [start, end) in each store; a page of both counts for the first one asked."""
+        found, context = Counter[Store](), self.memory.context
+        for known_start, known_end, stores in self.known:
+            first = next((store for store in context.stores if stores & store.bit), None)
+            if first is not None:
+                found[first] += max(0, min(end, known_end) - max(start, known_start))
+        return found
+
+    def _has(self, component: CacheComponent, page: int) -> bool:
+        key = self.memory.prompt.key(component.name, page)
+        if self.memory.coming(component, page) or self._others.get(key):
+            return True
+        run = component.index.find(key)
+        return run is not None and self._may_share is not None and self._may_share(run)
+
+
+def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
+    """Tokens that the disk adds to the prefix in memory, tokens that the remote tier adds to both, and whether all
+    stores answered within `wait_s`. No side effect."""
+    located, until_s, all_known = LookupResults(memory), time.monotonic() + wait_s, True
+    for store, tier in memory.context.stores.items():
+        pages, keys = located.unknown()
+        done = tier.find((), max(0.0, until_s - time.monotonic()), keys)
+        if done is None:
+            all_known = False
+        else:
+            located.add(store, pages, keys, done.others)
+    end = located.usable_end(located.full_end)
+    num_pages = located.by_store(located.num_usable, end)
+    # Stores may add windows or states to full pages that memory has.
+    added = [span.stores for span in located.read_list(end) if span.component.name != FULL and span.stores]
+    if added:
+        last = REMOTE if added[-1] == REMOTE.bit else DISK
+        num_pages[last] += max(0, end - located.num_usable - num_pages.total())
+    page = memory.context.tree.page_size
+    return num_pages[DISK] * page, num_pages[REMOTE] * page, all_known
+
+
+@dataclass(eq=False, slots=True)
+class PendingPrefetch:
+    """A request with a prefetch. `stage` alone says how far it is; `Prefetcher.apply` alone changes `stage`.
+
+    `located`: where its pages are, from its first lookup until it is queued again. `lookup`: the job of a store that
+    it waits for. `num_asked_stores`: in the order of `StoreJobs`. `read_list`: pages to read that no job reads yet, in
+    reading order. `awaited`: full pages that have not arrived, in reading order, and `missing`: the pages [start, end)
+    around them. `runs`: in flight, for whichever request they were queued. `locked`: runs that its pages continue;
+    `last_run`: the last run of full pages that arrived, which keeps the runs before it.
+
+    `lease`: of an overlapped prefill; `computed_end`: its pages that are computed, or that the next pass computes.
+    `begun_s`: when its reads began; `num_landed`: full pages that these read.
+
+    `num_planned`: full pages in the read list. `lacks_host_room`: stores have more pages than the host had free.
+    `has_failed`: a page did not arrive; `was_retried`: the stores were asked again for it. `has_landed`: a page
+    arrived since the stores were asked. `was_postponed`, `has_shared`: for the counters.
+
+    `progress_s`: when the last page arrived. `chosen_s`: when the policy chose to wait, `estimate_s`: for how long, and
+    `num_delayed`: the other requests that computing would have delayed then.
+    """
+
+    arrival: int
+    handle: Prefetch
+    tokens: Tokens
+    namespace: str
+    progress_s: float
+    end: int
+    stage: Stage = Stage.QUEUED
+    located: LookupResults | None = None
+    lookup: Lookup | None = None
+    num_asked_stores: int = 0
+    read_list: list[ReadSpan] = field(default_factory=list)
+    awaited: deque[range] = field(default_factory=deque)
+    missing: tuple[int, int] = (0, 0)
+    runs: dict[HostRun, None] = field(default_factory=dict)
+    locked: list[tuple[CacheComponent, list[HostRun]]] = field(default_factory=list)
+    last_run: HostRun | None = None
+    num_usable: int = 0
+    lease: Lease | None = None
+    computed_end: int = 0
+    begun_s: float = 0.0
+    num_landed: int = 0
+    num_planned: int = 0
+    lacks_host_room: bool = False
+    has_failed: bool = False
+    was_retried: bool = False
+    has_landed: bool = False
+    has_shared: bool = False
+    was_postponed: bool = False
+    estimate_s: float | None = None
+    chosen_s: float | None = None
+    num_delayed: int | None = None
+
+    @property
+    def is_urgent(self) -> bool:
+        """Whether it waits for its pages, or would if computing it delayed other requests."""
+        return self.handle.waits or self.handle.is_preemptible
+
+    @property
+    def turn(self) -> tuple[bool, int]:
+        """The rank of its jobs: urgent requests first, then the order of arrival."""
+        return not (self.handle.waits or self.handle.is_preemptible), self.arrival
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing of it is in flight or in the read list."""
+        return self.lookup is None and not (self.read_list or self.runs)
+
+    @property
+    def until_s(self) -> float:
+        """The deadline of its reads."""
+        return self.handle.deadline_s if self.handle.mode == "timeout" else math.inf
+
+    def begin(self, located: LookupResults) -> None:
+        """Record which pages are in memory or in flight."""
+        self.located, self.num_usable, self.end, self.num_asked_stores = (
+            located,
+            located.num_usable,
+            located.num_pages,
+            0,
+        )
+        self.missing = (located.first_gap, self.end)
+        self.lacks_host_room = self.has_failed = self.has_landed = False
+
+    def plan(self, end: int, now_s: float) -> None:
+        """Make the read list of a prefix of `end` pages. Pages still awaited from an earlier list may have arrived."""
+        assert self.located is not None
+        self.end, self.begun_s, self.num_landed = end, now_s, 0
+        self.read_list += self.located.read_list(end)
+        self._sort()
+        awaited = [span.pages for span in self.read_list if span.component.name == FULL]
+        if self.awaited:
+            pages = {page for span in (*self.awaited, *awaited) for page in span if page < end}
+            awaited = [range(*span) for span in spans(sorted(pages))]
+            if self.handle.overlaps:
+                awaited = [span[::-1] for span in awaited[::-1]]
+        self.awaited = deque(awaited)
+        self.missing = (self.missing[0], end)
+
+    def _sort(self) -> None:
+        """Sort the read list: full pages from the beginning, then windows and states. For an overlapped prefill from
+        the end, windows and states first, because the end of the prompt needs them."""
+        if len(self.read_list) < 2:
+            return
+        if self.handle.overlaps:
+            self.read_list.sort(key=lambda span: (span.component.name == FULL, -span.pages[-1]))
+        else:
+            self.read_list.sort(key=lambda span: (span.component.name != FULL, span.pages[0]))
+
+    @property
+    def lacks_end(self) -> bool:
+        """Whether an overlapped prompt lacks windows or states at its end, without which it cannot use full pages. Full
+        pages are read after them."""
+        if not self.handle.overlaps:
+            return False
+        is_listed = any(span.component.name != FULL for span in self.read_list)
+        return is_listed or any(run.job.component.name != FULL for run in self.runs)
+
+    def num_to_read(self, component: CacheComponent) -> int:
+        """The number of pages of a component in the read list that a store has."""
+        num_pages = 0
+        for span in self.read_list:
+            if span.component is component and span.stores:
+                num_pages += len(span.pages)
+        return num_pages
+
+    def add_store(self) -> None:
+        """Divide the read list again: another store has some of its pages too."""
+        assert self.located is not None
+        before, self.read_list = self.read_list, []
+        for span in before:
+            if span.stores:
+                self.read_list += self.located.spans(span.component, sorted(span.pages))
+            else:
+                self.read_list.append(span)
+        self._sort()
+
+    def own_pages(self, component: CacheComponent, first: int, keys: Sequence[bytes]) -> range:
+        """The pages of its prompt among pages with these keys, the `first` of a prompt first: two prompts may differ
+        within a run."""
+        assert self.located is not None
+        key, most = self.located.memory.prompt.key, self.located.num_pages - first
+        shared = range(max(0, min(len(keys), most)))
+        end = bisect_left(shared, True, key=lambda i: key(component.name, first + i) != keys[i])
+        return range(first, first + end)
+
+    def read_elsewhere(self, component: CacheComponent, pages: Sequence[int], store: Store) -> list[int]:
+        """Read these pages, ascending, from the other store in place of `store`. Returns the pages that it lacks."""
+        assert self.located is not None
+        gone = self.located.lose(component, pages, store)
+        left = [page for page in pages if page not in gone] if gone else pages
+        if left and not self.handle.ended:
+            self.read_list += self.located.spans(component, left)
+            self._sort()
+        return gone
+
+    def lock(self, component: CacheComponent, runs: list[HostRun]) -> None:
+        """Keep these runs on the host while pages that continue them arrive."""
+        if runs:
+            component.index.lock(runs)
+            self.locked.append((component, runs))
+
+    def follow(self, component: CacheComponent, landed: Sequence[HostRun], now_s: float) -> None:
+        """Keep these runs of a job for the pages that continue them: the last run keeps the runs before it. If runs
+        arrive in another order, from the end or from two stores, keep each of them until it is joined."""
+        if not landed:
+            return
+        is_ordered = not self.handle.overlaps and (self.located is None or self.located.num_stores == 1)
+        if not is_ordered:
+            self.lock(component, [*landed])
+        if self.handle.overlaps:
+            self.progress_s = now_s
+        if component.name != FULL:
+            return
+        self.num_landed += sum([len(run.keys) for run in landed])
+        if not is_ordered and self.located is not None:
+            keys = self.located.memory.prompt.keys
+            component.index.link(keys[max(0, landed[0].first - 1) : landed[-1].first + len(landed[-1].keys) + 1])
+        elif self.last_run is None or landed[-1].first > self.last_run.first:
+            component.index.lock([landed[-1]])
+            if self.last_run is not None:
+                component.index.unlock([self.last_run])
+            self.last_run = landed[-1]
+
+    def may_share(self, run: HostRun) -> bool:
+        """Whether it may wait for a run that a read loads."""
+        return run.job is not None and run.job.is_for(self)
+
+    def must_read(self, run: HostRun) -> bool:
+        """Whether a page of `run` is neither in memory nor read for this request."""
+        return not (run.is_coming or self.may_share(run))
+
+    def skip_arriving(self, at: int) -> bool:
+        """Remove from span `at` of the read list pages that are in memory by now, and wait for pages that other jobs
+        read. Whether its next page is read by no job. An empty span is removed."""
+        assert self.located is not None
+        prompt = self.located.memory.prompt
+        component, stores, pages = span = self.read_list[at]
+        if self.computed_end and component.name == FULL:  # computed pages are the last in the reading order
+            pages = pages[: max(0, pages[0] + 1 - self.computed_end)]
+        while pages:
+            window, num_skipped, last = pages[:_WINDOW], 0, None
+            for run in component.index.holders(prompt.keys_of(component.name, window)):
+                if run is None or (run is not last and self.must_read(run)):
+                    break
+                if run is not last and not run.is_coming:
+                    run.wanted[self] = self.runs[run] = None
+                    self.has_shared = True
+                last, num_skipped = run, num_skipped + 1
+            pages = pages[num_skipped:]
+            if num_skipped < len(window):
+                break
+        if not pages:
+            del self.read_list[at]
+            return False
+        self.read_list[at] = ReadSpan(component, stores, pages)
+        if not span.stores:  # the read in flight did not load it
+            self.has_failed = True
+            self.read_list.clear()
+        return span.stores != 0
+
+    def next_pages(self, at: int, max_pages: int) -> range:
+        """The next pages of span `at` that no job reads, at most `max_pages`, in reading order."""
+        assert self.located is not None
+        component, _, pages = self.read_list[at]
+        pages, num_pages = pages[:max_pages], 0
+        for run in component.index.holders(self.located.memory.prompt.keys_of(component.name, pages)):
+            if run is not None and not self.must_read(run):
+                break
+            num_pages += 1
+        return pages[:num_pages]
+
+    def advance(self, full: CacheComponent) -> int:
+        """Remove from `awaited` the pages that have arrived without a gap. Returns their number."""
+        assert self.located is not None
+        prompt, num_landed = self.located.memory.prompt, 0
+        while self.awaited:
+            pages = self.awaited[0]
+            window = pages[:_WINDOW]
+            num_pages = _num_coming(full.index, prompt.keys_of(FULL, window))
+            num_landed += num_pages
+            if num_pages < len(pages):
+                self.awaited[0] = pages[num_pages:]
+            else:
+                self.awaited.popleft()
+            if num_pages < len(window):
+                break
+        if self.awaited:
+            first, last = self.awaited[0], self.awaited[-1]
+            self.missing = min(first[0], last[-1]), max(first[0], last[-1]) + 1
+        else:
+            self.missing = self.end, self.end
+        self.has_landed |= num_landed > 0
+        return num_landed
+
+    @property
+    def lacks_pages(self) -> bool:
+        """Whether awaited pages that were not computed have not arrived."""
+        return bool(self.awaited) and self.missing[1] > self.computed_end
+
+    def give_up(self) -> None:
+        """Read nothing now, because the host has too few free pages."""
+        self.read_list.clear()
+        self.awaited.clear()
+        self.lacks_host_room = True
+
+    def stop_reading(self) -> list[PageRead]:
+        """Wait for no further page, and keep those that arrived. Returns jobs without waiting requests."""
+        self.handle.end()
+        self.read_list.clear()
+        self.lookup = None
+        return self.leave([*self.runs])
+
+    def cut(self, page: int) -> list[PageRead]:
+        """Record that a page does not arrive. Pages behind it are of no use, unless the request computes the page: a
+        full page, but no state or window at the end. Returns jobs without waiting requests."""
+        assert self.located is not None
+        self.has_failed = True
+        overlaps = self.handle.overlaps
+        if overlaps and self.located.usable_end(self.end) == self.end:
+            return []
+        self.read_list.clear()
+        return self.leave([run for run in self.runs if overlaps or run.first > page])
+
+    def leave(self, runs: Iterable[HostRun]) -> list[PageRead]:
+        """Wait for these runs no longer. Returns jobs without waiting requests."""
+        jobs = dict[PageRead, None]()
+        for run in runs:
+            del run.wanted[self], self.runs[run]
+            jobs[run.job] = None
+        return [job for job in jobs if not job.wanted]
+
+    def release(self) -> list[PageRead]:
+        """Wait for nothing in flight, and unlock all runs. Returns jobs without waiting requests."""
+        for component, runs in self.locked:
+            component.index.unlock(runs)
+        if self.located is not None:
+            if self.last_run is not None:
+                self.located.memory.context.full.index.unlock([self.last_run])
+            self.end = self.located.num_pages
+            self.missing = (self.missing[0], self.end)
+        self.locked, self.last_run, self.located = [], None, None
+        self.lookup = None
+        self.read_list.clear()
+        return self.leave([*self.runs])
+
+
+def _num_coming(index: PageIndex, keys: Sequence[bytes]) -> int:
+    """The number of pages with these keys, from the first on, that are on the host or copied from the device."""
+    num_pages, last = 0, None
+    for run in index.holders(keys):
+        if run is None or (run is not last and not run.is_coming):
+            break
+        last, num_pages = run, num_pages + 1
+    return num_pages
+
+
+@dataclass(eq=False, slots=True)
+class Lookup:
+    """A job that asks a store for pages of a request: the full `pages`, whose keys come first in `keys`. `located`: the
+    results that its answer adds to."""
+
+    request: PendingPrefetch
+    store: Store
+    located: LookupResults
+    pages: list[int]
+    keys: tuple[bytes, ...]
+    is_awaited: bool
+    is_stalled: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class PageRead:
+    """A job that reads neighbouring runs of a component from a store. `is_urgent`: of an urgent request."""
+
+    component: CacheComponent
+    store: Store
+    runs: list[HostRun]
+    is_urgent: bool
+    num_pages: int
+    cancelled: threading.Event = field(default_factory=threading.Event)
+    is_stalled: bool = False
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_pages * self.component.host.page_bytes
+
+    @property
+    def wanted(self) -> dict[PendingPrefetch, None]:
+        """The requests that wait for any of its runs."""
+        return {request: None for run in self.runs for request in run.wanted or ()}
+
+    def is_for(self, request: PendingPrefetch) -> bool:
+        """Whether a request may wait for it: an urgent request waits for no background job, and none for a job that may
+        never end."""
+        is_late = request.is_urgent and not self.is_urgent
+        return not (is_late or self.is_stalled or self.cancelled.is_set())
+
+
+class StoreJobs:
+    """The jobs that stores were given: `lookups` and `reads`, by number, in the order in which they were queued. Owned
+    by the scheduler thread.
+
+    A store counts as fast as its earlier reads, and no faster than its present ones: if its next job is late, each job
+    behind that counts as late. `num_pages`: pages in flight by component.
+    """
+
+    def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
+        self._context, self._cost, self._counters = context, cost, counters
+        self._tickets, self._tiers, self._polled = itertools.count(), context.stores, (*context.stores.values(),)
+        self._stores = tuple(context.stores)  # in the order in which requests ask them
+        self._clock = next(tier.clock for tier in context.stores.values())
+        self._answered_s = dict.fromkeys(context.stores, -math.inf)
+        self.lookups, self.reads = dict[int, Lookup](), dict[int, PageRead]()
+        self.num_pages = dict.fromkeys(context.by_name, 0)
+
+    def poll(self) -> list[FindDone | ReadDone | Stalled]:
+        """The answers since the last call."""
+        return [done for tier in self._polled for done in tier.reads.poll()]
+
+    def is_busy(self) -> bool:
+        """Whether any job is under way that no stalled thread has."""
+        lookups, reads = self.lookups.values(), self.reads.values()
+        return not (all(job.is_stalled for job in lookups) and all(job.is_stalled for job in reads))
+
+    def runs(self, component: Component) -> Iterable[HostRun]:
+        return (run for job in self.reads.values() if job.component.name == component for run in job.runs)
+
+    @property
+    def num_awaited_lookups(self) -> int:
+        """The number of lookups for which a request waits, or waited before it was cancelled."""
+        return sum([lookup.is_awaited for lookup in self.lookups.values()])
+
+    # Lookups
+
+    def look_up(self, request: PendingPrefetch) -> bool:
+        """Ask the next store for the pages that the stores before it lack. False if there is no such store or page, or
+        if its queue is full."""
+        assert request.located is not None
+        if request.num_asked_stores == len(self._stores) or not request.located.is_open:
+            return False
+        store = self._stores[request.num_asked_stores]
+        request.num_asked_stores += 1
+        request.lookup = self._ask(request, store, *request.located.unknown(), is_awaited=True)
+        return request.lookup is not None
+
+    def ask_remote_too(self, request: PendingPrefetch) -> None:
+        """Ask the remote tier for the pages of the disk too, if it would read a good part of them in the same time and
+        was not asked for pages that the disk lacks."""
+        assert request.located is not None
+        if REMOTE not in self._tiers or request.num_asked_stores == len(self._stores):
+            return
+        pages, keys = request.located.in_stores()
+        num_bytes = len(pages) * self._context.full.host.page_bytes
+        if len(pages) >= _LEAST_SHARED_PAGES and self._is_remote_fast(num_bytes):
+            self._ask(request, REMOTE, pages, keys, is_awaited=False)
+
+    def take_lookup(self, done: FindDone | Stalled) -> Lookup:
+        """The lookup that was answered, or that stalled."""
+        if isinstance(done, FindDone):
+            return self.lookups.pop(done.ticket)
+        lookup = self.lookups[done.ticket]
+        lookup.is_stalled = True
+        return lookup
+
+    def note_answer(self, lookup: Lookup, done: FindDone) -> None:
+        """Add the answer of a store to the results. Events get the first page that the disk lacks, unless the answers
+        of its writes name removed pages."""
+        lookup.located.add(lookup.store, lookup.pages, lookup.keys, done.others)
+        events = self._context.tree.events
+        if events is None or lookup.store is not DISK or not done.answered or self._tiers[DISK].tells_removed:
+            return
+        missed = (page for page in lookup.pages if not lookup.located.stores_of(self._context.full, page))
+        events.missed_on_disk(lookup.located.memory.prompt.keys_of(FULL, [*itertools.islice(missed, 1)]))
+
+    def _ask(
+        self, request: PendingPrefetch, store: Store, pages: list[int], keys: tuple[bytes, ...], *, is_awaited: bool
+    ) -> Lookup | None:
+        assert request.located is not None
+        ticket = next(self._tickets)
+        queue_class = ReadClass.URGENT_FIND if request.is_urgent else ReadClass.BACKGROUND_FIND
+        if not self._tiers[store].reads.submit(FindJob(ticket, (), queue_class, keys)):
+            self._counters.refused.value += 1
+            return None
+        lookup = self.lookups[ticket] = Lookup(request, store, request.located, pages, keys, is_awaited)
+        return lookup
+
+    def _is_remote_fast(self, num_bytes: int) -> bool:
+        """Whether the remote tier reads a good part of `num_bytes` in the time in which the disk reads all, as far as
+        both rates are known."""
+        disk_s = self._cost.read_s(num_bytes, self._tiers[DISK].num_readers, DISK)
+        remote_s = self._cost.read_s(num_bytes, self._tiers[REMOTE].num_readers, REMOTE)
+        return disk_s is None or remote_s is None or _LEAST_REMOTE_SHARE * remote_s <= disk_s
+
+    # Reads
+
+    def next_of(self, request: PendingPrefetch, num_times: int) -> tuple[int, Store] | None:
+        """The next span of a read list, and the store that reads it sooner. If that store has enough jobs (`num_times`
+        the number that suffices for short steps), the next span of the other store."""
+        free = self._free_stores(request, num_times)
+        at, skipped = 0, 0  # spans whose stores have enough jobs
+        while at < len(request.read_list):
+            span = request.read_list[at]
+            if span.component.name == FULL and request.lacks_end:
+                return None
+            if at and (span.stores == skipped or not span.stores & free):
+                at += 1
+            elif request.skip_arriving(at):
+                store = self._sooner(span.stores, is_urgent=request.is_urgent)
+                if store.bit & free:
+                    return at, store
+                at, skipped = at + 1, span.stores
+        return None
+
+    def read(self, request: PendingPrefetch, at: int, store: Store) -> PageRead | None:
+        """Queue a job of a store for the next pages of a span, as far as the host has free pages; None if the first
+        page has none."""
+        assert request.located is not None
+        component, stores, left = request.read_list[at]
+        index, prompt = component.index, request.located.memory.prompt
+        max_pages = self._job_pages(component, store)
+        if request.handle.overlaps or stores & (stores - 1):  # computed pages, or those of the other store, are skipped
+            max_pages = min(max_pages, -(-request.num_to_read(component) // _LEAST_JOBS))  # between two jobs
+        pages = request.next_pages(at, max_pages)
+        new = index.fitting(prompt.new_pages(component.name, _ascending(pages)))
+        if (num_fit := sum([len(fit.keys) for fit in new])) < len(pages):
+            pages = pages[:num_fit]
+            new = prompt.new_pages(component.name, _ascending(pages))
+        runs = index.reserve(new)
+        if not runs:
+            return None
+        job, ticket = PageRead(component, store, runs, request.is_urgent, len(pages)), next(self._tickets)
+        if not any(other.store is store for other in self.reads.values()):
+            self._answered_s[store] = self._clock()
+        self.reads[ticket] = job
+        self.num_pages[component.name] += job.num_pages
+        for run in runs:
+            run.source, run.job, run.wanted = store, job, {request: None}
+            request.runs[run] = None
+        request.read_list[at : at + 1] = [ReadSpan(component, stores, left)] if (left := left[len(pages) :]) else []
+        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs).tolist())
+        queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
+        read = ReadJob(ticket, 0, keys, views, job.cancelled, request.until_s, queue_class)
+        is_queued = self._tiers[store].reads.submit(read)
+        assert is_queued, "the queue has a free entry"
+        return job
+
+    def take(self, done: ReadDone) -> tuple[PageRead, list[bool]]:
+        """The job that was answered, and which of its pages it read."""
+        job = self.reads.pop(done.ticket)
+        self._answered_s[job.store] = self._clock()
+        self.num_pages[job.component.name] -= job.num_pages
+        num_ok = sum(done.ok)
+        num_bytes = num_ok * job.component.host.page_bytes
+        self._counters.lost.value += done.asked - num_ok
+        if num_ok:
+            self._counters.count_read(job.store, num_bytes, done.seconds)
+        self._cost.observe_read(num_bytes, done.seconds, job.store)
+        return job, [*done.ok, *itertools.repeat(False, job.num_pages - len(done.ok))]
+
+    def count_landed(self, store: Store, published: Sequence[HostRun]) -> int:
+        """Count full pages that arrived from `store`. Returns their number."""
+        num_pages, events = sum([len(run.keys) for run in published]), self._context.tree.events
+        self._counters.landed.value += num_pages * self._context.tree.page_size
+        if events is not None:
+            for run in published:
+                events.landed(event_pages_of(run), from_disk=store is DISK)
+        return num_pages
+
+    def give_back(self, job: PageRead) -> list[PendingPrefetch]:
+        """Have all requests of a stalled job read its pages from the other store. Returns the requests for which that
+        store lacks some."""
+        job.is_stalled = True
+        stranded = list[PendingPrefetch]()
+        for request in job.wanted:
+            runs = [run for run in job.runs if request in run.wanted]
+            own = [request.own_pages(job.component, run.first, run.keys) for run in runs]
+            request.leave(runs)
+            if request.read_elsewhere(job.component, [*itertools.chain(*own)], job.store):
+                stranded.append(request)
+        self.cancel([job])
+        return stranded
+
+    def cancel(self, jobs: Iterable[PageRead]) -> None:
+        """Cancel jobs for which no request waits."""
+        stores = set[Store]()
+        for job in jobs:
+            job.cancelled.set()
+            stores.add(job.store)
+        for store in stores:
+            self._tiers[store].reads.tell_cancelled()
+
+    def _free_stores(self, request: PendingPrefetch, num_times: int) -> int:
+        """The set of stores that have too few urgent jobs, or background jobs, of the kind of the request."""
+        found, is_urgent = 0, request.is_urgent
+        for store, tier in self._tiers.items():
+            if tier.reads.is_full:
+                self._counters.refused.value += 1
+                continue
+            jobs = [
+                job
+                for job in self.reads.values()
+                if job.store is store and job.is_urgent == is_urgent and not job.is_stalled
+            ]
+            if len(jobs) < num_times * _MAX_IN_FLIGHT:
+                found |= store.bit
+        return found
+
+    def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
+        """Of a set of stores, the one that would read the next full page first."""
+        if stores == DISK.bit:
+            return DISK
+        if stores == REMOTE.bit:
+            return REMOTE
+        return min((DISK, REMOTE), key=lambda store: self._wait_s(store, is_urgent=is_urgent))
+
+    def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
+        """Seconds until a store would have read one more page, and the bytes queued there, which decide between equal
+        times. A store whose rate is unknown gets a job for each of its readers, and no more."""
+        jobs, page_bytes = (
+            [job for job in self.reads.values() if job.store is store],
+            self._context.full.host.page_bytes,
+        )
+        if self._tiers[store].reads.refuses() or any(job.is_stalled for job in jobs):
+            return math.inf, 0
+        jobs = [job for job in jobs if job.is_urgent or not is_urgent]
+        queued_bytes = sum([job.num_bytes for job in jobs])
+        read_s = self._cost.read_s(queued_bytes + page_bytes, len(jobs) + 1, store)
+        if read_s is None:
+            return 0.0 if len(jobs) < self._tiers[store].num_readers else math.inf, queued_bytes
+        num_rounds = math.ceil(len(jobs) / self._tiers[store].num_readers)
+        late_s = (self._clock() - self._answered_s[store]) * num_rounds if num_rounds else 0.0
+        return max(read_s, late_s), queued_bytes
+
+    def _job_pages(self, component: CacheComponent, store: Store) -> int:
+        """The most pages of one job: a reader reads them within `_MAX_JOB_S`, and few of a store of unknown rate."""
+        tier, page_bytes = self._tiers[store], component.host.page_bytes
+        job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
+        if job_s is not None:
+            return tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
+        is_gauge = len([job for job in self.reads.values() if job.store is store]) < tier.num_readers
+        return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)) if is_gauge else tier.job_pages
+
+
+def _ascending(pages: range) -> range:
+    return pages if pages.step > 0 else pages[::-1]
+
+
+class _Claim(ref[Prefetch]):
+    """The claim of one handle: its number of pages."""
+
+    __slots__ = ("num_pages", "request_id")
+
+    def __init__(self, handle: Prefetch, callback: Callable[[_Claim], None]) -> None:
+        super().__init__(handle, callback)  # type: ignore[call-arg]
+        self.request_id, self.num_pages = handle.request_id, 0
+
+
+class HostShare:
+    """Pages that landed for requests before their admission, by request. Owned by the scheduler thread.
+
+    A claim ends with the last handle of its request, so that a caller who forgets a request does not reduce the share
+    for good. A handle may end in any thread, and inside any call: that is recorded then, and counted at the next call.
+    """
+
+    def __init__(self) -> None:
+        self._total = 0
+        self._claims: dict[str, _Claim] = {}
+        self._gone = deque[_Claim]()
+
+    @property
+    def total(self) -> int:
+        """The pages of all requests."""
+        if self._gone:
+            self._forget_gone()
+        return self._total
+
+    @property
+    def sole(self) -> str | None:
+        """The only request with a claim, if there is only one."""
+        self._forget_gone()
+        return next(iter(self._claims)) if len(self._claims) == 1 else None
+
+    def of(self, request_id: str) -> int:
+        claim = self._claims.get(request_id)
+        return 0 if claim is None else claim.num_pages
+
+    def add(self, handle: Prefetch, num_pages: int) -> None:
+        """Add landed pages to the claim of a request."""
+        self._forget_gone()
+        claim = self._claims.get(handle.request_id)
+        if claim is None or claim() is not handle:
+            held = 0 if claim is None else claim.num_pages
+            claim = self._claims[handle.request_id] = _Claim(handle, self._gone.append)
+            claim.num_pages = held
+        claim.num_pages += num_pages
+        self._total += num_pages
+
+    def end(self, request_id: str) -> int:
+        """End the claim of a request. Returns its pages."""
+        claim = self._claims.pop(request_id, None)
+        num_pages = 0 if claim is None else claim.num_pages
+        self._total -= num_pages
+        return num_pages
+
+    def _forget_gone(self) -> None:
+        while self._gone:
+            gone = self._gone.popleft()
+            if self._claims.get(gone.request_id) is gone:
+                self.end(gone.request_id)
+
+
+class OverlappedPrefill:
+    """Prompts that are computed from their beginning while their pages are read from the end. Owned by the scheduler
+    thread.
+
+    `is_wanted`: else the policy chooses to load or to recompute, for a benchmark that compares. `least_pages`: missing
+    pages of a prompt that is worth it. `requests`: all requests by id.
+    """
+
+    def __init__(
+        self,
+        context: EngineContext,
+        cost: CostModel,
+        counters: PrefetchCounters,
+        jobs: StoreJobs,
+        requests: Mapping[str, PendingPrefetch],
+    ) -> None:
+        self._context, self._cost, self._counters, self._jobs, self._requests = context, cost, counters, jobs, requests
+        self._clock = next(tier.clock for tier in context.stores.values())
+        self._page, self.least_pages = context.tree.page_size, _LEAST_OVERLAP_PAGES
+        self.is_wanted = True
+
+    def can_overlap(self, request: PendingPrefetch) -> bool:
+        """Whether a request lacks enough pages."""
+        return request.handle.overlaps and request.end - request.missing[0] >= self.least_pages
+
+    def is_worth_computing(self, request: PendingPrefetch, wait_s: float | None) -> bool:
+        """Whether enough pages are computed before the rest arrives. `wait_s`: seconds until all arrive, by the rates
+        or by the silence so far; None: unknown."""
+        start, end = request.missing
+        compute_s = self._cost.prefill_s(start * self._page, end * self._page)
+        if wait_s is None or not compute_s:
+            return True
+        return wait_s >= _LEAST_COMPUTED_SHARE * (wait_s + compute_s)
+
+    def of(self, lease: Lease) -> PendingPrefetch | None:
+        """The request of a lease, if pages are read for it."""
+        request = self._requests.get(lease.request_id)
+        return request if request is not None and request.lease is lease else None
+
+    def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
+        """Whether the host has the page behind the first `num_tokens`, which are computed."""
+        page = num_tokens // self._page
+        return page < len(lease.keys) and self.of(lease) is not None and lease.keys[page] in self._context.full.index
+
+    def next_stop(self, lease: Lease, start: int, end: int) -> int:
+        """The end of a pass from token `start` to at most `end`: the end of a page, so that requests share all computed
+        pages and a recurrent state; the beginning of the next run that arrived; or about where computing and reading
+        meet. Reads of pages that the pass computes are cancelled."""
+        request = self.of(lease)
+        if request is None:
+            return end
+        keys, index = lease.keys, self._context.full.index
+        first, last = start // self._page, min(len(keys), -(-end // self._page))
+        for page in range(first + 1, last):
+            if keys[page] in index and keys[page - 1] not in index:
+                end = page * self._page
+                break
+        if not request.is_idle:
+            end = min(end, self._meeting(request, start, end))
+        if start < (page_end := end // self._page * self._page) < len(keys) * self._page:
+            end = page_end
+        request.computed_end = computed = max(request.computed_end, -(-end // self._page))
+        full = [run for run in request.runs if run.job.component.name == FULL]
+        self._jobs.cancel(request.leave([run for run in full if run.first + len(run.keys) <= computed]))
+        return end
+
+    def _meeting(self, request: PendingPrefetch, start: int, end: int) -> int:
+        """The end of a pass to at most `end`, so that reading arrives there when the pass ends: the tokens between are
+        divided by the two rates. A store that reads less than before, or than its rate, counts by its present reads."""
+        num_left = request.missing[1] * self._page - start
+        compute_s = self._cost.prefill_s(start, start + num_left) if num_left > 0 else None
+        if not compute_s or not request.awaited:
+            return end
+        read_s = self._read_s(request, num_left)
+        if not (read_s or request.num_landed):
+            return end
+        read_s = max(read_s, self._observed_s(request, num_left))
+        num_tokens = max(_LEAST_PASS_PAGES * self._page, int(num_left * read_s / (read_s + compute_s)))
+        return (start + num_tokens) // self._page * self._page
+
+    def _read_s(self, request: PendingPrefetch, num_tokens: int) -> float:
+        """Seconds of reading by the rates of its stores, in parallel; 0 if none is known."""
+        page_bytes, stores = self._context.full.host.page_bytes, {run.job.store for run in request.runs}
+        stores.update(s for s in self._context.stores for span in request.read_list if span.stores & s.bit)
+        num_bytes, rate = num_tokens // self._page * page_bytes, 0.0
+        for store in stores:
+            num_jobs = -(-num_bytes // (self._context.stores[store].job_pages * page_bytes))
+            if read_s := self._cost.read_s(num_bytes, num_jobs, store):
+                rate += 1 / read_s
+        return 1 / rate if rate else 0.0
+
+    def _observed_s(self, request: PendingPrefetch, num_tokens: int) -> float:
+        """Seconds of reading by the pages that landed since its reads began, if its first job in flight ended now."""
+        num_pages = request.num_landed + next((run.job.num_pages for run in request.runs), 0)
+        if not num_pages:
+            return 0.0
+        return (self._clock() - request.begun_s) * num_tokens / (num_pages * self._page)
+
+
+class _Backlog:
+    """Bytes before the last page of a request, by store: of urgent jobs in flight, and then of read lists in turn."""
+
+    def __init__(self, cost: CostModel, stores: Iterable[Store], jobs: Iterable[PageRead]) -> None:
+        self._cost, self.num_bytes, self._until = cost, dict.fromkeys(stores, 0.0), dict[PageRead, float]()
+        for job in jobs:
+            if job.is_urgent and any(request.is_urgent for request in job.wanted):
+                self.num_bytes[job.store] += job.num_bytes
+            self._until[job] = self.num_bytes[job.store]
+
+    def add(self, request: PendingPrefetch) -> None:
+        """Queue the read list of a request behind those before it."""
+        for store, num_bytes in self._listed(request):
+            self.num_bytes[store] += num_bytes
+
+    def until(self, request: PendingPrefetch) -> dict[Store, float]:
+        """Bytes up to the last of its own, for each store that it waits for."""
+        found = dict[Store, float]()
+        for job in {run.job: None for run in request.runs}:
+            found[job.store] = max(found.get(job.store, 0), self._until[job])
+        for store, num_bytes in self._listed(request):
+            found[store] = max(found.get(store, 0), self.num_bytes[store]) + num_bytes
+        return found
+
+    def _listed(self, request: PendingPrefetch) -> list[tuple[Store, float]]:
+        """Bytes of each span in a read list, and its store; a span of both stores is divided by their rates."""
+        found = list[tuple[Store, float]]()
+        for span in request.read_list:
+            num_bytes = len(span.pages) * span.component.host.page_bytes
+            stores = [store for store in self.num_bytes if span.stores & store.bit]
+            found += [(store, part * num_bytes) for store, part in self._cost.parts(stores).items()]
+        return found
+
+
+class Prefetcher(Movement):
+    """All requests with a prefetch, and their transitions. Owned by the scheduler thread.
+
+    `_requests`: by id, until they end. `_queues`: those in stage QUEUED or POSTPONED, by arrival, apart by whether the
+    request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_has_news`: a request was added, began or
+    ended, or a job was queued, since the last poll that looked. `_num_planned`: full pages in all read lists.
+    """
+
+    def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
+        self._context, self._prompts, self._policy, self._load = context, prompts, policy, load
+        self._clock = next(tier.clock for tier in context.stores.values())
+        self._requests, self._arrivals = dict[str, PendingPrefetch](), itertools.count()
+        self._queues = {
+            (waits, stage): list[PendingPrefetch]()
+            for waits in (False, True)
+            for stage in (Stage.QUEUED, Stage.POSTPONED)
+        }
+        self._active, self._submitted_s, self._retry_at_s = dict[PendingPrefetch, None](), self._clock(), -math.inf
+        self._has_news, self._num_quiet, self._look_at_s, self._counts = False, 0, -math.inf, load.counts
+        self._undecided, self._timed = dict[PendingPrefetch, None](), dict[PendingPrefetch, None]()
+        self._counters = counters = PrefetchCounters(context)
+        self._jobs = StoreJobs(context, policy.cost, counters)
+        self._share, self._num_planned, self._num_claimed = HostShare(), 0, 0
+        self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
+        self.overlap = OverlappedPrefill(context, policy.cost, counters, self._jobs, self._requests)
+        gauge = context.metrics.gauge
+        gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
+        gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._active))
+        help = "host pages that were read, or are, for requests that were not admitted"
+        gauge("prefetch.claimed_pages", help, lambda: self._num_claimed)
+        gauge("prefetch.limit_pages", "what prefetch_host_share allows of them", lambda: self._max_pages)
+
+    # Calls of the engine
+
+    def start(
+        self, request_id: str, tokens: Tokens, namespace: str, mode: PrefetchMode, *, overlaps: bool = False
+    ) -> Prefetch:
+        """Extend the prefix of `tokens` that memory serves; the caller leaves out tokens that must be computed.
+        `overlaps`: the caller computes the prompt while its pages arrive, if the mode is auto."""
+        if request_id in self._requests:
+            return self._requests[request_id].handle
+        now_s = self._clock()
+        overlaps = overlaps and mode == "auto" and self.overlap.is_wanted
+        handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, overlaps=overlaps)
+        self._counters.requests.value += 1
+        num_pages = len(tokens) // self._context.tree.page_size
+        request = PendingPrefetch(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
+        self._requests[request_id] = request
+        self._has_news = True
+        if mode == "auto":
+            self._undecided[request] = None
+        elif mode == "timeout":
+            self._timed[request] = None
+        if handle.waits:
+            self._load.waiting.add(request_id)
+        try:
+            if self._may_begin(waits=handle.waits):
+                self.apply(request, Event.BEGIN)
+            else:
+                insort(self._queue_of(request), request, key=_ARRIVAL)
+        except BaseException:
+            self._move(request, Stage.ENDED)
+            self._forget(request)
+            raise
+        return handle
+
+    def require_ready(self, request_id: str) -> None:
+        """Raise if a request that is to be admitted must wait."""
+        request = self._requests.get(request_id)
+        if request is not None and not request.handle.ready:
+            raise PrefetchPending(f"prefetch of {request_id} is in flight: poll() until it is ready, or cancel it")
+
+    def admit(self, lease: Lease) -> None:
+        """The request of a lease is admitted. Go on reading for an overlapped prefill, and for no other request."""
+        request = self._requests.get(lease.request_id)
+        is_active = request is not None and request.stage in (Stage.ASKING, Stage.READING)
+        if request is None or not is_active or request.is_idle or not self.overlap.can_overlap(request):
+            self.cancel(lease.request_id)
+        else:
+            request.lease = lease
+            self.apply(request, Event.ADMIT)
+
+    def joined(self, before: Lease, num_tokens: int, after: Lease) -> None:
+        """The lease `after` replaces `before`, of which `num_tokens` were computed."""
+        request = self._requests[after.request_id]
+        self._counters.count_joined(num_tokens - before.cached_len, after.cached_len - num_tokens)
+        request.lease = after
+        self.apply(request, Event.JOIN)
+
+    def end_reads(self, lease: Lease) -> None:
+        """The prompt of a lease is computed, or the lease ends: read no further for it."""
+        if self.overlap.of(lease) is not None:
+            self.cancel(lease.request_id)
+
+    def cancel(self, request_id: str) -> None:
+        """The request is admitted or gone: read no further for it, unless other requests need the same pages."""
+        self._prompts.forget(request_id)
+        if self._share.end(request_id):
+            self._retry_at_s = -math.inf
+            self._has_news = True
+        if (request := self._requests.get(request_id)) is not None:
+            self.apply(request, Event.CANCEL)
+        self._num_claimed = self._claimed()
+
+    def poll(self) -> bool:
+        """Enter the answers of the stores, queue further jobs, and compare waiting with computing again. Whether any
+        request was affected. Few polls without news do more than look for answers."""
+        answered, has_changed = list[PendingPrefetch](), False
+        for done in self._jobs.poll():
+            self.is_torn = has_changed = True
+            if isinstance(done, ReadDone):
+                self._land(*self._jobs.take(done))
+            elif done.ticket in self._jobs.lookups:
+                answered += self._note_answer(done)
+            else:
+                for request in self._jobs.give_back(self._jobs.reads[done.ticket]):
+                    self.apply(request, Event.EXHAUSTED)
+        if not (has_changed or self._is_due()):
+            return False
+        self.is_torn, self._has_news = True, False
+        for request in answered:
+            self.apply(request, Event.ANSWERED)
+        self._choose(answered)
+        has_changed |= self._begin_next()
+        has_changed |= self._submit()
+        self._has_news |= has_changed
+        self._num_claimed = self._claimed()
+        self._choose_again()
+        self.is_torn = False
+        return has_changed
+
+    def _is_due(self) -> bool:
+        """Whether requests were added or left since the last poll that looked, or that was long ago."""
+        if not self._requests:
+            return False
+        now_s, counts = self._clock(), self._load.counts
+        self._num_quiet += 1
+        is_due = now_s >= self._look_at_s or self._num_quiet >= _LOOK_POLLS
+        if not (is_due or self._has_news or counts != self._counts):
+            return False
+        self._look_at_s, self._counts, self._num_quiet = now_s + _LOOK_S, counts, 0
+        return True
+
+    def is_busy(self) -> bool:
+        has_queued = any(self._queues[waits, Stage.QUEUED] for waits in (False, True))
+        return has_queued or any(request.read_list for request in self._active) or self._jobs.is_busy()
+
+    def host_locks(self, component: Component) -> Iterable[HostRun]:
+        locked = (locked for request in self._active for locked in request.locked)
+        yield from (run for held, runs in locked if held.name == component for run in runs)
+        if component == FULL:
+            yield from (request.last_run for request in self._active if request.last_run is not None)
+        yield from self._jobs.runs(component)
+
+    # Transitions
+
+    def apply(self, request: PendingPrefetch, event: Event) -> None:
+        """Move a request by the table of the module, and run the action. Raises `InvariantError` for other pairs."""
+        if (transition := TRANSITIONS.get((request.stage, event))) is None:
+            raise InvariantError("prefetch", [f"{event.name} in stage {request.stage.name}"])
+        stage, action = transition
+        if request.stage is not stage:
+            self._move(request, stage)
+        action(self, request)
+
+    def _move(self, request: PendingPrefetch, stage: Stage) -> None:
+        if request.stage in _QUEUED_STAGES:
+            self._discard(request)
+        else:
+            self._active.pop(request, None)
+        request.stage = stage
+        if stage in _QUEUED_STAGES:
+            insort(self._queue_of(request), request, key=_ARRIVAL)
+        elif stage is not Stage.ENDED:
+            self._active[request] = None
+
+    def _look_up(self, request: PendingPrefetch) -> None:
+        """Find its pages in memory, and ask the first store for the rest."""
+        context = self._context
+        match = context.tree.match(request.tokens, request.namespace)
+        prompt = self._prompts.of(request.tokens, request.namespace, match, request.handle.request_id)
+        memory, overlaps = Located(context, prompt, match), request.handle.overlaps
+        located = LookupResults(memory, request.may_share, -1 if overlaps else 1)
+        if located.is_complete or not self._max_pages:
+            self.apply(request, Event.EXHAUSTED)
+            return
+        request.begin(located)
+        for component in context.components:
+            pages = range(component.first_required(located.num_usable), located.num_usable)
+            if component.name == FULL:
+                pages = range(memory.device_end, memory.num_pages if overlaps else memory.host_end)
+            request.lock(component, [part.run for part in memory.parts(component, pages)])
+        if located.is_open:
+            request.lacks_host_room = self._pages_left(request) <= 0 or not self._jobs.look_up(request)
+        if request.lacks_host_room and located.is_empty:
+            self.apply(request, Event.LACKS_PAGES)
+        elif request.lookup is None:
+            self.apply(request, Event.ANSWERED)
+
+    def _plan(self, request: PendingPrefetch) -> None:
+        """Make the read list: the longest prefix that all components can use, and for which the host has free pages
+        besides the runs that the prefix continues, which stay."""
+        located, full, handle = request.located, self._context.full, request.handle
+        assert located is not None
+        followed = [located.memory.prompt.keys[start - 1] for start, _, _ in located.known if start]
+        request.lock(full, [run for key in followed if (run := full.index.get(key)) is not None])
+        found_end = end = located.usable_end(located.full_end)
+        limit = located.end_with(min(self._pages_left(request), full.index.capacity))
+        if limit < found_end:
+            end, request.lacks_host_room = located.usable_end(limit), True
+        for component in self._context.components[1:]:
+            pages = range(max(located.num_usable, component.first_required(end)), end)
+            request.lock(component, [part.run for part in located.memory.parts(component, pages)])
+        found_tokens = handle.landed_tokens + located.num_arriving(found_end) * self._context.tree.page_size
+        handle.found_tokens = max(handle.found_tokens, found_tokens)
+        request.plan(end, self._clock())
+        self._jobs.ask_remote_too(request)
+        if any(request.num_to_read(component) > component.index.capacity for component in self._context.components):
+            request.give_up()
+        self._note_planned(request)
+        if request.is_idle:
+            self._settle(request)
+
+    def _advance(self, request: PendingPrefetch) -> None:
+        """Add the pages that arrived without a gap to the handle."""
+        if num_pages := request.advance(self._context.full):
+            request.handle.landed_tokens += num_pages * self._context.tree.page_size
+            request.progress_s = self._clock()
+        if request.is_idle:
+            self._settle(request)
+
+    def _settle(self, request: PendingPrefetch) -> None:
+        """Nothing of the request is in flight or in its read list. Pages that failed are looked up again once, in all
+        stores; pages without free host pages as long as each attempt reads some."""
+        is_again = (request.has_failed or request.lacks_pages) and not request.was_retried
+        is_again = is_again and self._clock() < request.until_s
+        if is_again or (request.lacks_host_room and request.has_landed and self._pages_left(request) > 0):
+            request.was_retried |= is_again
+            self.apply(request, Event.RETRY)
+        else:
+            self.apply(request, Event.LACKS_PAGES if request.lacks_host_room else Event.EXHAUSTED)
+
+    def _restart(self, request: PendingPrefetch) -> None:
+        """Look up its pages again."""
+        self._release(request)
+        self._look_up(request)
+
+    def _postpone(self, request: PendingPrefetch) -> None:
+        """Wait for host pages, which become free only when other requests are admitted or gone: end the wait if there
+        are none, or if the mode does not bound it."""
+        self._release(request)
+        handle = request.handle
+        if not request.was_postponed:
+            claimed = 0 if self._pages_left(request) > 0 else self._claimed()
+            self._counters.count_postponed(claimed, self._max_pages)
+        request.was_postponed = True
+        has_others = len(self._active) or self._share.total > self._share.of(handle.request_id)
+        if handle.waits and (handle.mode == "wait_complete" or not has_others):
+            self._stop_waiting(request)
+
+    def _overlap(self, request: PendingPrefetch) -> None:
+        """Read on from the end of the prompt while it is computed from its beginning."""
+        assert request.lease is not None
+        request.computed_end = request.lease.cached_len // self._context.tree.page_size
+        self._counters.overlapped.value += 1
+
+    def _join(self, request: PendingPrefetch) -> None:
+        """Record the loaded pages. If no page is missing any more, read those for which the host had none free."""
+        assert request.lease is not None
+        page, cached_len = self._context.tree.page_size, request.lease.cached_len
+        request.computed_end = cached_len // page
+        if cached_len < request.end * page:
+            return
+        if request.lacks_host_room:
+            self._share.end(request.handle.request_id)
+            self.apply(request, Event.RETRY)
+        else:
+            self.cancel(request.handle.request_id)
+
+    def _stop_reading(self, request: PendingPrefetch) -> None:
+        """Keep the pages that arrived until the request joins them, and read no further."""
+        self._jobs.cancel(request.stop_reading())
+        self._note_planned(request)
+
+    def _complete(self, request: PendingPrefetch) -> None:
+        """Compare the estimate of a wait with the time that it took."""
+        if request.handle.waits and request.chosen_s is not None and request.estimate_s is not None:
+            self._counters.estimated_s.value += request.estimate_s
+            self._counters.waited_s.observe(self._clock() - request.chosen_s)
+        self._forget(request)
+
+    def _forget(self, request: PendingPrefetch) -> None:
+        request.handle.end()
+        self._load.waiting.discard(request.handle.request_id)
+        self._release(request)
+        self._undecided.pop(request, None)
+        self._timed.pop(request, None)
+        self._requests.pop(request.handle.request_id, None)
+
+    def _release(self, request: PendingPrefetch) -> None:
+        self._has_news = True
+        self._jobs.cancel(request.release())
+        self._note_planned(request)
+
+    # Turns
+
+    def _may_begin(self, *, waits: bool) -> bool:
+        """Whether a request may become active, in addition to the active ones and to lookups of requests that are gone.
+        Requests that do not wait never delay requests that do."""
+        if self._jobs.num_awaited_lookups >= _MAX_ACTIVE * len(self._context.stores):
+            return False
+        num_waiting = sum([request.handle.waits for request in self._active])
+        return (num_waiting if waits else len(self._active) - num_waiting) < _MAX_ACTIVE
+
+    def _begin_next(self) -> bool:
+        """Begin with queued requests until enough are active, and with a postponed one now and then. Whether any
+        began."""
+        num_tokens = 0
+        while num_tokens < _MAX_STARTED_TOKENS and (request := self._next_queued()) is not None:
+            self._counters.retries.value += request.stage is Stage.POSTPONED
+            num_tokens += len(request.tokens)
+            self.apply(request, Event.BEGIN)
+        return num_tokens > 0
+
+    def _next_queued(self) -> PendingPrefetch | None:
+        """The request that begins next: the first to arrive, and requests that wait before all others. A postponed
+        request begins if the host has pages for it, one each `_RETRY_S`."""
+        for waits in (True, False):
+            queued, postponed = self._queues[waits, Stage.QUEUED], self._queues[waits, Stage.POSTPONED]
+            if not (queued or postponed) or not self._may_begin(waits=waits):
+                continue
+            first = queued[:1]
+            if postponed and self._clock() >= self._retry_at_s:
+                first += [request for request in self._retriable(postponed) if self._pages_left(request) > 0]
+            if first:
+                request = min(first, key=_ARRIVAL)
+                if request.stage is Stage.POSTPONED:
+                    self._retry_at_s = self._clock() + _RETRY_S
+                return request
+        return None
+
+    def _retriable(self, postponed: list[PendingPrefetch]) -> list[PendingPrefetch]:
+        """The first postponed request; if all pages are claimed, the one that alone claims any."""
+        if self._claimed() < self._max_pages:
+            return postponed[:1]
+        sole = self._requests.get(self._share.sole or "")
+        is_queued = sole is not None and sole.stage is Stage.POSTPONED and self._queue_of(sole) is postponed
+        return [sole] if sole is not None and is_queued else []
+
+    def _queue_of(self, request: PendingPrefetch) -> list[PendingPrefetch]:
+        return self._queues[request.handle.waits, request.stage]
+
+    def _discard(self, request: PendingPrefetch) -> None:
+        """Remove a request from its queue."""
+        requests = self._queue_of(request)
+        at = bisect_left(requests, request.arrival, key=_ARRIVAL)
+        if at < len(requests) and requests[at] is request:
+            del requests[at]
+
+    # Host pages
+
+    def _claimed(self) -> int:
+        """Full host pages that landed for requests before their admission, are in flight, or are in a read list."""
+        return self._share.total + self._jobs.num_pages[FULL] + self._num_planned
+
+    def _note_planned(self, request: PendingPrefetch) -> None:
+        """The read list of a request has changed."""
+        before, request.num_planned = request.num_planned, request.num_to_read(self._context.full)
+        self._num_planned += request.num_planned - before
+
+    def _pages_left(self, request: PendingPrefetch) -> int:
+        """Pages that may be read for a request: of the share, or of the pool if no other request claims any."""
+        claimed, full = self._claimed(), self._context.full
+        own = self._share.of(request.handle.request_id) + request.num_planned
+        own += sum([len(run.keys) for run in request.runs if run.job.component is full])
+        return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)
+
+    # Answers and jobs
+
+    def _note_answer(self, done: FindDone | Stalled) -> list[PendingPrefetch]:
+        """Enter the answer of a store, or its stall, and ask the next store. Returns the request if all have answered.
+        A late answer adds a store to the read list."""
+        lookup = self._jobs.take_lookup(done)
+        request = lookup.request
+        if request.located is not lookup.located:
+            return []  # the request has ended, or was queued again
+        is_awaited = request.lookup is lookup
+        if isinstance(done, FindDone):
+            self._jobs.note_answer(lookup, done)
+            if request.lookup is None:
+                request.add_store()
+        if not is_awaited:
+            return []
+        request.lookup = None
+        return [] if self._jobs.look_up(request) else [request]
+
+    def _submit(self) -> bool:
+        """Reserve host pages and queue jobs that read them, a few, so that the step ends soon. Whether any was queued.
+        A request without free host pages blocks the requests behind it while it has pages in flight; else it is
+        postponed."""
+        num_jobs, num_pages, has_room = 0, 0, True
+        now_s = self._clock()
+        num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
+        for request in sorted([request for request in self._active if request.read_list], key=_TURN):
+            had_shared, more = request.has_shared, 1
+            if request.handle.is_preemptible:
+                more = min(_MOST_STEPS, max(4, int(num_steps)))
+            while (chosen := self._jobs.next_of(request, max(1, more // 4))) is not None:
+                if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:
+                    break
+                job = self._jobs.read(request, *chosen)
+                has_room = job is not None
+                num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
+            self._counters.shared.value += request.has_shared and not had_shared
+            self._note_planned(request)
+            if has_room or request.runs:
+                self.apply(request, Event.LANDED)
+            else:
+                self.apply(request, Event.LACKS_PAGES)
+                has_room = True
+        return num_jobs > 0
+
+    def _land(self, job: PageRead, ok: Sequence[bool]) -> None:
+        """Publish the pages that a job read. Pages that it did not read are read from the other store. If that store
+        lacks them, a request cannot use the pages behind them."""
+        index, at, wanted = job.component.index, 0, job.wanted
+        for run in job.runs:
+            keys, first, waiting = [*run.keys], run.first, run.wanted
+            landed, at = ok[at : at + len(keys)], at + len(keys)
+            published = index.publish(run, landed)
+            for part in published:
+                part.stored |= job.store.bit
+                if job.store is DISK:
+                    self._context.page_uses.read(names_of(part.keys))
+            if job.component.name == FULL and published:
+                num_pages = self._jobs.count_landed(job.store, published)
+                if waiting:  # pages count for the first request
+                    self._share.add(min(waiting, key=_ARRIVAL).handle, num_pages)
+            lost = [] if all(landed) else [page for page, key in enumerate(keys, first) if not index.is_coming(key)]
+            for request in waiting:
+                del request.runs[run]
+                request.follow(job.component, published, self._clock())
+                if lost:
+                    own = request.own_pages(job.component, first, keys)
+                    gone = request.read_elsewhere(job.component, [page for page in lost if page in own], job.store)
+                    self._jobs.cancel(request.cut(gone[0]) if gone else ())
+                    self._note_planned(request)
+        for request in wanted:
+            self.apply(request, Event.LANDED)
+
+    # Load or recompute
+
+    def _choose_again(self) -> None:
+        """Stop the waits whose time has passed, and compare for some of the others, in turn."""
+        while self._timed and (request := next(iter(self._timed))).until_s <= self._clock():
+            del self._timed[request]
+            self._stop_waiting(request)
+        turn = list(itertools.islice(self._undecided, _MAX_CHOSEN))
+        for request in turn:
+            del self._undecided[request]
+        self._undecided.update({request: None for request in turn if request.is_urgent})  # to the end
+        self._choose(turn)
+
+    def _choose(self, requests: Iterable[PendingPrefetch]) -> None:
+        """End the waits, in mode auto, that cost all requests more than computing the missing pages. The read list of a
+        request that stops delays no request behind it. A preemptible request is so no longer on the same condition.
+        Active requests come in turn; queued ones after them."""
+        waiting = {r: None for r in requests if r.handle.mode == "auto" and r.is_urgent and not r.handle.ended}
+        if not waiting:
+            return
+        backlog = _Backlog(self._policy.cost, self._context.stores, self._jobs.reads.values())
+        num_delayed = self._load.num_delayed
+        queued = [request for request in waiting if request not in self._active]
+        for request in (*sorted(self._active, key=_TURN), *queued):
+            if request in waiting:
+                num_delayed += self._compare(request, backlog, num_delayed)
+            if request.read_list and request.is_urgent:
+                backlog.add(request)
+
+    def _compare(self, request: PendingPrefetch, backlog: _Backlog, num_delayed: int) -> bool:
+        """Compare waiting with computing for one request; whether it stops waiting. `num_delayed`: other requests that
+        computing would delay now. If there are none, an overlapped prefill waits for the answers of the stores, and
+        longer only if they read much faster than the GPU computes.
+
+        A wait that has begun counts the delayed requests of its beginning, because the device is idle once all wait,
+        and all would stop together. It has patience, because rates vary with parallel writes. A wait without progress
+        ends when computing would have ended: a stalled disk doubles the time at most.
+        """
+        page, now_s, has_begun = self._context.tree.page_size, self._clock(), request.num_delayed is not None
+        # Windows and states come last, and full pages are of no use without them.
+        start, end = request.missing if len(self._context.components) == 1 else (0, request.end)
+        start, end = max(request.num_usable, request.computed_end, start) * page, end * page
+        if start >= end:
+            return False
+        wait_s, silent_s, policy = self._wait_s(request, backlog), now_s - request.progress_s, self._policy
+        if request.handle.is_preemptible:
+            others = num_delayed - self._load.is_delayed(request.handle.request_id)
+            if others and not policy.compare_wait(wait_s, start, end, others).is_worth_loading(silent_s):
+                self._stop_waiting(request)
+            return False
+        if not num_delayed and self.overlap.can_overlap(request):
+            compute_s = policy.cost.longest_wait_s(start, end)
+            likely_s = None if wait_s is None else max(wait_s, silent_s)
+            if request.stage is Stage.READING:
+                overlaps = self.overlap.is_worth_computing(request, likely_s)
+            else:
+                overlaps = silent_s > _ANSWER_SHARE * compute_s
+            if overlaps and math.isfinite(compute_s):
+                self._stop_waiting(request, is_preemptible=True)
+                return True
+        num_delayed = num_delayed if request.num_delayed is None else request.num_delayed
+        estimate = policy.compare_wait(wait_s, start, end, num_delayed)
+        if not estimate.is_worth_loading(silent_s, _PATIENCE if has_begun else 1.0):
+            self._log_first(estimate)
+            is_first = request.stage is Stage.READING and not has_begun
+            (self._counters.skipped if is_first else self._counters.abandoned).value += 1
+            self._stop_waiting(request)
+            return True
+        if request.stage is Stage.READING and not has_begun:
+            request.num_delayed, request.chosen_s, request.estimate_s = num_delayed, now_s, wait_s
+            self._counters.waited.value += 1
+        return False
+
+    def _stop_waiting(self, request: PendingPrefetch, *, is_preemptible: bool = False) -> None:
+        """Let a request be admitted; computing delays it from now on."""
+        is_queued = request.stage in _QUEUED_STAGES
+        if is_queued:
+            self._discard(request)
+        request.handle.stop_waiting(is_preemptible=is_preemptible)
+        if is_queued:
+            insort(self._queue_of(request), request, key=_ARRIVAL)
+        self._load.waiting.discard(request.handle.request_id)
+
+    def _log_first(self, estimate: LoadEstimate) -> None:
+        if not (self._counters.skipped.value or self._counters.abandoned.value):
+            log.info(
+                "a prefix on the disk is computed again: computing it takes %.3g s, in which %d other requests wait, "
+                "and waiting for the disk would cost more",
+                estimate.compute_s,
+                estimate.num_delayed,
+            )
+
+    def _wait_s(self, request: PendingPrefetch, backlog: _Backlog) -> float | None:
+        """Seconds until its last page is on the device, behind the jobs before it; stores read in parallel. For a
+        queued request a lower bound: until its turn. None if unknown."""
+        if request.located is None:
+            queues_s = [self._read_s(store, num_bytes) for store, num_bytes in backlog.num_bytes.items()]
+            return min([queue_s for queue_s in queues_s if queue_s is not None], default=None)
+        if request.lookup is not None:
+            return None
+        stores_s = [self._read_s(store, num_bytes) for store, num_bytes in backlog.until(request).items()]
+        read_s = [store_s for store_s in stores_s if store_s is not None]
+        if stores_s and not read_s:
+            return None
+        num_bytes = sum([len(run.keys) * run.job.component.host.page_bytes for run in request.runs])
+        num_bytes += sum([len(span.pages) * span.component.host.page_bytes for span in request.read_list])
+        return max(read_s, default=0.0) + (self._policy.cost.load_s(num_bytes) or 0.0)
+
+    def _read_s(self, store: Store, num_bytes: float) -> float | None:
+        job_bytes = self._context.stores[store].job_pages * self._context.full.host.page_bytes
+        return self._policy.cost.read_s(num_bytes, math.ceil(num_bytes / job_bytes), store)
+
+
+_QUEUED_STAGES = (Stage.QUEUED, Stage.POSTPONED)
+_Action = Callable[[Prefetcher, PendingPrefetch], None]
+TRANSITIONS: dict[tuple[Stage, Event], tuple[Stage, _Action]] = {
+    (Stage.QUEUED, Event.BEGIN): (Stage.ASKING, Prefetcher._look_up),
+    (Stage.POSTPONED, Event.BEGIN): (Stage.ASKING, Prefetcher._look_up),
+    (Stage.ASKING, Event.ANSWERED): (Stage.READING, Prefetcher._plan),
+    (Stage.OVERLAPPING, Event.ANSWERED): (Stage.OVERLAPPING, Prefetcher._plan),
+    (Stage.READING, Event.LANDED): (Stage.READING, Prefetcher._advance),
+    (Stage.OVERLAPPING, Event.LANDED): (Stage.OVERLAPPING, Prefetcher._advance),
+    (Stage.READING, Event.RETRY): (Stage.ASKING, Prefetcher._restart),
+    (Stage.OVERLAPPING, Event.RETRY): (Stage.OVERLAPPING, Prefetcher._restart),
+    (Stage.ASKING, Event.LACKS_PAGES): (Stage.POSTPONED, Prefetcher._postpone),
+    (Stage.READING, Event.LACKS_PAGES): (Stage.POSTPONED, Prefetcher._postpone),
+    (Stage.OVERLAPPING, Event.LACKS_PAGES): (Stage.OVERLAPPING, Prefetcher._stop_reading),
+    (Stage.ASKING, Event.EXHAUSTED): (Stage.ENDED, Prefetcher._complete),
+    (Stage.READING, Event.EXHAUSTED): (Stage.ENDED, Prefetcher._complete),
+    (Stage.OVERLAPPING, Event.EXHAUSTED): (Stage.OVERLAPPING, Prefetcher._stop_reading),
+    (Stage.ASKING, Event.ADMIT): (Stage.OVERLAPPING, Prefetcher._overlap),
+    (Stage.READING, Event.ADMIT): (Stage.OVERLAPPING, Prefetcher._overlap),
+    (Stage.OVERLAPPING, Event.JOIN): (Stage.OVERLAPPING, Prefetcher._join),
+    (Stage.QUEUED, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+    (Stage.ASKING, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+    (Stage.READING, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+    (Stage.POSTPONED, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+    (Stage.OVERLAPPING, Event.CANCEL): (Stage.ENDED, Prefetcher._forget),
+}
