@@ -72,7 +72,6 @@ from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Located
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts, event_pages_of
-from hicache.host.index import PageIndex
 from hicache.host.run import HostRun, pages_of, spans
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
@@ -506,83 +505,66 @@ class PendingPrefetch:
         """Whether it may wait for a run that a read loads."""
         return run.job is not None and run.job.is_for(self)
 
-    def must_read(self, run: HostRun) -> bool:
-        """Whether a page of `run` is neither in memory nor read for this request."""
-        return not (run.is_coming or self.may_share(run))
-
     def skip_arriving(self, at: int) -> bool:
         """Remove from span `at` of the read list pages that are in memory by now, and wait for pages that other jobs
         read. Whether its next page is read by no job. An empty span is removed."""
-        assert self.located is not None
-        prompt = self.located.memory.prompt
-        component, stores, pages = span = self.read_list[at]
+        component, stores, pages = self.read_list[at]
         if self.computed_end and component.name == FULL:  # computed pages are the last in the reading order
             pages = pages[: max(0, pages[0] + 1 - self.computed_end)]
-        while pages:
-            window, num_skipped, last = pages[:_WINDOW], 0, None
-            for run in component.index.holders(prompt.keys_of(component.name, window)):
-                if run is None or (run is not last and self.must_read(run)):
-                    break
-                if run is not last and not run.is_coming:
-                    run.wanted[self] = self.runs[run] = None
-                    self.has_shared = True
-                last, num_skipped = run, num_skipped + 1
-            pages = pages[num_skipped:]
-            if num_skipped < len(window):
-                break
-        if not pages:
-            del self.read_list[at]
-            return False
-        self.read_list[at] = ReadSpan(component, stores, pages)
-        if not span.stores:  # the read in flight did not load it
+        num_pages = _WINDOW
+        while pages and num_pages == _WINDOW:
+            num_pages = self._count(component, pages[:_WINDOW], self._shares)
+            pages = pages[num_pages:]
+        self.read_list[at : at + 1] = [ReadSpan(component, stores, pages)] if pages else []
+        if pages and not stores:  # the read in flight did not load it
             self.has_failed = True
             self.read_list.clear()
-        return span.stores != 0
+        return bool(pages) and stores != 0
 
     def next_pages(self, at: int, max_pages: int) -> range:
         """The next pages of span `at` that no job reads, at most `max_pages`, in reading order."""
-        assert self.located is not None
-        component, _, pages = self.read_list[at]
-        pages, num_pages = pages[:max_pages], 0
-        for run in component.index.holders(self.located.memory.prompt.keys_of(component.name, pages)):
-            if run is not None and not self.must_read(run):
-                break
-            num_pages += 1
-        return pages[:num_pages]
+        pages = self.read_list[at].pages[:max_pages]
+        return pages[: self._count(self.read_list[at].component, pages, self._must_read)]
 
     def advance(self, full: CacheComponent) -> int:
         """Remove from `awaited` the pages that have arrived without a gap. Returns their number."""
-        assert self.located is not None
-        prompt, num_landed = self.located.memory.prompt, 0
-        while self.awaited:
+        num_landed, num_pages = 0, _WINDOW
+        while self.awaited and num_pages == _WINDOW:
             pages = self.awaited[0]
-            window = pages[:_WINDOW]
-            num_pages = _num_coming(full.index, prompt.keys_of(FULL, window))
+            num_pages = self._count(full, pages[:_WINDOW], _is_coming)
             num_landed += num_pages
             if num_pages < len(pages):
                 self.awaited[0] = pages[num_pages:]
             else:
                 self.awaited.popleft()
-            if num_pages < len(window):
-                break
-        if self.awaited:
-            first, last = self.awaited[0], self.awaited[-1]
-            self.missing = min(first[0], last[-1]), max(first[0], last[-1]) + 1
-        else:
-            self.missing = self.end, self.end
+                num_pages = _WINDOW
+        ends = (self.awaited[0][0], self.awaited[-1][-1]) if self.awaited else ()
+        self.missing = (min(ends), max(ends) + 1) if ends else (self.end, self.end)
         self.has_landed |= num_landed > 0
         return num_landed
 
-    @property
-    def lacks_pages(self) -> bool:
-        """Whether awaited pages that were not computed have not arrived."""
-        return bool(self.awaited) and self.missing[1] > self.computed_end
+    def _count(self, component: CacheComponent, pages: range, is_counted: Callable[[HostRun | None], bool]) -> int:
+        """The number of pages, from the first on, whose runs pass a test."""
+        assert self.located is not None
+        num_pages, last = 0, None
+        for run in component.index.holders(self.located.memory.prompt.keys_of(component.name, pages)):
+            if (run is not last or not num_pages) and not is_counted(run):
+                break
+            last, num_pages = run, num_pages + 1
+        return num_pages
 
-    def give_up(self) -> None:
-        """Read nothing now, because the host has too few free pages."""
-        self.read_list.clear()
-        self.awaited.clear()
-        self.lacks_host_room = True
+    def _must_read(self, run: HostRun | None) -> bool:
+        """Whether a page of `run`, or of none, is neither in memory nor read for this request."""
+        return run is None or not (run.is_coming or self.may_share(run))
+
+    def _shares(self, run: HostRun | None) -> bool:
+        """Wait for `run` if a read loads it. Whether its pages arrive without a read of this request."""
+        if run is None or self._must_read(run):
+            return False
+        if not run.is_coming:
+            run.wanted[self] = self.runs[run] = None
+            self.has_shared = True
+        return True
 
     def stop_reading(self) -> list[PageRead]:
         """Wait for no further page, and keep those that arrived. Returns jobs without waiting requests."""
@@ -625,14 +607,8 @@ class PendingPrefetch:
         return self.leave([*self.runs])
 
 
-def _num_coming(index: PageIndex, keys: Sequence[bytes]) -> int:
-    """The number of pages with these keys, from the first on, that are on the host or copied from the device."""
-    num_pages, last = 0, None
-    for run in index.holders(keys):
-        if run is None or (run is not last and not run.is_coming):
-            break
-        last, num_pages = run, num_pages + 1
-    return num_pages
+def _is_coming(run: HostRun | None) -> bool:
+    return run is not None and run.is_coming
 
 
 @dataclass(eq=False, slots=True)
@@ -802,10 +778,10 @@ class StoreJobs:
         if request.handle.overlaps or stores & (stores - 1):  # computed pages, or those of the other store, are skipped
             max_pages = min(max_pages, -(-request.num_to_read(component) // _LEAST_JOBS))  # between two jobs
         pages = request.next_pages(at, max_pages)
-        new = index.fitting(prompt.new_pages(component.name, _ascending(pages)))
+        new = index.fitting(prompt.new_pages(component.name, sorted(pages)))
         if (num_fit := sum([len(fit.keys) for fit in new])) < len(pages):
             pages = pages[:num_fit]
-            new = prompt.new_pages(component.name, _ascending(pages))
+            new = prompt.new_pages(component.name, sorted(pages))
         runs = index.reserve(new)
         if not runs:
             return None
@@ -920,10 +896,6 @@ class StoreJobs:
             return tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
         is_gauge = len([job for job in self.reads.values() if job.store is store]) < tier.num_readers
         return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)) if is_gauge else tier.job_pages
-
-
-def _ascending(pages: range) -> range:
-    return pages if pages.step > 0 else pages[::-1]
 
 
 class _Claim(ref[Prefetch]):
@@ -1245,7 +1217,8 @@ class Prefetcher(Movement):
         self.is_torn, self._has_news = True, False
         for request in answered:
             self.apply(request, Event.ANSWERED)
-        self._choose(answered)
+        if answered:
+            self._choose(answered)
         has_changed |= self._begin_next()
         has_changed |= self._submit()
         self._has_news |= has_changed
@@ -1341,7 +1314,9 @@ class Prefetcher(Movement):
         request.plan(end, self._clock())
         self._jobs.ask_remote_too(request)
         if any(request.num_to_read(component) > component.index.capacity for component in self._context.components):
-            request.give_up()
+            request.read_list.clear()
+            request.awaited.clear()
+            request.lacks_host_room = True
         self._note_planned(request)
         if request.is_idle:
             self._settle(request)
@@ -1357,8 +1332,8 @@ class Prefetcher(Movement):
     def _settle(self, request: PendingPrefetch) -> None:
         """Nothing of the request is in flight or in its read list. Pages that failed are looked up again once, in all
         stores; pages without free host pages as long as each attempt reads some."""
-        is_again = (request.has_failed or request.lacks_pages) and not request.was_retried
-        is_again = is_again and self._clock() < request.until_s
+        lacks_pages = bool(request.awaited) and request.missing[1] > request.computed_end
+        is_again = (request.has_failed or lacks_pages) and not request.was_retried and self._clock() < request.until_s
         if is_again or (request.lacks_host_room and request.has_landed and self._pages_left(request) > 0):
             request.was_retried |= is_again
             self.apply(request, Event.RETRY)

@@ -10,7 +10,7 @@ import pytest
 
 from component_case import STATES
 from costs import calls_of
-from disk_case import Clock
+from disk_case import Clock, Gate
 from hicache import (
     AdvancedConfig,
     CacheEngine,
@@ -33,6 +33,7 @@ from waiting import BOUND_S, eventually
 PAGE = 8
 MAX_JOBS = 8  # that a poll gives to a store
 IDLE_POLL_CALLS = 96  # what a poll costs at most that finds no answer
+SHORT_PROMPT_CALLS = 1000  # of a prefetch of 24 pages, at most
 
 
 def engine_of(
@@ -79,6 +80,18 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             engine.check()
     assert read[1024] < 5 * read[256]
     assert admit[1024] < 5 * admit[256]
+
+
+def test_a_short_prompt_from_the_disk_costs_few_calls(tmp_path: Path) -> None:
+    """A prefetch of 24 pages, from its start until it is ready."""
+    tokens = np.random.default_rng(0).integers(0, 1 << 20, 24 * PAGE + 1)
+    with engine_of(tmp_path, 32) as engine:
+        compute(engine, tokens)
+    with engine_of(tmp_path, 32) as engine:
+        handles: list[Prefetch] = []
+        started = calls_of(lambda: handles.append(engine.prefetch("again", tokens)))
+        assert started + sum(calls_until(engine, *handles)) < SHORT_PROMPT_CALLS
+        assert handles[0].landed_tokens == 24 * PAGE
 
 
 def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,6 +230,24 @@ def test_a_poll_costs_the_same_however_many_prefetches_wait(
             store.allow(1 << 20)
     assert quiet[1000] < quiet[10] + IDLE_POLL_CALLS
     assert looks[1000] < 1.2 * looks[200] + IDLE_POLL_CALLS
+
+
+def test_a_poll_costs_the_same_while_ten_thousand_prefetches_wait(store: PacedStore) -> None:
+    """While a store does not answer: a poll without news, and one that looks at some of the requests."""
+    rng, quiet, looks = np.random.default_rng(0), dict[int, int](), dict[int, int]()
+    for number in (10, 1000, 10_000):
+        gate = store.trouble = Gate("contains")
+        with paced_engine(store) as engine:
+            for n in range(number):
+                engine.prefetch(str(n), rng.integers(0, 1 << 20, 2 * PAGE + 1))
+            for _ in range(40):
+                engine.poll()
+            store.clock.now_s += 1e-2
+            looks[number], quiet[number] = calls_of(engine.poll), calls_of(engine.poll)
+            assert engine.stats()["prefetch.waiting_requests"] == number
+            gate.open()
+    assert quiet[10_000] < quiet[10] + IDLE_POLL_CALLS
+    assert looks[10_000] < looks[1000] + IDLE_POLL_CALLS
 
 
 def test_queued_prefetches_cost_what_they_are(tmp_path: Path) -> None:
