@@ -125,6 +125,9 @@ class Stage(IntEnum):
     ENDED = auto()
 
 
+_QUEUED_STAGES = (Stage.QUEUED, Stage.POSTPONED)
+
+
 class Event(IntEnum):
     """An event in the life of a prefetch."""
 
@@ -160,7 +163,8 @@ class LookupResults:
 
     def __init__(self, memory: Located, may_share: Callable[[HostRun], bool] | None = None, step: int = 1) -> None:
         full, keys = memory.context.full, memory.prompt.keys
-        self.memory, self._may_share, self._step = memory, may_share, step
+        self.memory = memory
+        self._may_share, self._step = may_share, step
         self.num_pages, self.num_stores = memory.num_pages, len(memory.context.stores)
         self.num_usable = memory.last_end(memory.host_end, 0, memory.in_memory)
         lacking = full.index.lacking(keys, memory.device_end)
@@ -392,13 +396,10 @@ class PendingPrefetch:
 
     def begin(self, located: LookupResults) -> None:
         """Record which pages are in memory or in flight."""
-        self.located, self.num_usable, self.end, self.num_asked_stores = (
-            located,
-            located.num_usable,
-            located.num_pages,
-            0,
-        )
+        self.located = located
+        self.num_usable, self.end = located.num_usable, located.num_pages
         self.missing = (located.first_gap, self.end)
+        self.num_asked_stores = 0
         self.lacks_host_room = self.has_failed = self.has_landed = False
 
     def plan(self, end: int, now_s: float) -> None:
@@ -663,7 +664,8 @@ class StoreJobs:
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
         self._context, self._cost, self._counters = context, cost, counters
-        self._tickets, self._tiers, self._polled = itertools.count(), context.stores, (*context.stores.values(),)
+        self._tickets = itertools.count()
+        self._tiers, self._polled = context.stores, tuple(context.stores.values())
         self._stores = tuple(context.stores)  # in the order in which requests ask them
         self._clock = next(tier.clock for tier in context.stores.values())
         self._answered_s = dict.fromkeys(context.stores, -math.inf)
@@ -786,7 +788,7 @@ class StoreJobs:
         if not runs:
             return None
         job, ticket = PageRead(component, store, runs, request.is_urgent, len(pages)), next(self._tickets)
-        if not any(other.store is store for other in self.reads.values()):
+        if not self._of(store):
             self._answered_s[store] = self._clock()
         self.reads[ticket] = job
         self.num_pages[component.name] += job.num_pages
@@ -846,6 +848,9 @@ class StoreJobs:
         for store in stores:
             self._tiers[store].reads.tell_cancelled()
 
+    def _of(self, store: Store) -> list[PageRead]:
+        return [job for job in self.reads.values() if job.store is store]
+
     def _free_stores(self, request: PendingPrefetch, num_times: int) -> int:
         """The set of stores that have too few urgent jobs, or background jobs, of the kind of the request."""
         found, is_urgent = 0, request.is_urgent
@@ -853,12 +858,8 @@ class StoreJobs:
             if tier.reads.is_full:
                 self._counters.refused.value += 1
                 continue
-            jobs = [
-                job
-                for job in self.reads.values()
-                if job.store is store and job.is_urgent == is_urgent and not job.is_stalled
-            ]
-            if len(jobs) < num_times * _MAX_IN_FLIGHT:
+            jobs = self._of(store)
+            if sum([job.is_urgent == is_urgent and not job.is_stalled for job in jobs]) < num_times * _MAX_IN_FLIGHT:
                 found |= store.bit
         return found
 
@@ -873,10 +874,7 @@ class StoreJobs:
     def _wait_s(self, store: Store, *, is_urgent: bool) -> tuple[float, int]:
         """Seconds until a store would have read one more page, and the bytes queued there, which decide between equal
         times. A store whose rate is unknown gets a job for each of its readers, and no more."""
-        jobs, page_bytes = (
-            [job for job in self.reads.values() if job.store is store],
-            self._context.full.host.page_bytes,
-        )
+        jobs, page_bytes = self._of(store), self._context.full.host.page_bytes
         if self._tiers[store].reads.refuses() or any(job.is_stalled for job in jobs):
             return math.inf, 0
         jobs = [job for job in jobs if job.is_urgent or not is_urgent]
@@ -894,7 +892,7 @@ class StoreJobs:
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         if job_s is not None:
             return tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
-        is_gauge = len([job for job in self.reads.values() if job.store is store]) < tier.num_readers
+        is_gauge = len(self._of(store)) < tier.num_readers
         return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)) if is_gauge else tier.job_pages
 
 
@@ -1099,27 +1097,28 @@ class Prefetcher(Movement):
     """All requests with a prefetch, and their transitions. Owned by the scheduler thread.
 
     `_requests`: by id, until they end. `_queues`: those in stage QUEUED or POSTPONED, by arrival, apart by whether the
-    request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_has_news`: a request was added, began or
-    ended, or a job was queued, since the last poll that looked. `_num_planned`: full pages in all read lists.
+    request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_undecided`: those whose wait the policy
+    may end; `_timed`: those with a deadline. `_has_news`: a request was added, began or ended, or a job was queued,
+    since the last poll that looked. `_num_planned`: full pages in all read lists.
     """
 
     def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
         self._context, self._prompts, self._policy, self._load = context, prompts, policy, load
         self._clock = next(tier.clock for tier in context.stores.values())
-        self._requests, self._arrivals = dict[str, PendingPrefetch](), itertools.count()
-        self._queues = {
-            (waits, stage): list[PendingPrefetch]()
-            for waits in (False, True)
-            for stage in (Stage.QUEUED, Stage.POSTPONED)
-        }
-        self._active, self._submitted_s, self._retry_at_s = dict[PendingPrefetch, None](), self._clock(), -math.inf
-        self._has_news, self._num_quiet, self._look_at_s, self._counts = False, 0, -math.inf, load.counts
+        self._counters = PrefetchCounters(context)
+        self._jobs = StoreJobs(context, policy.cost, self._counters)
+        self._requests = dict[str, PendingPrefetch]()
+        self._arrivals = itertools.count()
+        kinds = itertools.product((False, True), _QUEUED_STAGES)
+        self._queues = {(waits, stage): list[PendingPrefetch]() for waits, stage in kinds}
+        self._active = dict[PendingPrefetch, None]()
         self._undecided, self._timed = dict[PendingPrefetch, None](), dict[PendingPrefetch, None]()
-        self._counters = counters = PrefetchCounters(context)
-        self._jobs = StoreJobs(context, policy.cost, counters)
-        self._share, self._num_planned, self._num_claimed = HostShare(), 0, 0
+        self._share = HostShare()
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
-        self.overlap = OverlappedPrefill(context, policy.cost, counters, self._jobs, self._requests)
+        self._num_planned = self._num_claimed = 0
+        self._submitted_s, self._retry_at_s = self._clock(), -math.inf
+        self._look_at_s, self._num_quiet, self._counts, self._has_news = -math.inf, 0, load.counts, False
+        self.overlap = OverlappedPrefill(context, policy.cost, self._counters, self._jobs, self._requests)
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
         gauge("prefetch.queued_reads", "prefixes being read", lambda: len(self._active))
@@ -1661,7 +1660,6 @@ class Prefetcher(Movement):
         return self._policy.cost.read_s(num_bytes, math.ceil(num_bytes / job_bytes), store)
 
 
-_QUEUED_STAGES = (Stage.QUEUED, Stage.POSTPONED)
 _Action = Callable[[Prefetcher, PendingPrefetch], None]
 TRANSITIONS: dict[tuple[Stage, Event], tuple[Stage, _Action]] = {
     (Stage.QUEUED, Event.BEGIN): (Stage.ASKING, Prefetcher._look_up),
