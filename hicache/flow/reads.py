@@ -111,7 +111,7 @@ _ANSWER_SHARE = 0.02
 _PATIENCE = 2.0
 # The state of a page in `LookupResults`, in addition to the bits of stores.
 _LACKING, _READ, _IN_MEMORY = 0, 0x40, 0x80
-_ARRIVAL, _TURN = attrgetter("arrival"), attrgetter("turn")
+_ARRIVAL, _IS_URGENT = attrgetter("arrival"), attrgetter("is_urgent")
 
 
 class Stage(IntEnum):
@@ -325,6 +325,8 @@ def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
 class PendingPrefetch:
     """A request with a prefetch. `stage` alone says how far it is; `Prefetcher.apply` alone changes `stage`.
 
+    `is_urgent`: it waits for its pages, or would if computing it delayed other requests.
+
     `located`: where its pages are, from its first lookup until it is queued again. `lookup`: the job of a store that
     it waits for. `num_asked_stores`: in the order of `StoreJobs`. `read_list`: pages to read that no job reads yet, in
     reading order. `awaited`: full pages that have not arrived, in reading order, and `missing`: the pages [start, end)
@@ -348,6 +350,7 @@ class PendingPrefetch:
     namespace: str
     progress_s: float
     end: int
+    is_urgent: bool
     stage: Stage = Stage.QUEUED
     located: LookupResults | None = None
     lookup: Lookup | None = None
@@ -373,16 +376,6 @@ class PendingPrefetch:
     estimate_s: float | None = None
     chosen_s: float | None = None
     num_delayed: int | None = None
-
-    @property
-    def is_urgent(self) -> bool:
-        """Whether it waits for its pages, or would if computing it delayed other requests."""
-        return self.handle.waits or self.handle.is_preemptible
-
-    @property
-    def turn(self) -> tuple[bool, int]:
-        """The rank of its jobs: urgent requests first, then the order of arrival."""
-        return not (self.handle.waits or self.handle.is_preemptible), self.arrival
 
     @property
     def is_idle(self) -> bool:
@@ -610,6 +603,11 @@ class PendingPrefetch:
 
 def _is_coming(run: HostRun | None) -> bool:
     return run is not None and run.is_coming
+
+
+def _in_turn(requests: Iterable[PendingPrefetch]) -> list[PendingPrefetch]:
+    """The order of their jobs: urgent requests first, then by arrival."""
+    return sorted(sorted(requests, key=_ARRIVAL), key=_IS_URGENT, reverse=True)
 
 
 @dataclass(eq=False, slots=True)
@@ -1140,7 +1138,7 @@ class Prefetcher(Movement):
         handle = Prefetch(request_id, mode, now_s + self._context.config.prefetch_timeout_s, overlaps=overlaps)
         self._counters.requests.value += 1
         num_pages = len(tokens) // self._context.tree.page_size
-        request = PendingPrefetch(next(self._arrivals), handle, tokens, namespace, now_s, num_pages)
+        request = PendingPrefetch(next(self._arrivals), handle, tokens, namespace, now_s, num_pages, handle.waits)
         self._requests[request_id] = request
         self._has_news = True
         if mode == "auto":
@@ -1500,7 +1498,7 @@ class Prefetcher(Movement):
         num_jobs, num_pages, has_room = 0, 0, True
         now_s = self._clock()
         num_steps, self._submitted_s = (now_s - self._submitted_s) / _STEP_S, now_s
-        for request in sorted([request for request in self._active if request.read_list], key=_TURN):
+        for request in _in_turn([request for request in self._active if request.read_list]):
             had_shared, more = request.has_shared, 1
             if request.handle.is_preemptible:
                 more = min(_MOST_STEPS, max(4, int(num_steps)))
@@ -1568,15 +1566,15 @@ class Prefetcher(Movement):
         if not waiting:
             return
         backlog = _Backlog(self._policy.cost, self._context.stores, self._jobs.reads.values())
-        num_delayed = self._load.num_delayed
+        num_delayed, now_s = self._load.num_delayed, self._clock()
         queued = [request for request in waiting if request not in self._active]
-        for request in (*sorted(self._active, key=_TURN), *queued):
+        for request in (*_in_turn(self._active), *queued):
             if request in waiting:
-                num_delayed += self._compare(request, backlog, num_delayed)
+                num_delayed += self._compare(request, backlog, num_delayed, now_s)
             if request.read_list and request.is_urgent:
                 backlog.add(request)
 
-    def _compare(self, request: PendingPrefetch, backlog: _Backlog, num_delayed: int) -> bool:
+    def _compare(self, request: PendingPrefetch, backlog: _Backlog, num_delayed: int, now_s: float) -> bool:
         """Compare waiting with computing for one request; whether it stops waiting. `num_delayed`: other requests that
         computing would delay now. If there are none, an overlapped prefill waits for the answers of the stores, and
         longer only if they read much faster than the GPU computes.
@@ -1585,7 +1583,7 @@ class Prefetcher(Movement):
         and all would stop together. It has patience, because rates vary with parallel writes. A wait without progress
         ends when computing would have ended: a stalled disk doubles the time at most.
         """
-        page, now_s, has_begun = self._context.tree.page_size, self._clock(), request.num_delayed is not None
+        page, has_begun = self._context.tree.page_size, request.num_delayed is not None
         # Windows and states come last, and full pages are of no use without them.
         start, end = request.missing if len(self._context.components) == 1 else (0, request.end)
         start, end = max(request.num_usable, request.computed_end, start) * page, end * page
@@ -1625,6 +1623,7 @@ class Prefetcher(Movement):
         is_queued = request.stage in _QUEUED_STAGES
         if is_queued:
             self._discard(request)
+        request.is_urgent = is_preemptible
         request.handle.stop_waiting(is_preemptible=is_preemptible)
         if is_queued:
             insort(self._queue_of(request), request, key=_ARRIVAL)

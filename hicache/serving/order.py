@@ -44,8 +44,8 @@ class ServingOrder:
 
     def rank_s(self, req: ScheduledRequest) -> float:
         """Of a request that runs, by what is left of its prompt; of one that waits, by what no tier is known to hold.
-        What its priority is worth, `lead_s`, is as if it had been submitted earlier. A preemptible request
-        has the highest rank that its submission allows."""
+        Its priority counts as an earlier submission, by `lead_s`. A preemptible request has the highest rank that its
+        submission allows."""
         start = req.expected_len if req.lease is None else req.kv_len
         left_s = math.inf if req.is_preemptible else self._followed.seconds(start, req.length)
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)

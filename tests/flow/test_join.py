@@ -190,9 +190,9 @@ def test_waiting_and_computing_are_compared_again_beside_others(
 
 
 def test_a_pass_is_longer_while_the_store_is_slower_than_its_rate(store: PacedStore) -> None:
-    """The pass ends where computing and reading meet: in the middle of 192 tokens if both take 192 s, and near the end
-    once none of the 24 reads has ended for 50 s."""
-    with asked(store, 16.0, overlaps=True) as (engine, handle, tokens):
+    """The pass ends where computing and reading meet: in the middle of 192 tokens if computing takes 192 s and reading
+    204 s, and near the end once none of the 24 reads has ended for 50 s."""
+    with asked(store, 17.0, overlaps=True) as (engine, handle, tokens):
         until_found(engine, store, handle)
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             assert engine.next_stop(lease, 0, 192) == 96
