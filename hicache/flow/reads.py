@@ -27,7 +27,7 @@ Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event t
     | CANCEL         | POSTPONED   | ENDED       | forget              |
     | CANCEL         | OVERLAPPING | ENDED       | forget              |
 
-An action may raise the next event. All other pairs of stage and event raise `InvariantError`.
+An action may apply the next event. All other pairs of stage and event raise `InvariantError`.
 
 A run of host pages in flight names the requests that wait for it and its job (`HostRun.wanted`, `HostRun.job`). So a
 request waits for pages that other requests read, and queues jobs only for the rest. The last request that leaves a job
@@ -1153,7 +1153,6 @@ class Prefetcher(Movement):
             else:
                 insort(self._queue_of(request), request, key=_ARRIVAL)
         except BaseException:
-            self._move(request, Stage.ENDED)
             self._forget(request)
             raise
         return handle
@@ -1250,11 +1249,12 @@ class Prefetcher(Movement):
     # Transitions
 
     def apply(self, request: PendingPrefetch, event: Event) -> None:
-        """Move a request by the table of the module, and run the action. Raises `InvariantError` for other pairs."""
+        """Move a request by the table of the module, and run the action. Raises `InvariantError` for other pairs. The
+        action moves a request to ENDED itself, last, so that an end which raised can be repeated."""
         if (transition := TRANSITIONS.get((request.stage, event))) is None:
             raise InvariantError("prefetch", [f"{event.name} in stage {request.stage.name}"])
         stage, action = transition
-        if request.stage is not stage:
+        if stage not in (request.stage, Stage.ENDED):
             self._move(request, stage)
         action(self, request)
 
@@ -1387,11 +1387,14 @@ class Prefetcher(Movement):
         self._forget(request)
 
     def _forget(self, request: PendingPrefetch) -> None:
+        if request.stage in _QUEUED_STAGES:
+            self._discard(request)
         request.handle.end()
         self._load.waiting.discard(request.handle.request_id)
         self._release(request)
         self._undecided.pop(request, None)
         self._timed.pop(request, None)
+        self._move(request, Stage.ENDED)
         self._requests.pop(request.handle.request_id, None)
 
     def _release(self, request: PendingPrefetch) -> None:

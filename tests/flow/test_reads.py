@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
@@ -66,8 +66,8 @@ def request_in(
 def test_each_event_in_each_stage(
     stage: Stage, event: Event, store: PacedStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """An event of the table moves the request to its stage and runs its action once, after which all accounts hold. Any
-    other event raises, and changes nothing."""
+    """An event of the table moves the request to its stage and runs its action once, after which all accounts hold. The
+    action itself ends a request. Any other event raises, and changes nothing."""
     with request_in(stage, store, monkeypatch) as (engine, request):
         prefetcher, seen = engine.inspect.prefetcher, list[Stage]()
         assert prefetcher is not None
@@ -88,8 +88,31 @@ def test_each_event_in_each_stage(
         if event is Event.ANSWERED:
             request.lookup = None
         prefetcher.apply(request, event)
-        assert seen == [target]
+        assert seen == [stage if target is Stage.ENDED else target]
+        assert request.stage is Stage.ENDED or target is not Stage.ENDED
         engine.check()
+
+
+@pytest.mark.parametrize("stage", [stage for stage in Stage if stage is not Stage.ENDED], ids=lambda of: of.name)
+def test_an_end_that_raised_is_repeated(stage: Stage, store: PacedStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A cancel raises before the request has released its pages. The next cancel ends it."""
+    with request_in(stage, store, monkeypatch) as (engine, request):
+        prefetcher = engine.inspect.prefetcher
+        assert prefetcher is not None
+        with monkeypatch.context() as patch:
+            patch.setattr(prefetcher, "_release", raising(MemoryError))
+            with pytest.raises(MemoryError):
+                prefetcher.cancel("a")
+        prefetcher.cancel("a")
+        assert request.stage is Stage.ENDED
+        engine.check()
+
+
+def raising(error: type[BaseException]) -> Callable[..., None]:
+    def raise_error(*_: object) -> None:
+        raise error
+
+    return raise_error
 
 
 def test_the_documented_table_is_the_table() -> None:
