@@ -232,16 +232,16 @@ def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
         (alone[0], 4 * PROMPT, 4.0),
         (beside[0], 4 * PROMPT, 8.0),
     ):
-        assert not case.gate.gives_up(request, 0, num_tokens, case.clock() - 0.9 * silent_s)
-        assert case.gate.gives_up(request, 0, num_tokens, case.clock() - 1.1 * silent_s)
+        assert not case.gate.abandons(request, 0, num_tokens, case.clock() - 0.9 * silent_s)
+        assert case.gate.abandons(request, 0, num_tokens, case.clock() - 1.1 * silent_s)
     assert case.counts() == (2, 0, 0, 3)
 
 
 def test_with_unknown_speeds_a_load_is_given_up_after_a_bounded_time() -> None:
     case = Case()
-    assert not case.gate.gives_up("1", 0, 4000, case.clock() - 3.9)
-    assert case.gate.gives_up("1", 0, 4000, case.clock() - 4.1)
-    assert not Case(0).gate.gives_up("1", 0, 4000, case.clock() - 1e9)
+    assert not case.gate.abandons("1", 0, 4000, case.clock() - 3.9)
+    assert case.gate.abandons("1", 0, 4000, case.clock() - 4.1)
+    assert not Case(0).gate.abandons("1", 0, 4000, case.clock() - 1e9)
 
 
 class Timed:

@@ -113,7 +113,7 @@ class LoadGate(ServerLoadPolicy):
                     prompt.to_load -= prompt.to_load if num_read < len(keys) else {*keys}
             self._settle()
 
-    def gave_up(self) -> None:
+    def abandon_read(self) -> None:
         """Pages did not come in time."""
         with self._lock:
             self.abandon()

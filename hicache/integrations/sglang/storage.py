@@ -260,7 +260,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         wait_s = gate.wait_s(len(keys)) if pool is self._pools.get(_KV) else math.inf
         num_read = pool.tier.read(pool.keys(keys), pool.pages.page_bytes, land, wait_s)
         if num_read < len(keys) and clock() - progress_s > wait_s:
-            gate.gave_up()
+            gate.abandon_read()
         gate.read(keys, num_read, pool.pages.page_bytes, clock() - begin_s)
         self._sample("prefetch", num_read, pool, begin_s)
         return [i < num_read for i in range(len(keys))]

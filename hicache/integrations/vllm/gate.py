@@ -261,7 +261,7 @@ class LoadGate(ServerLoadPolicy):
             self._at_disk.add(request)
             self._accepted_bytes += part.num_chunks * chunk_bytes
 
-    def gives_up(self, request: str, start: int, end: int, progress_s: float) -> bool:
+    def abandons(self, request: str, start: int, end: int, progress_s: float) -> bool:
         """Whether the rest of a load, tokens [start, end), is computed instead: the disk is stuck. `progress_s`: when
         it last brought a part of this load, or of one before it, or the load was submitted."""
         candidate = self._candidates.get(request)

@@ -255,14 +255,14 @@ class HiCacheTier(SecondaryTierManager):
 
     def _give_up(self) -> None:
         """Cancel the loads that are stuck in the disk: of these, vLLM computes what was not read."""
-        gave_up = False
+        abandoned = False
         for load in self._loads.values():
             if load.span is None or load.cancelled.is_set():
                 continue
-            if self.gate.gives_up(load.request, *load.span_left, load.progress_s):
+            if self.gate.abandons(load.request, *load.span_left, load.progress_s):
                 load.cancelled.set()
-                gave_up = True
-        if gave_up:
+                abandoned = True
+        if abandoned:
             self._disk.reads.tell_cancelled()
 
     def _pages(self, job: TransferJob) -> PageRows:
