@@ -52,7 +52,7 @@ HOST: Table = {
     ("COMING", "NONE"): "publish abandon",
     ("READING", "PUBLISHED"): "publish",
     ("READING", "NONE"): "publish abandon",
-    ("PUBLISHED", "LOCKED"): "lock reserve publish",
+    ("PUBLISHED", "LOCKED"): "lock reserve publish abandon",
     ("LOCKED", "PUBLISHED"): "unlock publish abandon",
     ("PUBLISHED", "NONE"): "reserve reserve_second_pages clear discard",
 }
