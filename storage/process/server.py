@@ -85,7 +85,8 @@ class Server:
             client.hear_out(why)
 
     def stop(self) -> None:
-        """End `run`, and every connection. Any thread."""
+        """End `run`, for a process that ends after it: a connection whose jobs are under way ends with the process. Any
+        thread."""
         self.call(self._stop)
 
     def run(self) -> None:

@@ -49,8 +49,8 @@ class Transport(ABC):
         """Whether what `connect` started has ended, so that it holds no store. Never blocks."""
         return True
 
-    def end(self) -> None:  # noqa: B027 - a served process serves others too
-        """Have it end at once, where that is ours to decide. Never blocks."""
+    def end(self) -> None:  # noqa: B027 - a thread cannot be killed, and a served process serves other engines too
+        """Kill the process that `connect` started. Never blocks."""
 
     def keep(self, client: object) -> None:  # noqa: B027 - a process has mapped the pages itself
         """`client` names pages of this process: keep it as long as they may be used."""
@@ -175,10 +175,6 @@ class InlineServer(Transport):
 
     def has_ended(self) -> bool:
         return self._thread is None or not self._thread.is_alive()
-
-    def end(self) -> None:
-        if self._server is not None:
-            self._server.stop()
 
     def keep(self, client: object) -> None:
         self._client = client

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import errno
 import json
 import math
@@ -21,7 +22,7 @@ import hicache.storage.process.service
 import hicache.storage.process.stores
 import hicache.storage.store_files
 import process_case
-from disk_case import PATIENCE_S, Gate, TroubledStore, disk_threads, pages
+from disk_case import PATIENCE_S, Clock, Gate, TroubledStore, blank, disk_threads, pages
 from hicache.storage import (
     StoreError,
     StoreLocked,
@@ -30,13 +31,14 @@ from hicache.storage import (
     open_store,
 )
 from hicache.storage.process import frames
+from hicache.storage.process.client import State
 from hicache.storage.process.frames import Kind
-from hicache.storage.process.health import Limits
-from hicache.storage.process.jobs import ReadDone, Stalled, WriteDone, WriteJob
+from hicache.storage.process.health import Limits, SilenceWatch
+from hicache.storage.process.jobs import ReadDone, ReadJob, Stalled, WriteDone, WriteJob
 from hicache.storage.process.settings import ServiceSettings
 from hicache.storage.process.stores import OpenStores
 from hicache.stores.tier import open_tier
-from process_case import PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
+from process_case import LIMITS, PAGE_BYTES, SEEDS, WRITER, Case, at, is_free, request
 from programs import Program, output
 from store_server import served
 from waiting import eventually
@@ -211,6 +213,46 @@ def test_a_process_that_stands_still_is_left(tmp_path: Path) -> None:
         assert found == [Stalled(read.ticket, 0), ReadDone(read.ticket, 0, (False,) * 4)]
         case.until_open()
         assert case.found(keys, data) == (True,) * 4
+
+
+@pytest.mark.parametrize("verb", ["open", "put", "get_into"])
+def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
+    verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tier is lost while a thread of this process opens its store, writes or reads. When that call returns, the
+    tier opens the store again, and a close leaves the store free."""
+    gate = Gate(verb)
+
+    def troubled(url: str, **about: Any) -> TroubledStore:
+        gate("open")
+        store = TroubledStore(open_store(url, **about))
+        store.trouble = gate
+        return store
+
+    monkeypatch.setattr(hicache.storage.process.stores, "open_store", troubled)
+    limits = dataclasses.replace(LIMITS, open_s=0.05)
+    with contextlib.closing(open_tier(request(at(tmp_path / "s"), limits), in_process=True, clock=Clock())) as tier:
+        keys, data = pages(1, 4)
+        if verb == "put":
+            assert tier.writes.submit(WriteJob(1, keys, data))
+        elif verb == "get_into":
+            assert tier.reads.submit(ReadJob(1, 0, keys, blank(4), threading.Event()))
+        eventually(lambda: gate.held)
+        with monkeypatch.context() as silence:
+            silence.setattr(SilenceWatch, "is_too_long", lambda *_: True)
+            tier.poll()
+        assert tier.state is State.LOST
+        for _ in range(2):  # the loop of the thread has noticed when this returns
+            tier._transport.look()
+        gate.open()
+        eventually(lambda: tier.poll() or tier.is_open, lambda: tier.state)
+        assert not tier.reads.under_way and not tier.writes.under_way
+        found = tier.writes.poll()
+        assert [done.ok for done in found if isinstance(done, WriteDone)] == [(False,) * 4] * (verb == "put")
+        assert tier.writes.submit(WriteJob(2, keys, data))
+        [done] = eventually(tier.writes.poll)
+        assert isinstance(done, WriteDone) and done.ok == (True,) * 4
+    eventually(lambda: is_free(tmp_path / "s"))
 
 
 def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
