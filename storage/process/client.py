@@ -155,6 +155,7 @@ class StoreClient:
         self.poll()
         if self.reads.refuses() or self._lookup is not None:
             return None
+        self._expect_answer()
         job = self._lookup = FindJob(next(self._lookups), tuple(keys), ReadClass.LOOKUP, tuple(others))
         self._send(frames.of_job(job, NO_PAGES))
         until_s = time.monotonic() + min(wait_s, self._limits.io_timeout_s)
@@ -272,9 +273,13 @@ class StoreClient:
     def send_job(self, job: Job) -> None:
         """For the queues."""
         data = frames.of_job(job, self._memories.locate(job.pages, self.page_sizes))
+        self._expect_answer()
+        self._send(data)
+
+    def _expect_answer(self) -> None:
+        """Before a job is sent: the silence of a process without work does not count."""
         if not self._is_waiting:
             self._silence.heard()
-        self._send(data)
 
     @property
     def _is_waiting(self) -> bool:

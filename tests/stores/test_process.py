@@ -11,6 +11,7 @@ import os
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -253,6 +254,17 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
         [done] = eventually(tier.writes.poll)
         assert isinstance(done, WriteDone) and done.ok == (True,) * 4
     eventually(lambda: is_free(tmp_path / "s"))
+
+
+def test_silence_before_a_lookup_does_not_count(case: Case) -> None:
+    """A process that had no work for an hour is not late when a lookup is the first to ask it."""
+    client, asked_s = case.tier, time.monotonic()
+    client._silence.heard_s -= 3600
+    os.kill(client.pid, signal.SIGSTOP)
+    found = client.find([b"key"], 0.0)
+    os.kill(client.pid, signal.SIGCONT)
+    assert found is None
+    assert client._silence.heard_s >= asked_s
 
 
 def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
