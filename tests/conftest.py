@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import shutil
@@ -21,8 +22,12 @@ if not torch.cuda.is_available():
 
 import hicache.build.store_tiers
 import hicache.integrations.server_store
+import hicache.storage.process.client
 import programs
+from hicache import RemoteConfig
+from hicache.storage.process.health import LIMITS
 from hicache.stores.tier import open_tier
+from waiting import BOUND_S
 
 # Tests are many and small: threads of torch that wait for each other cost more than they bring, most on busy cores.
 torch.set_num_threads(1)
@@ -79,6 +84,16 @@ def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
         in_process = {"in_process": True}
         for module in (hicache.build.store_tiers, hicache.integrations.server_store):
             monkeypatch.setattr(module, "open_tier", lambda wanted, **how: open_tier(wanted, **how | in_process))
+
+
+@pytest.fixture(autouse=True)
+def patience_with_stores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine a thread may wait seconds for a processor. A store is therefore not declared lost for its
+    silence, unless a test changes the time or the class that measure the silence. A remote store that a test passes as
+    an object has the I/O timeout of a disk."""
+    monkeypatch.setattr(hicache.storage.process.client, "_MIN_SILENCE_S", BOUND_S)
+    remote = functools.partial(RemoteConfig, io_timeout_s=LIMITS.io_timeout_s)
+    monkeypatch.setattr(hicache.build.store_tiers, "RemoteConfig", remote)
 
 
 @pytest.fixture(autouse=True)

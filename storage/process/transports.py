@@ -24,7 +24,7 @@ from hicache.storage.process.stores import OpenStores
 
 log = logging.getLogger(__name__)
 
-_LOOK_WAIT_S = 5.0
+_LOOK_WAIT_S = 5.0  # between two checks whether the serving thread has ended
 _INSTEAD = (
     "run the store in threads of the engine (transport=inline), or start `hicache store serve URL --socket PATH` and "
     "give the engine unix:PATH"
@@ -184,7 +184,8 @@ class InlineServer(Transport):
             looked = threading.Event()
             self._server.call(self._server.look)
             self._server.call(looked.set)
-            looked.wait(_LOOK_WAIT_S)
+            while not looked.wait(_LOOK_WAIT_S) and not self.has_ended():
+                continue
 
 
 def _pidfd_of(pid: int) -> int:

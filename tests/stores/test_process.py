@@ -388,6 +388,7 @@ def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case) -> None:
     """However long ago it heard of a process that had no time to answer either, as when the machine stood still."""
     keys, data = pages(1, 4)
     assert case.stored(keys, data) == (True,) * 4
+    case.tier._silence = SilenceWatch(PATIENCE_S)
     for _ in range(20):
         case.read(keys)
         case.tier._silence.heard_s -= 3600

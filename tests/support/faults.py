@@ -28,16 +28,17 @@ class Faults:
 
     @contextlib.contextmanager
     def patched(self) -> Iterator[None]:
-        """The engine's store can be troubled, and its clock is ours."""
+        """The store that the engine opens can be troubled, and all stores of the engine have our clock."""
 
         def store(url: str, **settings: object) -> TroubledStore:
             self.stores.append(TroubledStore(open_store(url, **settings)))  # type: ignore[arg-type]
             return self.stores[-1]
 
-        tier = functools.partial(hicache.build.store_tiers.open_tier, clock=self.clock)
+        tiers = hicache.build.store_tiers
         patches = (
             mock.patch.object(hicache.storage.process.stores, "open_store", store),
-            mock.patch.object(hicache.build.store_tiers, "open_tier", tier),
+            mock.patch.object(tiers, "open_tier", functools.partial(tiers.open_tier, clock=self.clock)),
+            mock.patch.object(tiers, "given_tier", functools.partial(tiers.given_tier, clock=self.clock)),
         )
         with contextlib.ExitStack() as stack:
             for patch in patches:
