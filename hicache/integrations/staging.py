@@ -184,7 +184,7 @@ class WaitingTier:
 
     def clear(self) -> bool:
         """Remove all pages. False: that takes longer than the I/O timeout, and goes on, or fails."""
-        return self._wait(self._do(self._submit_remove)) == [True]
+        return self._wait(self._do(self._submit_remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
         self._do(self.tier.used, keys)
@@ -241,9 +241,10 @@ class WaitingTier:
         job = WriteJob(next(self._tickets), tuple(keys), staged.pages)
         self._submit(staged, self.tier.writes.submit, job, len(keys))
 
-    def _submit_remove(self) -> _StagedJob:
-        """All pages, with one answer."""
-        return self._submit(_StagedJob(None, []), self.tier.writes.submit, RemoveJob(next(self._tickets)), 1)
+    def _submit_remove(self, keys: Sequence[bytes] | None) -> _StagedJob:
+        """None: all pages, with one answer."""
+        job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
+        return self._submit(_StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
 
     def _submit(self, staged: _StagedJob, submit: Callable[[J], bool], job: J, num_keys: int) -> _StagedJob:
         staged.ok = [False] * num_keys

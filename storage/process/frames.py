@@ -120,13 +120,13 @@ def keys_of(keys: Sequence[bytes]) -> bytes:
 
 def of_job(job: Job, pages: Pages) -> bytes:
     """`pages`: where those of the job lie."""
-    kind, keys, deadline_s, number = Kind.WRITE, job.keys, math.inf, 0
+    kind, keys, deadline_s, number = Kind.WRITE, job.keys or (), math.inf, 0
     if isinstance(job, FindJob):
         kind, keys, number = Kind.FIND, (*job.keys, *job.others), len(job.keys)
     elif isinstance(job, ReadJob):
         kind, deadline_s = Kind.READ, job.deadline_s
     elif isinstance(job, RemoveJob):
-        kind = Kind.REMOVE
+        kind, number = Kind.REMOVE, job.keys is None
     head = _JOB.pack(job.ticket, job.batch, job.queue_class, deadline_s, number)
     places = _PAGES.pack(pages.memory, pages.page_bytes, len(pages.offsets)) + pages.offsets.tobytes()
     return frame(kind, head, places, keys_of(keys))
@@ -202,7 +202,7 @@ class Body:
         if kind is Kind.FIND:
             return FindJob(ticket, keys[:number], ReadClass(queue_class), keys[number:], batch)
         if kind is Kind.REMOVE:
-            return RemoveJob(ticket, batch)
+            return RemoveJob(ticket, None if number else keys, batch)
         if count != len(keys):
             raise FrameError(f"{count} pages for {len(keys)} keys")
         pages = pages_at(places)

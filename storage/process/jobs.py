@@ -118,12 +118,13 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RemoveJob:
-    """Remove all pages of the store, in the order of the writes around it. Answer: a `WriteDone` with one `ok`."""
+    """Remove `keys`, in the order of the writes around it; None: all pages of the store. Its answer is a `WriteDone`:
+    `ok[i]`, page i was there, and is gone. With one `ok` for all pages."""
 
     ticket: int
+    keys: tuple[bytes, ...] | None
     batch: int = 0
     queue_class = 0
-    keys = ()
     pages = ()
 
 

@@ -275,9 +275,15 @@ class StoreService:
         return answers
 
     def _remove(self, job: RemoveJob, token: BreakerToken) -> WriteDone:
+        keys, store = job.keys, self.store
+
         def remove() -> list[bool]:
             self._require_writable(token)
-            return [_emptied(self.store)]
+            if keys is None:
+                return [_emptied(store)]
+            held = store.contains(keys)
+            store.delete(keys)
+            return [was and not still for was, still in zip(held, store.contains(keys), strict=True)]
 
         gone = self._ask_to_write(remove, token)
         return WriteDone(job.ticket, tuple(gone), job.batch) if gone else unserved_write(job)
@@ -394,4 +400,4 @@ def unserved_read(job: FindJob | ReadJob) -> FindDone | ReadDone:
 
 
 def unserved_write(job: WriteJob | RemoveJob) -> WriteDone:
-    return WriteDone(job.ticket, (False,) * (1 if isinstance(job, RemoveJob) else len(job.keys)), job.batch)
+    return WriteDone(job.ticket, (False,) * (1 if job.keys is None else len(job.keys)), job.batch)

@@ -100,7 +100,7 @@ class Nonsense:
         if kind in (Kind.WRITE, Kind.READ):
             return job[:4] + bytes([kind]) + job[5:]
         if rng.random() < 0.3:
-            return frames.of_job(rng.choice((FindJob(1, keys, ReadClass.LOOKUP), RemoveJob(1))), frames.NO_PAGES)
+            return frames.of_job(rng.choice((FindJob(1, keys, ReadClass.LOOKUP), RemoveJob(1, keys))), frames.NO_PAGES)
         body = frames.keys_of(keys) if kind is Kind.USED else rng.randbytes(12)
         return frames.frame(kind, body)
 
