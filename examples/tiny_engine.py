@@ -1,4 +1,4 @@
-"""The engine in 150 lines: a tree has the pages on the device, a map by page key those on the host.
+"""The engine in 150 lines: a tree has the pages on the device, a table by page key those on the host.
 
 python examples/tiny_engine.py
 """
@@ -40,41 +40,41 @@ class TreeNode:
             node.locks += change
 
 
-class PageIndex:
-    """Which pages are on the host, by page key.
-    `hicache/host/index.py: PageIndex` keeps them in runs."""
+class TierPages:
+    """Pages on the host, by page key.
+    `hicache/pages/states.py: TierPages` keeps a row of a table for each page."""
 
     def __init__(self, num_pages: int) -> None:
         self.free = list(range(num_pages, 0, -1))
         self.in_flight: dict[bytes, int] = {}
-        self.pages: OrderedDict[bytes, int] = OrderedDict()  # published; the one used longest ago is the first
+        self.held: OrderedDict[bytes, int] = OrderedDict()  # the least recently used page is the first
 
     def held_end(self, keys: list[bytes], start: int) -> int:
-        """Where the published pages end that begin with `start`.
+        """The end of the held pages that begin with `start`.
         `hicache/flow/located.py: Located.host_end`"""
-        return next((at for at in range(start, len(keys)) if keys[at] not in self.pages), len(keys))
+        return next((at for at in range(start, len(keys)) if keys[at] not in self.held), len(keys))
 
     def reserve(self, key: bytes, keep: set[bytes]) -> int | None:
-        """A page to write to, for which one may leave, but for `keep`.
-        `hicache/host/index.py: PageIndex.reserve`"""
-        if not self.free and (victim := next((at for at in self.pages if at not in keep), None)):
-            self.free.append(self.pages.pop(victim))
+        """A page to write to; None if no page is free or evictable. Evicts no page of `keep`.
+        `hicache/pages/states.py: TierPages.reserve`"""
+        if not self.free and (victim := next((at for at in self.held if at not in keep), None)):
+            self.free.append(self.held.pop(victim))
         if not self.free:
             return None
         self.in_flight[key] = self.free.pop()
         return self.in_flight[key]
 
-    def publish(self, key: bytes) -> None:
-        """Its bytes are there: from now on it is found.
-        `hicache/host/index.py: PageIndex.publish`"""
-        self.pages[key] = self.in_flight.pop(key)
+    def landed(self, key: bytes) -> None:
+        """The copy of a page has ended: requests find it from now on.
+        `hicache/pages/states.py: TierPages.landed`"""
+        self.held[key] = self.in_flight.pop(key)
 
     def use(self, keys: list[bytes]) -> None:
-        """A request used these; the end of a prompt leaves first.
-        `hicache/host/index.py: PageIndex.touch`"""
+        """A request used these pages; the end of a prompt is evicted first.
+        `hicache/pages/states.py: TierPages.use`"""
         for key in reversed(keys):
-            if key in self.pages:
-                self.pages.move_to_end(key)
+            if key in self.held:
+                self.held.move_to_end(key)
 
 
 @dataclass(eq=False)
@@ -98,7 +98,7 @@ class TinyEngine:
         self.device = torch.zeros(num_slots + 1, ROW)  # slot 0 and page 0 are sinks for padding
         self.host = torch.zeros(num_pages + 1, PAGE, ROW)
         self.free = list(range(1, num_slots + 1))
-        self.root, self.index = TreeNode(), PageIndex(num_pages)
+        self.root, self.pages = TreeNode(), TierPages(num_pages)
         self.hasher, self.clock = PageHasher(b"model, dtype, layout", PAGE), count(1)
         self.copies: deque[tuple[TreeNode, int]] = deque()  # to the host, in flight
 
@@ -114,7 +114,7 @@ class TinyEngine:
         cacheable = keys[: (len(tokens) - 1) // PAGE]
         node, hits = self.match(cacheable)
         device_end = len(hits) // PAGE
-        host_end = self.index.held_end(cacheable, device_end)
+        host_end = self.pages.held_end(cacheable, device_end)
         node.lock()
         num_new = len(tokens) - len(hits)
         if num_new > len(self.free) + PAGE * len(self.evictable()):
@@ -142,7 +142,7 @@ class TinyEngine:
         `hicache/flow/restore.py: Restore.submit_load` submits the copies and returns;
         each layer of the forward pass waits for its own."""
         for start in range(lease.tree_len, end, PAGE):
-            self.device[lease.slots[start : start + PAGE]] = self.host[self.index.pages[lease.keys[start // PAGE]]]
+            self.device[lease.slots[start : start + PAGE]] = self.host[self.pages.held[lease.keys[start // PAGE]]]
             self.share(lease, start)
 
     def commit(self, lease: Lease) -> None:
@@ -163,24 +163,24 @@ class TinyEngine:
         lease.node, lease.tree_len = node, start + PAGE
 
     def backup(self, node: TreeNode) -> None:
-        """Device to host: what the map lacks of the path to `node`.
+        """Copy the pages of the path to `node` that the host lacks.
         `hicache/flow/backup.py: Backup.maybe_backup`"""
         path = node.path()[::-1]
         for at in path:
-            if at.key not in self.index.pages and at.key not in self.index.in_flight:
-                page = self.index.reserve(at.key, keep={at.key for at in path})
+            if at.key not in self.pages.held and at.key not in self.pages.in_flight:
+                page = self.pages.reserve(at.key, keep={at.key for at in path})
                 if page is None:
                     return
                 at.lock()
                 self.copies.append((at, page))
 
     def poll(self) -> None:
-        """The copies have ended: their pages are published.
+        """The copies have ended: requests find their pages from now on.
         `hicache/engine.py: CacheEngine.poll`"""
         while self.copies:
             node, page = self.copies.popleft()
             self.host[page] = self.device[node.slots]
-            self.index.publish(node.key)
+            self.pages.landed(node.key)
             node.lock(-1)
 
     def evictable(self) -> list[TreeNode]:
@@ -206,7 +206,7 @@ class TinyEngine:
         for node in lease.node.path():  # the deepest is the oldest
             node.last_use = next(self.clock)
         lease.node.lock(-1)
-        self.index.use(lease.keys)
+        self.pages.use(lease.keys)
         self.free += lease.slots[lease.tree_len :].tolist()
 
 

@@ -101,7 +101,7 @@ def test_the_small_engine_serves_what_was_computed(seed: int) -> None:
                 engine.release(leases.pop(at))
         assert all(torch.equal(engine.device[lease.slots], truth_of(lease.tokens)) for lease in leases)
         assert sorted([*_slots_in_use(engine, leases), *engine.free]) == list(range(1, 41))
-        pages = [*engine.index.pages.values(), *engine.index.in_flight.values(), *engine.index.free]
+        pages = [*engine.pages.held.values(), *engine.pages.in_flight.values(), *engine.pages.free]
         assert sorted(pages) == list(range(1, 13))
     assert hits.all() and num_refused
 

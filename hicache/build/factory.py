@@ -40,16 +40,15 @@ from hicache.flow.components.base import CacheComponent, EngineParts, HostLink
 from hicache.flow.context import EngineContext
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import make_write_policy
-from hicache.host.exclusive import ExclusiveIndex
-from hicache.host.index import PageIndex
 from hicache.host.memory import available_bytes
 from hicache.host.pool import HostPagePool
-from hicache.host.run import RUN_TOKENS, HostRun
 from hicache.kernels.pack import PagePacker
 from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
+from hicache.pages.states import ABOVE, TierPages
+from hicache.pages.table import Rows
 from hicache.storage import PageStore
 from hicache.stores.page_format import namespace_digest
 from hicache.tiers import FULL, MAMBA, SWA, Component
@@ -100,8 +99,8 @@ def build_engine(
     hasher = PageHasher(namespace_digest(config, layouts, packed), page)
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
-        index = links[name].index
-        return index is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in index
+        pages = links[name].pages
+        return pages is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in pages
 
     others = [found for found in present.values() if found.name != FULL]
     goes_below = config.has_host and (write_policy.at_eviction or write_policy.is_exclusive)
@@ -114,7 +113,9 @@ def build_engine(
     with ExitStack() as opened:  # so that what cannot be built leaves no store locked
         for tier in stores.values():
             opened.callback(tier.close)
-        context = EngineContext(**vars(parts), components=built, write_policy=write_policy, stores=stores, clock=clock)
+        context = EngineContext(
+            **vars(parts), components=built, write_policy=write_policy, stores=stores, watch=watch, clock=clock
+        )
         engine = CacheEngine(context, events=None if events is None else _publisher(config, events, metrics))
         opened.pop_all()
     return engine
@@ -266,22 +267,22 @@ def _links(
             )
     links: dict[Component, HostLink] = {}
 
-    def left(run: HostRun, keys: Sequence[bytes]) -> None:
-        """Windows of full pages that have left leave too, unless the device has these: they are of no use alone."""
-        assert watch is not None
-        watch.left(run, keys)
-        windows = links.get(SWA)
-        if windows is not None and windows.index is not None and not run.is_duplicate:
-            windows.index.discard(PageNames.of_component(SWA, keys))
+    def left(rows: Rows) -> None:
+        """Windows of full pages that leave leave too, unless the device has these: they are of no use alone."""
+        full, windows = links[FULL].pages, links[SWA].pages if SWA in links else None
+        assert watch is not None and full is not None
+        watch.left(full, rows)
+        if windows is not None:
+            keys = full.table.keys_of(rows[~full.has(rows, ABOVE)])
+            windows.discard(windows.table.known(PageNames.of_component(SWA, keys)))
 
     for name, space in spaces.items():
-        host, index, packer = hosts.get(name), None, packers.get(name)
+        host, pages, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
-            came, leaves = (watch.came, left) if name == FULL and watch is not None else (None, None)
-            kind = ExclusiveIndex if is_exclusive and name == FULL else PageIndex
-            index = kind(host, config.host_order, came, leaves, max(1, RUN_TOKENS // config.host_page_size))
+            on_evict = left if name == FULL else None
+            pages = TierPages(host, config.host_order, is_exclusive=is_exclusive and name == FULL, on_evict=on_evict)
         transfer, counter = build_transfer(config, space, host, packer)
-        links[name] = HostLink(space, counter, host, transfer, index, None if packer is None else packer.format)
+        links[name] = HostLink(space, counter, host, transfer, pages, None if packer is None else packer.format)
     return links
 
 

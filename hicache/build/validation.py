@@ -17,6 +17,7 @@ from hicache.errors import ConfigError
 from hicache.eviction.policy import policy_named
 from hicache.flow.write_policy import make_write_policy
 from hicache.kv_events.sinks import ZmqSink, path_in
+from hicache.pages.order import rank_policy
 from hicache.storage.urls import opener_of
 
 
@@ -26,7 +27,7 @@ def require_usable(config: EngineConfig) -> None:
     with allocation_region(config.enable_memory_saver), custom_pool_region(device_named(config.device)):
         pass  # their packages are installed
     policy_named(config.eviction_policy)
-    policy_named(config.host_order, "host_eviction_policy")
+    rank_policy(config.host_order, "host_eviction_policy")
     if config.write_policy != "auto":
         make_write_policy(config)
     for variable in VARIABLES:

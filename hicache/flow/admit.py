@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
@@ -19,14 +20,14 @@ from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.counters import AdmitCounters
-from hicache.flow.exchange import Exchange, sources_of
+from hicache.flow.exchange import Exchange
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
-from hicache.flow.movement import land
+from hicache.flow.movement import PromptRows, land
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.host.run import HostRun, RunPart
-from hicache.tiers import DISK, FULL, REMOTE, Component, joined
+from hicache.pages.table import Rows
+from hicache.tiers import DISK, FULL, REMOTE, Component, Store, joined
 from hicache.transfer.counter import NUM_PRODUCERS
 from hicache.tree.accounts import Expectation
 from hicache.tree.key import Tokens
@@ -35,11 +36,16 @@ from hicache.tree.node import TreeNode
 
 @dataclass(frozen=True)
 class _Expected:
-    """What a queued request will need: the prefix that ends with `node`, and runs of the host by component."""
+    """Pages that a queued request will use: the prefix that ends with `node`, and rows of host pages by component."""
 
     node: TreeNode
     on_device: Expectation | None
-    runs: Mapping[Component, Sequence[HostRun]]
+    rows: Mapping[Component, Rows]
+
+    def is_for(self, node: TreeNode, rows: Mapping[Component, Rows]) -> bool:
+        """Whether it is for the same."""
+        is_alike = self.node is node and self.rows.keys() == rows.keys()
+        return is_alike and all(np.array_equal(self.rows[name], rows[name]) for name in rows)
 
 
 class Admit:
@@ -116,17 +122,17 @@ class Admit:
             full_len = admission.match.full_len if located is None else located.host_end * context.tree.page_size
             lease.branching_len = full_len if full_len > admission.length else 0
             with ExitStack() as held:
-                parts = dict[Component, list[RunPart]]()
+                to_load = dict[Component, PromptRows]()
                 if located is not None:
                     lease.keys = located.prompt.keys
                     is_used = self.exchange is None or self.exchange.of(request.request_id) is None
-                    parts = self._restore.hold(admission, located, held, is_used=is_used)
+                    to_load = self._restore.hold(admission, located, held, is_used=is_used)
                 self._make_available(admission)
                 self._take_row(lease, admission)
                 slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
-                self._prepare(lease, admission, parts)
-                if located is not None and parts:
-                    load = self._restore.submit_load(lease, located.prompt, parts, slots, admission.length)
+                self._prepare(lease, admission, to_load)
+                if located is not None and to_load:
+                    load = self._restore.submit_load(lease, located.prompt, to_load, slots, admission.length)
                     held.pop_all()  # these locks are the load's now
                     lease.read([load])
                 self._start(lease, admission)
@@ -164,22 +170,24 @@ class Admit:
         """See `CacheEngine.expect`."""
         context, tree = self._context, self._context.tree
         whole = tokens[: self._max_cached(len(tokens))]
-        match, runs = tree.match(whole, namespace), dict[Component, list[HostRun]]()
+        match, rows = tree.match(whole, namespace), dict[Component, Rows]()
         usable = on_device = tree.usable_len(match)
-        if context.has_host:  # before a node of the match is split
-            located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
-            end = located.last_end(located.host_end, 0, located.in_memory)
-            usable = end * tree.page_size
-            for component in context.components:
-                pages = range(component.first_required(end), end)
-                runs[component.name] = [part.run for part in located.parts(component, pages)]
-        node = tree.node_at(match, on_device)
-        old = self._expectations.get(request_id)
-        if old is None or old.node is not node or old.runs != runs:
-            new = _Expected(node, None if node.is_root else tree.expect(node), runs)
-            self._expect_runs(runs, 1)
-            self._end_expectation(request_id)
-            self._expectations[request_id] = new
+        with ExitStack() as named:
+            if context.has_host:  # before a node of the match is split
+                located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
+                end = located.last_end(located.host_end, 0, located.in_memory)
+                usable = end * tree.page_size
+                for component in context.components:
+                    pages = range(component.first_required(end), end)
+                    rows[component.name] = located.rows_added(component, pages)
+                    named.callback(component.pages.table.forget, rows[component.name])
+            node = tree.node_at(match, on_device)
+            old = self._expectations.get(request_id)
+            if old is None or not old.is_for(node, rows):
+                new = _Expected(node, None if node.is_root else tree.expect(node), rows)
+                self._expect_rows(rows, 1)
+                self._end_expectation(request_id)
+                self._expectations[request_id] = new
         return usable
 
     def forget(self, request_id: str) -> None:
@@ -193,11 +201,11 @@ class Admit:
         if expected is not None:
             if expected.on_device is not None:
                 self._context.tree.forget(expected.on_device)
-            self._expect_runs(expected.runs, -1)
+            self._expect_rows(expected.rows, -1)
 
-    def _expect_runs(self, runs: Mapping[Component, Sequence[HostRun]], change: int) -> None:
-        for name, of_component in runs.items():
-            self._context.by_name[name].index.expect(of_component, change)
+    def _expect_rows(self, rows: Mapping[Component, Rows], change: int) -> None:
+        for name, of_component in rows.items():
+            self._context.by_name[name].pages.expect(of_component, change)
 
     def make_room(self, leases: Mapping[str, Lease]) -> bool:
         """For what `leases` and queued requests take next, as far as it would have to be waited for then. Whether pages
@@ -304,8 +312,8 @@ class Admit:
             self.exchange.note_taken(num_slots - num_loaded)
         return slots
 
-    def _prepare(self, lease: Lease, admission: Admission, parts: Mapping[Component, Sequence[RunPart]]) -> None:
-        """Record the slots of the prefix on the device, and what of the rest `parts` bring."""
+    def _prepare(self, lease: Lease, admission: Admission, to_load: Mapping[Component, PromptRows]) -> None:
+        """Record the slots of the prefix on the device, and where what of the rest is loaded came from."""
         path = lease.node.path()[::-1]
         if path:
             lease.write(0, joined([node.value_of(FULL) for node in path]))
@@ -317,7 +325,9 @@ class Admit:
             if node.depth_tokens <= device_len:  # what has come since counts its uses from the host
                 node.begin_use()
         lease.cached_len = admission.length
-        sources = sources_of(parts.get(FULL, ())) + (Counter() if wanted is None else wanted.sources)
+        sources = Counter[Store]() if wanted is None else Counter(wanted.sources)
+        if FULL in to_load:
+            sources += self._context.full.pages.take_sources(to_load[FULL].rows, self._context.stores)
         disk_len = sources[DISK] * self._context.tree.page_size
         remote_len = sources[REMOTE] * self._context.tree.page_size
         lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)

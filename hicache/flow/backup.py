@@ -18,15 +18,15 @@ from contextlib import ExitStack
 from itertools import chain, islice, takewhile
 from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext, values_of
 from hicache.flow.movement import CopyMovement, JointOp
-from hicache.flow.packing import MisfitPages
 from hicache.flow.persist import Persist
-from hicache.flow.prompt import event_pages_of
-from hicache.host.run import HostRun, NewPages, pages_of, spans
+from hicache.pages.states import COPY, HELD, IN_FLIGHT
+from hicache.pages.table import NO_ROWS, Mask, Rows
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -37,23 +37,53 @@ log = logging.getLogger(__name__)
 
 
 class Unsaved(NamedTuple):
-    """What the host lacks of what `component` has on the device: pages, and the device value of the node of each.
-    `event_pages` of pages of windows and states: the keys of the full pages without which they are of no use; None:
-    those are elsewhere."""
+    """Consecutive pages of a prompt that `component` has on the device; the host lacks some of these pages.
+
+    `keys` of the pages, of which the first is the `first` of the prompt and follows the page `previous_key`; `value`:
+    their slots or states; `full_keys`: for windows and states, the full page without which each is of no use; None:
+    those are elsewhere. `event_pages`: what events tell of full pages. `priority`, `hit_count`, `uses`: how requests
+    used them, see `TierPages`."""
 
     component: CacheComponent
-    pages: list[NewPages]
-    values: list[torch.Tensor]
+    keys: Sequence[bytes]
+    first: int
+    previous_key: bytes | None
+    value: torch.Tensor
+    full_keys: Sequence[bytes] | None
+    event_pages: PromptPages | None
+    priority: int
+    hit_count: int
+    uses: float
+
+    def part(self, start: int, end: int) -> Unsaved:
+        """The `start`-th to the `end`-th page."""
+        size, previous_key = self.component.page_size, self.keys[start - 1] if start else self.previous_key
+        return self._replace(
+            keys=self.keys[start:end],
+            first=self.first + start,
+            previous_key=previous_key,
+            value=self.value[start * size : end * size],
+            full_keys=self.full_keys and self.full_keys[start:end],
+            event_pages=self.event_pages and self.event_pages.part(start, end),
+        )
+
+
+class _ToCopy(NamedTuple):
+    """The pages of one component in a copy: host rows in the order of their slots. `full_keys`: as in `Unsaved`; None
+    for a page whose full page is not in this copy."""
+
+    rows: Rows
+    slots: torch.Tensor
+    full_keys: list[bytes | None]
 
 
 class _Copy(JointOp):
-    """Copies that were submitted together: to `runs`, from `slots`, by component; `locked` nodes are to unlock."""
+    """Copies that were submitted together, `pages` by component; `locked` nodes are to unlock."""
 
     def __init__(self, locked: Sequence[TreeNode]) -> None:
         super().__init__()
         self.locked = tuple(locked)
-        self.runs: dict[Component, list[HostRun]] = {}
-        self.slots: dict[Component, torch.Tensor] = {}
+        self.pages: dict[Component, _ToCopy] = {}
 
 
 class Backup(CopyMovement[_Copy]):
@@ -103,26 +133,18 @@ class Backup(CopyMovement[_Copy]):
         stay on the device; but for what is of sessions that have ended."""
         found = []
         for component in self._context.components:
-            pages, values = list[NewPages](), list[torch.Tensor]()
             for node in nodes if only in (None, component.name) else ():
                 if node.has(component.name) and not node.holdings[component.name].has_ended:
-                    self._add_unsaved(node, component, pages, values)
-            if only is not None:
-                pages = [new._replace(event_pages=None) for new in pages]
-            if pages:
-                found.append(Unsaved(component, pages, values))
+                    unsaved = self._of_node(node, component)
+                    if self.lacks(component, unsaved.keys).any():
+                        found.append(unsaved if only is None else unsaved._replace(full_keys=None))
         return found
 
     def save(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
         has not room for all, what left last stays, and of that the beginning. `released`: its values, which leave the
         list where they are freed when the copy has ended; where nothing is copied they stay in it."""
-        by_component: dict[Component, Unsaved] = {}
-        for component, pages, values in reversed(unsaved):
-            known = by_component.setdefault(component.name, Unsaved(component, [], []))
-            known.pages.extend(pages)
-            known.values.extend(values)
-        self._submit([by_component[name] for name in self._context.by_name if name in by_component], (), released)
+        self._submit(unsaved[::-1], (), released)
 
     def wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
@@ -134,37 +156,46 @@ class Backup(CopyMovement[_Copy]):
             self._exposed_s = 0.0
 
     def num_in_flight(self, component: Component) -> int:
-        return sum(len(copy.slots[component]) for copy in self._in_flight if component in copy.slots)
+        return sum(len(copy.pages[component].slots) for copy in self._in_flight if component in copy.pages)
 
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
-        return (run for copy in self._in_flight for run in copy.runs.get(component, ()))
+    def host_locks(self, component: Component) -> Iterable[Rows]:
+        return (copy.pages[component].rows for copy in self._in_flight if component in copy.pages)
 
     def locks(self) -> list[TreeNode]:
         return [node for copy in self._in_flight for node in copy.locked]
 
+    def lacks(self, component: CacheComponent, keys: Sequence[bytes]) -> Mask:
+        """Which of these pages the host neither has nor gets."""
+        return ~component.pages.has(component.pages.table.find(keys), HELD | IN_FLIGHT)
+
     def _only_on_device(self, node: TreeNode) -> list[TreeNode]:
         """The end of the path to `node` of whose nodes the host has not all pages, root side first."""
-        index, names = self._context.full.index, self._context.tree.names
-        return list(takewhile(lambda above: not index.is_whole(names.of(above)), node.climb()))[::-1]
+        full, names = self._context.full, self._context.tree.names
+        return list(takewhile(lambda above: self.lacks(full, names.of(above)).any(), node.climb()))[::-1]
 
-    def _add_unsaved(
-        self, node: TreeNode, component: CacheComponent, pages: list[NewPages], values: list[torch.Tensor]
-    ) -> None:
-        tree, value, keys = self._context.tree, node.value_of(component.name), self._context.tree.names.of(node)
-        event_pages: PromptPages | Sequence[bytes] | None = None
-        uses = tree.account(component.name).uses_of(node)
+    def _of_node(self, node: TreeNode, component: CacheComponent) -> Unsaved:
+        tree, keys = self._context.tree, self._context.tree.names.of(node)
         first = node.depth_tokens // tree.page_size - len(keys)
         previous_key = tree.names.previous_key(node) if first and component.name == FULL else None
+        full_keys, event_pages = None, None
         if component.tree_component.at_node_end:
             keys, first = keys[-1:], first + len(keys) - 1
         if component.name != FULL:
-            keys, event_pages = PageNames.of_component(component.name, keys), keys
+            keys, full_keys = PageNames.of_component(component.name, keys), keys
         elif tree.events is not None:
             event_pages = tree.names.pages(node)
-        new = NewPages(keys, previous_key, first, event_pages, 0, node.priority, node.hit_count, uses)
-        absent = component.index.absent(new)
-        pages += absent
-        values += [value] * len(absent)
+        return Unsaved(
+            component=component,
+            keys=keys,
+            first=first,
+            previous_key=previous_key,
+            value=node.value_of(component.name),
+            full_keys=full_keys,
+            event_pages=event_pages,
+            priority=node.priority,
+            hit_count=node.hit_count,
+            uses=tree.account(component.name).uses_of(node),
+        )
 
     def _submit(
         self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode], released: list[Released] | None = None
@@ -181,8 +212,11 @@ class Backup(CopyMovement[_Copy]):
                 tree.lock(node)
                 undo.callback(tree.unlock, node)
             try:
-                for each in unsaved:
-                    self._skip(each.component, self._submit_copy(copy, each), stays=released is None)
+                for component in self._context.components:
+                    of_component = [each for each in unsaved if each.component is component]
+                    if of_component:
+                        refused = self._submit_copy(copy, component, of_component)
+                        self._skip(component, refused, stays=released is None)
             finally:
                 if copy.copies:
                     undo.pop_all()
@@ -193,83 +227,92 @@ class Backup(CopyMovement[_Copy]):
                     if released:
                         released.clear()
 
-    def _submit_copy(self, copy: _Copy, unsaved: Unsaved) -> list[bytes]:
+    def _submit_copy(self, copy: _Copy, component: CacheComponent, unsaved: Sequence[Unsaved]) -> list[bytes]:
         """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
-        component, new, values = unsaved if unsaved.component.name == FULL else self._with_full_pages(unsaved)
-        index, size = component.index, component.page_size
-        fits = index.fitting(new)
-        left = [key for pages in new for key in pages.keys][sum(len(pages.keys) for pages in fits) :]
-        runs = index.reserve(fits) if fits else None
-        if runs is None:
-            return left
-        with ExitStack() as undo:
-            for run in runs:
-                undo.callback(index.abandon, run)
-            copied = [
-                value[pages.offset * size : (pages.offset + len(pages.keys)) * size]
-                for pages, value in zip(fits, values, strict=False)
-            ]
-            self._copy(copy, component, runs, component.device_ids(joined(copied)), pages_of(runs))
-            undo.pop_all()
-        return left
+        pages, found, before = component.pages, list[tuple[Unsaved, Rows, Mask]](), [NO_ROWS]
+        with ExitStack() as named:
+            for each in unsaved:
+                rows = pages.table.add(each.keys, each.first, each.previous_key)
+                pages.table.hold(rows)
+                named.callback(pages.table.drop, rows)
+                is_new = ~pages.has(rows, HELD | IN_FLIGHT) & self._are_of_use(each.full_keys, len(rows))
+                before += [rows[~is_new], pages.table.previous[rows[:1]]]
+                found.append((each, rows[is_new], is_new))
+            new, kept = np.concatenate([rows for _, rows, _ in found]), np.unique(np.concatenate(before))
+            keys, sizes = pages.table.keys_of(new), [len(rows) for _, rows, _ in found]
+            hits, priority, uses = (
+                np.repeat([getattr(each, name) for each in unsaved], sizes)
+                for name in ("hit_count", "priority", "uses")
+            )
+            taken = pages.reserve(new, COPY, kept[kept >= 0], hits=hits, priority=priority)
+            if len(taken):
+                pages.expected_uses[taken] = uses[: len(taken)]
+                self._copy_taken(copy, component, found, taken)
+        return keys[len(taken) :]
 
-    def _with_full_pages(self, unsaved: Unsaved) -> Unsaved:
-        """Those pages of windows or states whose full pages the host has or gets."""
-        is_coming, found = self._context.full.index.is_coming, Unsaved(unsaved.component, [], [])
-        for pages, value in zip(unsaved.pages, unsaved.values, strict=True):
-            full_keys = pages.event_pages and pages.event_pages[pages.offset : pages.offset + len(pages.keys)]
-            of_use = [at for at in range(len(pages.keys)) if full_keys is None or is_coming(full_keys[at])]
-            for start, end in spans(of_use):
-                found.pages.append(pages.part(start, end)._replace(previous_key=pages.previous_key))
-                found.values.append(value)
-        return found
+    def _copy_taken(
+        self, copy: _Copy, component: CacheComponent, found: Sequence[tuple[Unsaved, Rows, Mask]], taken: Rows
+    ) -> None:
+        """Submit the copy of the first pages of `found`, which have places: `taken`."""
+        full_keys, values, watch = list[bytes | None](), list[torch.Tensor](), self._context.watch
+        with ExitStack() as undo:
+            undo.callback(component.pages.abandon, taken)
+            for each, _, is_new in found:
+                at = np.flatnonzero(is_new)
+                values.append(_pages_of(each.value, at, len(is_new), component.page_size))
+                full_keys += [None if each.full_keys is None else each.full_keys[i] for i in at.tolist()]
+                if each.event_pages is not None and watch is not None:
+                    watch.note(each.event_pages, component.pages.table.keys_of(taken))
+            slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
+            self._copy(copy, component, _ToCopy(taken, slots, full_keys[: len(taken)]))
+            undo.pop_all()
+
+    def _are_of_use(self, full_keys: Sequence[bytes] | None, num_pages: int) -> Mask:
+        """Of pages of windows or states which have their full pages on the host, or get them."""
+        if full_keys is None:
+            return np.ones(num_pages, np.bool_)
+        full = self._context.full.pages
+        return full.has(full.table.find(full_keys), HELD | COPY)
 
     @staticmethod
-    def _copy(
-        copy: _Copy,
-        component: CacheComponent,
-        runs: list[HostRun],
-        slots: torch.Tensor,
-        pages: torch.Tensor,
-        second_pages: torch.Tensor | None = None,
-    ) -> None:
-        """Submit a copy of `slots` to `pages` of `runs`; `second_pages`: where they go there raw."""
-        copy.copies.append(component.transfer.store(slots, pages, second_pages))
-        copy.runs[component.name], copy.slots[component.name] = runs, slots
+    def _copy(copy: _Copy, component: CacheComponent, to_copy: _ToCopy, *, is_raw: bool = False) -> None:
+        """Submit a copy to the places of its pages; `is_raw`: to both of each, not packed."""
+        places = torch.from_numpy(component.pages.place[to_copy.rows])
+        second_places = torch.from_numpy(component.pages.second_place[to_copy.rows]) if is_raw else None
+        copy.copies.append(component.transfer.store(to_copy.slots, places, second_places))
+        copy.pages[component.name] = to_copy
 
-    def _publish(
-        self, raw_copy: _Copy, component: CacheComponent, runs: list[HostRun], slots: torch.Tensor, op: TransferOp
-    ) -> list[HostRun]:
-        """Runs whose copy has ended: those that are there. Of the others `raw_copy` copies what did not fit, raw."""
-        index, packing, raw = component.index, component.packing, MisfitPages(runs, op.misfits)
-        if packing is not None and not runs[0].second_pages:
-            packing.count(raw.num_pages, len(op.misfits))
-        ok = {run: of_use for run in runs if not all(of_use := self._are_of_use(component, run))}
-        for run, keys in raw.keys.items():
-            if run in ok or not index.reserve_second_pages(run, keys):
-                assert packing is not None
-                packing.drop(len(keys))
-                known = ok.get(run) or [True] * len(run.keys)
-                ok[run] = [of_use and key not in keys for of_use, key in zip(known, run.keys, strict=True)]
-        copied = [run for run in raw.keys if run not in ok]
-        if copied:
-            self._copy(raw_copy, component, copied, *raw.of(copied, slots))
-        here = [run for run in runs if run not in raw.keys or run in ok]
-        # The last first: the beginning of a prompt is the more recent.
-        came = [index.publish(run, ok.get(run)) for run in reversed(here)]
-        published = [run for of_run in reversed(came) for run in of_run]
-        if (events := self._context.tree.events) is not None and component.name == FULL:
-            for run in published:
-                events.stored(event_pages_of(run), "CPU")
-        return published
-
-    def _are_of_use(self, component: CacheComponent, run: HostRun) -> list[bool]:
-        """Of each page that was copied whether its full page is there: of two that were copied together, one may not
-        fit when it is packed."""
-        if component.name == FULL or run.event_pages is None:
-            return [True] * len(run.keys)
-        full_keys = run.event_pages[run.offset : run.offset + len(run.keys)]
-        return [self._context.full.index.is_coming(key) for key in full_keys]
+    def _publish(self, raw_copy: _Copy, component: CacheComponent, copied: _ToCopy, op: TransferOp) -> Rows:
+        """Give the pages of an ended copy their next state. `raw_copy` copies the pages that do not fit packed."""
+        pages, packing, (rows, slots, full_keys) = component.pages, component.packing, copied
+        misfits = np.array(op.misfits, np.int64)
+        if packing is not None and not pages.second_place[rows].any():
+            packing.count(len(rows), len(misfits))
+        known = [key is None for key in full_keys]
+        ok = np.array(known, np.bool_)
+        if not ok.all():
+            ok |= self._are_of_use([key or b"" for key in full_keys], len(rows))
+        misfits = misfits[ok[misfits]]
+        if len(misfits):
+            assert packing is not None
+            num_raw = len(pages.reserve_second(rows[misfits]))
+            packing.drop(len(misfits) - num_raw)
+            ok[misfits[num_raw:]] = False
+            raw = misfits[:num_raw]
+            if num_raw:
+                of_raw = _pages_of(slots, raw, len(rows), component.page_size)
+                self._copy(raw_copy, component, _ToCopy(rows[raw], of_raw, [full_keys[at] for at in raw]), is_raw=True)
+            here = np.ones(len(rows), np.bool_)
+            here[raw] = False
+            rows, ok = rows[here], ok[here]
+        watch, events = self._context.watch, self._context.tree.events
+        if component.name == FULL and watch is not None:
+            watch.forget(pages.table.keys_of(rows[~ok]))
+        came = pages.landed(rows, ok)
+        if events is not None and watch is not None and component.name == FULL:
+            for told in watch.told(pages.table.keys_of(came)):
+                events.stored(told, "CPU")
+        return came
 
     def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, stays: bool) -> None:
         """Count what the host has no capacity for. What stays on the device is tried again with all that comes behind
@@ -296,15 +339,16 @@ class Backup(CopyMovement[_Copy]):
         copy, tree = operation, self._context.tree
         copy.wait()  # before its end nothing is known of its error
         confirmed = copy.error is None
-        arrived: list[tuple[CacheComponent, list[HostRun]]] = []
+        arrived: list[tuple[CacheComponent, Rows]] = []
         raw_copy = _Copy(copy.locked)
-        for (name, runs), op in zip(copy.runs.items(), copy.copies, strict=True):
+        for (name, copied), op in zip(copy.pages.items(), copy.copies, strict=True):
             component = self._context.by_name[name]
             if confirmed:
-                arrived.append((component, self._publish(raw_copy, component, runs, copy.slots[name], op)))
-            else:
-                for run in reversed(runs):
-                    component.index.abandon(run)
+                arrived.append((component, self._publish(raw_copy, component, copied, op)))
+                continue
+            if name == FULL and self._context.watch is not None:
+                self._context.watch.forget(component.pages.table.keys_of(copied.rows))
+            component.pages.abandon(copied.rows)
         if confirmed:
             self._bytes.observe(copy.num_bytes)
             self._seconds.observe(copy.seconds())
@@ -317,8 +361,8 @@ class Backup(CopyMovement[_Copy]):
                 tree.unlock(node)
         self._free_what_left(copy, raw_copy)
         for persist in self._persists:
-            for component, runs in reversed(arrived):  # states and windows first: the disk evicts them first
-                persist.store(component, runs)
+            for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
+                persist.store(component, rows)
 
     def _free_what_left(self, copy: _Copy, raw_copy: _Copy) -> None:
         """What left the device before `copy`, unless `raw_copy` still reads it."""
@@ -330,6 +374,13 @@ class Backup(CopyMovement[_Copy]):
                 component.leaving[raw_copy] = ids
             else:
                 component.free_left(ids)
+
+
+def _pages_of(value: torch.Tensor, at: Rows, num_pages: int, page_size: int) -> torch.Tensor:
+    """The slots or states of the pages `at`, ascending, of a value of `num_pages`."""
+    if len(at) == num_pages:
+        return value
+    return value.view(num_pages, page_size)[torch.from_numpy(at).to(value.device)].flatten()
 
 
 class DeviceEviction:

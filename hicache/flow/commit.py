@@ -86,12 +86,13 @@ class Commit:
         """What is below the device of the lease's prefix was used, of the stores what may be used again."""
         keys = path_keys(self._context, lease.node) if self._context.has_host else {}
         for name, of_component in keys.items():
-            index = self._context.by_name[name].index
-            runs = index.runs_of(of_component)
-            index.touch(runs)
-            index.raise_priority(runs, lease.priority)
-        if keys:
-            self._context.full.index.link(keys[FULL])  # of pages read from the end, nothing did so before
+            pages = self._context.by_name[name].pages
+            rows = pages.table.find(of_component)
+            held = rows[pages.has(rows)]
+            pages.use(held)
+            pages.order.raise_priority(held, lease.priority)
+            if name == FULL:
+                pages.table.link(rows)  # of pages read from the end, nothing did so before
         end = self.hints.enter(lease, keys)
         if self._persists and not end.is_root:
             keys = keys if end is lease.node else path_keys(self._context, end)
@@ -157,7 +158,7 @@ class Commit:
         tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
             keys = [key for node in inserted.gained for key in node.page_keys or ()]
-            context.exclusive.came_to_device(context.exclusive.parts(keys))  # what was computed though the host had it
+            context.exclusive.came_above(context.exclusive.table.known(keys))  # was computed though the host had it
         if self._backup is not None and not lease.session_end:
             self._backup.maybe_backup(inserted.node)
 
@@ -188,7 +189,7 @@ class Hints:
         now_s = self._context.clock()
         self._context.tree.expire(now_s)
         for component in self._context.components if self._context.has_host else ():
-            component.index.expire(now_s)
+            component.pages.order.expire(now_s)
 
     def enter(self, lease: Lease, keys: Mapping[Component, Sequence[bytes]]) -> TreeNode:
         """Apply the hints of a request that ends, after it has unlocked and used its prompt. `keys`: `path_keys` of the
@@ -198,7 +199,8 @@ class Hints:
         if lease.expected_uses is not None:
             self._context.tree.expect_uses(lease.node, lease.expected_uses)
             for name, of_component in keys.items():
-                self._context.by_name[name].index.expect_uses(of_component, lease.expected_uses)
+                pages = self._context.by_name[name].pages
+                pages.expect_uses(pages.table.known(of_component), lease.expected_uses)
         if lease.next_turn_within_s is not None:
             self._keep(lease.node, keys, lease.next_turn_within_s)
         return lease.node
@@ -212,7 +214,8 @@ class Hints:
         if context.has_host:
             keys = [key for node in ended for key in names.of(node)]
             for component in context.components:
-                component.index.end_session(names.of_component(component.name, keys))
+                table = component.pages.table
+                component.pages.end_session(table.known(names.of_component(component.name, keys)))
         return shared
 
     def _keep(self, node: TreeNode, keys: Mapping[Component, Sequence[bytes]], within_s: float) -> None:
@@ -221,7 +224,8 @@ class Hints:
         context.tree.keep(node, until_s, {each.name: KEPT_SHARE * each.capacity for each in context.components})
         for name, of_component in keys.items():
             component = context.by_name[name]
-            component.index.keep(of_component, until_s, KEPT_SHARE * component.host.num_pages)
+            rows = component.pages.table.known(of_component)
+            component.pages.keep_until(rows, until_s, KEPT_SHARE * component.host.num_pages)
 
 
 def _require_sequence(lease: Lease, tokens: Tokens) -> None:

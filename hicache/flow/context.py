@@ -13,8 +13,9 @@ import torch
 from hicache.eviction.write_budget import PageUses
 from hicache.flow.components.base import CacheComponent, EngineParts
 from hicache.flow.components.full import FullAttention
+from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import WritePolicy
-from hicache.host.exclusive import ExclusiveIndex
+from hicache.pages.states import TierPages
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
 from hicache.tree.base import Released
@@ -24,12 +25,13 @@ from hicache.tree.node import TreeNode
 @dataclass(frozen=True)
 class EngineContext(EngineParts):
     """`components`: those of the model, FULL first. `stores`: the tiers below memory, in the order in which reads ask
-    them. `page_uses`: of pages that the disk has or may get. `clock`: seconds, by which next turns are awaited, and
-    writes have their budget."""
+    them. `watch`: of full pages on the host. `page_uses`: of pages that the disk has or may get. `clock`: seconds, by
+    which next turns are awaited, and writes have their budget."""
 
     components: tuple[CacheComponent, ...]
     write_policy: WritePolicy
     stores: Mapping[Store, StoreTier] = field(default_factory=dict)
+    watch: HostWatch | None = None
     page_uses: PageUses = field(default_factory=PageUses)
     clock: Callable[[], float] = time.monotonic
 
@@ -57,16 +59,15 @@ class EngineContext(EngineParts):
         return self.full.has_host
 
     @cached_property
-    def exclusive(self) -> ExclusiveIndex | None:
-        """The index of full host pages, where it is to know which of them the device has as well."""
-        index = self.full.index
-        return index if isinstance(index, ExclusiveIndex) else None
+    def exclusive(self) -> TierPages | None:
+        """The full pages of the host, if it is to know which of them the device has as well."""
+        return self.full.pages if self.has_host and self.full.pages.is_exclusive else None
 
     def drop(self, node: TreeNode, name: Component) -> list[Released]:
         """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be
         freed."""
         if name == FULL and self.exclusive is not None:
-            self.exclusive.left_device(self.tree.names.of(node))
+            self.exclusive.left_above(self.exclusive.table.known(self.tree.names.of(node)))
         return self.tree.drop(node, name)
 
     def free(self, released: Sequence[Released]) -> None:

@@ -19,7 +19,7 @@ two would take each other's.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
 from hicache.errors import ExchangePending, ResourceExhausted, TransferBusy
@@ -28,10 +28,10 @@ from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located
-from hicache.flow.movement import Load, Movement
+from hicache.flow.movement import Load, Movement, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.flow.restore import Restore
-from hicache.host.run import HostRun, RunPart, within
+from hicache.pages.table import Rows
 from hicache.tiers import FULL, Component, Store
 from hicache.tree.node import TreeNode
 
@@ -44,7 +44,7 @@ class _Wanted:
     [0, num_held)      were on the device at the beginning
     [num_held, done)   were loaded in steps; of these `sources` counts what a read had brought, by store
     [done, step_end)   the next step, the last one where that is `end`
-    [done, end)        are locked on the host, as are the windows and states that the prefix needs: `parts`
+    [done, end)        are locked on the host, as are the windows and states that the prefix needs: `pages`
 
     `lease` locks what the device has of the prefix, `load` is that of the last step, `needed` is what has to be free of
     each component when the request is admitted. `hold.close()` ends the locks. `error`: why it gets no room.
@@ -54,7 +54,7 @@ class _Wanted:
         self.lease, self.prompt, self.end = lease, prompt, admission.length // page_size
         self.num_held = self.done = self.step_end = admission.device_len // page_size
         self.needed = dict[CacheComponent, int]()
-        self.parts = dict[Component, list[RunPart]]()
+        self.pages = dict[Component, PromptRows]()
         self.sources = Counter[Store]()
         self.load: Load | None = None
         self.hold = ExitStack()
@@ -153,8 +153,9 @@ class Exchange(Movement):
     def locks(self) -> list[TreeNode]:
         return [] if self._wanted is None or self._wanted.error else [self._wanted.lease.node]
 
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
-        return (part.run for part in (self._wanted.parts.get(component, ()) if self._wanted is not None else ()))
+    def host_locks(self, component: Component) -> Iterable[Rows]:
+        wanted = self._wanted
+        return [wanted.pages[component].rows] if wanted is not None and component in wanted.pages else []
 
     # Inside
 
@@ -164,9 +165,9 @@ class Exchange(Movement):
         return self._step_end(admission.device_len // page, end, needed) == end
 
     def _step_end(self, start: int, end: int, num_slots: int) -> int:
-        index, full, page = self._context.exclusive, self._context.full, self._context.tree.page_size
-        assert index is not None
-        return index.step_end(start, end, -(-num_slots // page), full.available() // page)
+        pages, full, page = self._context.exclusive, self._context.full, self._context.tree.page_size
+        assert pages is not None
+        return pages.step_end(start, end, -(-num_slots // page), full.available() // page)
 
     def _begin(self, request: CacheRequest, admission: Admission, located: Located) -> None:
         """Lock what the device has of the prefix, and what is to be loaded on the host."""
@@ -176,16 +177,16 @@ class Exchange(Movement):
             wanted = _Wanted(lease, located.prompt, admission, self._context.tree.page_size)
             undo.callback(self._unlock, wanted)
             with ExitStack() as held:
-                wanted.parts = self._restore.hold(admission, located, held)
+                wanted.pages = self._restore.hold(admission, located, held)
                 held.pop_all()
             wanted.needed = {component: component.needed(admission) for component in self._context.components}
             wanted.step_end = self._step_end(wanted.done, wanted.end, wanted.needed[self._context.full])
             wanted.hold, self._wanted = undo.pop_all(), wanted
 
     def _unlock(self, wanted: _Wanted) -> None:
-        parts, wanted.parts = wanted.parts, {}
-        for name, of_component in parts.items():
-            self._context.by_name[name].index.unlock([part.run for part in of_component])
+        pages, wanted.pages = wanted.pages, {}
+        for name, (rows, _) in pages.items():
+            self._context.by_name[name].pages.unlock(rows)
 
     def _advance(self) -> bool:
         """Make the next step, where the copies of the last one have ended; whether anything was done."""
@@ -221,21 +222,16 @@ class Exchange(Movement):
 
     def _load_step(self, wanted: _Wanted, num_slots: int) -> None:
         """Load the next step, and evict what leaves for the one after it."""
-        full, index, done = self._context.full, self._context.exclusive, wanted.step_end
-        assert index is not None
-        parts = wanted.parts[FULL] = index.divided(wanted.parts[FULL], done)
-        step, rest = within(parts, range(wanted.done, done)), within(parts, range(done, wanted.end))
-        divided = [step[-1].run] if rest[0].run is step[-1].run else []
+        full, done, of_full = self._context.full, wanted.step_end, wanted.pages[FULL]
+        step, rest = of_full.between(wanted.done, done), of_full.between(done, wanted.end)
         slots, page = full.alloc(num_slots), self._context.tree.page_size
         with ExitStack() as undo:
             undo.callback(full.free, slots)
-            index.lock(divided)  # others have it too: once for each step
-            undo.callback(index.unlock, divided)
             load = self._restore.submit_load(wanted.lease, wanted.prompt, {FULL: step}, slots, wanted.end * page)
-            wanted.load, wanted.parts[FULL], wanted.done = load, rest, done  # these locks are the load's now
+            wanted.load, wanted.pages[FULL], wanted.done = load, rest, done  # the locks of the step are the load's now
             undo.pop_all()
         wanted.lease.read([load])
-        wanted.sources += sources_of(step, rest)
+        wanted.sources += full.pages.take_sources(step.rows, self._context.stores)
         wanted.needed[full] -= num_slots
         self._steps.value += 1
         wanted.step_end = self._step_end(done, wanted.end, wanted.needed[full])
@@ -247,15 +243,3 @@ class Exchange(Movement):
         wanted.error = error
         wanted.hold.close()
         return True
-
-
-def sources_of(parts: Sequence[RunPart], rest: Sequence[RunPart] = ()) -> Counter[Store]:
-    """How many of the pages that a request loads a read had brought, by its store. A run counts as read for the first
-    request alone. `rest`: what the request loads later, perhaps of the last run too."""
-    found, later = Counter[Store](), {part.run for part in rest[:1]}
-    for part in parts:
-        if part.run.source is not None:
-            found[part.run.source] += part.end - part.start
-            if part.run not in later:
-                part.run.source = None
-    return found

@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
 
 from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
+from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompt
-from hicache.host.run import RunPart, end_of, within
+from hicache.pages.states import COPY, HELD
+from hicache.pages.table import Mask, Rows
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
@@ -34,13 +39,9 @@ class Located:
         self._on_device = {other.name: self._device_pages(other) for other in context.components[1:]}
 
     @cached_property
-    def host(self) -> list[RunPart]:
-        """Full pages on the host, those included that the device has too."""
-        return self.context.full.index.parts(self.prompt.keys)
-
-    @cached_property
     def host_end(self) -> int:
-        return end_of(self.host, self.device_end)
+        keys, pages = self.prompt.keys[self.device_end :], self.context.full.pages
+        return self.device_end + first_gap(pages.has(pages.table.find(keys)))
 
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
@@ -48,7 +49,7 @@ class Located:
         return self._on_device[component.name][index]
 
     def on_host(self, component: CacheComponent, index: int) -> bool:
-        return component.has_host and self.prompt.key(component.name, index) in component.index
+        return component.has_host and self.prompt.key(component.name, index) in component.pages
 
     def in_memory(self, component: CacheComponent, index: int) -> bool:
         """On the device or on the host."""
@@ -56,15 +57,26 @@ class Located:
 
     def coming(self, component: CacheComponent, index: int) -> bool:
         """In memory, or on its way to the host from the device."""
-        key = self.prompt.key(component.name, index)
-        return self.on_device(component, index) or component.index.is_coming(key)
+        if self.on_device(component, index):
+            return True
+        row = component.pages.table.row(self.prompt.key(component.name, index))
+        return row >= 0 and bool(component.pages.state[row] & (HELD | COPY))
 
-    def parts(self, component: CacheComponent, indices: Sequence[int]) -> list[RunPart]:
-        """The parts of runs on the host that have any of these pages, ascending."""
-        if component.name == FULL:
-            return within(self.host, indices)
-        parts = component.index.parts(self.prompt.keys_of(component.name, indices))
-        return [part._replace(start=indices[part.start], end=indices[part.end - 1] + 1) for part in parts]
+    def rows_of(self, component: CacheComponent, indices: Sequence[int]) -> PromptRows:
+        """Those of these pages, ascending, that are on the host now."""
+        rows = self.rows_named(component, indices)
+        is_held = component.pages.has(rows)
+        return PromptRows(rows[is_held], np.asarray(indices, np.int64)[is_held])
+
+    def rows_named(self, component: CacheComponent, indices: Sequence[int]) -> Rows:
+        """The row of each of these pages; `NO_ROW` if it has none."""
+        return component.pages.table.find(self.prompt.keys_of(component.name, indices))
+
+    def rows_added(self, component: CacheComponent, indices: range) -> Rows:
+        """The row of each of these pages. A page without a row gets one; the caller calls `forget` for the rows."""
+        keys, first = self.prompt.keys_of(component.name, indices), indices.start
+        previous = self.prompt.keys[first - 1] if component.name == FULL and first else None
+        return component.pages.table.add(keys, first, previous)
 
     def last_end(self, limit: int, floor: int, has: PageTest) -> int:
         """The pages of the longest prefix of at most `limit` that all components can use; `floor` where none longer
@@ -78,8 +90,8 @@ class Located:
     def coming_end(self, floor: int) -> int:
         """The same, at least `floor`, for pages in memory or on the way from the device to the host."""
         full = self.context.full
-        is_gap = (not self.coming(full, index) for index in range(self.host_end, self.num_pages))
-        limit = next((self.host_end + n for n, found in enumerate(is_gap) if found), self.num_pages)
+        rows = self.rows_named(full, range(self.host_end, self.num_pages))
+        limit = self.host_end + first_gap(full.pages.has(rows, HELD | COPY))
         return self.last_end(limit, floor, self.coming)
 
     def _device_pages(self, component: CacheComponent) -> list[bool]:
@@ -94,6 +106,21 @@ class Located:
                 held[first:end] = [True] * (end - first)
             start = end
         return held
+
+
+def first_gap(has: Mask) -> int:
+    """How many of these are true before the first that is not."""
+    return len(has) if has.all() else int(has.argmin())
+
+
+def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
+    """Ascending numbers as half-open intervals."""
+    if not indices:
+        return []
+    if indices[-1] - indices[0] + 1 == len(indices):
+        return [(indices[0], indices[-1] + 1)]
+    ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
+    return [(indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]
 
 
 def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[bytes]]:

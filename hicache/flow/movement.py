@@ -9,16 +9,29 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
+import numpy as np
 import torch
 
 from hicache.errors import InvariantError
 from hicache.flow.prompt import Prompt
-from hicache.host.run import HostRun, RunPart
+from hicache.pages.table import Rows
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
 from hicache.tree.node import NodeRun, TreeNode
+
+
+class PromptRows(NamedTuple):
+    """Pages of a prompt on the host: their rows, and which pages they are, ascending."""
+
+    rows: Rows
+    pages: Rows
+
+    def between(self, start: int, end: int) -> PromptRows:
+        """Those of pages [start, end)."""
+        first, last = np.searchsorted(self.pages, (start, end))
+        return PromptRows(self.rows[first:last], self.pages[first:last])
 
 
 class JointOp:
@@ -57,8 +70,8 @@ class JointOp:
 
 
 class Load(JointOp):
-    """A load in flight of `parts` of the host, for the prefix of `prompt` that ends with `node`. `runs` follow the
-    nodes that it brings to the tree.
+    """A load in flight of `pages` of the host, which it has locked, for the prefix of `prompt` that ends with `node`.
+    `runs` follow the nodes that it brings to the tree.
 
     `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
     them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `load_ids`: its
@@ -67,10 +80,10 @@ class Load(JointOp):
     """
 
     def __init__(
-        self, node: TreeNode, prompt: Prompt, parts: Mapping[Component, Sequence[RunPart]], depends_on: Sequence[Load]
+        self, node: TreeNode, prompt: Prompt, pages: Mapping[Component, PromptRows], depends_on: Sequence[Load]
     ) -> None:
         super().__init__()
-        self.node, self.prompt, self.parts, self.depends_on = node, prompt, parts, tuple(depends_on)
+        self.node, self.prompt, self.pages, self.depends_on = node, prompt, pages, tuple(depends_on)
         self.runs: dict[Component, NodeRun] = {}
         self.load_ids: dict[Component, int] = {}
         self.readers = 0
@@ -121,9 +134,9 @@ class Movement(ABC):
         """Each lock that it holds on the tree: the node whose prefix has to stay."""
         return ()
 
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
-        """Each lock that it holds on runs of a component's host pages: those that it writes to, and those that it
-        needs to stay."""
+    def host_locks(self, component: Component) -> Iterable[Rows]:
+        """The locks that this movement holds on host pages of a component: on pages that it writes, and on pages that
+        must not be evicted meanwhile."""
         return ()
 
 

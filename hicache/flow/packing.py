@@ -1,13 +1,10 @@
-"""How well the pages of a component pack: which did not fit, counted, and said once where these are too many."""
+"""How well the pages of a component pack: how many did not fit, counted, and said once if these are too many."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
-import torch
-
-from hicache.host.run import HostRun
 from hicache.metrics import Metrics
 from hicache.tiers import FULL, Component
 
@@ -20,29 +17,6 @@ _MIN_JUDGED_PAGES = 1000
 def are_too_many(num_misfits: float, num_packed: float) -> bool:
     """Whether packing is of little use: of so many pages or chunks that were packed, so many did not fit."""
     return num_packed >= _MIN_JUDGED_PAGES and num_misfits > _MAX_MISFITS_SHARE * num_packed
-
-
-class MisfitPages:
-    """Of `runs` that were copied packed, the pages at `positions`, which did not fit: `keys` by run."""
-
-    def __init__(self, runs: Sequence[HostRun], positions: Sequence[int]) -> None:
-        self.num_pages = sum(len(run.keys) for run in runs)
-        self.keys: dict[HostRun, list[bytes]] = {}
-        self._positions: dict[HostRun, list[int]] = {}
-        wanted, start = {*positions}, 0
-        for run in runs if positions else ():
-            for position, key in enumerate(run.keys, start):
-                if position in wanted:
-                    self.keys.setdefault(run, []).append(key)
-                    self._positions.setdefault(run, []).append(position)
-            start += len(run.keys)
-
-    def of(self, runs: Sequence[HostRun], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Of those of `runs`: their slots among `slots`, those of all pages, and their first and second host pages."""
-        at = torch.tensor([position for run in runs for position in self._positions[run]], device=slots.device)
-        places = [(run.ids[run.keys.index(key)], run.second_pages[key]) for run in runs for key in self.keys[run]]
-        first, second = torch.tensor(places, dtype=torch.int64).unbind(1)
-        return slots.view(self.num_pages, -1)[at].flatten(), first.contiguous(), second.contiguous()
 
 
 class Packing:

@@ -11,16 +11,19 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import compress
+
+import numpy as np
 
 from hicache.eviction.write_budget import WriteBudget, names_of
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
-from hicache.flow.prompt import event_pages_of
-from hicache.host.run import HostRun, path_of
-from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
 from hicache.metrics import Counter
+from hicache.pages.states import RAW
+from hicache.pages.table import NO_ROWS, Mask, Rows
+from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
 
@@ -33,31 +36,19 @@ _LOOK_S = 0.05  # between two looks whether the budget admits pages that it refu
 _UNTOLD_SHARE = 0.25  # of store and host, written before the store is told which prefixes the written pages continue
 
 
+@dataclass(eq=False)
 class _Write:
-    """Neighbouring runs of a component on their way to the store, in one job. `keys`: those of each that are sent,
-    which are not raw. `is_stalled`: a stalled writer has them."""
+    """Pages of a component on their way to the store, in one job. `is_stalled`: a stalled writer has them."""
 
-    def __init__(self, component: CacheComponent, runs: list[HostRun]) -> None:
-        self.component, self.runs, self.is_stalled = component, runs, False
-        self.keys = [_to_send(run) for run in runs]
+    component: CacheComponent
+    rows: Rows
+    is_stalled: bool = False
 
     def job(self, ticket: int) -> WriteJob:
-        pages = [
-            page
-            for run in self.runs
-            for key, page in zip(run.keys, run.ids, strict=True)
-            if key not in run.second_pages
-        ]
-        keys = tuple(key for of_run in self.keys for key in of_run)
-        return WriteJob(ticket, keys, self.component.host.views(pages))
-
-    @property
-    def num_held(self) -> int:
-        return sum(run.num_held for run in self.runs)
-
-
-def _to_send(run: HostRun) -> list[bytes]:
-    return [key for key in run.keys if key not in run.second_pages] if run.second_pages else run.keys[:]
+        pages = self.component.pages
+        return WriteJob(
+            ticket, tuple(pages.table.keys_of(self.rows)), self.component.host.views(pages.place[self.rows].tolist())
+        )
 
 
 class Persist(Movement):
@@ -69,22 +60,22 @@ class Persist(Movement):
         self._budget, self._is_measured = budget, store is DISK and not budget.bytes_per_s
         self._measured_bytes = self._measured_s = 0.0
         # States and windows first: the store evicts them first.
-        self._indexes = {
-            component.name: WrittenIndex(component.index, component.host.page_bytes, 0)
+        self._written_pages = {
+            component.name: WrittenPages(component.pages, component.host.page_bytes, 0)
             for component in reversed(context.components)
         }
         self._uses = context.page_uses if store is DISK else None
-        self._ahead = WriteAhead([*self._indexes.values()], store, budget, self._uses)
-        self._names = {at: name for name, at in self._indexes.items()}
+        self._ahead = WriteAhead([*self._written_pages.values()], store, budget, self._uses)
+        self._names = {at: name for name, at in self._written_pages.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
         self._next_look_s = 0.0
         self._times_lost = 0  # its process, as events know
-        self._backlog = deque[tuple[CacheComponent, HostRun]]()  # locked, and not sent yet
-        self._landed = list[HostRun]()  # full ones, of this round
-        # For `tell_prefixes`: keys in the order of prompts, the runs that have them, bytes sent since the last call.
-        self._prefix_keys, self._prefix_runs = list[bytes](), set[HostRun]()
+        self._backlog = deque[tuple[CacheComponent, Rows]]()  # locked, and not sent yet
+        # For `tell_prefixes`: keys in the order of prompts, the ages of their rows, bytes sent since the last call.
+        self._prefix_keys, self._prefix_ages = list[bytes](), set[int]()
         self._untold_bytes = 0
+        self._has_written = False  # full pages, since the last round began
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
         self._locked_pages = dict.fromkeys(context.by_name, 0)
         self._register(f"{store.prefix}persist")
@@ -105,7 +96,7 @@ class Persist(Movement):
         direction = f"host_to_{self.into.name}"
         self._bytes, self._seconds = metrics.movement(name, moved, took, movement="write", direction=direction)
         self._failures = count("failed_pages", "pages that the store did not take")
-        gauge("queued_runs", "runs of pages that wait, unlocked, for their turn", lambda: self.num_waiting)
+        gauge("queued_pages", "pages that wait, unlocked, for their turn", lambda: self.num_waiting)
         self._written = count("written_bytes", "bytes, before compression, of pages that the store lacked and took")
         if (uses := self._uses) is not None:
             budget = self._budget
@@ -114,9 +105,9 @@ class Persist(Movement):
             help = "pages that the store took, and that no request has read from it since"
             gauge("unread_pages", help, lambda: uses.num_written - uses.num_read)
 
-    def store(self, component: CacheComponent, runs: Iterable[HostRun]) -> None:
+    def store(self, component: CacheComponent, rows: Rows) -> None:
         """What of these the store lacks is to be sent."""
-        self._ahead.come(self._indexes[component.name], runs)
+        self._ahead.come(self._written_pages[component.name], rows)
 
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
@@ -125,23 +116,24 @@ class Persist(Movement):
         A prefix counts as used after what continues it, pages after windows and states: these are evicted first.
         """
         self.tier.used([key for of_component in keys.values() for key in of_component])
-        # While others wait for their turn, so may these: a run is to wait once, however often it is used.
+        # While others wait for their turn, so may these: a page is to wait once, however often it is used.
         is_again = not self.num_waiting and not self.tier.writes.refuses()
-        for name, at in self._indexes.items():
+        for name, at in self._written_pages.items():
             if self.into is DISK:  # uses are told once
                 self._context.page_uses.use(names_of(keys[name]))
-            self._ahead.use(at, keys[name])
+            self._ahead.use(at, len(keys[name]))
             if is_again:
-                self._ahead.come(at, at.index.runs_of(keys[name]))
+                self._ahead.come(at, at.pages.held(keys[name]))
 
     def drain(self, *, anew: bool) -> None:
         """Send what is on the host and was not sent for want of budget, now, and whatever the budget. `anew`: what the
         store did not take before, too."""
         self._ahead.drain(anew=anew)
 
-    def lacks(self, run: HostRun) -> bool:
-        """Whether the store has not taken a run that it is to get."""
-        return self._ahead.is_wanted(run)
+    def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
+        """Which of these pages of the host the store has not taken and is to get."""
+        pages = component.pages
+        return self._ahead.wanted(self._written_pages[component.name], rows) & ~pages.has(rows, RAW)
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what has its turn; whether there was an answer."""
@@ -151,16 +143,15 @@ class Persist(Movement):
         for done in outcomes:
             write = self._writes[done.ticket]
             if not write.is_stalled:
-                self._locked_pages[write.component.name] -= write.num_held
+                self._locked_pages[write.component.name] -= len(write.rows)
+                self._ahead.note_answer(self._written_pages[write.component.name], len(write.rows))
             if isinstance(done, Stalled):
                 write.is_stalled = True
-                for run in write.runs:
-                    self._ahead.note_stall(run)
             else:
                 self._take(self._writes.pop(done.ticket), done)
         self.is_torn = False
-        if (self._landed or self._may_begin()) and not self._backlog and not any(self._locked_pages.values()):
-            self._note_prefixes()
+        if (self._has_written or self._may_begin()) and not self._backlog and not any(self._locked_pages.values()):
+            self._tell_share()
             self._begin_round()
             self._next_look_s = self._context.clock() + _LOOK_S
         self._push()
@@ -168,15 +159,15 @@ class Persist(Movement):
 
     @property
     def num_waiting(self) -> int:
-        """Runs that wait for their turn."""
+        """Pages that wait for their turn."""
         return self._ahead.num_waiting
 
     def is_busy(self) -> bool:
         return not self._ahead.is_done or any(self._locked_pages.values())
 
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
-        yield from (run for held, run in self._backlog if held.name == component)
-        yield from (run for write in self._writes.values() if write.component.name == component for run in write.runs)
+    def host_locks(self, component: Component) -> Iterable[Rows]:
+        yield from (rows for held, rows in self._backlog if held.name == component)
+        yield from (write.rows for write in self._writes.values() if write.component.name == component)
 
     def _note_loss(self) -> None:
         """What the store lost before its process ended, that did not tell any more."""
@@ -189,42 +180,45 @@ class Persist(Movement):
         """Tell the store that prefixes were used after the written pages that continue them. So the store evicts the
         end of a prompt first."""
         self.tier.used(self._prefix_keys)
-        self._prefix_keys, self._prefix_runs = [], set()
+        self._prefix_keys, self._prefix_ages = [], set()
         self._untold_bytes = 0
 
-    def _note_prefixes(self) -> None:
-        """Collect the prefixes of the last round, and tell them when a share of the store was written since the last
-        time. So the store is told a few keys for each written page, however long the prompts are."""
-        if not self._landed:
+    def _note_prefixes(self, rows: Rows) -> None:
+        """Collect the prefixes that these full pages continue. They are still locked: later their rows may be those of
+        other pages."""
+        table = self._context.full.pages.table
+        self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_ages))
+        self._has_written = True
+
+    def _tell_share(self) -> None:
+        """Tell the collected prefixes if a share of the store was written since the last time. So the store is told a
+        few keys for each written page, however long the prompts are."""
+        if not self._has_written:
             return
-        for run in self._landed:
-            if run.parent_run is not None:
-                self._prefix_keys += [key for above in path_of(run, self._prefix_runs) for key in above.keys]
-        self._landed.clear()
+        self._has_written = False
         host_bytes = sum(at.host.num_pages * at.host.page_bytes for at in self._context.components)
         least_bytes = min(host_bytes, self.tier.stats().budget_bytes or host_bytes)
         if self._untold_bytes >= _UNTOLD_SHARE * least_bytes:
             self.tell_prefixes()
 
     def _may_begin(self) -> bool:
-        """Whether runs may be chosen that were not chosen before. The budget grows all the time, and is asked now and
+        """Whether pages may be chosen that were not chosen before. The budget grows all the time, and is asked now and
         then."""
         ahead = self._ahead
         return not ahead.is_done or (not ahead.is_idle and self._context.clock() >= self._next_look_s)
 
     def _begin_round(self) -> None:
-        """Lock what is sent next. Beside that the rest of the host pool stays free of such locks, and the store has
-        room for what is on its way beside what that continues; one run alone always may be sent."""
+        """Lock the pages that are sent next. At most a share of the host pool is locked by them, and the store has room
+        for them and the pages before them. One page may always be sent."""
         budget_bytes = self.tier.stats().budget_bytes
-        for name, at in self._indexes.items():
+        for name, at in self._written_pages.items():
             at.max_pages = self._share * self._context.by_name[name].host.num_pages
             if budget_bytes:
                 at.max_pages = min(at.max_pages, _STORE_SHARE * budget_bytes / at.page_bytes)
-        for at, run in self._ahead.next_round():
+        for at, rows in self._ahead.next_round():
             component = self._context.by_name[self._names[at]]
-            component.index.lock([run])
-            self._locked_pages[component.name] += run.num_held
-            self._backlog.append((component, run))
+            self._locked_pages[component.name] += len(rows)
+            self._backlog.append((component, rows))
 
     def _take(self, write: _Write, done: WriteDone) -> None:
         component, written = write.component, sum(done.ok)
@@ -237,15 +231,15 @@ class Persist(Movement):
         events = self._context.tree.events
         if events is not None and self.into is DISK:
             events.removed(done.removed, "DISK")
-        ok = iter(done.ok)
-        for run, keys in zip(write.runs, write.keys, strict=True):
-            came = dict(zip(keys, ok, strict=False))
-            if events is not None and self.into is DISK and component.name == FULL:
-                events.stored(event_pages_of(run), "DISK", [came.get(key, False) for key in run.keys])
-            run.stored = run.stored | self.into.bit if all(came.values()) else run.stored & ~self.into.bit
-            self._ahead.note_answer(run)
-        self._landed += write.runs if component.name == FULL else []
-        component.index.unlock(write.runs)
+        ok = np.zeros(len(write.rows), np.bool_)
+        ok[: len(done.ok)] = done.ok
+        watch = self._context.watch
+        if events is not None and watch is not None and self.into is DISK and component.name == FULL:
+            for told in watch.told(component.pages.table.keys_of(write.rows[ok])):
+                events.stored(told, "DISK")
+        if component.name == FULL:
+            self._note_prefixes(write.rows)
+        component.pages.written(write.rows, ok, self.into.bit)
 
     def _count_new(self, write: _Write, done: WriteDone) -> None:
         """What the store lacked costs budget. Where none is set, half of what the store was measured to write is one:
@@ -255,7 +249,7 @@ class Persist(Movement):
         self._budget.spend(num_bytes, num_pages * page_bytes)
         self._written.value += num_bytes
         if self._uses is not None and done.num_new:
-            keys = itertools.chain(*write.keys)
+            keys = write.component.pages.table.keys_of(write.rows)
             self._uses.write(names_of([*compress(keys, done.ok)]), done.num_new)
         if self._is_measured and done.num_new == num_pages:
             self._measured_bytes, self._measured_s = self._measured_bytes + num_bytes, self._measured_s + done.seconds
@@ -272,19 +266,26 @@ class Persist(Movement):
             if not self.tier.writes.submit(write.job(ticket)):
                 return
             self._writes[ticket] = write
-            for _ in write.runs:
-                self._backlog.popleft()
+            self._drop(len(write.rows))
 
     def _next_write(self) -> _Write:
-        """The first runs of the backlog that make one job."""
-        component, first = self._backlog[0]
-        runs, most = list[HostRun](), max(len(first.keys), min(_JOB_PAGES, _JOB_BYTES // component.host.page_bytes))
-        for other, run in self._backlog:
-            most -= len(run.keys)
-            if other is not component or most < 0:
+        """The first pages of the backlog, of one component, that make one job."""
+        component, found = self._backlog[0][0], [NO_ROWS]
+        left = max(1, min(_JOB_PAGES, _JOB_BYTES // component.host.page_bytes))
+        for other, rows in self._backlog:
+            if other is not component or not left:
                 break
-            runs.append(run)
-        return _Write(component, runs)
+            found.append(rows[:left])
+            left -= len(found[-1])
+        return _Write(component, np.concatenate(found))
+
+    def _drop(self, num_pages: int) -> None:
+        """The first pages of the backlog were sent."""
+        while num_pages:
+            component, rows = self._backlog.popleft()
+            if len(rows) > num_pages:
+                self._backlog.appendleft((component, rows[num_pages:]))
+            num_pages -= min(num_pages, len(rows))
 
 
 def persists_of(context: EngineContext) -> tuple[Persist, ...]:

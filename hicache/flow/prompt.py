@@ -5,12 +5,13 @@ them.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from hicache.host.run import HostRun, NewPages, spans
 from hicache.metrics import Metrics
+from hicache.pages.states import ABOVE, RAW, TierPages
+from hicache.pages.table import Rows
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.core import RadixTree
@@ -47,21 +48,9 @@ class Prompt:
             return self.keys[indices.start : max(indices.start, indices.stop)]
         return [self.keys[index] for index in indices]
 
-    def new_pages(self, component: Component, indices: Sequence[int]) -> list[NewPages]:
-        """These pages, ascending, in pieces without a gap, to be reserved on the host."""
-        found = list[NewPages]()
-        for start, end in spans(indices):
-            keys = self.keys_of(component, range(start, end))
-            new = NewPages(keys, None, start)
-            if component == FULL:
-                previous_key = self.keys[start - 1] if start else None
-                new = new._replace(previous_key=previous_key, event_pages=self.event_pages(), offset=start)
-            found.append(new)
-        return found
-
-    def event_pages(self) -> PromptPages:
-        """All pages, for events."""
-        return PromptPages(self.keys, None, self.tokens, self.namespace)
+    def event_pages(self, start: int, end: int) -> PromptPages:
+        """Pages [start, end), for events."""
+        return PromptPages(self.keys, None, self.tokens, self.namespace).part(start, end)
 
     @property
     def num_bytes(self) -> int:
@@ -107,18 +96,14 @@ class Prompts:
 log = logging.getLogger(__name__)
 
 
-def event_pages_of(run: HostRun) -> PromptPages:
-    """The pages of a run of full pages."""
-    pages: PromptPages = run.event_pages
-    return pages.part(run.offset, run.offset + len(run.keys))
-
-
 class HostWatch:
-    """Counts full pages that leave the host and tells events of them; of those that come it keeps what events need."""
+    """Counts full pages that leave the host and tells events of them. With events it keeps of each page on the host, or
+    on its way there, what these need."""
 
     def __init__(self, metrics: Metrics, page_tokens: int, *, has_stores: bool, events: EventLog | None) -> None:
         self._page_tokens, self._has_stores, self._events = page_tokens, has_stores, events
         self._is_told = False
+        self._kept: dict[bytes, tuple[PromptPages, int]] = {}  # by key: pages that came together, and which of them
         self._demoted, self._lost = (
             metrics.counter(f"evict.host_{outcome}_tokens", help, "evict_tokens", tier="host", outcome=outcome)
             for outcome, help in (
@@ -127,22 +112,40 @@ class HostWatch:
             )
         )
 
-    def came(self, run: HostRun) -> None:
-        """It keeps for events its own pages alone: those of its whole prompt would stay as long as it does."""
-        event_pages = None
+    def note(self, pages: PromptPages, keys: Iterable[bytes]) -> None:
+        """Those of `pages` that have one of `keys` are on their way to the host. Their tokens are copied: those of the
+        prompt go with it."""
         if self._events is not None:
-            event_pages = event_pages_of(run)
-            event_pages = event_pages._replace(tokens=event_pages.tokens.copy())
-        run.event_pages, run.offset = event_pages, 0
+            pages, coming = pages._replace(tokens=pages.tokens.copy()), {*keys}
+            self._kept.update((key, (pages, at)) for at, key in enumerate(pages.keys) if key in coming)
 
-    def left(self, run: HostRun, keys: Sequence[bytes]) -> None:
-        """Of a run that the device has as well nothing is lost."""
-        if run.on_device < len(run.keys):
-            if self._has_stores and not run.stored and not self._is_told:
-                self._is_told = True
-                log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
-            num_lost = sum(key in run.second_pages for key in keys) if run.stored else len(keys)
-            self._demoted.value += (len(keys) - num_lost) * self._page_tokens
-            self._lost.value += num_lost * self._page_tokens
+    def forget(self, keys: Sequence[bytes]) -> None:
+        """These did not come."""
+        for key in keys if self._kept else ():
+            del self._kept[key]
+
+    def told(self, keys: Sequence[bytes]) -> list[PromptPages]:
+        """The pages of `keys` as events describe them, one entry for consecutive pages; empty without events."""
+        found = list[tuple[PromptPages, int, int]]()
+        for key in keys if self._kept else ():
+            pages, at = self._kept[key]
+            if found and found[-1][0] is pages and found[-1][2] == at:
+                found[-1] = pages, found[-1][1], at + 1
+            else:
+                found.append((pages, at, at + 1))
+        return [pages.part(start, end) for pages, start, end in found]
+
+    def left(self, pages: TierPages, rows: Rows) -> None:
+        """Note that the host is about to evict `rows`. A page that the device has as well is not lost."""
+        rows_lost = rows[~pages.has(rows, ABOVE)]
+        is_stored = (pages.stored[rows_lost] != 0) & ~pages.has(rows_lost, RAW)
+        num_stored = int(np.count_nonzero(is_stored))
+        if self._has_stores and not self._is_told and (pages.stored[rows_lost] == 0).any():
+            self._is_told = True
+            log.warning("tokens leave the host before a store has them; raise host_bytes, or use a faster disk")
+        self._demoted.value += num_stored * self._page_tokens
+        self._lost.value += (len(rows_lost) - num_stored) * self._page_tokens
         if self._events is not None:
+            keys = pages.table.keys_of(rows)
             self._events.removed(keys, "CPU")
+            self.forget(keys)

@@ -29,9 +29,9 @@ Each request with a prefetch is one `PendingPrefetch` in one `Stage`. An event t
 
 An action may apply the next event. All other pairs of stage and event raise `InvariantError`.
 
-A run of host pages in flight names the requests that wait for it and its job (`HostRun.wanted`, `HostRun.job`). So a
-request waits for pages that other requests read, and queues jobs only for the rest. The last request that leaves a job
-cancels it. A share of the host pool bounds the pages that are read for requests before their admission.
+A job knows which requests wait for which of its pages. So a request waits for pages that other requests read, and
+queues jobs only for the rest. The last request that leaves a job cancels it, and its pages may be read again at once. A
+share of the host pool bounds the pages that are read for requests before their admission.
 
 The read list of a request is sorted: from the beginning of its prompt, or from the end if the prompt is computed from
 its beginning meanwhile (an overlapped prefill):
@@ -57,22 +57,25 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, auto
+from functools import partial
 from operator import attrgetter
 from typing import NamedTuple
 from weakref import ref
 
+import numpy as np
+
 from hicache.config import PrefetchMode
 from hicache.errors import InvariantError, PrefetchPending
-from hicache.eviction.write_budget import names_of
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.cost import CostModel, LoadEstimate, LoadPolicy, Requests
 from hicache.flow.counters import PrefetchCounters
 from hicache.flow.lease import Lease, Prefetch
-from hicache.flow.located import Located
+from hicache.flow.located import Located, first_gap, spans
 from hicache.flow.movement import Movement
-from hicache.flow.prompt import Prompts, event_pages_of
-from hicache.host.run import HostRun, pages_of, spans
+from hicache.flow.prompt import Prompts
+from hicache.pages.states import COPY, HELD, READ, Counts
+from hicache.pages.table import NO_ROW, Mask, Rows
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.key import Tokens
@@ -142,6 +145,9 @@ class Event(IntEnum):
     CANCEL = auto()  # The request was admitted and reads no further, or is gone.
 
 
+_PageTest = Callable[[CacheComponent, int], bool]  # of a row of a component
+
+
 class ReadSpan(NamedTuple):
     """An entry of a read list: consecutive pages of a prompt in reading order, in each store of the set `stores`; 0: a
     read in flight loads them."""
@@ -157,25 +163,26 @@ class LookupResults:
     [0, num_usable)          memory serves these pages, for all components
     [num_usable, num_pages)  stores are asked for windows and states of these pages too
 
-    `memory`: where its pages are in memory. `may_share`: whether the request may wait for a run that a read loads.
+    `memory`: where its pages are in memory. `may_share`: whether the request may wait for a page that is read.
     `step`: -1 if pages are read from the end of the prompt, else 1. `_stores[page]`: the stores of a full page.
     """
 
-    def __init__(self, memory: Located, may_share: Callable[[HostRun], bool] | None = None, step: int = 1) -> None:
-        full, keys = memory.context.full, memory.prompt.keys
+    def __init__(self, memory: Located, may_share: _PageTest | None = None, step: int = 1) -> None:
+        full = memory.context.full
         self.memory = memory
         self._may_share, self._step = may_share, step
         self.num_pages, self.num_stores = memory.num_pages, len(memory.context.stores)
         self.num_usable = memory.last_end(memory.host_end, 0, memory.in_memory)
-        lacking = full.index.lacking(keys, memory.device_end)
-        self.first_gap = lacking[0] if lacking else self.num_pages
-        self._stores = bytearray((_IN_MEMORY,)) * self.num_pages
-        for page in lacking:
-            self._stores[page] = _LACKING
-        if may_share is not None and full.index.num_in_flight and lacking:
-            for page, run in enumerate(full.index.holders(keys[self.first_gap :]), self.first_gap):
-                if run is not None and not self._stores[page] and may_share(run):
-                    self._stores[page] = _READ
+        rows = memory.rows_named(full, range(memory.device_end, self.num_pages))
+        lacking = np.flatnonzero(~full.pages.has(rows, HELD | COPY))
+        self.first_gap = memory.device_end + int(lacking[0]) if len(lacking) else self.num_pages
+        stores = np.full(self.num_pages, _IN_MEMORY, np.uint8)
+        stores[memory.device_end + lacking] = _LACKING
+        self._stores = bytearray(stores.tobytes())
+        if may_share is not None and full.pages.num_in_flight:
+            for at in np.flatnonzero(full.pages.has(rows, READ)).tolist():
+                if may_share(full, int(rows[at])):
+                    self._stores[memory.device_end + at] = _READ
         self._others: dict[bytes, int] = {}
         others, pages = memory.context.components[1:], range(self.num_usable, self.num_pages)
         self._other_keys = [key for other in others for key in memory.prompt.keys_of(other.name, pages)]
@@ -295,8 +302,8 @@ class LookupResults:
         key = self.memory.prompt.key(component.name, page)
         if self.memory.coming(component, page) or self._others.get(key):
             return True
-        run = component.index.find(key)
-        return run is not None and self._may_share is not None and self._may_share(run)
+        row = component.pages.table.row(key)
+        return row != NO_ROW and self._may_share is not None and self._may_share(component, row)
 
 
 def look_up(memory: Located, wait_s: float) -> tuple[int, int, bool]:
@@ -330,8 +337,8 @@ class PendingPrefetch:
     `located`: where its pages are, from its first lookup until it is queued again. `lookup`: the job of a store that
     it waits for. `num_asked_stores`: in the order of `StoreJobs`. `read_list`: pages to read that no job reads yet, in
     reading order. `awaited`: full pages that have not arrived, in reading order, and `missing`: the pages [start, end)
-    around them. `runs`: in flight, for whichever request they were queued. `locked`: runs that its pages continue;
-    `last_run`: the last run of full pages that arrived, which keeps the runs before it.
+    around them. `jobs`: those that read pages that it waits for, for whichever request they were queued. `locked`:
+    pages of the host that its pages continue.
 
     `lease`: of an overlapped prefill; `computed_end`: its pages that are computed, or that the next pass computes.
     `begun_s`: when its reads began; `num_landed`: full pages that these read.
@@ -358,9 +365,8 @@ class PendingPrefetch:
     read_list: list[ReadSpan] = field(default_factory=list)
     awaited: deque[range] = field(default_factory=deque)
     missing: tuple[int, int] = (0, 0)
-    runs: dict[HostRun, None] = field(default_factory=dict)
-    locked: list[tuple[CacheComponent, list[HostRun]]] = field(default_factory=list)
-    last_run: HostRun | None = None
+    jobs: dict[PageRead, None] = field(default_factory=dict)
+    locked: list[tuple[CacheComponent, Rows]] = field(default_factory=list)
     num_usable: int = 0
     lease: Lease | None = None
     computed_end: int = 0
@@ -380,7 +386,7 @@ class PendingPrefetch:
     @property
     def is_idle(self) -> bool:
         """Whether nothing of it is in flight or in the read list."""
-        return self.lookup is None and not (self.read_list or self.runs)
+        return self.lookup is None and not (self.read_list or self.jobs)
 
     @property
     def until_s(self) -> float:
@@ -427,7 +433,7 @@ class PendingPrefetch:
         if not self.handle.overlaps:
             return False
         is_listed = any(span.component.name != FULL for span in self.read_list)
-        return is_listed or any(run.job.component.name != FULL for run in self.runs)
+        return is_listed or any(job.component.name != FULL for job in self.jobs)
 
     def num_to_read(self, component: CacheComponent) -> int:
         """The number of pages of a component in the read list that a store has."""
@@ -448,15 +454,6 @@ class PendingPrefetch:
                 self.read_list.append(span)
         self._sort()
 
-    def own_pages(self, component: CacheComponent, first: int, keys: Sequence[bytes]) -> range:
-        """The pages of its prompt among pages with these keys, the `first` of a prompt first: two prompts may differ
-        within a run."""
-        assert self.located is not None
-        key, most = self.located.memory.prompt.key, self.located.num_pages - first
-        shared = range(max(0, min(len(keys), most)))
-        end = bisect_left(shared, True, key=lambda i: key(component.name, first + i) != keys[i])
-        return range(first, first + end)
-
     def read_elsewhere(self, component: CacheComponent, pages: Sequence[int], store: Store) -> list[int]:
         """Read these pages, ascending, from the other store in place of `store`. Returns the pages that it lacks."""
         assert self.located is not None
@@ -467,39 +464,27 @@ class PendingPrefetch:
             self._sort()
         return gone
 
-    def lock(self, component: CacheComponent, runs: list[HostRun]) -> None:
-        """Keep these runs on the host while pages that continue them arrive."""
-        if runs:
-            component.index.lock(runs)
-            self.locked.append((component, runs))
+    def lock(self, component: CacheComponent, rows: Rows) -> None:
+        """Keep these pages on the host while pages that continue them arrive."""
+        if len(rows):
+            component.pages.lock(rows)
+            self.locked.append((component, rows))
 
-    def follow(self, component: CacheComponent, landed: Sequence[HostRun], now_s: float) -> None:
-        """Keep these runs of a job for the pages that continue them: the last run keeps the runs before it. If runs
-        arrive in another order, from the end or from two stores, keep each of them until it is joined."""
-        if not landed:
+    def follow(self, component: CacheComponent, landed: Rows, now_s: float) -> None:
+        """Keep these pages of a job for the pages that continue them."""
+        if not len(landed):
             return
-        is_ordered = not self.handle.overlaps and (self.located is None or self.located.num_stores == 1)
-        if not is_ordered:
-            self.lock(component, [*landed])
+        self.lock(component, landed)
         if self.handle.overlaps:
             self.progress_s = now_s
-        if component.name != FULL:
-            return
-        self.num_landed += sum([len(run.keys) for run in landed])
-        if not is_ordered and self.located is not None:
-            keys = self.located.memory.prompt.keys
-            component.index.link(keys[max(0, landed[0].first - 1) : landed[-1].first + len(landed[-1].keys) + 1])
-        elif self.last_run is None or landed[-1].first > self.last_run.first:
-            component.index.lock([landed[-1]])
-            if self.last_run is not None:
-                component.index.unlock([self.last_run])
-            self.last_run = landed[-1]
+        if component.name == FULL:
+            self.num_landed += len(landed)
 
-    def may_share(self, run: HostRun) -> bool:
-        """Whether it may wait for a run that a read loads."""
-        return run.job is not None and run.job.is_for(self)
+    def num_waited(self, component: CacheComponent) -> int:
+        """Pages of a component in flight that it waits for."""
+        return sum([len(job.requests[self]) for job in self.jobs if job.component is component])
 
-    def skip_arriving(self, at: int) -> bool:
+    def skip_arriving(self, at: int, jobs: StoreJobs) -> bool:
         """Remove from span `at` of the read list pages that are in memory by now, and wait for pages that other jobs
         read. Whether its next page is read by no job. An empty span is removed."""
         component, stores, pages = self.read_list[at]
@@ -507,7 +492,9 @@ class PendingPrefetch:
             pages = pages[: max(0, pages[0] + 1 - self.computed_end)]
         num_pages = _WINDOW
         while pages and num_pages == _WINDOW:
-            num_pages = self._count(component, pages[:_WINDOW], self._shares)
+            rows = self._rows(component, pages[:_WINDOW])
+            num_pages = first_gap(jobs.are_arriving(self, component, rows))
+            self.has_shared |= jobs.share(self, component, rows[:num_pages])
             pages = pages[num_pages:]
         self.read_list[at : at + 1] = [ReadSpan(component, stores, pages)] if pages else []
         if pages and not stores:  # the read in flight did not load it
@@ -515,17 +502,18 @@ class PendingPrefetch:
             self.read_list.clear()
         return bool(pages) and stores != 0
 
-    def next_pages(self, at: int, max_pages: int) -> range:
+    def next_pages(self, at: int, max_pages: int, jobs: StoreJobs) -> range:
         """The next pages of span `at` that no job reads, at most `max_pages`, in reading order."""
-        pages = self.read_list[at].pages[:max_pages]
-        return pages[: self._count(self.read_list[at].component, pages, self._must_read)]
+        component, _, pages = self.read_list[at]
+        pages = pages[:max_pages]
+        return pages[: first_gap(~jobs.are_arriving(self, component, self._rows(component, pages)))]
 
     def advance(self, full: CacheComponent) -> int:
         """Remove from `awaited` the pages that have arrived without a gap. Returns their number."""
         num_landed, num_pages = 0, _WINDOW
         while self.awaited and num_pages == _WINDOW:
             pages = self.awaited[0]
-            num_pages = self._count(full, pages[:_WINDOW], _is_coming)
+            num_pages = first_gap(full.pages.has(self._rows(full, pages[:_WINDOW]), HELD | COPY))
             num_landed += num_pages
             if num_pages < len(pages):
                 self.awaited[0] = pages[num_pages:]
@@ -537,35 +525,16 @@ class PendingPrefetch:
         self.has_landed |= num_landed > 0
         return num_landed
 
-    def _count(self, component: CacheComponent, pages: range, is_counted: Callable[[HostRun | None], bool]) -> int:
-        """The number of pages, from the first on, whose runs pass a test."""
+    def _rows(self, component: CacheComponent, pages: range) -> Rows:
         assert self.located is not None
-        num_pages, last = 0, None
-        for run in component.index.holders(self.located.memory.prompt.keys_of(component.name, pages)):
-            if (run is not last or not num_pages) and not is_counted(run):
-                break
-            last, num_pages = run, num_pages + 1
-        return num_pages
-
-    def _must_read(self, run: HostRun | None) -> bool:
-        """Whether a page of `run`, or of none, is neither in memory nor read for this request."""
-        return run is None or not (run.is_coming or self.may_share(run))
-
-    def _shares(self, run: HostRun | None) -> bool:
-        """Wait for `run` if a read loads it. Whether its pages arrive without a read of this request."""
-        if run is None or self._must_read(run):
-            return False
-        if not run.is_coming:
-            run.wanted[self] = self.runs[run] = None
-            self.has_shared = True
-        return True
+        return self.located.memory.rows_named(component, pages)
 
     def stop_reading(self) -> list[PageRead]:
         """Wait for no further page, and keep those that arrived. Returns jobs without waiting requests."""
         self.handle.end()
         self.read_list.clear()
         self.lookup = None
-        return self.leave([*self.runs])
+        return self.leave()
 
     def cut(self, page: int) -> list[PageRead]:
         """Record that a page does not arrive. Pages behind it are of no use, unless the request computes the page: a
@@ -576,33 +545,33 @@ class PendingPrefetch:
         if overlaps and self.located.usable_end(self.end) == self.end:
             return []
         self.read_list.clear()
-        return self.leave([run for run in self.runs if overlaps or run.first > page])
+        return self.leave() if overlaps else self.leave(lambda _, pages: pages > page)
 
-    def leave(self, runs: Iterable[HostRun]) -> list[PageRead]:
-        """Wait for these runs no longer. Returns jobs without waiting requests."""
-        jobs = dict[PageRead, None]()
-        for run in runs:
-            del run.wanted[self], self.runs[run]
-            jobs[run.job] = None
-        return [job for job in jobs if not job.wanted]
+    def leave(self, of_pages: Callable[[CacheComponent, Counts], Mask] | None = None) -> list[PageRead]:
+        """Wait no longer for pages in flight: for those of its prompt that `of_pages` chooses of a component, all by
+        default. Returns jobs without waiting requests."""
+        left = list[PageRead]()
+        for job in [*self.jobs]:
+            rows, component = job.requests[self], job.component
+            stays = rows[:0] if of_pages is None else rows[~of_pages(component, component.pages.table.index[rows])]
+            if len(stays):
+                job.requests[self] = stays
+            else:
+                del job.requests[self], self.jobs[job]
+                left += [] if job.requests else [job]
+        return left
 
     def release(self) -> list[PageRead]:
-        """Wait for nothing in flight, and unlock all runs. Returns jobs without waiting requests."""
-        for component, runs in self.locked:
-            component.index.unlock(runs)
+        """Wait for nothing in flight, and unlock all pages. Returns jobs without waiting requests."""
+        for component, rows in self.locked:
+            component.pages.unlock(rows)
         if self.located is not None:
-            if self.last_run is not None:
-                self.located.memory.context.full.index.unlock([self.last_run])
             self.end = self.located.num_pages
             self.missing = (self.missing[0], self.end)
-        self.locked, self.last_run, self.located = [], None, None
+        self.locked, self.located = [], None
         self.lookup = None
         self.read_list.clear()
-        return self.leave([*self.runs])
-
-
-def _is_coming(run: HostRun | None) -> bool:
-    return run is not None and run.is_coming
+        return self.leave()
 
 
 def _in_turn(requests: Iterable[PendingPrefetch]) -> list[PendingPrefetch]:
@@ -626,30 +595,34 @@ class Lookup:
 
 @dataclass(eq=False, slots=True)
 class PageRead:
-    """A job that reads neighbouring runs of a component from a store. `is_urgent`: of an urgent request."""
+    """A job that reads pages of a component from a store, which follow each other in a prompt. `is_urgent`: of an
+    urgent request.
+
+    `rows`: as they are read; those that `is_live` are its own, the others were given up, and their places are
+    `disowned`. `requests`: which of its pages each request waits for.
+    """
 
     component: CacheComponent
     store: Store
-    runs: list[HostRun]
+    rows: Rows
     is_urgent: bool
-    num_pages: int
+    is_live: Mask
+    requests: dict[PendingPrefetch, Rows]
+    disowned: list[int] = field(default_factory=list)
     cancelled: threading.Event = field(default_factory=threading.Event)
     is_stalled: bool = False
+
+    @property
+    def num_pages(self) -> int:
+        return len(self.rows)
 
     @property
     def num_bytes(self) -> int:
         return self.num_pages * self.component.host.page_bytes
 
-    @property
-    def wanted(self) -> dict[PendingPrefetch, None]:
-        """The requests that wait for any of its runs."""
-        return {request: None for run in self.runs for request in run.wanted or ()}
-
     def is_for(self, request: PendingPrefetch) -> bool:
-        """Whether a request may wait for it: an urgent request waits for no background job, and none for a job that may
-        never end."""
-        is_late = request.is_urgent and not self.is_urgent
-        return not (is_late or self.is_stalled or self.cancelled.is_set())
+        """Whether a request may wait for it: an urgent request waits for no background job."""
+        return self.is_urgent or not request.is_urgent
 
 
 class StoreJobs:
@@ -657,7 +630,7 @@ class StoreJobs:
     by the scheduler thread.
 
     A store counts as fast as its earlier reads, and no faster than its present ones: if its next job is late, each job
-    behind that counts as late. `num_pages`: pages in flight by component.
+    behind that counts as late. `num_pages`: pages in flight by component. `bereft`: requests whose pages a job gave up.
     """
 
     def __init__(self, context: EngineContext, cost: CostModel, counters: PrefetchCounters) -> None:
@@ -668,7 +641,9 @@ class StoreJobs:
         self._clock = next(tier.clock for tier in context.stores.values())
         self._answered_s = dict.fromkeys(context.stores, -math.inf)
         self.lookups, self.reads = dict[int, Lookup](), dict[int, PageRead]()
+        self._job_of: dict[Component, dict[int, PageRead]] = {name: {} for name in context.by_name}  # by row
         self.num_pages = dict.fromkeys(context.by_name, 0)
+        self.bereft = list[PendingPrefetch]()
 
     def poll(self) -> list[FindDone | ReadDone | Stalled]:
         """The answers since the last call."""
@@ -679,8 +654,32 @@ class StoreJobs:
         lookups, reads = self.lookups.values(), self.reads.values()
         return not (all(job.is_stalled for job in lookups) and all(job.is_stalled for job in reads))
 
-    def runs(self, component: Component) -> Iterable[HostRun]:
-        return (run for job in self.reads.values() if job.component.name == component for run in job.runs)
+    def rows(self, component: Component) -> Iterable[Rows]:
+        """Of each job the pages that it reads."""
+        return (job.rows[job.is_live] for job in self.reads.values() if job.component.name == component)
+
+    def may_share(self, request: PendingPrefetch, component: CacheComponent, row: int) -> bool:
+        """Whether a request may wait for a page that is read."""
+        job = self._job_of[component.name].get(row)
+        return job is not None and job.is_for(request)
+
+    def are_arriving(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Mask:
+        """Which of these pages are in memory, or arrive without a read of the request."""
+        arriving = component.pages.has(rows, HELD | COPY)
+        if component.pages.num_in_flight:
+            for at in np.flatnonzero(component.pages.has(rows, READ)).tolist():
+                arriving[at] = self.may_share(request, component, int(rows[at]))
+        return arriving
+
+    def share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> bool:
+        """Have a request wait for those of these pages that are read; whether there are any."""
+        reading = rows[component.pages.has(rows, READ)]
+        job_of = self._job_of[component.name]
+        for job in {job_of[row]: None for row in reading.tolist()}:
+            of_job = reading[np.isin(reading, job.rows)]
+            job.requests[request] = np.union1d(job.requests.get(request, of_job), of_job)
+            request.jobs[job] = None
+        return len(reading) > 0
 
     @property
     def num_awaited_lookups(self) -> int:
@@ -761,7 +760,7 @@ class StoreJobs:
                 return None
             if at and (span.stores == skipped or not span.stores & free):
                 at += 1
-            elif request.skip_arriving(at):
+            elif request.skip_arriving(at, self):
                 store = self._sooner(span.stores, is_urgent=request.is_urgent)
                 if store.bit & free:
                     return at, store
@@ -773,37 +772,83 @@ class StoreJobs:
         page has none."""
         assert request.located is not None
         component, stores, left = request.read_list[at]
-        index, prompt = component.index, request.located.memory.prompt
         max_pages = self._job_pages(component, store)
         if request.handle.overlaps or stores & (stores - 1):  # computed pages, or those of the other store, are skipped
             max_pages = min(max_pages, -(-request.num_to_read(component) // _LEAST_JOBS))  # between two jobs
-        pages = request.next_pages(at, max_pages)
-        new = index.fitting(prompt.new_pages(component.name, sorted(pages)))
-        if (num_fit := sum([len(fit.keys) for fit in new])) < len(pages):
-            pages = pages[:num_fit]
-            new = prompt.new_pages(component.name, sorted(pages))
-        runs = index.reserve(new)
-        if not runs:
+        rows = self._reserve(request, component, request.next_pages(at, max_pages, self))
+        if not len(rows):
             return None
-        job, ticket = PageRead(component, store, runs, request.is_urgent, len(pages)), next(self._tickets)
+        job, ticket = self._new_job(request, component, store, rows), next(self._tickets)
         if not self._of(store):
             self._answered_s[store] = self._clock()
         self.reads[ticket] = job
         self.num_pages[component.name] += job.num_pages
-        for run in runs:
-            run.source, run.job, run.wanted = store, job, {request: None}
-            request.runs[run] = None
-        request.read_list[at : at + 1] = [ReadSpan(component, stores, left)] if (left := left[len(pages) :]) else []
-        keys, views = tuple([key for run in runs for key in run.keys]), component.host.views(pages_of(runs).tolist())
+        request.read_list[at : at + 1] = [ReadSpan(component, stores, left)] if (left := left[len(rows) :]) else []
+        pages = component.pages
+        keys, views = tuple(pages.table.keys_of(job.rows)), component.host.views(pages.place[job.rows].tolist())
         queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
         read = ReadJob(ticket, 0, keys, views, job.cancelled, request.until_s, queue_class)
         is_queued = self._tiers[store].reads.submit(read)
         assert is_queued, "the queue has a free entry"
         return job
 
-    def take(self, done: ReadDone) -> tuple[PageRead, list[bool]]:
+    def _reserve(self, request: PendingPrefetch, component: CacheComponent, wanted: range) -> Rows:
+        """Host pages for these pages of a prompt, in reading order: the first ones, so far as others leave for them. A
+        background job that reads some of them gives them up."""
+        assert request.located is not None
+        prompt, table, first = request.located.memory.prompt, component.pages.table, min(wanted)
+        ascending = range(first, first + len(wanted))
+        named = request.located.memory.rows_named(component, ascending)
+        reading = named[component.pages.has(named, READ)].tolist()
+        for job in {self._job_of[component.name][row]: None for row in reading}:
+            self._give_up(job, np.isin(job.rows, named))
+        rows = request.located.memory.rows_added(component, ascending)
+        before = table.previous[rows[:1]]
+        taken = component.pages.reserve(rows if wanted == ascending else rows[::-1], READ, before[before >= 0])
+        if component.name == FULL and self._context.watch is not None:
+            pages = prompt.event_pages(first, first + len(wanted))
+            self._context.watch.note(pages, table.keys_of(taken))
+        return taken
+
+    def _new_job(self, request: PendingPrefetch, component: CacheComponent, store: Store, taken: Rows) -> PageRead:
+        """A job for pages in reading order."""
+        rows = taken[np.argsort(component.pages.table.index[taken])]
+        job = PageRead(component, store, rows, request.is_urgent, np.ones(len(rows), np.bool_), {request: rows})
+        component.pages.source[rows] = store.bit
+        self._job_of[component.name].update(dict.fromkeys(rows.tolist(), job))
+        request.jobs[job] = None
+        return job
+
+    def _give_up(self, job: PageRead, which: Mask) -> None:
+        """A job reads those of its pages that are in `which` no more; requests that wait for them look them up
+        again."""
+        gone = job.rows[which & job.is_live]
+        for request in [*job.requests]:
+            waited = job.requests[request]
+            stays = waited[~np.isin(waited, gone)]
+            if len(stays) == len(waited):
+                continue
+            request.has_failed = True
+            self.bereft.append(request)
+            if len(stays):
+                job.requests[request] = stays
+            else:
+                del job.requests[request], request.jobs[job]
+        self._forget_rows(job, gone)
+        if job.component.name == FULL and self._context.watch is not None:
+            self._context.watch.forget(job.component.pages.table.keys_of(gone))
+        job.disowned += job.component.pages.disown(gone)
+        job.is_live &= ~which
+
+    def _forget_rows(self, job: PageRead, rows: Rows) -> None:
+        for row in rows.tolist():
+            del self._job_of[job.component.name][row]
+
+    def take(self, done: ReadDone) -> tuple[PageRead, Mask]:
         """The job that was answered, and which of its pages it read."""
         job = self.reads.pop(done.ticket)
+        self._forget_rows(job, job.rows[job.is_live])
+        job.component.pages.free_disowned(job.disowned)
         self._answered_s[job.store] = self._clock()
         self.num_pages[job.component.name] -= job.num_pages
         num_ok = sum(done.ok)
@@ -812,35 +857,37 @@ class StoreJobs:
         if num_ok:
             self._counters.count_read(job.store, num_bytes, done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, job.store)
-        return job, [*done.ok, *itertools.repeat(False, job.num_pages - len(done.ok))]
+        ok = np.zeros(job.num_pages, np.bool_)
+        ok[: len(done.ok)] = done.ok
+        return job, ok
 
-    def count_landed(self, store: Store, published: Sequence[HostRun]) -> int:
-        """Count full pages that arrived from `store`. Returns their number."""
-        num_pages, events = sum([len(run.keys) for run in published]), self._context.tree.events
-        self._counters.landed.value += num_pages * self._context.tree.page_size
-        if events is not None:
-            for run in published:
-                events.landed(event_pages_of(run), from_disk=store is DISK)
-        return num_pages
+    def count_landed(self, store: Store, keys: Sequence[bytes]) -> None:
+        """Count full pages that arrived from `store`, and tell events of them."""
+        self._counters.landed.value += len(keys) * self._context.tree.page_size
+        events, watch = self._context.tree.events, self._context.watch
+        if events is not None and watch is not None:
+            for told in watch.told(keys):
+                events.landed(told, from_disk=store is DISK)
 
     def give_back(self, job: PageRead) -> list[PendingPrefetch]:
         """Have all requests of a stalled job read its pages from the other store. Returns the requests for which that
         store lacks some."""
         job.is_stalled = True
         stranded = list[PendingPrefetch]()
-        for request in job.wanted:
-            runs = [run for run in job.runs if request in run.wanted]
-            own = [request.own_pages(job.component, run.first, run.keys) for run in runs]
-            request.leave(runs)
-            if request.read_elsewhere(job.component, [*itertools.chain(*own)], job.store):
+        table = job.component.pages.table
+        for request, rows in [*job.requests.items()]:
+            pages = table.index[rows].tolist()
+            del job.requests[request], request.jobs[job]
+            if request.read_elsewhere(job.component, pages, job.store):
                 stranded.append(request)
         self.cancel([job])
         return stranded
 
     def cancel(self, jobs: Iterable[PageRead]) -> None:
-        """Cancel jobs for which no request waits."""
+        """Cancel jobs for which no request waits. Their pages may be read by other jobs at once."""
         stores = set[Store]()
         for job in jobs:
+            self._give_up(job, job.is_live)
             job.cancelled.set()
             stores.add(job.store)
         for store in stores:
@@ -1000,28 +1047,26 @@ class OverlappedPrefill:
     def is_next_on_host(self, lease: Lease, num_tokens: int) -> bool:
         """Whether the host has the page behind the first `num_tokens`, which are computed."""
         page = num_tokens // self._page
-        return page < len(lease.keys) and self.of(lease) is not None and lease.keys[page] in self._context.full.index
+        return page < len(lease.keys) and self.of(lease) is not None and lease.keys[page] in self._context.full.pages
 
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
         """The end of a pass from token `start` to at most `end`: the end of a page, so that requests share all computed
-        pages and a recurrent state; the beginning of the next run that arrived; or about where computing and reading
+        pages and a recurrent state; the beginning of the next pages that arrived; or about where computing and reading
         meet. Reads of pages that the pass computes are cancelled."""
         request = self.of(lease)
         if request is None:
             return end
-        keys, index = lease.keys, self._context.full.index
+        keys, pages = lease.keys, self._context.full.pages
         first, last = start // self._page, min(len(keys), -(-end // self._page))
-        for page in range(first + 1, last):
-            if keys[page] in index and keys[page - 1] not in index:
-                end = page * self._page
-                break
+        has = pages.has(pages.table.find(keys[first:last]))
+        if len(begins := np.flatnonzero(has[1:] & ~has[:-1])):
+            end = (first + 1 + int(begins[0])) * self._page
         if not request.is_idle:
             end = min(end, self._meeting(request, start, end))
         if start < (page_end := end // self._page * self._page) < len(keys) * self._page:
             end = page_end
         request.computed_end = computed = max(request.computed_end, -(-end // self._page))
-        full = [run for run in request.runs if run.job.component.name == FULL]
-        self._jobs.cancel(request.leave([run for run in full if run.first + len(run.keys) <= computed]))
+        self._jobs.cancel(request.leave(lambda at, pages: (pages < computed) & (at.name == FULL)))
         return end
 
     def _meeting(self, request: PendingPrefetch, start: int, end: int) -> int:
@@ -1040,7 +1085,7 @@ class OverlappedPrefill:
 
     def _read_s(self, request: PendingPrefetch, num_tokens: int) -> float:
         """Seconds of reading by the rates of its stores, in parallel; 0 if none is known."""
-        page_bytes, stores = self._context.full.host.page_bytes, {run.job.store for run in request.runs}
+        page_bytes, stores = self._context.full.host.page_bytes, {job.store for job in request.jobs}
         stores.update(s for s in self._context.stores for span in request.read_list if span.stores & s.bit)
         num_bytes, rate = num_tokens // self._page * page_bytes, 0.0
         for store in stores:
@@ -1051,7 +1096,7 @@ class OverlappedPrefill:
 
     def _observed_s(self, request: PendingPrefetch, num_tokens: int) -> float:
         """Seconds of reading by the pages that landed since its reads began, if its first job in flight ended now."""
-        num_pages = request.num_landed + next((run.job.num_pages for run in request.runs), 0)
+        num_pages = request.num_landed + next((job.num_pages for job in request.jobs), 0)
         if not num_pages:
             return 0.0
         return (self._clock() - request.begun_s) * num_tokens / (num_pages * self._page)
@@ -1063,7 +1108,7 @@ class _Backlog:
     def __init__(self, cost: CostModel, stores: Iterable[Store], jobs: Iterable[PageRead]) -> None:
         self._cost, self.num_bytes, self._until = cost, dict.fromkeys(stores, 0.0), dict[PageRead, float]()
         for job in jobs:
-            if job.is_urgent and any(request.is_urgent for request in job.wanted):
+            if job.is_urgent and any(request.is_urgent for request in job.requests):
                 self.num_bytes[job.store] += job.num_bytes
             self._until[job] = self.num_bytes[job.store]
 
@@ -1075,7 +1120,7 @@ class _Backlog:
     def until(self, request: PendingPrefetch) -> dict[Store, float]:
         """Bytes up to the last of its own, for each store that it waits for."""
         found = dict[Store, float]()
-        for job in {run.job: None for run in request.runs}:
+        for job in request.jobs:
             found[job.store] = max(found.get(job.store, 0), self._until[job])
         for store, num_bytes in self._listed(request):
             found[store] = max(found.get(store, 0), self.num_bytes[store]) + num_bytes
@@ -1239,12 +1284,10 @@ class Prefetcher(Movement):
         has_queued = any(self._queues[waits, Stage.QUEUED] for waits in (False, True))
         return has_queued or any(request.read_list for request in self._active) or self._jobs.is_busy()
 
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
+    def host_locks(self, component: Component) -> Iterable[Rows]:
         locked = (locked for request in self._active for locked in request.locked)
-        yield from (run for held, runs in locked if held.name == component for run in runs)
-        if component == FULL:
-            yield from (request.last_run for request in self._active if request.last_run is not None)
-        yield from self._jobs.runs(component)
+        yield from (rows for held, rows in locked if held.name == component)
+        yield from self._jobs.rows(component)
 
     # Transitions
 
@@ -1275,7 +1318,8 @@ class Prefetcher(Movement):
         match = context.tree.match(request.tokens, request.namespace)
         prompt = self._prompts.of(request.tokens, request.namespace, match, request.handle.request_id)
         memory, overlaps = Located(context, prompt, match), request.handle.overlaps
-        located = LookupResults(memory, request.may_share, -1 if overlaps else 1)
+        may_share = partial(self._jobs.may_share, request)
+        located = LookupResults(memory, may_share, -1 if overlaps else 1)
         if located.is_complete or not self._max_pages:
             self.apply(request, Event.EXHAUSTED)
             return
@@ -1284,7 +1328,7 @@ class Prefetcher(Movement):
             pages = range(component.first_required(located.num_usable), located.num_usable)
             if component.name == FULL:
                 pages = range(memory.device_end, memory.num_pages if overlaps else memory.host_end)
-            request.lock(component, [part.run for part in memory.parts(component, pages)])
+            request.lock(component, memory.rows_of(component, pages).rows)
         if located.is_open:
             request.lacks_host_room = self._pages_left(request) <= 0 or not self._jobs.look_up(request)
         if request.lacks_host_room and located.is_empty:
@@ -1294,23 +1338,23 @@ class Prefetcher(Movement):
 
     def _plan(self, request: PendingPrefetch) -> None:
         """Make the read list: the longest prefix that all components can use, and for which the host has free pages
-        besides the runs that the prefix continues, which stay."""
+        besides the pages that the prefix continues, which stay."""
         located, full, handle = request.located, self._context.full, request.handle
         assert located is not None
         followed = [located.memory.prompt.keys[start - 1] for start, _, _ in located.known if start]
-        request.lock(full, [run for key in followed if (run := full.index.get(key)) is not None])
+        request.lock(full, full.pages.held(followed))
         found_end = end = located.usable_end(located.full_end)
-        limit = located.end_with(min(self._pages_left(request), full.index.capacity))
+        limit = located.end_with(min(self._pages_left(request), full.pages.capacity))
         if limit < found_end:
             end, request.lacks_host_room = located.usable_end(limit), True
         for component in self._context.components[1:]:
             pages = range(max(located.num_usable, component.first_required(end)), end)
-            request.lock(component, [part.run for part in located.memory.parts(component, pages)])
+            request.lock(component, located.memory.rows_of(component, pages).rows)
         found_tokens = handle.landed_tokens + located.num_arriving(found_end) * self._context.tree.page_size
         handle.found_tokens = max(handle.found_tokens, found_tokens)
         request.plan(end, self._clock())
         self._jobs.ask_remote_too(request)
-        if any(request.num_to_read(component) > component.index.capacity for component in self._context.components):
+        if any(request.num_to_read(component) > component.pages.capacity for component in self._context.components):
             request.read_list.clear()
             request.awaited.clear()
             request.lacks_host_room = True
@@ -1472,7 +1516,7 @@ class Prefetcher(Movement):
         """Pages that may be read for a request: of the share, or of the pool if no other request claims any."""
         claimed, full = self._claimed(), self._context.full
         own = self._share.of(request.handle.request_id) + request.num_planned
-        own += sum([len(run.keys) for run in request.runs if run.job.component is full])
+        own += request.num_waited(full)
         return max(0, (self._max_pages if claimed > own else full.host.num_pages) - claimed)
 
     # Answers and jobs
@@ -1513,39 +1557,42 @@ class Prefetcher(Movement):
                 num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
             self._counters.shared.value += request.has_shared and not had_shared
             self._note_planned(request)
-            if has_room or request.runs:
+            if has_room or request.jobs:
                 self.apply(request, Event.LANDED)
             else:
                 self.apply(request, Event.LACKS_PAGES)
                 has_room = True
+        bereft, self._jobs.bereft = self._jobs.bereft, []
+        for request in bereft:
+            if request.stage in (Stage.READING, Stage.OVERLAPPING):
+                self.apply(request, Event.LANDED)
         return num_jobs > 0
 
-    def _land(self, job: PageRead, ok: Sequence[bool]) -> None:
+    def _land(self, job: PageRead, ok: Mask) -> None:
         """Publish the pages that a job read. Pages that it did not read are read from the other store. If that store
         lacks them, a request cannot use the pages behind them."""
-        index, at, wanted = job.component.index, 0, job.wanted
-        for run in job.runs:
-            keys, first, waiting = [*run.keys], run.first, run.wanted
-            landed, at = ok[at : at + len(keys)], at + len(keys)
-            published = index.publish(run, landed)
-            for part in published:
-                part.stored |= job.store.bit
-                if job.store is DISK:
-                    self._context.page_uses.read(names_of(part.keys))
-            if job.component.name == FULL and published:
-                num_pages = self._jobs.count_landed(job.store, published)
-                if waiting:  # pages count for the first request
-                    self._share.add(min(waiting, key=_ARRIVAL).handle, num_pages)
-            lost = [] if all(landed) else [page for page, key in enumerate(keys, first) if not index.is_coming(key)]
-            for request in waiting:
-                del request.runs[run]
-                request.follow(job.component, published, self._clock())
-                if lost:
-                    own = request.own_pages(job.component, first, keys)
-                    gone = request.read_elsewhere(job.component, [page for page in lost if page in own], job.store)
-                    self._jobs.cancel(request.cut(gone[0]) if gone else ())
-                    self._note_planned(request)
-        for request in wanted:
+        component, table = job.component, job.component.pages.table
+        rows, ok = job.rows[job.is_live], ok[job.is_live]
+        keys, pages = table.keys_of(rows), table.index[rows]
+        waiting = {request: np.isin(rows, waited) for request, waited in job.requests.items()}
+        if component.name == FULL and self._context.watch is not None:
+            self._context.watch.forget([*itertools.compress(keys, ~ok)])
+        landed = component.pages.landed(rows, ok)
+        component.pages.mark_stored(landed, job.store.bit)
+        if job.store is DISK:
+            self._context.page_uses.read(table.name[landed])
+        if component.name == FULL and len(landed):
+            self._jobs.count_landed(job.store, [*itertools.compress(keys, ok)])
+            if waiting:  # pages count for the first request
+                self._share.add(min(waiting, key=_ARRIVAL).handle, len(landed))
+        for request, is_waited in waiting.items():
+            del request.jobs[job]
+            request.follow(component, rows[is_waited & ok], self._clock())
+            if len(lost := pages[is_waited & ~ok].tolist()):
+                gone = request.read_elsewhere(component, lost, job.store)
+                self._jobs.cancel(request.cut(gone[0]) if gone else ())
+                self._note_planned(request)
+        for request in waiting:
             self.apply(request, Event.LANDED)
 
     # Load or recompute
@@ -1653,7 +1700,7 @@ class Prefetcher(Movement):
         read_s = [store_s for store_s in stores_s if store_s is not None]
         if stores_s and not read_s:
             return None
-        num_bytes = sum([len(run.keys) * run.job.component.host.page_bytes for run in request.runs])
+        num_bytes = sum([len(job.requests[request]) * job.component.host.page_bytes for job in request.jobs])
         num_bytes += sum([len(span.pages) * span.component.host.page_bytes for span in request.read_list])
         return max(read_s, default=0.0) + (self._policy.cost.load_s(num_bytes) or 0.0)
 

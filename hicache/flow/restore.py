@@ -17,9 +17,9 @@ from hicache.flow.context import EngineContext
 from hicache.flow.cost import LoadEstimate, LoadPolicy
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located
-from hicache.flow.movement import CopyMovement, Load
+from hicache.flow.movement import CopyMovement, Load, PromptRows
 from hicache.flow.prompt import Prompt
-from hicache.host.run import HostRun, RunPart, ids_of, second_pages_of, within
+from hicache.pages.table import Rows
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
 
@@ -72,41 +72,39 @@ class Restore(CopyMovement[Load]):
 
     def hold(
         self, admission: Admission, located: Located, held: ExitStack, *, is_used: bool = True
-    ) -> dict[Component, list[RunPart]]:
+    ) -> dict[Component, PromptRows]:
         """What of a prefix is to be loaded stays on the host until `held` ends; returns where it is. `is_used`: what
         the host has of the prefix counts as used once more."""
-        end, parts = admission.length // self._context.tree.page_size, dict[Component, list[RunPart]]()
+        end, to_load = admission.length // self._context.tree.page_size, dict[Component, PromptRows]()
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
             first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
-            found = located.parts(component, range(first, end))
             if is_used:
-                found = component.index.count_use(found)
+                component.pages.count_hit(located.rows_of(component, range(first, end)).rows)
             if pages:
-                parts[component.name] = within(found, pages)
-                runs = [part.run for part in parts[component.name]]
-                component.index.lock(runs)
-                held.callback(component.index.unlock, runs)
-        return parts
+                to_load[component.name] = found = located.rows_of(component, pages)
+                component.pages.lock(found.rows)
+                held.callback(component.pages.unlock, found.rows)
+        return to_load
 
     def submit_load(
         self,
         lease: Lease,
         prompt: Prompt,
-        parts: Mapping[Component, list[RunPart]],
+        pages: Mapping[Component, PromptRows],
         slots: torch.Tensor,
         length: int,
     ) -> Load:
-        """Bring pages of `prompt`, by component, of which the host has `parts`, to what follows the lease's node; the
-        full ones to the first of `slots`, a state to the lease's own. The lease's lock, for a prefix of `length`
-        tokens, moves to the last of them, and the locks of `parts` are the load's from now on.
+        """Load `pages` of `prompt`, by component, behind the lease's node: full pages to the first of `slots`, a state
+        to the lease's own state slot. The lock of the lease, for a prefix of `length` tokens, moves to the last loaded
+        node, and the load owns the host locks of `pages` from now on.
 
         Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
-        tree, load = self._context.tree, Load(lease.node, prompt, parts, self.loads_of(lease.node.path()))
+        tree, load = self._context.tree, Load(lease.node, prompt, pages, self.loads_of(lease.node.path()))
         with ExitStack() as undo:
             undo.callback(load.detach)
             for component in self._context.components:
-                if component.name in parts:
+                if component.name in pages:
                     undo.callback(component.fail_load, load)
                     self._submit(load, component, component.begin_load(load, lease, slots), undo)
             tree.lock(load.node)
@@ -158,11 +156,11 @@ class Restore(CopyMovement[Load]):
         return [load.node for load in self._in_flight]
 
     def num_in_flight(self, component: Component) -> int:
-        num_pages = sum(part.end - part.start for load in self._in_flight for part in load.parts.get(component, ()))
+        num_pages = sum(len(rows) for rows in self.host_locks(component))
         return num_pages * self._context.by_name[component].page_size
 
-    def host_locks(self, component: Component) -> Iterable[HostRun]:
-        return (part.run for load in self._in_flight for part in load.parts.get(component, ()))
+    def host_locks(self, component: Component) -> Iterable[Rows]:
+        return (load.pages[component].rows for load in self._in_flight if component in load.pages)
 
     def stop_reading(self, load: Load) -> None:
         """A lease, or a load that depends on it, stops reading what `load` brought."""
@@ -171,12 +169,14 @@ class Restore(CopyMovement[Load]):
 
     @staticmethod
     def _submit(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
-        counter, parts = component.counter, load.parts[component.name]
-        pages, second_pages = ids_of(parts), second_pages_of(parts)
+        counter, rows = component.counter, load.pages[component.name].rows
+        places, second_places = torch.from_numpy(component.pages.place[rows]), None
+        if component.pages.second_place[rows].any():
+            second_places = torch.from_numpy(component.pages.second_place[rows])
         load.load_ids[component.name] = load_id = counter.begin()
         undo.callback(counter.forget, load_id)
         undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
-        op = component.transfer.load(pages, component.device_ids(targets), load_id, second_pages)
+        op = component.transfer.load(places, component.device_ids(targets), load_id, second_places)
         undo.callback(op.wait)
         load.copies.append(op)
 
@@ -185,11 +185,11 @@ class Restore(CopyMovement[Load]):
         load.wait()
         depended_on = load.depends_on
         load.complete()
-        for name, parts in load.parts.items():
-            components[name].index.unlock([part.run for part in parts])
+        for name, (rows, _) in load.pages.items():
+            components[name].pages.unlock(rows)
         if load.error is None:
-            if self._context.exclusive is not None:
-                self._context.exclusive.came_to_device(load.parts.get(FULL, ()))
+            if self._context.exclusive is not None and FULL in load.pages:
+                self._context.exclusive.came_above(load.pages[FULL].rows)
             self._count(load)
             load.detach()
         else:

@@ -13,14 +13,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from hicache.errors import NotStored
 from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.located import spans
 from hicache.flow.persist import Persist
-from hicache.host.exclusive import step_pages
-from hicache.host.run import NewPages
-from hicache.host.write_ahead import num_sent
+from hicache.pages.states import RAW, step_pages
+from hicache.pages.table import Rows
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
 from hicache.tree.node import TreeNode
@@ -32,14 +34,10 @@ _HOST_PARTS, _STORE_PARTS = 2, 8  # a batch takes one of them: raw pages have tw
 
 
 class _Piece(NamedTuple):
-    """Pages of one component of `node`, as one `Unsaved`."""
+    """Pages of one component of `node` that are stored together."""
 
     node: TreeNode
     unsaved: Unsaved
-
-    @property
-    def pages(self) -> NewPages:
-        return self.unsaved.pages[0]
 
 
 def store_promised(
@@ -57,13 +55,15 @@ def store_promised(
     full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
     for batch in _batches(pieces, _limits(context, tiers)):
         for component in context.components:
-            component.index.clear()
+            component.pages.evict_all()
         backup.save([piece.unsaved for piece in reversed(batch) if not _is_stored(piece, tiers)], [])
         settle()
         for piece in batch:
-            component, keys = piece.unsaved.component, piece.pages.keys
-            raw = {key for run in component.index.runs_of(keys) for key in run.second_pages}
-            (full_keys if component.name == FULL else others).extend(key for key in keys if key not in raw)
+            component, table = piece.unsaved.component, piece.unsaved.component.pages.table
+            rows = table.find(piece.unsaved.keys)
+            is_raw = component.pages.has(rows, RAW).tolist()
+            sent = [key for key, raw in zip(piece.unsaved.keys, is_raw, strict=True) if not raw]
+            (full_keys if component.name == FULL else others).extend(sent)
         num_left -= len(batch)
         kept = [_keeps(tier, full_keys, others) for tier in tiers]
         if not any(kept):
@@ -88,7 +88,7 @@ def _flush_host(context: EngineContext, persists: Sequence[Persist], settle: Cal
         for persist in persists:
             persist.drain(anew=True)
         settle()
-        num_left = sum(_num_lacking(at, [*at.index], persists) for at in context.components if persists)
+        num_left = sum(_num_lacking(at, at.pages.rows_held(), persists) for at in context.components if persists)
         if not num_left or num_left >= num_before:
             return num_left
         num_before = num_left
@@ -114,28 +114,28 @@ def _flush_device(
         (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
     ):
         if all(tier.writes.refuses() for tier in tiers):
-            num_left += sum(len(piece.pages.keys) for piece in batch)
+            num_left += sum(len(piece.unsaved.keys) for piece in batch)
             continue
         backup.save([piece.unsaved for piece in reversed(batch)], [])
         settle()
         if _num_refused(batch, persists):
             _flush_host(context, persists, settle)
             num_left += _num_refused(batch, persists)
-        if (index := context.exclusive) is not None:
+        if (pages := context.exclusive) is not None:
             for piece in batch:
                 if piece.unsaved.component.name == FULL:
-                    index.came_to_device(index.parts(piece.pages.keys))
+                    pages.came_above(pages.table.known(piece.unsaved.keys))
     return num_left
 
 
 def _num_refused(batch: Sequence[_Piece], persists: Sequence[Persist]) -> int:
     """Pages of a batch that came to the host and that a store did not take."""
-    return sum(_num_lacking(piece.unsaved.component, piece.pages.keys, persists) for piece in batch)
+    of_batch = (piece.unsaved for piece in batch)
+    return sum(_num_lacking(each.component, each.component.pages.held(each.keys), persists) for each in of_batch)
 
 
-def _num_lacking(component: CacheComponent, keys: Sequence[bytes], persists: Sequence[Persist]) -> int:
-    runs = component.index.runs_of(keys)
-    return sum(num_sent(run) for run in runs if any(persist.lacks(run) for persist in persists))
+def _num_lacking(component: CacheComponent, rows: Rows, persists: Sequence[Persist]) -> int:
+    return int(np.count_nonzero(np.any([persist.lacks(component, rows) for persist in persists], axis=0)))
 
 
 def _promised(context: EngineContext) -> Iterator[TreeNode]:
@@ -162,24 +162,22 @@ def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Componen
 def _all_pieces(context: EngineContext, backup: Backup, limits: dict[Component, int]) -> list[_Piece]:
     """Beginnings first, of these what was used last."""
     pieces = [piece for node in _promised(context) for piece in _pieces(backup, node, limits)]
-    return sorted(pieces, key=lambda piece: (piece.pages.first, -piece.node.last_access_time))
+    return sorted(pieces, key=lambda piece: (piece.unsaved.first, -piece.node.last_access_time))
 
 
 def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Iterator[_Piece]:
     """What the host lacks of `node`. Of a window or state its full pages may be in the stores already."""
-    for component, pages, values in backup.unsaved([node]):
-        most = min(_PIECE_PAGES, limits[component.name])
-        for new, value in zip(pages, values, strict=True):
-            event_pages = new.event_pages if component.name == FULL else None
-            for start in range(0, len(new.keys), most):
-                piece = new.part(start, start + most)._replace(event_pages=event_pages)
-                yield _Piece(node, Unsaved(component, [piece], [value]))
+    for unsaved in backup.unsaved([node]):
+        most = min(_PIECE_PAGES, limits[unsaved.component.name])
+        for first, last in spans(np.flatnonzero(backup.lacks(unsaved.component, unsaved.keys)).tolist()):
+            for start in range(first, last, most):
+                yield _Piece(node, unsaved.part(start, min(last, start + most))._replace(full_keys=None))
 
 
 def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator[list[_Piece]]:
     batch, held = list[_Piece](), Counter[Component]()
     for piece in pieces:
-        name, num_pages = piece.unsaved.component.name, len(piece.pages.keys)
+        name, num_pages = piece.unsaved.component.name, len(piece.unsaved.keys)
         if held[name] + num_pages > limits[name]:
             yield batch
             batch, held = [], Counter()
@@ -192,7 +190,7 @@ def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator
 def _is_stored(piece: _Piece, tiers: Sequence[StoreTier]) -> bool:
     """Whether all stores have these full pages already."""
     is_full = piece.unsaved.component.name == FULL
-    return is_full and all(_has(tier, piece.pages.keys) for tier in tiers)
+    return is_full and all(_has(tier, piece.unsaved.keys) for tier in tiers)
 
 
 def _has(tier: StoreTier, keys: Sequence[bytes]) -> bool | None:

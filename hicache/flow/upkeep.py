@@ -3,7 +3,7 @@ and to forget what they hold.
 
     device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
     host     free + published + in flight = all pages of each component's pool, and no page twice
-    locks    of each node and of each run of host pages as many as leases and movements hold
+    locks    the locks of each node and host page equal those that leases and movements hold
 """
 
 from __future__ import annotations
@@ -14,6 +14,8 @@ from functools import partial
 from itertools import chain
 from typing import Literal, NamedTuple
 
+import numpy as np
+
 from hicache.errors import InvalidArgument, InvariantError
 from hicache.flow.backup import Backup
 from hicache.flow.context import EngineContext
@@ -22,9 +24,8 @@ from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
 from hicache.flow.reads import Prefetcher
 from hicache.flow.restore import Restore
-from hicache.host.exclusive import ExclusiveIndex
-from hicache.host.run import HostRun
 from hicache.metrics import Metrics, MetricType
+from hicache.pages.states import ABOVE, TierPages
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
 from hicache.tree.base import Released
@@ -62,11 +63,14 @@ def check_engine(
     checks: list[Callable[[], None]] = [context.tree.check, context.full.allocator.check, context.req_to_token.check]
     for component in context.components:
         if component.has_host:
-            locks = Counter[HostRun](run for movement in movements for run in movement.host_locks(component.name))
-            checks.append(partial(component.index.check, locks))
+            locks = np.zeros_like(component.pages.order.locks)
+            for rows in chain(*(movement.host_locks(component.name) for movement in movements)):
+                locks[rows] += 1
+            checks.append(partial(component.pages.check, locks))
     if context.exclusive is not None:
         on_device = {key for node in context.tree.nodes() for key in context.tree.names.of(node)}
-        num_wrong = len({*context.exclusive.duplicates()} - on_device)
+        above = np.flatnonzero(context.exclusive.state & ABOVE)
+        num_wrong = len({*context.exclusive.table.keys_of(above)} - on_device)
         found += [f"{num_wrong} host pages count as held by the device, which lacks them"] if num_wrong else []
     for check in checks:
         try:
@@ -111,8 +115,8 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
             finally:
                 context.free(released)
         if "host" in names and component.has_host:
-            component.index.clear()
-            left += len(component.index) + component.index.num_in_flight
+            component.pages.evict_all()
+            left += len(component.pages) + component.pages.num_in_flight
     if "device" in names:
         left += sum(tree.protected(component.name) for component in context.components)
     return not left
@@ -141,12 +145,12 @@ def register_usage(context: EngineContext, num_leases: Callable[[], int]) -> Non
 
 
 def _register_host(context: EngineContext) -> None:
-    index, host, of_tier = context.full.index, context.full.host, _gauges_of(context, "host")
+    pages, host, of_tier = context.full.pages, context.full.host, _gauges_of(context, "host")
     total, free = host.num_pages, host.available
     of_tier("total_tokens", "tokens that the host tier can hold", lambda: total * host.page_tokens)
 
     def used_tokens() -> int:
-        return (total - free() - index.num_raw) * host.page_tokens
+        return (total - free() - pages.num_raw) * host.page_tokens
 
     of_tier("used_tokens", "tokens of host pages that somebody holds; of a raw page with two places once", used_tokens)
     of_tier("used_ratio", "host pages that somebody holds over all, second ones included", lambda: 1 - free() / total)
@@ -154,22 +158,22 @@ def _register_host(context: EngineContext) -> None:
     of_tier(
         "evictable_tokens",
         "tokens that host pages hold or could hold which nobody needs, second ones included",
-        lambda: index.num_evictable * host.page_tokens,
+        lambda: pages.num_evictable * host.page_tokens,
     )
 
 
-def _register_exclusive(index: ExclusiveIndex, metrics: Metrics, page_tokens: int) -> None:
+def _register_exclusive(pages: TierPages, metrics: Metrics, page_tokens: int) -> None:
     name, returned = "host.duplicate_tokens", "host.returned_tokens"
     metrics.gauge(
         name,
         "tokens of host pages that the device is known to have as well",
-        lambda: index.num_duplicates * page_tokens,
+        lambda: pages.num_first_out * page_tokens,
     )
     info: tuple[MetricType, str] = (
         "counter",
         "tokens that the host dropped because the device had them, and that left the device, to be copied once more",
     )
-    metrics.read_from({returned: info}, lambda: {returned: index.num_returned * page_tokens})
+    metrics.read_from({returned: info}, lambda: {returned: pages.num_returned * page_tokens})
 
 
 def _gauges_of(context: EngineContext, tier: str) -> Callable[[str, str, Callable[[], float]], None]:

@@ -282,7 +282,7 @@ class EvictionOrder(Columns):
         while True:
             may_leave = may_leave & ~self.is_followed[rows]
             stays = rows[~may_leave]
-            before = self.table.previous_of(stays[self.is_held[stays]])
+            before = self.table.previous[stays[self.is_held[stays]]]
             before = before[before >= 0]
             if self.is_followed[before].all():
                 return may_leave
@@ -298,7 +298,7 @@ class EvictionOrder(Columns):
         position = np.full(len(self.rank), NO_ROW)
         position[rows] = np.arange(len(rows))
         others = np.flatnonzero(self.is_held & (position < 0))
-        before = self.table.previous_of(others)
+        before = self.table.previous[others]
         return int(position[before[before >= 0]].max(initial=NO_ROW)) + 1
 
     def violations(self) -> list[str]:
@@ -327,7 +327,7 @@ class EvictionOrder(Columns):
     def _rank(self, rows: Rows) -> None:
         ranks = self.policy.ranks(self.at, rows)
         if self._end_place[0] != _NO_CLASS:
-            before = self.table.previous_of(rows[ranks > self.rank[rows]])
+            before = self.table.previous[rows[ranks > self.rank[rows]]]
             self.is_followed[before[before >= 0]] = True
         self.rank[rows] = ranks
         self.key[rows] = np.where(self.first_out[rows] > 0, self.key[rows], ranks) if self._first_out_ticks else ranks
@@ -398,6 +398,9 @@ class EvictionOrder(Columns):
     def _merge_late(self) -> None:
         late, left = np.unique(np.concatenate(self._late)), self._batch.chosen(slice(self._next, None))
         self._late.clear()
+        before = self.table.previous[late]
+        after, before = late[before >= 0], before[before >= 0]
+        self.is_followed[before[~(self._is_in_batch(after) & self._leaves_first(after, before))]] = True
         left = left.chosen(~np.isin(left.rows, late))
         late = late[self._is_in_batch(late)]
         classes, keys = self._places(late)
@@ -421,7 +424,7 @@ class EvictionOrder(Columns):
         """Those of `rows`, all that nobody has locked, that may leave: at least `most` of the first."""
         classes, keys = self._places(rows)
         held = np.flatnonzero(self.is_held | (self.locks > 0))
-        before = self.table.previous_of(held)
+        before = self.table.previous[held]
         before = np.where((before >= 0) & self.is_held[before] & (self.first_out[before] == 0), before, NO_ROW)
         if self._leads_its_followers(held, before):
             if most is not None:
@@ -439,9 +442,13 @@ class EvictionOrder(Columns):
         after, before = held[before >= 0], before[before >= 0]
         is_free = self.locks[before] == 0
         after, before = after[is_free], before[is_free]
+        return bool((self._leaves_first(after, before) & (self.locks[after] == 0)).all())
+
+    def _leaves_first(self, after: Rows, before: Rows) -> Mask:
+        """Which of `after` leave before those of `before`, the pages before them, by their own places."""
         (classes, keys), (above, keys_above) = self._places(after), self._places(before)
-        leaves_first = (classes < above) | ((classes == above) & (keys <= keys_above))
-        return bool((leaves_first & (self.locks[after] == 0)).all())
+        leaves_first: Mask = (classes < above) | ((classes == above) & (keys <= keys_above))
+        return leaves_first
 
     def _behind_followers(self, batch: _Batch, held: Rows, before: Rows, most: int | None) -> _Batch:
         """`batch`, all that nobody has locked in the order of their own places, such that each leaves after those that

@@ -1,7 +1,8 @@
 """The life of a page on one tier: which states it has, and the verbs that change them.
 
     (none) ── reserve ──> COPY or READ ── landed(ok) ──> HELD ── drop ──> (none)
-                               └───────── landed(not ok) ───────────────> (none)
+                               ├───────── landed(not ok) ───────────────> (none)
+                               └───────── disown, of READ ──────────────> (none)
 
     COPY      a copy from the tier above writes the page; it is as good as there for who asks
     READ      a read from a store writes it; a store may bring nothing
@@ -15,7 +16,8 @@ it starts from of all of them, and moves the sums. docs/invariants.md draws the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import ClassVar, Protocol
 
 import numpy as np
@@ -24,6 +26,7 @@ import numpy.typing as npt
 from hicache.errors import InvariantError
 from hicache.pages.order import EvictionOrder, rank_policy
 from hicache.pages.table import NO_ROWS, Columns, Mask, PageTable, Rows
+from hicache.tiers import Store
 
 COPY, READ, HELD, RAW, ABOVE = (1 << bit for bit in range(5))
 IN_FLIGHT = COPY | READ
@@ -50,10 +53,6 @@ class Pool(Protocol):
     def check(self) -> None: ...
 
 
-def _ignore(rows: Rows) -> None:
-    """Nobody asked to be told."""
-
-
 class TierPages(Columns):
     """The pages of one component on one tier, by rows of `table`. Owned by the scheduler thread.
 
@@ -64,10 +63,11 @@ class TierPages(Columns):
     `source`          bit of the store that a read brought it from, until a request uses it
     `expected_uses`   of a page in flight: how often it will be used, or was where it comes from; 1: its coming alone
 
-    `policy`: of the eviction order. `on_arrive`: told of rows that are held from now on; `on_evict`: of rows that are
-    about to be dropped. Sums, in pages of the pool: `num_in_flight`; in rows: `num_held`, `num_raw` of these,
-    `num_first_out` held that the tier above has as well. `num_returned`: pages that left while the tier above had them,
-    and left that since, so that they have to be copied again.
+    `policy`: of the eviction order. `on_evict`: called with rows before they are dropped.
+
+    Sums, in pages of the pool: `num_in_flight`, `num_disowned`. In rows: `num_held`, `num_raw` of these,
+    `num_first_out` of these, that the tier above has as well. `num_returned`: pages that left while the tier above had
+    them, and left that since, so that they have to be copied again.
     """
 
     fields: ClassVar = {
@@ -94,15 +94,14 @@ class TierPages(Columns):
         table: PageTable | None = None,
         *,
         is_exclusive: bool = False,
-        on_arrive: Callable[[Rows], None] = _ignore,
-        on_evict: Callable[[Rows], None] = _ignore,
+        on_evict: Callable[[Rows], None] | None = None,
     ) -> None:
         self.pool, self.is_exclusive = pool, is_exclusive
         self.table = PageTable() if table is None else table
         self.table.add_columns(self)
-        self.order = EvictionOrder(self.table, rank_policy(policy))
-        self._on_arrive, self._on_evict = on_arrive, on_evict
-        self.num_in_flight = self.num_held = self.num_raw = self.num_raw_evictable = 0
+        self.order = EvictionOrder(self.table, rank_policy(policy, "host_eviction_policy"))
+        self._on_evict = on_evict
+        self.num_in_flight = self.num_disowned = self.num_held = self.num_raw = self.num_raw_evictable = 0
         self.num_first_out = self.num_returned = 0
 
     # Looking
@@ -110,6 +109,10 @@ class TierPages(Columns):
     def __len__(self) -> int:
         """Pages that the tier has."""
         return self.num_held
+
+    def __iter__(self) -> Iterator[bytes]:
+        """The keys of pages that the tier has, in no order."""
+        return iter(self.table.keys_of(self.rows_held()))
 
     def __contains__(self, key: bytes) -> bool:
         """Whether the tier has the page of `key`."""
@@ -153,37 +156,41 @@ class TierPages(Columns):
     # Coming
 
     def reserve(
-        self, rows: Rows, state: int, before: Rows = NO_ROWS, *, hits: Counts | int = 1, priority: int = 0
+        self, rows: Rows, state: int, before: Rows = NO_ROWS, *, hits: Counts | int = 1, priority: Counts | int = 0
     ) -> Rows:
         """Give places to these, which are in no state but ABOVE, and follow `before` in their prompt, so far as others
         leave for them: returns the first ones, each locked once. Of `before` stays what the tier above lacks; rows that
         get no place and that nothing needs are given back."""
         assert not self.has(rows, IN_FLIGHT | HELD).any(), "it has a place already"
         before = before[self.has(before) & ~self.has(before, ABOVE)]
-        self.order.lock(before)
-        num_rows = min(len(rows), self.make_room(len(rows)))
-        self.order.unlock(before)
-        taken, refused = rows[:num_rows], rows[num_rows:]
-        if num_rows:
-            self._begin(taken)
-            self.order.follow(before)
-            self.state[taken] |= state
-            self.place[taken] = self._alloc(num_rows)
-            self.order.at.note_created(taken)
-            self.order.lock(taken)
-            self.table.hits[taken] = hits if isinstance(hits, int) else hits[:num_rows]
-            self.table.priority[taken] = priority
-        self.table.forget(refused)
+        self.table.hold(rows)  # what follows one of them may leave now
+        try:
+            self.order.lock(before)
+            try:
+                num_rows = min(len(rows), self.make_room(len(rows)))
+            finally:
+                self.order.unlock(before)
+            taken = rows[:num_rows]
+            if num_rows:
+                self._begin(taken)
+                self.order.follow(before)
+                self.state[taken] |= state
+                self.place[taken] = self._alloc(num_rows)
+                self.order.at.note_created(taken)
+                self.order.lock(taken)
+                self.table.hits[taken] = hits if isinstance(hits, int) else hits[:num_rows]
+                self.table.priority[taken] = priority if isinstance(priority, int) else priority[:num_rows]
+        finally:
+            self.table.drop(rows)
         return taken
 
-    def reserve_second(self, rows: Rows) -> bool:
-        """Second places for these, which are in flight and do not fit one; False, and none leaves, where too many are
-        locked."""
-        if len(rows) > self.capacity or self.make_room(len(rows)) < len(rows):
-            return False
-        self.state[rows] |= RAW
-        self.second_place[rows] = self._alloc(len(rows))
-        return True
+    def reserve_second(self, rows: Rows) -> Rows:
+        """Give second places to these, which are in flight and do not fit one, so far as others leave for them: returns
+        the first ones."""
+        taken = rows[: self.make_room(len(rows))]
+        self.state[taken] |= RAW
+        self.second_place[taken] = self._alloc(len(taken))
+        return taken
 
     def landed(self, rows: Rows, ok: Mask | None = None) -> Rows:
         """The transfer of these has ended, of which it brought those that are `ok`, all by default. Returns what came;
@@ -194,6 +201,7 @@ class TierPages(Columns):
         if not len(came):
             return came
         assert self.has(came, IN_FLIGHT).all(), "nothing brings it"
+        assert (self.order.locks[came] > 0).all(), "who brings it has let go of it"
         self.num_in_flight -= self.num_places(came)
         self.num_held += len(came)
         raw = self.has(came, RAW)
@@ -205,7 +213,6 @@ class TierPages(Columns):
         self._tell_uses(came)
         if self.is_exclusive and (above := came[self.has(came, ABOVE)]).size:
             self._count_first_out(above)
-        self._on_arrive(came)
         return came
 
     def abandon(self, rows: Rows) -> None:
@@ -213,18 +220,29 @@ class TierPages(Columns):
         assert self.has(rows, IN_FLIGHT).all(), "it is not in flight"
         self.num_in_flight -= self.num_places(rows)
         self.pool.free(self.places(rows))
-        self.order.end_keeps(rows)
-        self.order.locks[rows] -= 1
-        self.state[rows] &= ABOVE
-        self.second_place[rows] = self.source[rows] = 0
-        self.expected_uses[rows] = 1.0
-        self._end(rows)
+        self._end_flight(rows)
+
+    def disown(self, rows: Rows) -> list[int]:
+        """Abandon a read of these rows that may end late or never. The rows lose their state; returns their places,
+        which stay taken until `free_disowned`."""
+        assert self.has(rows, READ).all(), "nothing reads it"
+        places: list[int] = self.place[rows].tolist()
+        self.num_in_flight -= len(rows)
+        self.num_disowned += len(rows)
+        self._end_flight(rows)
+        return places
+
+    def free_disowned(self, places: Sequence[int]) -> None:
+        """The read to these places has ended."""
+        self.num_disowned -= len(places)
+        self.pool.free(places)
 
     # Leaving
 
     def drop(self, rows: Rows) -> None:
         """Evict these, which the tier has and nobody has locked."""
-        self._on_evict(rows)
+        if self._on_evict is not None:
+            self._on_evict(rows)
         self.pool.free(self._drop(rows))
         self._end(rows)
 
@@ -269,12 +287,15 @@ class TierPages(Columns):
             self.table.drop(rows)
 
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
-        """These, which are held or in flight, will be asked for so often; counts under the policy `auto` alone."""
+        """Those of these that are held or in flight will be asked for so often. Counts under the policy `auto`
+        alone."""
+        rows = rows[self.has(rows, HELD | IN_FLIGHT)]
         self.expected_uses[rows] = np.maximum(self.expected_uses[rows], num_uses)
         self._tell_uses(rows[self.has(rows)])
 
     def end_session(self, rows: Rows) -> None:
-        """These, which are held or in flight, will not be asked for again: they leave first, and no store gets them."""
+        """Those of these that are held or in flight will not be asked for again: they leave first, and no store gets
+        them."""
         self.order.end_session(rows[self.has(rows, HELD | IN_FLIGHT)])
 
     def keep_until(self, rows: Rows, until_s: float, limit: float) -> None:
@@ -336,6 +357,15 @@ class TierPages(Columns):
         self.stored[rows[~ok]] &= ~np.uint8(store_bit)
         self.unlock(rows)
 
+    def take_sources(self, rows: Rows, stores: Iterable[Store]) -> Counter[Store]:
+        """How many of these, which a request loads, a read had brought, by its store. A page counts as read for the
+        first request alone."""
+        sources = self.source[rows]
+        if not sources.any():
+            return Counter()
+        self.source[rows] = 0
+        return Counter({store: int(np.count_nonzero(sources == store.bit)) for store in stores})
+
     def mark_stored(self, rows: Rows, store_bit: int) -> None:
         """A store is known to have these; of raw pages, which no store gets, all that is to be there."""
         self.stored[rows] |= store_bit
@@ -351,8 +381,9 @@ class TierPages(Columns):
         places = places[places > 0]
         if len(np.unique(places)) < len(places):
             found.append("two pages share a place")
-        if len(places) + self.pool.available() != self.pool.num_pages:
-            found.append(f"{len(places)} places are taken, {self.pool.available()} free of {self.pool.num_pages}")
+        if len(places) + self.num_disowned + self.pool.available() != self.pool.num_pages:
+            taken = f"{len(places)} places are taken, {self.num_disowned} of reads that were given up"
+            found.append(f"{taken}, {self.pool.available()} free of {self.pool.num_pages}")
         held, flying = np.flatnonzero(state & HELD), np.flatnonzero(state & IN_FLIGHT)
         raw = held[state[held] & RAW != 0]
         sums = {
@@ -413,6 +444,15 @@ class TierPages(Columns):
         self.place[rows] = self.second_place[rows] = 0
         self.stored[rows] = self.source[rows] = 0
         return places
+
+    def _end_flight(self, rows: Rows) -> None:
+        """Nothing brings these any more."""
+        self.order.end_keeps(rows)
+        self.order.locks[rows] -= 1
+        self.state[rows] &= ABOVE
+        self.place[rows] = self.second_place[rows] = self.source[rows] = 0
+        self.expected_uses[rows] = 1.0
+        self._end(rows)
 
     def _begin(self, rows: Rows) -> None:
         """These get a state: those without one are needed from now on."""

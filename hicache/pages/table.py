@@ -8,6 +8,7 @@ something of a page has columns of its own, which grow with the table.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import repeat
 from typing import Any, ClassVar
 
 import numpy as np
@@ -47,18 +48,17 @@ class PageTable(Columns):
     """The rows of the pages of one component, by page key. Owned by the scheduler thread.
 
     `index`          of the page in its prompts, from 0
-    `previous`       the row of the page before it, if a request named both; valid while that has `previous_age`
+    `previous`       the row of the page before it, if a request named both
     `age`            a number that no other row has or had; the row made last has the highest
     `name`           see `names_of`
     `hits`           requests that used the page since memory has it
     `priority`       the highest of a request that used it
-    `refs`           what needs the row: tiers that have the page or get it, and holders of `hold`
+    `refs`           what needs the row: tiers that have the page or get it, holders of `hold`, and rows that follow it
     """
 
     fields: ClassVar = {
         "index": (np.int32, 0),
         "previous": (np.int64, NO_ROW),
-        "previous_age": (np.int64, 0),
         "age": (np.int64, 0),
         "name": (np.uint64, 0),
         "hits": (np.int32, 0),
@@ -68,7 +68,6 @@ class PageTable(Columns):
     }
     index: npt.NDArray[np.int32]
     previous: Rows
-    previous_age: npt.NDArray[np.int64]
     age: npt.NDArray[np.int64]
     name: npt.NDArray[np.uint64]
     hits: npt.NDArray[np.int32]
@@ -97,10 +96,12 @@ class PageTable(Columns):
 
     def find(self, keys: Sequence[bytes]) -> Rows:
         """The rows of pages, int64 `[keys]`; `NO_ROW` for those without."""
-        get, row_of = self._row_of.get, self._row_of
-        if row_of.keys().isdisjoint(keys):
-            return np.full(len(keys), NO_ROW)
-        return np.fromiter([get(key, NO_ROW) for key in keys], np.int64, len(keys))
+        return np.array([*map(self._row_of.get, keys, repeat(NO_ROW))], np.int64)
+
+    def known(self, keys: Sequence[bytes]) -> Rows:
+        """The rows of those pages that have one."""
+        rows = self.find(keys)
+        return rows[rows >= 0]
 
     def row(self, key: bytes) -> int:
         return self._row_of.get(key, NO_ROW)
@@ -109,9 +110,9 @@ class PageTable(Columns):
         found: list[bytes] = self.keys[rows].tolist()
         return found
 
-    def add(self, keys: Sequence[bytes], index: int = 0, previous: int = NO_ROW) -> Rows:
-        """The rows of pages that follow each other in a prompt, the first at `index`, behind the page of the row
-        `previous`. Pages without a row get one, which the caller has something need, or gives back by `forget`."""
+    def add(self, keys: Sequence[bytes], index: int = 0, previous_key: bytes | None = None) -> Rows:
+        """The rows of pages that follow each other in a prompt, the first at `index`, behind the page `previous_key`.
+        Pages without a row get one, which the caller has something need, or gives back by `forget`."""
         rows = self.find(keys)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
@@ -123,6 +124,9 @@ class PageTable(Columns):
             self.age[new] = np.arange(self._last_age + 1, self._last_age + 1 + len(new))
             self._last_age += len(new)
             self.name[new] = names_of(new_keys)
+        previous = NO_ROW if previous_key is None else self.row(previous_key)
+        if previous == NO_ROW and previous_key is not None:
+            previous = int(self.add([previous_key], index - 1)[0])
         self.link(rows, previous)
         return rows
 
@@ -131,28 +135,21 @@ class PageTable(Columns):
         if not len(rows):
             return
         before = np.concatenate(([previous], rows[:-1]))
-        unknown = (before >= 0) & (rows >= 0) & (self.previous_of(rows) < 0)
-        self.previous[rows[unknown]] = before[unknown]
-        self.previous_age[rows[unknown]] = self.age[before[unknown]]
-
-    def previous_of(self, rows: Rows) -> Rows:
-        """The rows of the pages before these; `NO_ROW` where that is not known, or was given back."""
-        before = self.previous[rows]
-        return np.where((before >= 0) & (self.age[before] == self.previous_age[rows]), before, NO_ROW)
+        unknown = (before >= 0) & (rows >= 0) & (self.previous[rows] < 0)
+        if unknown.any():
+            self.previous[rows[unknown]] = before[unknown]
+            np.add.at(self.refs, before[unknown], 1)
 
     def with_paths(self, rows: Rows, seen: set[int]) -> Rows:
         """Each of `rows` behind the rows of the pages before it, as far as they are known, the first one first; only
-        those that `seen` lacks, which gets them."""
-        found, previous, ages, age = list[int](), self.previous, self.previous_age, self.age
+        those whose `age` is not in `seen`, which gets it."""
+        found, previous_of, age_of = list[int](), self.previous.item, self.age.item
         for last in rows.tolist():
             start, row = len(found), last
-            while row not in seen:
+            while row >= 0 and (age := age_of(row)) not in seen:
                 found.append(row)
-                seen.add(row)
-                before = int(previous[row])
-                if before < 0 or age[before] != ages[row]:
-                    break
-                row = before
+                seen.add(age)
+                row = previous_of(row)
             found[start:] = found[start:][::-1]
         return np.array(found, np.int64)
 
@@ -167,13 +164,20 @@ class PageTable(Columns):
 
     def forget(self, rows: Rows) -> None:
         """Give back those of these rows that nothing needs."""
-        gone = rows[self.refs[rows] == 0]
-        if len(gone):
-            for key in self.keys_of(gone):
-                del self._row_of[key]
-            for part in self._parts:
-                part.clear(gone)
-            self._free += gone[::-1].tolist()
+        unneeded = rows[(self.refs[rows] == 0) & (self.age[rows] > 0)].tolist()
+        if not unneeded:
+            return
+        for row in unneeded:  # and behind them those that only they needed
+            if (before := int(self.previous[row])) >= 0:
+                self.refs[before] -= 1
+                if not self.refs[before]:
+                    unneeded.append(before)
+        gone = np.array(unneeded, np.int64)
+        for key in self.keys_of(gone):
+            del self._row_of[key]
+        for part in self._parts:
+            part.clear(gone)
+        self._free += unneeded[::-1]
 
     def violations(self) -> list[str]:
         """Where the rows, their keys and the free ones disagree."""

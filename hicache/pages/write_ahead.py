@@ -143,7 +143,7 @@ class WriteAhead:
         if self._is_behind:
             for at in self._tiers:
                 rows = at.pages.rows_held()
-                rows = rows[np.argsort(at.pages.table.index[rows], kind="stable")]
+                rows = rows[np.lexsort((at.pages.order.at.last_use[rows], at.pages.table.index[rows]))]
                 self._come.append((at, rows, at.pages.table.age[rows]))
             self._is_behind = False
         while self._come:
@@ -160,7 +160,9 @@ class WriteAhead:
         if at.has_changed or (at.cold is None and at.has_refused and self._budget.takes_all_cold):
             at.begin_walk()
         num_looked_at = 0
-        while at.cold is not None and num_looked_at < _MAX_LOOKED_AT:
+        while num_looked_at < _MAX_LOOKED_AT:
+            if at.cold is None:
+                return
             rows = at.next_cold if len(at.next_cold) else next(at.cold, NO_ROWS)
             at.next_cold = NO_ROWS
             if not len(rows):

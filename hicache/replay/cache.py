@@ -1,41 +1,35 @@
-"""One cache without bytes: the real prefix tree, the real index of host pages and their eviction orders.
+"""One cache without bytes: the page table of the engine, its states and eviction orders, for two tiers over one row a
+block.
 
-A block of a trace is a page of one token: the id of the prefix that it ends. Requests come one after the other, and
-every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
+A block of a trace is a page of one token: the id of the prefix that it ends, which is its row. Requests come one after
+the other, and every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
-from collections import Counter, deque
-from collections.abc import Sequence
+from collections import deque
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from hicache.eviction.orders import KEPT_SHARE, deadline_s
-from hicache.eviction.write_budget import PageUses, WriteBudget, names_of
-from hicache.host.exclusive import ExclusiveIndex
-from hicache.host.index import PageIndex
-from hicache.host.run import RUN_TOKENS, HostRun, NewPages, RunPart, end_of, path_of, spans, used_alike, within
-from hicache.host.write_ahead import ROUND_SHARE, WriteAhead, WrittenIndex
-from hicache.replay.blocks import UNLIMITED, BlockKeys, BlockPool, ids_of
+from hicache.eviction.write_budget import PageUses, WriteBudget
+from hicache.pages.order import KEPT_SHARE, deadline_s
+from hicache.pages.policy import Ranks
+from hicache.pages.states import ABOVE, COPY, READ, Counts, TierPages, step_pages
+from hicache.pages.table import NO_ROWS, Mask, Rows
+from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
+from hicache.replay.blocks import UNLIMITED, BlockPool, BlockTable
 from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
-from hicache.stores.tier import JOB_PAGES
-from hicache.tiers import DISK, FULL
-from hicache.tree.core import RadixTree
+from hicache.tiers import DISK
 from hicache.tree.key import Tokens
-from hicache.tree.node import TreeNode
 
-_PAGE_TOKENS = 64  # of a host page, unless configured otherwise
 _BLOCKS_PER_S = 100.0  # that requests ask for
 
+_LARGE = 512  # blocks of a host
 _AT_EVICTION = ("write_back", "exclusive")
 
 
@@ -60,45 +54,39 @@ class Copies:
 
 
 class CacheSimulation:
-    """The tiers of one engine with host pages of `page_tokens`. `block_tokens`: of a block, of which a run on the host
-    and a read from disk have as many as make the tokens of the engine's."""
+    """The tiers of one engine. `blocks_per_s`: that requests ask for, by which the disk has its write budget."""
 
-    def __init__(
-        self,
-        settings: ReplaySettings,
-        block_tokens: int = _PAGE_TOKENS,
-        page_tokens: int = _PAGE_TOKENS,
-        blocks_per_s: float = _BLOCKS_PER_S,
-    ) -> None:
-        self.settings = settings
-        self._blocks_per_s = blocks_per_s
-        self._num_asked = 0
-        self._names = BlockKeys()
-        self.tree = RadixTree(1, self._names, policy=settings.policy)
+    def __init__(self, settings: ReplaySettings, blocks_per_s: float = _BLOCKS_PER_S) -> None:
+        self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
+        self._saves_at_eviction = settings.write_policy in _AT_EVICTION
+        self._is_exclusive = settings.write_policy == "exclusive"
+        self.table, self._unsaved = BlockTable(), list[tuple[Rows, Ranks]]()
+        self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._note)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
-        self.host: PageIndex | None = None
-        self._exclusive: ExclusiveIndex | None = None
+        self.host: TierPages | None = None
         if settings.host_blocks != 0:
-            run_blocks = max(1, RUN_TOKENS // block_tokens)
-            pool, order = BlockPool(settings.host_blocks), settings.host_order
-            if settings.write_policy == "exclusive":
-                self.host = self._exclusive = ExclusiveIndex(pool, order, run_pages=run_blocks)
-            else:
-                self.host = PageIndex(pool, order, run_pages=run_blocks)
+            pool = BlockPool(settings.host_blocks)
+            self.host = TierPages(pool, settings.host_order, self.table, is_exclusive=self._is_exclusive)
         self._ahead: WriteAhead | None = None
         self._uses = PageUses()
         if self.disk is not None and self.host is not None:
             self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._asked_s)
-            self._written = WrittenIndex(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
+            self._written = WrittenPages(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
             self._ahead = WriteAhead([self._written], DISK, self._budget, self._uses)
-        self._job_blocks = max(1, JOB_PAGES * page_tokens // block_tokens)
-        self._slots = torch.zeros(1024, dtype=torch.int64)  # values that the tree copies and nobody reads
         self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
 
     def _asked_s(self) -> float:
         """Where all requests ask for as many blocks a second."""
         return self._num_asked / self._blocks_per_s
+
+    def _note(self, rows: Rows) -> None:
+        """The device is about to lose these, the first one first."""
+        order, host = self.device.order, self.host
+        if host is not None and self._saves_at_eviction:
+            unsaved = rows[~host.has(rows) & ~order.has_ended[rows]]
+            self._unsaved.append((unsaved, order.policy.uses_of(order.at, unsaved)))
+            host.left_above(rows)
 
     @property
     def copies(self) -> Copies:
@@ -114,254 +102,194 @@ class CacheSimulation:
 
     def serve(self, blocks: Tokens, hint: Hint = NO_HINT, now_s: float = 0.0) -> BlockHits:
         """One request, from its arrival to its end, at `now_s`. `blocks`: ids of prefixes, see `prefix_ids`."""
-        self.tree.expire(now_s)
-        if self.host is not None:
-            self.host.expire(now_s)
+        device, host = self.device, self.host
+        for tier in (device,) if host is None else (device, host):
+            tier.order.expire(now_s)
         self._is_last = hint.session_end
-        if len(blocks) > len(self._slots):
-            self._slots = torch.zeros(2 * len(blocks), dtype=torch.int64)
-        tree = self.tree
-        match = tree.match(blocks)
-        keys = self._names.chain(b"", blocks) if self.host is not None else []
-        parts = self.host.parts(keys) if self.host is not None else []
-        read = self._prefetch(blocks, keys, match.full_len, parts)
-        if self.host is not None and len(read):
-            parts = self.host.parts(keys)
-        length = self._usable(end_of(parts, match.full_len))
-        device_len = min(match.full_len, length)
+        self.table.name_blocks(blocks)
+        match_len = _first_gap(device.has(blocks))
+        read = self._prefetch(blocks, match_len)
+        length = match_len if host is None else match_len + _first_gap(host.has(blocks[match_len:]))
+        length = min(length, device.pool.num_pages)
+        device_len = min(match_len, length)
         self._loaded += length - device_len
         self._read += len(read)
-        node = self._admit(tree.node_at(match, device_len), blocks, keys, length, parts)
-        node = self._commit(node, blocks[length:], keys)
-        tree.touch(node)
-        tree.unlock(node)
+        end = self._commit(blocks, self._admit(blocks, device_len, length))
+        device.use(blocks[:end])
+        device.unlock(blocks[:end])
         self._num_asked += len(blocks)
-        self._touch_below(blocks, keys, node, hint, now_s)
-        num_disk = bisect_left(read, length)
+        self._touch_below(blocks, end, hint, now_s)
+        num_disk = int(np.searchsorted(read, length))
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
     def check(self) -> None:
-        """Raise `InvariantError` where the tree does not hold what it should, or a tier holds more than it may."""
-        self.tree.check()
-        capacity, held = self.settings.device_blocks, self.tree.account(FULL).total
-        assert capacity is None or held <= capacity, f"the device holds {held}"
+        """Raise `InvariantError` where a tier does not hold what it should, or more than it may."""
+        self.device.check()
         if self.host is not None:
-            self.host.check(Counter())
+            self.host.check()
 
     # The steps of a request
 
-    def _prefetch(
-        self, blocks: Tokens, keys: Sequence[bytes], device_len: int, parts: Sequence[RunPart]
-    ) -> Sequence[int]:
-        """Disk to host: what the disk adds to memory, of which the host has `parts`. Returns which blocks came. One
-        lock keeps what the read continues and what it has brought."""
+    def _prefetch(self, blocks: Tokens, device_len: int) -> Rows:
+        """Read the blocks that only the disk has into the host. Returns the rows that came. Blocks before them, and
+        those that earlier reads brought, stay locked."""
         host, disk = self.host, self.disk
         if host is None or disk is None:
-            return ()
-        is_missing = np.ones(len(keys), np.bool_)
+            return NO_ROWS
+        is_missing = ~host.has(blocks)
         is_missing[:device_len] = False
-        for part in parts:
-            is_missing[part.start : part.end] = False
         missing = np.flatnonzero(is_missing)
         missing = missing[: disk.num_present(blocks[missing])]
         if not len(missing):
-            return ()
-        held = end_of(parts, device_len)
-        followed = [part.run for part in parts if device_len < part.end <= held]
-        before = (host.get(keys[start - 1]) for start, _ in spans(missing.tolist()) if start)
-        followed += [run for run in before if run is not None]
+            return NO_ROWS
+        followed = blocks[: missing[-1]]
+        followed = followed[host.has(followed) & ~host.has(followed, ABOVE)]
         host.lock(followed)
-        read: list[int] = missing[: host.capacity].tolist()
-        most, jobs = self._job_blocks, list[NewPages]()
-        for start, end in spans(read):
-            jobs += [_piece(keys, at, min(end, at + most)) for at in range(start, end, most)]
-        for run in [run for job in jobs for run in host.reserve([job]) or ()]:  # what leaves, leaves for one job
-            run.stored |= DISK.bit
-            host.publish(run)
+        rows = host.reserve(blocks[missing[: host.capacity]], READ)
+        host.mark_stored(rows, DISK.bit)
+        host.landed(rows)
+        read = missing[: len(rows)]
         host.unlock(followed)
         disk.read(blocks[read])
         return read
 
-    def _admit(
-        self, node: TreeNode, blocks: Tokens, keys: Sequence[bytes], length: int, parts: Sequence[RunPart]
-    ) -> TreeNode:
-        """Make slots available for what the prefix of `length` blocks, of which the host has `parts`, lacks behind
-        `node` and what follows it, and load it. Returns the prefix's end, which is locked."""
-        start = node.depth_tokens
-        self.tree.lock(node)
-        loaded: list[RunPart] = []
-        if self.host is not None:
-            used = self.host.count_use(within(parts, range(length)))
-            loaded = within(used, range(start, length))
-            self.host.lock(part.run for part in loaded)
-        for at in node.path():
-            at.begin_use()
-        if self._exclusive is not None:
-            end = self._load_in_steps(self._exclusive, node, blocks, loaded)
-            self._make_available(len(blocks) - end.depth_tokens)
+    def _admit(self, blocks: Tokens, device_len: int, length: int) -> int:
+        """Free slots for the blocks of the prefix (`length` blocks) that the device lacks and for the blocks behind it,
+        and load the prefix. Returns the end of the prefix, which is locked."""
+        device, host = self.device, self.host
+        device.lock(blocks[:device_len])
+        device.order.go_on(blocks[:device_len])
+        self.table.hits[blocks[:length]] += 1
+        loaded = blocks[device_len:length]
+        if host is not None:
+            host.lock(loaded)
+        if host is not None and self._is_exclusive:
+            end = self._load_in_steps(host, blocks, device_len, length)
+            self._make_available(len(blocks) - end)
             return end
-        self._make_available(len(blocks) - start)
-        end = self._load(node, blocks, loaded)
-        self._maybe_backup(end, keys)
-        if self.host is not None:
-            self.host.unlock(part.run for part in loaded)
-        return end
+        self._make_available(len(blocks) - device_len)
+        self._load(loaded)
+        self._maybe_backup(blocks[:length])
+        if host is not None:
+            host.unlock(loaded)
+        return length
 
-    def _load(self, node: TreeNode, blocks: Tokens, parts: Sequence[RunPart]) -> TreeNode:
-        """Bring `parts` to the device behind `node`. Returns the node at their end, to which its lock moves."""
-        end, done = node, node.depth_tokens
-        for last, hit_count in used_alike(parts):
-            end = self.tree.insert(end, blocks[done:last], self._slots[: last - done], hit_count=hit_count).node
-            done = last
-        self.tree.move_lock(node, end)
-        return end
+    def _load(self, rows: Rows) -> None:
+        """Bring these to the device, where they are locked."""
+        self._enter(rows, self.table.hits[rows])
 
-    def _load_in_steps(self, host: ExclusiveIndex, node: TreeNode, blocks: Tokens, parts: list[RunPart]) -> TreeNode:
-        """As `_load`, making room on the device step by step, so that what goes down takes the places of what has come
-        up, which is all but the last step."""
-        done, under_way = node.depth_tokens, deque[list[RunPart]]()
-        end = parts[-1].end if parts else done
+    def _enter(self, rows: Rows, hits: Counts | int) -> None:
+        taken = self.device.reserve(rows, COPY, hits=hits)
+        assert len(taken) == len(rows), "made available before"
+        self.device.lock(taken)
+        self.device.landed(taken)
+
+    def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
+        """Like `_load`, in steps: victims of the device take the host places of blocks that earlier steps loaded,
+        except for the last two steps. Copies end at once here, so a large host makes all steps at once."""
+        step, under_way = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
-            if len(under_way) > 1:
+            last = host.step_end(done, end, end - done, self.device.pool.available())
+            stop = last if host.pool.num_pages <= _LARGE else end
+            self.device.make_room(stop - done)
+            while done < stop:
+                self._load(blocks[done:last])
+                under_way.append(blocks[done:last])
+                done, last = last, min(stop, last + step)
+            while len(under_way) > 2:
                 self._land(host, under_way.popleft())
-            last = host.step_end(done, end, end - done, self._free())
-            parts = host.divided(parts, last)
-            step = within(parts, range(done, last))
-            self._make_available(last - done)
-            node, done = self._load(node, blocks, step), last
-            under_way.append(step)
-        for step in under_way:
-            self._land(host, step)
-        return node
+            self._save_evicted()
+        for rows in under_way:
+            self._land(host, rows)
+        return end
 
     @staticmethod
-    def _land(host: ExclusiveIndex, parts: Sequence[RunPart]) -> None:
+    def _land(host: TierPages, rows: Rows) -> None:
         """What a step brought is on the device."""
-        host.unlock(part.run for part in parts)
-        host.came_to_device(parts)
+        host.unlock(rows)
+        host.came_above(rows)
 
-    def _commit(self, node: TreeNode, computed: Tokens, keys: Sequence[bytes]) -> TreeNode:
-        """Give the tree the blocks behind `node`, as many as the device has room for. Returns the node at their end, to
-        which the lock on `node` moves."""
-        computed, start = computed[: self._free()], node.depth_tokens
-        inserted = self.tree.insert(node, computed, self._slots[: len(computed)])
-        self.tree.move_lock(node, inserted.node)
-        if self._exclusive is not None:
-            self._exclusive.came_to_device(self._exclusive.parts(keys[start : start + len(computed)]))
+    def _commit(self, blocks: Tokens, start: int) -> int:
+        """Add the blocks from `start` on to the device until it is full, locked. Returns their end."""
+        end = min(len(blocks), start + self.device.pool.available())
+        computed = blocks[start:end]
+        self._enter(computed, 1)
+        if self.host is not None and self._is_exclusive:
+            self.host.came_above(computed)
         if not self._is_last:
-            self._maybe_backup(inserted.node, keys)
-        return inserted.node
+            self._maybe_backup(blocks[:end])
+        return end
 
-    def _touch_below(self, blocks: Tokens, keys: Sequence[bytes], node: TreeNode, hint: Hint, now_s: float) -> None:
+    def _touch_below(self, blocks: Tokens, end: int, hint: Hint, now_s: float) -> None:
         """What the tiers below have of the prefix counts as used, whichever tier served it; of the disk, what may be
         used again. Then what the request says of later ones counts."""
-        if self.host is not None:
-            used = keys[: node.depth_tokens]
-            self.host.touch(self.host.runs_of(used))
-            self.host.link(used)
-        shared = self._end_session(node, keys) if hint.session_end else node
+        used, host = blocks[:end], self.host
+        if host is not None:
+            host.use(used[host.has(used)])
+        shared = self._end_session(used) if hint.session_end else end
         if hint.next_turn_within_s is not None:
-            self._keep(node, keys, deadline_s(now_s, hint.next_turn_within_s))
+            until_s = deadline_s(now_s, hint.next_turn_within_s)
+            for tier in (self.device,) if host is None else (self.device, host):
+                limit = math.inf if tier.pool.num_pages == UNLIMITED else KEPT_SHARE * tier.pool.num_pages
+                tier.keep_until(used, until_s, limit)
         if self.disk is not None and self._ahead is not None:
-            self.disk.touch(blocks[: shared.depth_tokens])
-            self._uses.use(names_of(keys[: shared.depth_tokens]))
-            self._ahead.use(self._written, keys[: shared.depth_tokens])
+            self.disk.touch(blocks[:shared])
+            self._uses.use(self.table.name[blocks[:shared]])
+            self._ahead.use(self._written, shared)
             self._write_ahead(self.disk, self._ahead)
 
     def _write_ahead(self, disk: DiskOrder, ahead: WriteAhead) -> None:
         """Host to disk: what it gets by now."""
         while (chosen := ahead.next_round()) or not ahead.is_done:
-            runs = [run for _, run in chosen]
-            ids = _by_use(runs)
-            for piece in [runs] if disk.takes_alike(ids) else [[run] for run in runs]:
+            for at, rows in chosen:
                 num_before = disk.num_written
-                disk.put(ids if piece is runs else _by_use(piece))
-                self._budget.spend(disk.num_written - num_before, sum(len(run.keys) for run in piece))
-            for run in runs:
-                run.stored |= DISK.bit
-                ahead.note_answer(run)
-            for path in _paths(runs):
-                disk.touch(ids_of(run.keys for run in path))
+                disk.put(rows)
+                self._budget.spend(disk.num_written - num_before, len(rows))
+                at.pages.written(rows, np.ones(len(rows), np.bool_), DISK.bit)
+                ahead.note_answer(at, len(rows))
+                disk.touch(self.table.with_paths(rows[::-1], set()))
 
-    def _end_session(self, node: TreeNode, keys: Sequence[bytes]) -> TreeNode:
-        """Returns the end of what others share."""
-        shared = node
-        for ended in self.tree.end_session(node):
-            assert ended.parent is not None
-            shared = ended.parent
-        if self.host is not None:
-            self.host.end_session(keys[shared.depth_tokens : node.depth_tokens])
+    def _end_session(self, used: Rows) -> int:
+        """Returns where others go on differently, from there on nothing of the prompt is shared."""
+        shared = self.device.order.num_shared(used)
+        for tier in (self.device,) if self.host is None else (self.device, self.host):
+            tier.end_session(used[shared:])
         return shared
-
-    def _keep(self, node: TreeNode, keys: Sequence[bytes], until_s: float) -> None:
-        most = self.settings.device_blocks
-        self.tree.keep(node, until_s, {FULL: math.inf if most is None else KEPT_SHARE * most})
-        if self.host is not None:
-            self.host.keep(keys[: node.depth_tokens], until_s, KEPT_SHARE * self.host.pool.num_pages)
 
     # Between the tiers
 
-    def _maybe_backup(self, node: TreeNode, keys: Sequence[bytes]) -> None:
-        """Device to host: what the write policy wants of the end of the path that the host lacks."""
-        host = self.host
-        if host is None or self.settings.write_policy in _AT_EVICTION:
-            return
-        wanted = list(takewhile(lambda at: keys[at.depth_tokens - 1] not in host, node.climb()))[::-1]
-        pieces = [_piece(keys, at.depth_tokens - at.num_tokens, at.depth_tokens) for at in wanted]
-        self._save([self._used_as(piece, at) for piece, at in zip(pieces, wanted, strict=True)])
+    def _maybe_backup(self, rows: Rows) -> None:
+        """Device to host: what the write policy wants of the end of a prefix, behind the last block on the host."""
+        if self.host is not None and not self._saves_at_eviction:
+            order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
+            self._save(self.host, absent, order.policy.uses_of(order.at, absent), rows)
 
-    def _used_as(self, piece: NewPages, node: TreeNode) -> NewPages:
-        return piece._replace(hit_count=node.hit_count, uses=self.tree.account(FULL).uses_of(node))
-
-    def _save(self, pieces: Sequence[NewPages]) -> None:
-        """Device to host, and from there to the disk, as far as the host has room."""
-        host = self.host
-        if not pieces or host is None:
-            return
-        absent = [new for piece in pieces for new in host.absent(piece)]
-        came = host.reserve(host.fitting(absent)) or ()
-        for run in reversed(came):
-            host.publish(run)
-            self._backed_up += len(run.keys)
+    def _save(self, host: TierPages, rows: Rows, uses: Ranks, before: Rows) -> None:
+        """Back up rows to the host while it has room, and from there to the disk; rows of `before` stay. `uses`: the
+        uses of each row on the device."""
+        taken = host.reserve(rows, COPY, before, hits=self.table.hits[rows])
+        host.expected_uses[taken] = uses[: len(taken)]
+        host.landed(taken)
+        self._backed_up += len(taken)
         if self._ahead is not None:
-            self._ahead.come(self._written, came)
+            self._ahead.come(self._written, taken)
 
     # Capacity
 
-    def _usable(self, length: int) -> int:
-        """A request uses no more blocks than the device holds."""
-        return length if self.settings.device_blocks is None else min(length, self.settings.device_blocks)
-
-    def _free(self) -> int:
-        capacity = self.settings.device_blocks
-        return UNLIMITED if capacity is None else capacity - self.tree.account(FULL).total
-
     def _make_available(self, num_blocks: int) -> None:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
-        tree, short, unsaved = self.tree, num_blocks - self._free(), list[NewPages]()
-        while short > 0 and (node := tree.victim(FULL, short)) is not None:
-            if self.settings.write_policy in _AT_EVICTION and self.host is not None and not node.full.has_ended:
-                previous_key = tree.names.previous_key(node) if node.depth_tokens > node.num_tokens else None
-                piece = NewPages(tree.names.of(node), previous_key, node.depth_tokens - node.num_tokens)
-                unsaved.append(self._used_as(piece, node))
-            short -= sum(released.size for released in tree.drop(node, FULL))
-            if self._exclusive is not None:
-                self._exclusive.left_device(tree.names.of(node))
-        self._save(unsaved[::-1])
+        self.device.make_room(num_blocks)
+        self._save_evicted()
+
+    def _save_evicted(self) -> None:
+        """Where the write policy saves what leaves, the host gets all victims together: if it has not room for all,
+        those evicted last."""
+        unsaved, self._unsaved = self._unsaved, []
+        if unsaved and self.host is not None:
+            rows, uses = (np.concatenate(column)[::-1] for column in zip(*unsaved, strict=True))
+            self._save(self.host, rows, uses, np.unique(self.table.previous[rows]))
 
 
-def _by_use(runs: Sequence[HostRun]) -> Tokens:
-    """The blocks of runs that are put one after the other, the most recently used first."""
-    return ids_of(run.keys[::-1] for run in runs)[::-1]
-
-
-def _paths(ends: Sequence[HostRun]) -> list[list[HostRun]]:
-    """Of each of `ends` the runs up to it, from the first on, but those that a later one follows as well: the use of
-    that path counts last."""
-    seen = set[HostRun]()
-    return [path_of(end, seen) for end in reversed(ends)][::-1]
-
-
-def _piece(keys: Sequence[bytes], start: int, end: int) -> NewPages:
-    """Blocks [start, end) of a prompt."""
-    return NewPages(keys[start:end], keys[start - 1] if start else None, start)
+def _first_gap(has: Mask) -> int:
+    """How many of these are true before the first that is not."""
+    return len(has) if has.all() else int(has.argmin())

@@ -13,7 +13,7 @@ from typing import Any
 from hicache.config.settings import Number, Size, Whole, as_flag
 from hicache.console import counted, path_of, print_table, progress, require_writable, write_whole
 from hicache.errors import ConfigError
-from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.pages.order import RANK_POLICIES
 from hicache.replay.cost import TierCosts, costs_of
 from hicache.replay.curve import CurvePoint, miss_ratio_curve
 from hicache.replay.flags import add_trace_flags, trace_of
@@ -56,10 +56,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     rules = parser.add_argument_group("rules")
     rules.add_argument(
         "--policies", type=_policies, default=_POLICIES, metavar="NAMES",
-        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(EVICTION_POLICIES))}",
+        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(RANK_POLICIES))}",
     )  # fmt: skip
     rules.add_argument(
-        "--host-policy", choices=sorted(EVICTION_POLICIES), default="",
+        "--host-policy", choices=sorted(RANK_POLICIES), default="",
         help="that of the host (default: the device's, but lru for auto under exclusive)",
     )  # fmt: skip
     rules.add_argument(
@@ -146,8 +146,8 @@ def _byte_capacity(text: str) -> int | None:
 def _policies(text: str) -> tuple[str, ...]:
     names = tuple(dict.fromkeys(name.strip() for name in text.split(",")))
     for name in names:
-        if name not in EVICTION_POLICIES:
-            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(EVICTION_POLICIES))}")
+        if name not in RANK_POLICIES:
+            raise argparse.ArgumentTypeError(f"{name!r} is unknown; use some of {', '.join(sorted(RANK_POLICIES))}")
     return names
 
 

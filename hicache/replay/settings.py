@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hicache.config import default_write_policy, host_order
 from hicache.config.settings import short_repr
 from hicache.errors import ConfigError
-from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.pages.order import RANK_POLICIES
 from hicache.replay.hints import HINTS, HintName
 
 WRITE_POLICIES = ("write_through", "write_back", "exclusive")
@@ -43,7 +43,7 @@ class ReplaySettings:
         if not self.write_policy:
             chosen = default_write_policy(has_stores=self.disk_blocks != 0)
             object.__setattr__(self, "write_policy", chosen)
-        orders = tuple(EVICTION_POLICIES)
+        orders = tuple(RANK_POLICIES)
         for name, words in (("policy", orders), ("write_policy", WRITE_POLICIES), ("host_policy", ("", *orders))):
             if vars(self)[name] not in words:
                 raise ConfigError(f"{name}={short_repr(vars(self)[name])} is unknown; use one of {', '.join(words)}")

@@ -180,7 +180,7 @@ def _replay(
     costs: TierCosts | None,
 ) -> ReplayResult:
     blocks_per_s = trace.num_blocks / (trace.requests[-1].time_s or 1)
-    cache = CacheSimulation(settings, trace.block_tokens, blocks_per_s=blocks_per_s)
+    cache = CacheSimulation(settings, blocks_per_s)
     hits = np.zeros((len(BlockHits._fields), len(prompts)), np.int64)
     hints = hints_of(trace, settings.hints)
     for at, blocks in enumerate(prompts):

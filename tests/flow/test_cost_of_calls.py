@@ -33,7 +33,7 @@ from waiting import BOUND_S, eventually
 PAGE = 8
 MAX_JOBS = 8  # that a poll gives to a store
 IDLE_POLL_CALLS = 96  # what a poll costs at most that finds no answer
-SHORT_PROMPT_CALLS = 900  # of a prefetch of 24 pages, at most
+SHORT_PROMPT_CALLS = 1000  # of a prefetch of 24 pages, at most
 
 
 def engine_of(

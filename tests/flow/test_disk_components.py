@@ -184,7 +184,7 @@ def test_only_the_last_window_is_read(tmp_path: Path) -> None:
             serve(engine, f"a{end}", tokens[: end + 1], WINDOWS)
     with engine_at(tmp_path, WINDOWS, device_tokens=256, window_tokens=256) as engine:
         assert serve(engine, "b", tokens, WINDOWS) == Hit(disk=120)
-        assert len(engine.inspect.context.by_name[SWA].index) == -(-WINDOW // PAGE)
+        assert len(engine.inspect.context.by_name[SWA].pages) == -(-WINDOW // PAGE)
         settled(engine)
 
 
@@ -221,7 +221,7 @@ def test_a_component_that_only_the_disk_has_comes_back_to_held_pages(tmp_path: P
         context = engine.inspect.context
         node = context.tree.match(first[:56]).nodes[-1]
         context.free(context.tree.drop(node, MAMBA))
-        context.by_name[MAMBA].index.clear()
+        context.by_name[MAMBA].pages.evict_all()
         assert node.children and engine.lookup(first).host == 0
         before = engine.stats()["prefetch.bytes"]
         assert serve(engine, "c", first, STATES).tokens == 56
@@ -249,7 +249,7 @@ def test_what_the_device_holds_is_read_when_the_device_has_lost_it(tmp_path: Pat
 def test_windows_leave_the_host_with_their_full_pages(policy: str) -> None:
     """Of more prompts than the host has pages for: what it has of windows is of full pages that memory has too."""
     with build_engine(config(host_bytes=24 * 8 * 256, write_policy=policy), WINDOWS) as engine:
-        full, windows = (engine.inspect.context.by_name[name].index for name in ("full", SWA))
+        full, windows = (engine.inspect.context.by_name[name].pages for name in ("full", SWA))
         tree = engine.inspect.context.tree
         for number in range(12):
             tokens = np.arange(100 * number, 100 * number + 41)

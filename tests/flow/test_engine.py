@@ -212,8 +212,8 @@ def test_what_leaves_the_device_together_stays_together_on_the_host() -> None:
         engine.release(engine.acquire(CacheRequest("c", prompt(3, 120))))  # takes the device
         context = engine.inspect.context
         keys = context.tree.names.of_prompt(context.tree.match(first[:0]), first[:56])
-        runs = [context.full.index.get(key) for key in keys]
-        assert all(runs[at] is runs[at - 1] or runs[at].parent_run is runs[at - 1] for at in range(1, 7))  # type: ignore
+        rows = context.full.pages.held(keys)
+        assert len(rows) == 6 and context.full.pages.table.previous[rows[1:]].tolist() == rows[:-1].tolist()
         stats = engine.stats()
         assert stats["evict.device_lost_tokens"] == 0 < stats["evict.device_demoted_tokens"]
         settled(engine)
@@ -226,7 +226,7 @@ def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, po
     last, and of that the beginning; and no window or state without its full pages."""
     sizes = {"device_tokens": 512, "window_tokens": 640, "host_states": 4, "write_policy": policy}
     with build_engine(config(host_bytes=13 * 8 * (160 if model is STATES else 256), **sizes), model) as engine:
-        index, prompts = engine.inspect.context.full.index, [prompt(1, 81), prompt(2, 81)]
+        index, prompts = engine.inspect.context.full.pages, [prompt(1, 81), prompt(2, 81)]
         if policy == "write_through":
             prompts = [np.concatenate(prompts)]
         for n, tokens in enumerate(prompts):
@@ -240,7 +240,7 @@ def test_a_host_without_room_for_all_gets_the_beginning(model: ModelGeometry, po
         assert [held for of_prompt in on_host for held in of_prompt] == [n < num_pages for n in range(20)]
         for component in engine.inspect.context.components:
             names = engine.inspect.context.tree.names
-            assert {*component.index} <= {*names.of_component(component.name, [*index])}
+            assert {*component.pages} <= {*names.of_component(component.name, [*index])}
         settled(engine)
 
 
@@ -248,16 +248,16 @@ def test_a_window_whose_full_page_did_not_fit_when_packed_is_none() -> None:
     """Where a full page finds no second place on the host, its window is not kept there, which does."""
     sizes = {"device_tokens": 512, "window_tokens": 640, "host_bytes": 24000, "write_policy": "write_through"}
     with build_engine(config(**sizes, kv_packing="4", **PACKABLE), WIDER["window"]) as engine:
-        full, names = engine.inspect.context.full.index, engine.inspect.context.tree.names
+        full, names = engine.inspect.context.full.pages, engine.inspect.context.tree.names
         serve(engine, "a", prompt(1, 49), WIDER["window"])
-        locked = full.runs_of([*full])
+        locked = full.rows_held()
         full.lock(locked)
         with engine.acquire(CacheRequest("b", prompt(2, 65))) as lease:
             prefill(engine, lease, prompt(2, 65), WIDER["window"])
         engine.flush()
         full.unlock(locked)
         assert engine.stats()["packing.dropped_pages"] > 0
-        windows = engine.inspect.context.by_name[SWA].index
+        windows = engine.inspect.context.by_name[SWA].pages
         assert {*windows} <= {*names.of_component(SWA, [*full])}
         settled(engine)
 
@@ -273,7 +273,7 @@ def test_what_a_request_used_counts_as_used_when_it_ends() -> None:
         fill(engine, FULL, 3)
         context = engine.inspect.context
         keys = [context.tree.names.of_prompt(context.tree.match(at[:56]), at[:56]) for at in (first, second)]
-        assert [of_prompt[-1] in context.full.index for of_prompt in keys] == [True, False]
+        assert [of_prompt[-1] in context.full.pages for of_prompt in keys] == [True, False]
         settled(engine)
 
 

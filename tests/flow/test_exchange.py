@@ -70,7 +70,7 @@ def test_a_flush_stores_what_the_device_alone_has(write_policy: str) -> None:
         engine.flush()
         assert all(store.contains(keys))
         assert engine.lookup(prompts[1]).device == 120
-        assert write_policy != "exclusive" or len([*engine.inspect.context.full.index]) >= 15
+        assert write_policy != "exclusive" or len([*engine.inspect.context.full.pages]) >= 15
         assert write_policy != "exclusive" or engine.stats()["host.duplicate_tokens"] <= 2 * 8
         num_copied = engine.stats()["backup.bytes"]
         engine.flush()
@@ -193,7 +193,7 @@ def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_
         lease = turn(engine, number, prompts[number % 2], 40)
         assert lease is not None and (lease.hit.device, lease.hit.host) == (0, 120)
         (load,) = engine.inspect.restore.in_flight()
-        assert len(load.parts["full"]) == 1 and load.parts["full"][0].end - load.parts["full"][0].start == 1
+        assert len(load.pages["full"].rows) == 1
         transfers[engine].finish()
         prefill(engine, lease, prompts[number % 2], models[engine])
         engine.release(lease)
@@ -203,17 +203,17 @@ def test_a_request_that_does_not_wait_is_admitted_when_all_but_the_last_step_is_
     assert num_copies >= first[0] + 4 * 14 and num_waits <= first[1] + 4  # for the token behind each prompt
 
 
-def test_a_run_that_others_need_too_comes_in_steps(engine: CacheEngine) -> None:
-    """It stays whole meanwhile, locked once for each step of which it has a part."""
+def test_pages_that_others_need_too_come_in_steps(engine: CacheEngine) -> None:
+    """They stay on the host meanwhile; the last step has locked its own."""
     first, _ = both(engine)
-    index = engine.inspect.context.full.index
-    runs = index.runs_of([*index])
-    index.lock(runs)
+    pages = engine.inspect.context.full.pages
+    rows = pages.held(page_keys(engine, first[:120]))
+    pages.lock(rows)
     with engine.acquire(CacheRequest("again", first, reserve_tokens=0)) as lease:
-        assert (lease.hit.device, lease.hit.host) == (0, 120) and runs[-1].locks == 2
+        assert (lease.hit.device, lease.hit.host) == (0, 120) and pages.order.locks[rows[-1]] == 2
         engine.flush()
-    assert all(run.locks == 1 for run in runs) and sum(len(run.keys) for run in runs) == 15
-    index.unlock(runs)
+    assert len(rows) == 15 and pages.has(rows).all() and (pages.order.locks[rows] == 1).all()
+    pages.unlock(rows)
 
 
 def test_room_that_is_ready_for_one_request_goes_to_another_one(engine: CacheEngine) -> None:

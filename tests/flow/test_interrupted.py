@@ -72,12 +72,12 @@ def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> Non
     with engine.acquire(CacheRequest("a", TOKENS)) as lease:
         engine.commit(lease, TOKENS)
     full = engine.inspect.context.full
-    full.index.num_evictable += 1
+    full.pages.order.num_evictable += 1
     with pytest.raises(InvariantError, match="evictable"):
         engine.check()
-    full.index.num_evictable -= 1
+    full.pages.order.num_evictable -= 1
     (copy,) = engine.inspect.backup._in_flight
-    full.index.unlock(copy.runs[FULL])
+    full.pages.unlock(copy.pages[FULL].rows)
     with pytest.raises(AssertionError, match="let go"):
         while True:
             engine.poll()

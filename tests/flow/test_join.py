@@ -109,7 +109,7 @@ def test_reads_end_with_the_prompt(store: PacedStore) -> None:
         engine.commit(first, tokens[: 2 * PAGE])
         lease = engine.join(first, 2 * PAGE)
         assert lease.cached_len == 184
-        index = engine.inspect.context.full.index
+        index = engine.inspect.context.full.pages
         assert index.num_evictable < len(index) and engine.stats()["prefetch.waiting_requests"] == 1
         compute(engine, lease, tokens, 184, 193)
         engine.commit(lease, tokens)
@@ -132,8 +132,8 @@ def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore
         engine.commit(lease, tokens)
         engine.release(lease)
         settled(engine)
-        starts = [run.first for run in engine.inspect.context.full.index.leaving()]
-        assert starts[-1] == 0 and starts == sorted(starts, reverse=True)
+        pages = engine.inspect.context.full.pages
+        assert pages.table.index[pages.order.leaving()].tolist() == [*range(23, -1, -1)]
 
 
 def test_full_pages_without_their_state_are_not_read(store: PacedStore) -> None:

@@ -150,7 +150,7 @@ def test_what_the_host_has_no_page_for_counts_once(model: ModelGeometry) -> None
             engine.flush()
         with engine.acquire(CacheRequest("b", tokens)):
             engine.flush()
-        full, *others = (len(component.index) for component in engine.inspect.context.components)
+        full, *others = (len(component.pages) for component in engine.inspect.context.components)
         stats = engine.stats()
         assert full < 20 and full * PAGE + stats["backup.skipped_tokens"] == 20 * PAGE
         assert sum(others) + stats["backup.skipped_pages"] <= 20

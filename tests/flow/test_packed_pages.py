@@ -25,7 +25,6 @@ from hicache.build.sizing import host_page_bytes
 from hicache.cli import main
 from hicache.device import KVCache, MHATokenToKVPool, MLATokenToKVPool, NSATokenToKVPool
 from hicache.errors import ConfigError
-from hicache.host.run import ids_of
 from hicache.kernels.pack import FOUR_BITS
 from hicache.storage import open_existing, store_folders
 from memory_store import MemoryPageStore
@@ -100,8 +99,8 @@ def test_what_follows_a_raw_page_is_stored(device: str) -> None:
     tokens[[0, 4 * PAGE]] = 20  # only page 2 does not fit
     with build_engine(config(device=device), MODELS["mha"], store=store) as engine:  # type: ignore[arg-type]
         serve(engine, "a", tokens, "some")
-        index = engine.inspect.context.full.index
-        index.discard(page_keys(engine, tokens[:-1])[3:])
+        pages = engine.inspect.context.full.pages
+        pages.discard(pages.table.known(page_keys(engine, tokens[:-1])[3:]))
         forget(engine, "device")
         hit = serve(engine, "b", tokens, "some").hit
         assert (hit.host, hit.disk, engine.stats()["packing.raw_pages"]) == (3 * PAGE, 3 * PAGE, 1)
@@ -111,7 +110,7 @@ def test_what_follows_a_raw_page_is_stored(device: str) -> None:
         for n in range(3):
             assert serve(engine, f"d{n}", tokens, "some").cached_len == 6 * PAGE
             assert serve(engine, f"e{n}", TOKENS[: PAGE + 1], "some").cached_len == (n > 0) * PAGE  # is all raw
-        assert store.verbs("put") == num_puts and all(run.stored for run in index.runs_of([*index]))
+        assert store.verbs("put") == num_puts and pages.stored[pages.rows_held()].all()
 
 
 def test_a_stop_stores_what_is_behind_raw_pages(device: str) -> None:
@@ -184,8 +183,8 @@ def test_the_documented_decoder_reads_a_page() -> None:
         with build_engine(settings, MODELS[name]) as engine:
             serve(engine, "a", TOKENS, "fit")
             full = engine.inspect.context.full
-            key = next(iter(full.index))
-            page = full.host.bytes_of[ids_of(full.index.parts([key]))][0].numpy().tobytes()
+            key = next(iter(full.pages))
+            page = full.host.bytes_of[int(full.pages.place[full.pages.table.row(key)])].numpy().tobytes()
             slots = engine_slots(engine, TOKENS[:PAGE])
             for layer in full_layers(engine):
                 for at, buffer in enumerate(layer):
@@ -241,7 +240,7 @@ def test_pages_of_another_packing_are_never_read(tmp_path: Path) -> None:
     for bits in ("off", "3", "4"):
         with build_engine(config(kv_packing=bits, disk=disk_at(tmp_path)), MODELS["mha"]) as engine:
             serve(engine, "a", TOKENS, "fit")
-            keys += [*engine.inspect.context.full.index]
+            keys += [*engine.inspect.context.full.pages]
     assert len({*keys}) == 18 and len(store_folders(disk_at(tmp_path).path)) == 3
 
 
@@ -258,17 +257,18 @@ def test_packed_pages_are_not_compressed(tmp_path: Path, capsys: pytest.CaptureF
 
 
 def test_where_there_is_no_second_place(device: str) -> None:
-    """A page that does not fit, and finds no second place on the host, is not backed up; pages beside it are."""
+    """A page that does not fit, and finds no second place on the host, is not backed up. All others are, and the first
+    page that does not fit has the last free place."""
     model = MODELS["mha"]
     page_bytes = host_page_bytes(config(), model)["full"]
     settings = config(host_bytes=8 * page_bytes, device=device, write_policy="write_through")
     with build_engine(settings, model) as engine:
         serve(engine, "a", TOKENS, "some")
         full = engine.inspect.context.full
-        assert (full.host.num_pages, len(full.index), full.index.num_raw) == (7, 3, 0)
-        assert engine.stats()["packing.dropped_pages"] == 3
+        assert (full.host.num_pages, len(full.pages), full.pages.num_raw) == (7, 4, 1)
+        assert engine.stats()["packing.dropped_pages"] == 2
         forget(engine, "device")
-        assert serve(engine, "b", TOKENS, "some").cached_len == 0
+        assert serve(engine, "b", TOKENS, "some").cached_len == 2 * PAGE
 
 
 def test_too_many_that_do_not_fit_are_told(

@@ -13,7 +13,7 @@ import pytest
 from component_case import FULL, MODELS, config, prefill
 from engine_fuzz import run
 from hicache import CacheEngine, CacheRequest, build_engine
-from page_life import DEVICE, HOST, TABLES, PageLives
+from page_life import DEVICE, EXCLUSIVE, HOST, TABLES, PageLives
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt
 
@@ -35,10 +35,13 @@ def test_the_documentation_has_the_tables_that_histories_are_held_to() -> None:
 
 def test_histories_take_each_row_of_memory() -> None:
     """Those without a store, which follow from their seeds: in one or a few of them each way of a page occurs."""
-    wanted = {("device", *row) for row in DEVICE} | {("host", *row) for row in HOST if "READING" not in row}
-    leaving = {row for row in wanted if "LEAVING" in row}
-    assert _rows_of("hybrid", range(14, 40, 2), wanted - leaving) == wanted - leaving
-    assert _rows_of("full", range(0, 40, 2), leaving) == leaving
+    device, host = {("device", *row) for row in DEVICE}, {("host", *row) for row in HOST}
+    of_reads = {row for row in host if "READ" in row or "DISOWNED" in row}
+    at_eviction = {row for row in device if "LEAVING" in row}
+    wanted = (device | host) - of_reads - at_eviction
+    assert _rows_of("hybrid", range(14, 40, 2), wanted) == wanted
+    wanted = at_eviction | {("exclusive", *row) for row in EXCLUSIVE}
+    assert _rows_of("full", range(0, 40, 2), wanted) == wanted
 
 
 @pytest.mark.long
@@ -74,7 +77,8 @@ def _loading() -> tuple[CacheEngine, SteppedTransfers, np.ndarray]:
 
 
 def test_the_record_finds_planted_faults() -> None:
-    """A load that counts as arrived before it has, and one whose pages on the host may go."""
+    """A load that counts as arrived before it has, one whose pages on the host may be evicted, and a change of a
+    column by none of the calls that may change it."""
     engine, _, tokens = _loading()
     (load,) = engine.inspect.restore.in_flight()
     load.detach()
@@ -82,6 +86,11 @@ def test_the_record_finds_planted_faults() -> None:
         engine.expect("d", tokens)
     engine, _, tokens = _loading()
     (load,) = engine.inspect.restore.in_flight()
-    engine.inspect.context.full.index.unlock([part.run for part in load.parts["full"]])
+    engine.inspect.context.full.pages.unlock(load.pages["full"].rows)
     with pytest.raises(AssertionError, match="is loaded from the host, where nobody has locked it"):
+        engine.expect("d", tokens)
+    engine, _, tokens = _loading()
+    pages = engine.inspect.context.full.pages
+    pages.state[pages.rows_held()[-1]] = 0
+    with pytest.raises(AssertionError, match=r"host: .*HELD.*NONE.* in no call, in expect"):
         engine.expect("d", tokens)

@@ -202,8 +202,9 @@ def test_a_request_has_one_prefetch_and_one_answer(mode: PrefetchMode, store: Pa
         assert admitted(engine, "a", tokens) == 192
 
 
-def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> None:
-    """Such reads come after all others: who waits reads on its own, and who does not joins whichever there is."""
+def test_a_waiting_prefetch_joins_no_preemptible_read(store: PacedStore) -> None:
+    """A preemptible read comes after all others: a request that waits reads the pages itself; one that does not wait
+    joins the preemptible read."""
     tokens = tokens_of(1)
     fill(store, tokens)
     with engine_of(store) as engine:
@@ -215,7 +216,7 @@ def test_who_waits_joins_no_read_that_nobody_waits_for(store: PacedStore) -> Non
         assert engine.stats()["prefetch.shared_requests"] == 0
         engine.prefetch("c", tokens, mode="best_effort")
         engine.poll()
-        assert engine.stats()["prefetch.shared_requests"] == 1
+        assert engine.stats()["prefetch.shared_requests"] == 2
         store.allow()
         until_ready(engine, waiting)
         assert waiting.landed_tokens == 192

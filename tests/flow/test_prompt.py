@@ -8,11 +8,8 @@ import weakref
 import numpy as np
 import pytest
 
-from hicache.flow.prompt import HostWatch, Prompt, Prompts, event_pages_of
-from hicache.host.index import PageIndex
+from hicache.flow.prompt import HostWatch, Prompt, Prompts
 from hicache.metrics import Metrics
-from hicache.replay.blocks import BlockPool
-from hicache.tiers import FULL
 from hicache.tree.core import RadixTree
 from hicache.tree.events import EventLog
 from hicache.tree.key import PageHasher
@@ -68,17 +65,17 @@ def test_what_came_to_the_host_keeps_nothing_of_its_prompt_but_its_own_pages(has
     """The prompt's tokens go with its request; events tell those of the pages that came, also of a part."""
     tree, told = RadixTree(PAGE, PageHasher(b"identity", PAGE)), EventLog()
     watch = HostWatch(Metrics(), PAGE, has_stores=False, events=told if has_events else None)
-    index = PageIndex(BlockPool(None), "auto", watch.came, watch.left)
     tokens = np.arange(20 * PAGE)
     prompt = Prompts(tree).of(tokens, "", tree.match(tokens))
     keys, held = prompt.keys, weakref.ref(prompt.tokens)
-    [run] = index.reserve(prompt.new_pages(FULL, range(16, 20))) or ()
-    [first] = index.publish(run, [True, True, False, False])
-    del prompt, run
-    told.take_changes()
+    watch.note(prompt.event_pages(14, 20), keys[16:])
+    watch.forget(keys[18:])
+    del prompt
     gc.collect()
     assert held() is None
-    if has_events:
-        pages = event_pages_of(first)
-        assert (pages.keys, pages.previous_key) == (keys[16:18], keys[15])
+    told_pages = watch.told(keys[16:18])
+    assert len(told_pages) == has_events
+    for pages in told_pages:
+        assert pages.keys == keys[16:18]
+        assert pages.previous_key == keys[15]
         assert pages.tokens.tolist() == tokens[16 * PAGE : 18 * PAGE].tolist()

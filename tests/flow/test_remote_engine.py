@@ -118,7 +118,7 @@ def test_windows_and_states_count_for_the_tier_that_has_them(tier: str, model: M
     with build_engine(settings, model, store=both["disk"], remote=both["remote"]) as engine:
         until_ready(engine, engine.prefetch("b", tokens))
         engine.cancel("b")
-        engine.inspect.context.components[-1].index.clear()
+        engine.inspect.context.components[-1].pages.evict_all()
         found = engine.lookup(tokens, disk_wait_s=BOUND_S)
         assert (found.disk, found.remote) == ((56, 0) if tier == "disk" else (0, 56))
         settled(engine)

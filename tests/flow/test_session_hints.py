@@ -82,8 +82,8 @@ def test_the_end_reaches_windows_and_states_that_left_before(model: ModelGeometr
             component_case.serve(engine, f"other {turn}", prompt(turn + 1, 41), model, 8)
         tree, component = engine.inspect.context.tree, engine.inspect.context.components[1]
         keys = tree.names.of_component(component.name, tree.names.of_prompt(tree.match(tokens[:96]), tokens[:96]))
-        found = component.index.runs_of(keys)
-        assert found and all(run.has_ended for run in found)
+        found = component.pages.held(keys)
+        assert len(found) and component.pages.order.has_ended[found].all()
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])
@@ -167,7 +167,7 @@ def test_a_hint_of_pages_that_the_host_lacks_ends_no_other_one_there() -> None:
     has and that would take the rest of its nine tenths."""
     settings = config(device_tokens=512, host_bytes=21 * PAGE_BYTES, write_policy="exclusive")
     with build_engine(settings, GEOMETRY) as engine:
-        kept, index = prompt(1, 49), engine.inspect.context.full.index
+        kept, index = prompt(1, 49), engine.inspect.context.full.pages
         serve(engine, "first", kept)
         for seed in range(2, 13):
             serve(engine, f"other {seed}", prompt(seed, 49))
@@ -175,7 +175,7 @@ def test_a_hint_of_pages_that_the_host_lacks_ends_no_other_one_there() -> None:
         assert engine.reset(["device"])
         assert serve(engine, "kept", kept, next_turn_within_s=600).hit.host == 48
         engine.flush()
-        assert index.num_kept == 6
+        assert index.order.num_kept == 6
         serve(engine, "long", prompt(20, 145), next_turn_within_s=600)
-        assert index.num_kept == 6
+        assert index.order.num_kept == 6
         settled(engine)

@@ -9,7 +9,6 @@ import torch
 import priority_write
 from hicache import CacheEngine, build_engine
 from hicache.flow.write_policy import POLICIES
-from hicache.host.run import ids_of
 from priority_write import PriorityWriteThrough
 from toy_model import GEOMETRY, config, expected_kv, prompt, serve
 
@@ -36,11 +35,11 @@ def on_host(engine: CacheEngine) -> set[tuple[int, ...]]:
         tokens = np.concatenate([at.run.tokens for at in node.path()[::-1] if at.run is not None])
         keys = context.tree.names.of(node)
         for number, key in enumerate(keys):
-            if key not in context.full.index:
+            if key not in context.full.pages:
                 continue
             end = node.depth_tokens - (len(keys) - 1 - number) * PAGE
-            (page,) = ids_of(context.full.index.parts([key]))
-            held = context.full.host.bytes_of[page].view(torch.float32)  # [layer][k, v][token][head][dim]
+            place = int(context.full.pages.place[context.full.pages.table.row(key)])
+            held = context.full.host.bytes_of[place].view(torch.float32)  # [layer][k, v][token][head][dim]
             assert torch.equal(held, expected_kv(tokens[:end])[end - PAGE :].permute(1, 2, 0, 3, 4).flatten())
             found.add(tuple(tokens[:end].tolist()))
     return found

@@ -13,8 +13,7 @@ import pytest
 
 from hicache.errors import ConfigError
 from hicache.eviction.policy import EVICTION_POLICIES
-from hicache.replay.blocks import BlockKeys
-from hicache.replay.cache import BlockHits, CacheSimulation
+from hicache.replay.cache import BlockHits
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
 from hicache.replay.disk import DiskOrder
@@ -254,15 +253,3 @@ def test_a_prefix_has_one_id() -> None:
     assert len({prefix for prefix, _ in pairs}) == len({number for _, number in pairs}) == len(pairs)
     assert {number for _, number in pairs} == {*range(len(pairs))}
     assert [len(ids) for ids in found] == [len(prompt) for prompt in prompts]
-
-
-@pytest.mark.parametrize(("block_tokens", "run_blocks"), [(16, 64), (64, 16), (512, 2), (4096, 1)])
-def test_runs_have_1024_tokens_whatever_the_block(block_tokens: int, run_blocks: int) -> None:
-    """Of what was backed up, and of what came back from the disk in jobs of half as much."""
-    simulation = CacheSimulation(ReplaySettings(256, 256, None), block_tokens)
-    assert simulation.host is not None
-    for first, of_disk in ((0, 1), (256, 1), (512, 1), (0, 2)):
-        prompt = np.arange(first, first + 256)
-        simulation.serve(prompt)
-        keys = BlockKeys().chain(b"", prompt)
-        assert {len(run.keys) for run in simulation.host.runs_of(keys)} == {max(1, run_blocks // of_disk)}

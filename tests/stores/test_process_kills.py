@@ -13,6 +13,7 @@ import pytest
 from component_case import PACKABLE, WIDER, config, prefill
 from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.errors import ResourceExhausted
+from hicache.pages.states import RAW
 from hicache.storage import open_existing
 from hicache.tiers import DISK
 from toy_model import flush_error, prompt, settled
@@ -63,10 +64,9 @@ def test_killed_processes_lose_nothing_that_was_acknowledged(
                 eventually(lambda request=request: _is_served(engine, request, WIDER[kind]))
             if not turn:
                 flush_error(engine)
-            for run in context.full.index.runs_of([*context.full.index]):
-                raw.update(run.second_pages)
-                if run.stored & DISK.bit:
-                    acknowledged.update(run.keys)
+            pages, held = context.full.pages, context.full.pages.rows_held()
+            raw.update(pages.table.keys_of(held[pages.has(held, RAW)]))
+            acknowledged.update(pages.table.keys_of(held[pages.stored[held] & DISK.bit != 0]))
             with contextlib.suppress(ProcessLookupError):
                 os.kill(client.pid, signal.SIGKILL)
             if rng.random() < 0.7:

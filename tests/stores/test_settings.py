@@ -94,8 +94,9 @@ def test_a_store_is_of_no_use_without_its_key(tmp_path: Path, monkeypatch: pytes
         engine.flush()
         full = engine.inspect.context.full
         page = full.host.bytes_of[1].numpy().tobytes()
-        stored = [run.stored for run in full.index.runs_of([*full.index])]
-        assert any(page) and stored and all(stored) and repr(KEY) not in repr(engine.inspect.context.config)
+        stored_bits = full.pages.stored[full.pages.rows_held()]
+        assert any(page) and len(stored_bits) and stored_bits.all()
+        assert repr(KEY) not in repr(engine.inspect.context.config)
     stored = b"".join(path.read_bytes() for path in (tmp_path / "s").rglob("*.*") if path.is_file())
     assert not any(page[at : at + 32] in stored for at in range(0, len(page), 32))
     with engine_at(tmp_path / "s", **mine) as engine:

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import block_index
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.flow.prompt import event_pages_of
 from hicache.tree.events import block_hash
 from programs import program
 from toy_model import GEOMETRY, compute, config
@@ -19,9 +18,12 @@ from waiting import eventually
 
 def in_memory(engine: CacheEngine) -> dict[str, dict[int, int | None]]:
     """The blocks of device and host, with their parents."""
-    tree, full = engine.inspect.context.tree, engine.inspect.context.full
-    runs = {full.index.get(key) for key in full.index}
-    of_medium = {"GPU": map(tree.names.pages, tree.nodes()), "CPU": map(event_pages_of, runs)}
+    context = engine.inspect.context
+    assert context.watch is not None
+    of_medium = {
+        "GPU": map(context.tree.names.pages, context.tree.nodes()),
+        "CPU": context.watch.told([*context.full.pages]),
+    }
     return {
         medium: {
             block_hash(key): None if before is None else block_hash(before)

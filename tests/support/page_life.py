@@ -3,10 +3,10 @@ way, and a record that refuses every change that no row of the tables allows.
 
 The rows are those of docs/invariants.md, and each names the calls in which it may be taken. A page is examined by its
 place: on the device a slot or a state, on the host a page of the pool. Its key may change only where the place is free
-between. So a split changes nothing, and one call may take several rows.
+between. So a split changes nothing, and one verb of the engine may take several rows.
 
-The device is examined after each verb of the engine; the host and what stores have of it also around each call of the
-host's map, in which one thing happens.
+The device is examined after each verb of the engine. Columns of `TierPages` say which pages the host has, and which of
+these stores and the device have. They are examined around each call of its methods, nested calls included.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from hicache import CacheEngine, Lease
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.movement import Load
-from hicache.host.run import HostRun
+from hicache.pages.states import ABOVE, COPY, HELD, RAW, READ
 from hicache.tiers import FULL, MAMBA, Component
 from hicache.tree.node import TreeNode
 
@@ -30,9 +32,9 @@ Row = tuple[str, str]
 Table = Mapping[Row, str]
 """From a state to another, and the calls that may do that."""
 Location = tuple[Component, object]
-"""Where a component has something: a slot, a state, a page of the host; what a store has, by its key."""
+"""Where a component has something: a slot, a state, a page of the host; what a store or the device has, by its key."""
 
-_ANSWERS, _LANDS, _ENDS, _EVICTS = "poll flush", "poll flush acquire join", "release cancel", "extend commit track"
+_LANDS, _ENDS, _EVICTS = "poll flush acquire join", "release cancel", "extend commit track"
 
 DEVICE: Table = {
     ("FREE", "OWNED"): f"acquire join {_EVICTS}",
@@ -46,29 +48,36 @@ DEVICE: Table = {
     ("LEAVING", "FREE"): f"{_EVICTS} {_LANDS}",
 }
 HOST: Table = {
-    ("NONE", "COMING"): "reserve",
-    ("NONE", "READING"): "reserve",
-    ("COMING", "PUBLISHED"): "publish",
-    ("COMING", "NONE"): "publish abandon",
-    ("READING", "PUBLISHED"): "publish",
-    ("READING", "NONE"): "publish abandon",
-    ("PUBLISHED", "LOCKED"): "lock reserve publish abandon",
-    ("LOCKED", "PUBLISHED"): "unlock publish abandon",
-    ("PUBLISHED", "NONE"): "reserve reserve_second_pages clear discard",
+    ("NONE", "COPY"): "reserve reserve_second",
+    ("NONE", "READ"): "reserve",
+    ("COPY", "HELD"): "landed",
+    ("COPY", "NONE"): "abandon",
+    ("READ", "HELD"): "landed",
+    ("READ", "NONE"): "abandon",
+    ("READ", "DISOWNED"): "disown",
+    ("DISOWNED", "NONE"): "free_disowned",
+    ("HELD", "LOCKED"): "lock reserve",
+    ("LOCKED", "HELD"): "unlock reserve",
+    ("HELD", "NONE"): "drop",
 }
 STORE: Table = {
-    ("UNKNOWN", "STORING"): f"{_EVICTS} {_ENDS} {_LANDS} backup",
-    ("STORING", "STORED"): _ANSWERS,
-    ("STORING", "UNKNOWN"): _ANSWERS,
-    ("UNKNOWN", "STORED"): _ANSWERS,
-    ("STORED", "UNKNOWN"): f"{_EVICTS} {_LANDS} backup reset",
+    ("UNKNOWN", "STORING"): "begin_write",
+    ("STORING", "STORED"): "written",
+    ("STORING", "UNKNOWN"): "written",
+    ("UNKNOWN", "STORED"): "mark_stored",
+    ("STORED", "UNKNOWN"): "drop",
 }
-TABLES = {"device": DEVICE, "host": HOST, "store": STORE}
+EXCLUSIVE: Table = {
+    ("ALONE", "ABOVE"): "came_above",
+    ("ABOVE", "ALONE"): "left_above",
+}
+TABLES = {"device": DEVICE, "host": HOST, "store": STORE, "exclusive": EXCLUSIVE}
 _VERBS = (
     "prefetch expect poll acquire join extend commit next_stop track begin_forward backup release cancel flush reset"
 )
-_OF_THE_MAP = (
-    "reserve reserve_second_pages publish abandon lock unlock clear discard count_use touch expect raise_priority"
+_OF_PAGES = (
+    "reserve reserve_second landed abandon disown free_disowned drop discard evict_all lock unlock came_above "
+    "left_above begin_write written mark_stored"
 )
 
 
@@ -98,17 +107,20 @@ class PageLives:
     def __init__(self, engine: CacheEngine) -> None:
         self._inspect, self._context = engine.inspect, engine.inspect.context
         self._leases, self._verb = list[Lease](), ""
-        self._coming: dict[Component, set[HostRun]] = {at.name: set() for at in self._context.components if at.has_host}
-        self._last: tuple[CacheComponent | None, str] = None, ""  # of the calls of maps, not examined yet
-        self._is_inside = self._is_over = False
+        on_host = [component for component in self._context.components if component.has_host]
+        # By component: the calls of its pages that have not ended, places of reads that were given up, and its columns.
+        self._calls: dict[Component, list[str]] = {component.name: [] for component in on_host}
+        self._disowned: dict[Component, set[int]] = {component.name: set() for component in on_host}
+        self._columns = dict[Component, list[object]]()
+        self._is_over = False
         self._states: dict[str, dict[Component, dict[Location, Held]]] = {tier: {} for tier in TABLES}
         self.seen, self.broken = Counter[tuple[str, str, str]](), list[str]()
         for verb in _VERBS.split():
             setattr(engine, verb, functools.partial(self._call, verb, getattr(engine, verb)))
-        for component in self._context.components:
-            for name in _OF_THE_MAP.split() if component.has_host else ():
-                call = functools.partial(self._call_map, component, name, getattr(component.index, name))
-                setattr(component.index, name, call)
+        for component in on_host:
+            for name in _OF_PAGES.split():
+                call = functools.partial(self._call_pages, component, name, getattr(component.pages, name))
+                setattr(component.pages, name, call)
 
     def end(self) -> None:
         """What follows is not examined."""
@@ -129,52 +141,53 @@ class PageLives:
                     self._look()
                 assert not self.broken, self.broken[0]
 
-    def _call_map(
+    def _call_pages(
         self, component: CacheComponent, name: str, call: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> Any:
-        if name == "discard" and not self._is_over:  # within a call of another component's map
-            last, self._last = self._last, (component, name)
-            try:
-                return call(*args, **kwargs)
-            finally:
-                with untraced():
-                    self._look_below(component)
-                self._last = last
-        if self._is_inside or self._is_over:  # the map calls itself
+        if self._is_over:
             return call(*args, **kwargs)
         with untraced():
-            self._look_below(self._last[0])
-        self._last, self._is_inside = (component, name), True
+            self._look_below(component)
+        calls, disowned = self._calls[component.name], self._disowned[component.name]
+        calls.append(name)
         try:
             result = call(*args, **kwargs)
+            if name == "disown":
+                disowned.update(result)
+            elif name == "free_disowned":
+                disowned.difference_update(*args)
+            return result
         finally:
-            self._is_inside = False
-        if name == "reserve":
-            self._coming[component.name].update(result or ())
-        elif name in ("publish", "abandon"):
-            self._coming[component.name].remove(args[0])
-        return result
+            with untraced():
+                self._look_below(component)
+            calls.pop()
 
     # Looks
 
     def _look(self) -> None:
         """After a verb, at everything."""
         self._leases = [lease for lease in self._leases if not lease.released]
-        self._look_below(*self._context.components)
+        for component in self._context.components:
+            if component.has_host:
+                self._look_below(component)
         pages = [page for node in self._context.tree.nodes() for page in self._pages(node)]
         for component in self._context.components:
             self._enter("device", component.name, self._verb, dict(self._on_device(component, pages)))
         self._look_across(pages)
 
-    def _look_below(self, *components: CacheComponent | None) -> None:
-        """At the host and what stores have of it. A state of a read is known when the call of the map has returned."""
-        for component in components:
-            if component is not None and component.has_host:
-                name = component.name
-                call = self._last[1] if component is self._last[0] else ""
-                self._enter("host", name, call, dict(self._on_host(component)))
-                if self._context.stores:
-                    self._enter("store", name, self._verb, dict(self._in_stores(component)))
+    def _look_below(self, component: CacheComponent) -> None:
+        """At the columns of its pages, if they have changed."""
+        pages, name = component.pages, component.name
+        columns = pages.table.age, pages.state, pages.place, pages.second_place, pages.order.locks > 0
+        now: list[object] = [column.tobytes() for column in (*columns, pages.stored, pages.writing)]
+        now.append({*self._disowned[name]})
+        if self._columns.get(name) == now:
+            return
+        self._columns[name], call = now, next(reversed(self._calls[name]), "")
+        self._enter("host", name, call, dict(self._on_host(component)))
+        self._enter("store", name, call, dict(self._in_stores(component)))
+        above = np.flatnonzero(pages.state & ABOVE)
+        self._enter("exclusive", name, call, {(name, key): Held("ABOVE", key) for key in pages.table.keys_of(above)})
 
     def _enter(self, tier: str, component: Component, call: str, now: dict[Location, Held]) -> None:
         """Each place is as it was, or went along rows of the tier's table."""
@@ -188,15 +201,15 @@ class PageLives:
                 continue
             rows = way(tier, call, old, new)
             if rows is None:
-                where = f"{call or 'no call of the map'}, in {self._verb}"
+                where = f"{call or 'no call'}, in {self._verb}"
                 self.broken.append(f"{tier}: {place} went from {old} to {new} in {where}")
             self.seen.update((tier, *row) for row in rows or ())
 
     def _look_across(self, pages: Iterable[_Page]) -> None:
         """What the states of the tiers say of one another."""
         nodes = {(page.component, page.key): page.node for page in pages}
-        for component in self._coming:
-            device, host, store = (self._states[tier].get(component, {}) for tier in TABLES)
+        for component in self._calls:
+            device, host, store = (self._states[tier].get(component, {}) for tier in ("device", "host", "store"))
             locked = {held.key for held in host.values() if held.state == "LOCKED"}
             left = self._keys_leaving(component)
             for held in device.values():
@@ -204,7 +217,7 @@ class PageLives:
                     self.broken.append(f"a page of {component} is loaded from the host, where nobody has locked it")
             for held in host.values():
                 node = nodes.get((component, held.key or b""))
-                if held.state == "COMING" and held.key not in left and (node is None or not node.locks(component)):
+                if held.state == "COPY" and held.key not in left and (node is None or not node.locks(component)):
                     self.broken.append(f"a page of {component} is copied from a node that is gone, or that may go")
             for held in store.values():
                 if held.state == "STORING" and held.key not in locked:
@@ -215,8 +228,14 @@ class PageLives:
 
     def _keys_leaving(self, component: Component) -> set[bytes]:
         """Of pages that have left the device, whose slots are free when their copies have ended."""
-        copies: Any = self._context.by_name[component].leaving
-        return {key for copy in copies for run in copy.runs.get(component, ()) for key in run.keys}
+        at = self._context.by_name[component]
+        copies: Any = at.leaving
+        return {
+            key
+            for copy in copies
+            if component in copy.pages
+            for key in at.pages.table.keys_of(copy.pages[component].rows)
+        }
 
     # States
 
@@ -255,29 +274,30 @@ class PageLives:
                     yield _Page(name, key, node, ids[i * size : (i + 1) * size])
 
     def _on_host(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
-        index, name = component.index, component.name
-        for run in self._coming[name]:
-            state = "COMING" if run.job is None else "READING"
-            yield from (((name, at), Held(state, key)) for key, at in zip(run.keys, run.ids, strict=True))
-        for key in index:
-            run = index.get(key)
-            assert run is not None
-            at = run.ids[run.keys.index(key)]
-            yield (name, at), Held("LOCKED" if run.locks else "PUBLISHED", key)
+        """Of a raw page both places are in its state."""
+        pages, name = component.pages, component.name
+        yield from (((name, at), Held("DISOWNED")) for at in self._disowned[name])
+        is_locked = pages.order.locks > 0
+        states = {"COPY": pages.state & COPY != 0, "READ": pages.state & READ != 0}
+        is_held = pages.state & HELD != 0
+        states |= {"LOCKED": is_held & is_locked, "HELD": is_held & ~is_locked}
+        for state, is_so in states.items():
+            rows = np.flatnonzero(is_so)
+            for places in (pages.place[rows], pages.second_place[rows]):
+                for at, key in zip(_ids(places), pages.table.keys_of(rows), strict=True):
+                    if at:
+                        yield (name, at), Held(state, key)
 
     def _in_stores(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
-        """Of what is on the host."""
-        name, index = component.name, component.index
-        for key in index:
-            run = index.get(key)
-            assert run is not None
-            for store in self._context.stores:
-                if run.stored & store.bit and key not in run.second_pages:
-                    yield (name, (store, key)), Held("STORED", key)
-        for store, persist in zip(self._context.stores, self._inspect.persists, strict=True):
-            for run in persist.host_locks(name):
-                sent = (key for key in run.keys if key not in run.second_pages)
-                yield from (((name, (store, key)), Held("STORING", key)) for key in sent)
+        """The pages of the host that stores have or get. A raw page has the bit of a store that does not get it."""
+        pages, name = component.pages, component.name
+        is_packed = pages.state & RAW == 0
+        for store in self._context.stores:
+            is_writing, is_stored = (column & store.bit != 0 for column in (pages.writing, pages.stored))
+            states = {"STORING": is_writing, "STORED": is_packed & is_stored & ~is_writing}
+            for state, is_so in states.items():
+                for key in pages.table.keys_of(np.flatnonzero(is_so)):
+                    yield (name, (store, key)), Held(state, key)
 
 
 def way(tier: str, call: str, old: Held, new: Held) -> list[Row] | None:

@@ -28,11 +28,11 @@ from hicache.errors import OutOfSlots, ResourceExhausted
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.flow.packing import Packing
-from hicache.host.index import PageIndex
 from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
+from hicache.pages.states import TierPages
 from hicache.tiers import Component
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
@@ -51,7 +51,7 @@ class HostLink:
     counter: LayerTransferCounter
     host: HostPagePool | None = None
     transfer: TransferBackend | None = None
-    index: PageIndex | None = None
+    pages: TierPages | None = None
     packing: PackFormat | None = None
 
 
@@ -126,11 +126,11 @@ class CacheComponent(ABC):
         self.config, self.tree, self.tree_component = engine.config, engine.tree, tree_component
         self.name: Component = tree_component.name
         self.counter, self.has_host = link.counter, link.host is not None
-        # Its host pool and the index of that, and what copies between it and the device: used only where `has_host`.
+        # The host pool, its pages, and the transfers between host and device; used only if `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
-        self.index = cast(PageIndex, link.index)
+        self.pages = cast(TierPages, link.pages)
         self.packing = (
-            None if link.packing is None else Packing(tree_component.name, engine.metrics, lambda: self.index.num_raw)
+            None if link.packing is None else Packing(tree_component.name, engine.metrics, lambda: self.pages.num_raw)
         )
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
@@ -228,7 +228,7 @@ class CacheComponent(ABC):
 
     @abstractmethod
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Enter what `load` brings, its `parts` of this component, `pages_to_load`, into the tree behind `load.node`,
+        """Enter what `load` brings, its `pages` of this component, `pages_to_load`, into the tree behind `load.node`,
         or into the lease; returns the slots or states that it writes to, in that order.
 
         `slots`: those of the tokens that the load brings, from the first on.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from hicache.alloc.base import BaseTokenToKVPoolAllocator
@@ -15,8 +16,8 @@ from hicache.errors import PromptTooLong
 from hicache.flow.components.base import Admission, CacheComponent, EngineParts, HostLink, InMemory, account_violations
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
-from hicache.host.run import used_alike
 from hicache.layout import ModelGeometry
+from hicache.pages.states import COPY, HELD
 from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
 from hicache.tree.node import NodeRun, TreeNode
@@ -68,7 +69,10 @@ class FullAttention(CacheComponent):
 
     def count_eviction(self, node: TreeNode) -> None:
         keys = self.tree.names.of(node) if self.has_host else ()
-        on_host = sum(map(self.index.is_coming, keys)) * self.page_size if keys else 0
+        on_host = 0
+        if keys:
+            rows = self.pages.table.find(keys)
+            on_host = int(np.count_nonzero(self.pages.has(rows, HELD | COPY))) * self.page_size
         self._demoted.value += on_host
         self._lost.value += node.num_tokens - on_host
 
@@ -88,12 +92,15 @@ class FullAttention(CacheComponent):
         return range(min(pages.device_end, end), end)
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Nodes behind `load.node`, which matches see from now on."""
-        page, prompt, parts = self.page_size, load.prompt, load.parts[FULL]
-        start = at = parts[0].start * page
+        """Nodes behind `load.node`, which matches see from now on: one for pages that requests used equally often."""
+        page, prompt, (rows, pages) = self.page_size, load.prompt, load.pages[FULL]
+        hits, first = self.pages.table.hits[rows], int(pages[0])
+        ends = [*(np.flatnonzero(np.diff(hits)) + 1).tolist(), len(rows)]
+        start = at = first * page
         nodes, node = list[TreeNode](), load.node
         with ExitStack() as undo:
-            for last_page, hit_count in used_alike(parts):
+            for end in ends:
+                last_page, hit_count = first + end, int(hits[end - 1])
                 tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
                 inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
                 undo.callback(self.tree.withdraw, inserted)

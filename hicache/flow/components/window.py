@@ -118,7 +118,7 @@ class SlidingWindow(CacheComponent):
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         self.trim(load.node)
         nodes = [node for node in reversed(self.tree_component.required_nodes(load.node)) if not node.has(SWA)]
-        num_pages = sum(part.end - part.start for part in load.parts[SWA])
+        num_pages = len(load.pages[SWA].rows)
         assert sum(node.num_tokens for node in nodes) == num_pages * self.page_size, "nodes end where windows begin"
         load.runs[SWA] = NodeRun(nodes, SWA)
         joint = joined([node.value_of(FULL) for node in nodes])
