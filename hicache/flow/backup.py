@@ -23,6 +23,7 @@ import torch
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext, values_of
+from hicache.flow.located import slices_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.persist import Persist
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
@@ -258,9 +259,9 @@ class Backup(CopyMovement[_Copy]):
         with ExitStack() as undo:
             undo.callback(component.pages.abandon, taken)
             for each, _, is_new in found:
-                at = np.flatnonzero(is_new)
-                values.append(_pages_of(each.value, at, len(is_new), component.page_size))
-                full_keys += [None if each.full_keys is None else each.full_keys[i] for i in at.tolist()]
+                at = np.flatnonzero(is_new).tolist()
+                values += slices_of(each.value, at, component.page_size)
+                full_keys += [None if each.full_keys is None else each.full_keys[i] for i in at]
                 if each.event_pages is not None and watch is not None:
                     watch.note(each.event_pages, component.pages.table.keys_of(taken))
             slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
@@ -300,7 +301,7 @@ class Backup(CopyMovement[_Copy]):
             ok[misfits[num_raw:]] = False
             raw = misfits[:num_raw]
             if num_raw:
-                of_raw = _pages_of(slots, raw, len(rows), component.page_size)
+                of_raw = joined(slices_of(slots, raw.tolist(), component.page_size))
                 self._copy(raw_copy, component, _ToCopy(rows[raw], of_raw, [full_keys[at] for at in raw]), is_raw=True)
             here = np.ones(len(rows), np.bool_)
             here[raw] = False
@@ -374,13 +375,6 @@ class Backup(CopyMovement[_Copy]):
                 component.leaving[raw_copy] = ids
             else:
                 component.free_left(ids)
-
-
-def _pages_of(value: torch.Tensor, at: Rows, num_pages: int, page_size: int) -> torch.Tensor:
-    """The slots or states of the pages `at`, ascending, of a value of `num_pages`."""
-    if len(at) == num_pages:
-        return value
-    return value.view(num_pages, page_size)[torch.from_numpy(at).to(value.device)].flatten()
 
 
 class DeviceEviction:

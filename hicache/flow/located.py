@@ -10,6 +10,7 @@ from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+import torch
 
 from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
@@ -121,6 +122,12 @@ def spans(indices: Sequence[int]) -> list[tuple[int, int]]:
         return [(indices[0], indices[-1] + 1)]
     ends = [at for at in range(1, len(indices) + 1) if at == len(indices) or indices[at] != indices[at - 1] + 1]
     return [(indices[start], indices[end - 1] + 1) for start, end in pairwise([0, *ends])]
+
+
+def slices_of(value: torch.Tensor, indices: Sequence[int], page_size: int) -> list[torch.Tensor]:
+    """The slots or states of the pages `indices`, ascending, of `value`: int64 `[pages * page_size]`. Slices share the
+    memory of `value`; an index by an array would copy the array to a GPU, which waits for the forward pass."""
+    return [value[start * page_size : end * page_size] for start, end in spans(indices)]
 
 
 def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[bytes]]:
