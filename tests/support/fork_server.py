@@ -67,7 +67,8 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
     os.chdir(request["folder"])
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background ignores it
     sys.argv[:] = request["arguments"]
-    sys.path[0] = request["path"]
+    if not sys.flags.safe_path:  # then an interpreter has no entry for the program's folder
+        sys.path[0] = request["path"]
 
 
 def _serve(address: str, owner: int) -> dict[str, Any]:
