@@ -142,7 +142,8 @@ class CacheSimulation:
         missing = missing[: disk.num_present(blocks[missing])]
         if not len(missing):
             return NO_ROWS
-        followed = blocks[: missing[-1]]
+        followed = np.setdiff1d(missing - 1, missing)
+        followed = blocks[followed[followed >= 0]]
         followed = followed[host.has(followed) & ~host.has(followed, ABOVE)]
         host.lock(followed)
         rows = host.reserve(blocks[missing[: host.capacity]], READ)
