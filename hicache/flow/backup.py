@@ -27,7 +27,7 @@ from hicache.flow.located import slices_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.persist import Persist
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
-from hicache.pages.table import NO_ROWS, Mask, Rows
+from hicache.pages.table import Mask, Rows
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
@@ -230,22 +230,21 @@ class Backup(CopyMovement[_Copy]):
 
     def _submit_copy(self, copy: _Copy, component: CacheComponent, unsaved: Sequence[Unsaved]) -> list[bytes]:
         """Submit one component's copy, as far as the host has capacity for it; returns the keys of what it has not."""
-        pages, found, before = component.pages, list[tuple[Unsaved, Rows, Mask]](), [NO_ROWS]
+        pages, found = component.pages, list[tuple[Unsaved, Rows, Mask]]()
         with ExitStack() as named:
             for each in unsaved:
                 rows = pages.table.add(each.keys, each.first, each.previous_key)
                 pages.table.hold(rows)
                 named.callback(pages.table.drop, rows)
                 is_new = ~pages.has(rows, HELD | IN_FLIGHT) & self._are_of_use(each.full_keys, len(rows))
-                before += [rows[~is_new], pages.table.previous[rows[:1]]]
                 found.append((each, rows[is_new], is_new))
-            new, kept = np.concatenate([rows for _, rows, _ in found]), np.unique(np.concatenate(before))
+            new = np.concatenate([rows for _, rows, _ in found])
             keys, sizes = pages.table.keys_of(new), [len(rows) for _, rows, _ in found]
             hits, priority, uses = (
                 np.repeat([getattr(each, name) for each in unsaved], sizes)
                 for name in ("hit_count", "priority", "uses")
             )
-            taken = pages.reserve(new, COPY, kept[kept >= 0], hits=hits, priority=priority)
+            taken = pages.reserve(new, COPY, hits=hits, priority=priority)
             if len(taken):
                 pages.expected_uses[taken] = uses[: len(taken)]
                 self._copy_taken(copy, component, found, taken)

@@ -803,8 +803,7 @@ class StoreJobs:
         for job in {self._job_of[component.name][row]: None for row in reading}:
             self._give_up(job, np.isin(job.rows, named))
         rows = request.located.memory.rows_added(component, ascending)
-        before = table.previous[rows[:1]]
-        taken = component.pages.reserve(rows if wanted == ascending else rows[::-1], READ, before[before >= 0])
+        taken = component.pages.reserve(rows if wanted == ascending else rows[::-1], READ)
         if component.name == FULL and self._context.watch is not None:
             pages = prompt.event_pages(first, first + len(wanted))
             self._context.watch.note(pages, table.keys_of(taken))

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from hicache.errors import InvariantError
 from hicache.pages.order import EvictionOrder, rank_policy
-from hicache.pages.table import NO_ROWS, Columns, Mask, PageTable, Rows
+from hicache.pages.table import Columns, Mask, PageTable, Rows
 from hicache.tiers import Store
 
 COPY, READ, HELD, RAW, ABOVE = (1 << bit for bit in range(5))
@@ -155,13 +155,12 @@ class TierPages(Columns):
 
     # Coming
 
-    def reserve(
-        self, rows: Rows, state: int, before: Rows = NO_ROWS, *, hits: Counts | int = 1, priority: Counts | int = 0
-    ) -> Rows:
-        """Give places to these, which are in no state but ABOVE, and follow `before` in their prompt, so far as others
-        leave for them: returns the first ones, each locked once. Of `before` stays what the tier above lacks; rows that
-        get no place and that nothing needs are given back."""
+    def reserve(self, rows: Rows, state: int, *, hits: Counts | int = 1, priority: Counts | int = 0) -> Rows:
+        """Give places to these, which are in no state but ABOVE, so far as others leave for them: returns the first
+        ones, each locked once. The page before each of them stays, unless the tier above has it. Rows that get no place
+        and that nothing needs are given back."""
         assert not self.has(rows, IN_FLIGHT | HELD).any(), "it has a place already"
+        before = np.unique(self.table.previous[rows])
         before = before[self.has(before) & ~self.has(before, ABOVE)]
         self.table.hold(rows)  # what follows one of them may leave now
         try:

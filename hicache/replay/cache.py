@@ -17,7 +17,7 @@ import numpy as np
 from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.policy import Ranks
-from hicache.pages.states import ABOVE, COPY, READ, Counts, TierPages, step_pages
+from hicache.pages.states import COPY, READ, Counts, TierPages, step_pages
 from hicache.pages.table import NO_ROWS, Mask, Rows
 from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
 from hicache.replay.blocks import UNLIMITED, BlockPool, BlockTable
@@ -60,8 +60,12 @@ class CacheSimulation:
         self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
         self._saves_at_eviction = settings.write_policy in _AT_EVICTION
         self._is_exclusive = settings.write_policy == "exclusive"
-        self.table, self._unsaved = BlockTable(), list[tuple[Rows, Ranks]]()
-        self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._note)
+        of_device, self.table = self._tables = (
+            BlockTable(),
+            BlockTable(),
+        )  # each counts hits itself: of the device, below
+        self._unsaved = list[tuple[Rows, Ranks]]()
+        self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, of_device, on_evict=self._note)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
         self.host: TierPages | None = None
         if settings.host_blocks != 0:
@@ -106,7 +110,8 @@ class CacheSimulation:
         for tier in (device,) if host is None else (device, host):
             tier.order.expire(now_s)
         self._is_last = hint.session_end
-        self.table.name_blocks(blocks)
+        for table in self._tables:
+            table.name_blocks(blocks)
         match_len = _first_gap(device.has(blocks))
         read = self._prefetch(blocks, match_len)
         length = match_len if host is None else match_len + _first_gap(host.has(blocks[match_len:]))
@@ -144,7 +149,7 @@ class CacheSimulation:
             return NO_ROWS
         followed = np.setdiff1d(missing - 1, missing)
         followed = blocks[followed[followed >= 0]]
-        followed = followed[host.has(followed) & ~host.has(followed, ABOVE)]
+        followed = followed[host.has(followed)]
         host.lock(followed)
         rows = host.reserve(blocks[missing[: host.capacity]], READ)
         host.mark_stored(rows, DISK.bit)
@@ -160,7 +165,8 @@ class CacheSimulation:
         device, host = self.device, self.host
         device.lock(blocks[:device_len])
         device.order.go_on(blocks[:device_len])
-        self.table.hits[blocks[:length]] += 1
+        for table in self._tables:
+            table.hits[blocks[:length]] += 1
         loaded = blocks[device_len:length]
         if host is not None:
             host.lock(loaded)
@@ -190,6 +196,8 @@ class CacheSimulation:
         except for the last two steps. Copies end at once here, so a large host makes all steps at once."""
         step, under_way = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
+            if len(under_way) > 1:
+                self._land(host, under_way.popleft())
             last = host.step_end(done, end, end - done, self.device.pool.available())
             stop = last if host.pool.num_pages <= _LARGE else end
             self.device.make_room(stop - done)
@@ -263,12 +271,12 @@ class CacheSimulation:
         """Device to host: what the write policy wants of the end of a prefix, behind the last block on the host."""
         if self.host is not None and not self._saves_at_eviction:
             order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
-            self._save(self.host, absent, order.policy.uses_of(order.at, absent), rows)
+            self._save(self.host, absent, order.policy.uses_of(order.at, absent))
 
-    def _save(self, host: TierPages, rows: Rows, uses: Ranks, before: Rows) -> None:
-        """Back up rows to the host while it has room, and from there to the disk; rows of `before` stay. `uses`: the
-        uses of each row on the device."""
-        taken = host.reserve(rows, COPY, before, hits=self.table.hits[rows])
+    def _save(self, host: TierPages, rows: Rows, uses: Ranks) -> None:
+        """Back up rows to the host while it has room, and from there to the disk. `uses`: the uses of each row on the
+        device."""
+        taken = host.reserve(rows, COPY, hits=self.device.table.hits[rows])
         host.expected_uses[taken] = uses[: len(taken)]
         host.landed(taken)
         self._backed_up += len(taken)
@@ -288,7 +296,7 @@ class CacheSimulation:
         unsaved, self._unsaved = self._unsaved, []
         if unsaved and self.host is not None:
             rows, uses = (np.concatenate(column)[::-1] for column in zip(*unsaved, strict=True))
-            self._save(self.host, rows, uses, np.unique(self.table.previous[rows]))
+            self._save(self.host, rows, uses)
 
 
 def _first_gap(has: Mask) -> int:

@@ -85,11 +85,11 @@ class Model:
         keys, tier = prompt_of(self.dice, self.texts), self.tier
         rows = tier.table.add(keys)
         absent = ~tier.has(rows, HELD | IN_FLIGHT)
-        before = rows[tier.has(rows) & ~tier.has(rows, ABOVE)]
-        self.kept_in_place = tuple(tier.table.keys_of(before))
+        before = tier.table.previous[rows[absent]]
+        self.kept_in_place = tuple(tier.table.keys_of(before[tier.has(before) & ~tier.has(before, ABOVE)]))
         state = self.dice.choice((COPY, READ))
         num_free = tier.capacity
-        taken = tier.reserve(rows[absent], state, rows)
+        taken = tier.reserve(rows[absent], state)
         self.kept_in_place = ()
         assert len(taken) == int(absent.sum()) or len(taken) <= num_free
         self.num_refused += len(taken) < int(absent.sum())
@@ -209,7 +209,7 @@ def test_a_large_tier_evicts_what_a_small_one_would() -> None:
         keys = used.pop(name, [b"%d %d" % (name, at) for at in range(50)])
         used[name] = keys  # the last is the one used last
         rows = tier.table.add(keys)
-        tier.landed(tier.reserve(rows[~tier.has(rows)], COPY, rows))
+        tier.landed(tier.reserve(rows[~tier.has(rows)], COPY))
         tier.use(rows)
         held = [tier.has(tier.table.find(each)) for each in used.values()]
         lengths = [int(each.sum()) for each in held]
