@@ -153,6 +153,9 @@ class Exchange(Movement):
     def locks(self) -> list[TreeNode]:
         return [] if self._wanted is None or self._wanted.error else [self._wanted.lease.node]
 
+    def loads_read(self) -> Iterable[Load]:
+        return [] if self._wanted is None or self._wanted.error else self._wanted.lease.loads
+
     def host_locks(self, component: Component) -> Iterable[Rows]:
         wanted = self._wanted
         return [wanted.pages[component].rows] if wanted is not None and component in wanted.pages else []

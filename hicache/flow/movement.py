@@ -134,6 +134,10 @@ class Movement(ABC):
         """Each lock that it holds on the tree: the node whose prefix has to stay."""
         return ()
 
+    def loads_read(self) -> Iterable[Load]:
+        """Loads that it reads, which may have failed."""
+        return ()
+
     def host_locks(self, component: Component) -> Iterable[Rows]:
         """The locks that this movement holds on host pages of a component: on pages that it writes, and on pages that
         must not be evicted meanwhile."""

@@ -77,8 +77,9 @@ def check_engine(
             check()
         except InvariantError as error:
             found.extend(error.violations)
+    known = list(dict.fromkeys(chain(loads, *(movement.loads_read() for movement in movements))))
     for component in context.components:
-        found.extend(component.device_violations(leases, loads))
+        found.extend(component.device_violations(leases, known))
     num_rows = context.req_to_token.size - context.req_to_token.available_size()
     if num_rows != len(leases):
         found.append(f"rows: {num_rows} are taken by {len(leases)} leases")

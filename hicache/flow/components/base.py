@@ -263,7 +263,8 @@ class CacheComponent(ABC):
 
     @abstractmethod
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Where free + held by the tree + owned by leases is not all there is. `loads`: those in flight."""
+        """Where free + held by the tree + owned by leases is not all there is. `loads`: those in flight, and
+        those that exchanges read."""
 
 
 def account_violations(what: str, sums: tuple[int, int, int], total: int, ids: Sequence[torch.Tensor]) -> list[str]:
