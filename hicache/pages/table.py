@@ -116,14 +116,15 @@ class PageTable(Columns):
         rows = self.find(keys)
         missing = np.flatnonzero(rows < 0)
         if len(missing):
-            new = rows[missing] = self._take(len(missing))
             new_keys = [keys[at] for at in missing.tolist()]
+            names = names_of(new_keys)
+            new = rows[missing] = self._take(len(missing))
             self._row_of.update(zip(new_keys, new.tolist(), strict=True))
             self.keys[new] = new_keys
             self.index[new] = index + missing
             self.age[new] = np.arange(self._last_age + 1, self._last_age + 1 + len(new))
             self._last_age += len(new)
-            self.name[new] = names_of(new_keys)
+            self.name[new] = names
         previous = NO_ROW if previous_key is None else self.row(previous_key)
         if previous == NO_ROW and previous_key is not None:
             previous = int(self.add([previous_key], index - 1)[0])
@@ -178,6 +179,10 @@ class PageTable(Columns):
         for part in self._parts:
             part.clear(gone)
         self._free += unneeded[::-1]
+
+    def sweep(self) -> None:
+        """Give back all rows that nothing needs: a call that raised may have named pages, and no more."""
+        self.forget(np.flatnonzero(self.refs == 0))
 
     def violations(self) -> list[str]:
         """Where the rows, their keys and the free ones disagree."""

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from component_case import MODELS, compute, config, prefill, verify
-from failing_calls import fails_at
+from failing_calls import Injected, fails_at
 from hicache import CacheRequest, DiskConfig, Lease, build_engine
 from hicache.errors import HiCacheError, InvariantError, NotRunning
+from hicache.pages.table import PageTable, Rows
 from hicache.storage import open_existing
 from hicache.tiers import FULL
 from memory_store import MemoryPageStore
@@ -175,6 +176,26 @@ def test_a_call_that_raises_has_changed_nothing(kind: str) -> None:
     end everything is given back."""
     for policy, verb in CASES:
         require_unchanged(kind, policy, verb, 13 if verb == "commit_within" else 83)
+
+
+def test_rows_of_pages_that_a_call_only_named_are_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backup names the pages that it is to copy, and then an error comes."""
+
+    def fail(table: PageTable, rows: Rows) -> None:
+        raise Injected
+
+    crowded = Crowded("full", "write_through")
+    commit = crowded.commit()
+    with monkeypatch.context() as patch:
+        patch.setattr(PageTable, "hold", fail)
+        with pytest.raises(Injected):
+            commit()
+    with crowded.engine as engine:
+        engine.check()
+        commit()
+        for name in ("a", "b"):
+            engine.cancel(name)
+        settled(engine)
 
 
 @pytest.mark.long
