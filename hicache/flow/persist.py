@@ -21,7 +21,6 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.metrics import Counter
-from hicache.pages.states import RAW
 from hicache.pages.table import NO_ROWS, Mask, Rows
 from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
@@ -132,8 +131,7 @@ class Persist(Movement):
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
         """Which of these pages of the host the store has not taken and is to get."""
-        pages = component.pages
-        return self._ahead.wanted(self._written_pages[component.name], rows) & ~pages.has(rows, RAW)
+        return self._ahead.wanted(self._written_pages[component.name], rows)
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what has its turn; whether there was an answer."""

@@ -353,7 +353,6 @@ class TierPages(Columns):
         assert (self.writing[rows] & store_bit).all(), "it was not on its way"
         self.writing[rows] &= ~np.uint8(store_bit)
         self.stored[rows[ok]] |= store_bit
-        self.stored[rows[~ok]] &= ~np.uint8(store_bit)
         self.unlock(rows)
 
     def take_sources(self, rows: Rows, stores: Iterable[Store]) -> Counter[Store]:

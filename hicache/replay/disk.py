@@ -49,10 +49,6 @@ class DiskOrder:
         self.num_useful += int(self._is_unread[ids].sum())
         self._is_unread[ids] = False
 
-    def takes_alike(self, ids: Tokens) -> bool:
-        """Whether to `put` these together is as one after the other: none is held, and none leaves for another."""
-        return not self._has(ids).any() and (self._capacity is None or len(ids) <= self._capacity)
-
     def put(self, ids: Tokens) -> None:
         """Hold these, evicting others, and at last their own suffix. What is held already counts as used."""
         new, is_held = ids, self._has(ids)

@@ -15,11 +15,12 @@ import numpy as np
 import pytest
 
 from disk_case import Clock, Gate, TroubledStore, disk_threads, failing, page_keys, serving_threads
-from hicache import AdvancedConfig, CacheEngine, DiskConfig, Prefetch, build_engine
+from hicache import AdvancedConfig, CacheEngine, CacheRequest, DiskConfig, Prefetch, build_engine
 from hicache.engine import LookupResult
 from hicache.errors import NotStored
 from hicache.storage import PageBuffer, StoreError, list_pages, open_existing
-from toy_model import GEOMETRY, config, flush_error, prompt, serve, until_ready
+from memory_store import MemoryPageStore
+from toy_model import GEOMETRY, compute, config, flush_error, prompt, serve, until_ready
 from waiting import BOUND_S, eventually
 
 Stores = list[TroubledStore]
@@ -264,6 +265,23 @@ def test_what_memory_serves_counts_as_used_on_disk(stores: Stores, tmp_path: Pat
         keys = [page_keys(engine, tokens) for tokens in (one, two)]
         eventually(lambda: store.sync() or [one.key for one in list_pages(store)] == keys[1][::-1] + keys[0][::-1])
         assert len(keys[0]) > 4
+
+
+def test_a_store_without_room_evicts_the_end_of_a_prompt() -> None:
+    """Though its end was written last, and no request has ended that used it."""
+    tokens, other = tokens_of(1), tokens_of(2)
+    store = MemoryPageStore(16 * 8 * 192)
+    with (
+        build_engine(config(device_tokens=256), GEOMETRY, store=store) as engine,
+        engine.acquire(CacheRequest("a", tokens)) as lease,
+    ):
+        for end in (24, 56, 88):
+            compute(engine, lease, tokens, lease.length, end)
+            engine.commit(lease, tokens[:end])
+            engine.flush()
+        serve(engine, "b", other)
+        engine.flush()
+        assert store.contains(page_keys(engine, tokens)) == [True] * 5 + [False] * 6
 
 
 @pytest.mark.parametrize("by", ["a request", "a flush", "the close"])

@@ -12,11 +12,14 @@ import torch
 import hicache.pages.order
 from cases import long
 from hicache.errors import InvariantError
+from hicache.eviction.write_budget import WriteBudget
 from hicache.host.pool import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.pages.order import RANK_POLICIES, rank_policy
 from hicache.pages.states import ABOVE, COPY, HELD, IN_FLIGHT, READ, TierPages
 from hicache.pages.table import Rows
+from hicache.pages.write_ahead import WriteAhead, WrittenPages
+from hicache.tiers import DISK
 
 NUM_PAGES = 40
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (8,), "token", (0,)),), 1)
@@ -305,3 +308,47 @@ def test_paths_name_a_page_whose_row_was_that_of_another() -> None:
     after = tier.landed(tier.reserve(table.add([b"b0", b"b1"]), COPY))
     assert {*after.tolist()} == {*before.tolist()}
     assert table.keys_of(table.with_paths(after[-1:], seen)) == [b"b0", b"b1"]
+
+
+def test_of_pages_that_the_tier_above_has_the_last_ones_leave_first() -> None:
+    """Those that came there last, or were used last, will stay there longest. Of one prompt the beginning leaves first:
+    who needs the rest finds it there."""
+    prompts = [[b"a0", b"a1"], [b"b0", b"b1"]]
+    tier = _tier_with("lru", *prompts)
+    tier.is_exclusive = True
+    for keys in prompts:
+        tier.came_above(tier.held(keys))
+    assert tier.table.keys_of(tier.order.leaving()) == [b"b0", b"b1", b"a0", b"a1"]
+    tier.use(tier.held(prompts[0]))
+    assert tier.table.keys_of(tier.order.leaving()) == [b"a0", b"a1", b"b0", b"b1"]
+
+
+def test_a_page_that_was_used_after_it_entered_a_batch_does_not_leave_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large tier has chosen a batch of victims. A page that comes to a place within it is used before it leaves."""
+    monkeypatch.setattr(hicache.pages.order, "_SMALL", 0)
+    monkeypatch.setattr(hicache.pages.order, "_LEAST_BATCH", 3)
+    keys = [b"%d" % number for number in range(8)]
+    tier = _tier_with("lru", *([key] for key in keys))
+    locked = tier.held(keys[:1])
+    tier.lock(locked)
+    tier.drop(tier.order.take(1))
+    tier.unlock(locked)
+    tier.use(locked)
+    while len(tier) > 1:
+        tier.drop(tier.order.take(1))
+    assert {*tier} == {keys[0]}
+
+
+def test_a_store_that_writes_within_a_budget_gets_nothing_that_the_tier_above_has() -> None:
+    """What is there leaves this tier without loss."""
+    keys, now_s = [b"a0", b"a1", b"b0", b"b1"], 0.0
+    tier = _tier_with("lru", keys[:2], keys[2:])
+    tier.is_exclusive = True
+    tier.came_above(tier.held(keys[:2]))
+    tier.pool.alloc(tier.pool.available())  # so that all pages are of the colder half
+    budget = WriteBudget(1.0, lambda: now_s)
+    now_s = 20.0  # two thirds of the bucket are full
+    ahead = WriteAhead([written := WrittenPages(tier, 1, NUM_PAGES)], DISK, budget)
+    ahead.come(written, tier.held(keys))
+    (chosen,) = (rows for _, rows in ahead.next_round())
+    assert tier.table.keys_of(chosen) == keys[2:]
