@@ -161,9 +161,9 @@ class FadingFrequency(RankPolicy):
 
     def _count_in(self, at: Uses, rows: Rows) -> None:
         is_new = at.uses[rows] == 0
-        if not is_new.all():
-            self._count_hits(at, rows[~is_new])
         new = rows[is_new]
+        if len(new) < len(rows):
+            self._count_hits(at, rows[~is_new])
         if not len(new):
             return
         now = self._see(at, new)

@@ -146,10 +146,10 @@ class EvictionOrder(Columns):
     # What happens to pages
 
     def enter(self, rows: Rows) -> None:
-        """The tier has these from now on, which follow each other in a prompt."""
+        """The tier has these from now on, which follow each other in a prompt, and who brought them unlocks them."""
         self.is_held[rows] = True
         self.at.note_use(rows)
-        self._enter(rows[self.locks[rows] == 0])
+        self.unlock(rows)
 
     def leave(self, rows: Rows) -> None:
         """The tier has these no more, which nobody has locked."""
@@ -162,16 +162,22 @@ class EvictionOrder(Columns):
 
     def lock(self, rows: Rows) -> None:
         """Somebody needs these to stay. A row occurs once."""
-        first = rows[self.is_held[rows] & (self.locks[rows] == 0)]
-        self.locks[rows] += 1
-        self.num_evictable -= len(first)
-        self.policy.lock(len(first))
+        locks = self.locks[rows]
+        num_first = int(np.count_nonzero(self.is_held[rows] & (locks == 0)))
+        self.locks[rows] = locks + 1
+        self.num_evictable -= num_first
+        self.policy.lock(num_first)
 
     def unlock(self, rows: Rows) -> None:
         """Undo one `lock`, which is no use."""
-        self.locks[rows] -= 1
-        assert not len(rows) or self.locks[rows].min() >= 0, "unlocked more often than locked"
-        self._enter(rows[self.is_held[rows] & (self.locks[rows] == 0)])
+        locks = self.locks[rows]
+        assert locks.all(), "unlocked more often than locked"
+        self.locks[rows] = locks - 1
+        free = rows[self.is_held[rows] & (locks == 1)]
+        if len(free):
+            self.num_evictable += len(free)
+            self.policy.enter(self.at, free)
+            self._rank(free)
 
     def use(self, rows: Rows) -> None:
         """A request used these, which follow each other in a prompt and which the tier has. Their sessions go on, and
@@ -317,12 +323,6 @@ class EvictionOrder(Columns):
         return found
 
     # Inside
-
-    def _enter(self, rows: Rows) -> None:
-        if len(rows):
-            self.num_evictable += len(rows)
-            self.policy.enter(self.at, rows)
-            self._rank(rows)
 
     def _rank(self, rows: Rows) -> None:
         ranks = self.policy.ranks(self.at, rows)

@@ -30,6 +30,7 @@ from hicache.tiers import Store
 
 COPY, READ, HELD, RAW, ABOVE = (1 << bit for bit in range(5))
 IN_FLIGHT = COPY | READ
+_HAS = [(np.arange(1 << 5) & states) != 0 for states in range(1 << 5)]  # [states asked for][state]
 Counts = npt.NDArray[np.int32]
 _STEP_PAGES, _STEP_SHARE = 64, 32
 
@@ -121,8 +122,8 @@ class TierPages(Columns):
 
     def has(self, rows: Rows, states: int = HELD) -> Mask:
         """Which of these are in one of `states`; `NO_ROW` is in none."""
-        found: Mask = (self.state[rows] & states) != 0
-        return found & (rows >= 0)
+        found: Mask = _HAS[states][self.state[rows]]
+        return found
 
     def held(self, keys: Sequence[bytes]) -> Rows:
         """The rows of those pages that the tier has."""
@@ -164,11 +165,13 @@ class TierPages(Columns):
         before = before[self.has(before) & ~self.has(before, ABOVE)]
         self.table.hold(rows)  # what follows one of them may leave now
         try:
-            self.order.lock(before)
-            try:
-                num_rows = min(len(rows), self.make_room(len(rows)))
-            finally:
-                self.order.unlock(before)
+            if len(rows) > self.pool.available():
+                self.order.lock(before)
+                try:
+                    self.make_room(len(rows))
+                finally:
+                    self.order.unlock(before)
+            num_rows = min(len(rows), self.pool.available())
             taken = rows[:num_rows]
             if num_rows:
                 self._begin(taken)
@@ -200,15 +203,13 @@ class TierPages(Columns):
         if not len(came):
             return came
         assert self.has(came, IN_FLIGHT).all(), "nothing brings it"
-        assert (self.order.locks[came] > 0).all(), "who brings it has let go of it"
-        self.num_in_flight -= self.num_places(came)
+        raw = came[self.has(came, RAW)]
+        self.num_in_flight -= len(came) + len(raw)
         self.num_held += len(came)
-        raw = self.has(came, RAW)
-        self.num_raw += int(np.count_nonzero(raw))
+        self.num_raw += len(raw)
         self.state[came] = self.state[came] & ~np.uint8(IN_FLIGHT) | HELD
-        self.order.locks[came] -= 1
-        self.num_raw_evictable += int(np.count_nonzero(raw & (self.order.locks[came] == 0)))
         self.order.enter(came)
+        self.num_raw_evictable += self._num_raw_unlocked(raw)
         self._tell_uses(came)
         if self.is_exclusive and (above := came[self.has(came, ABOVE)]).size:
             self._count_first_out(above)
@@ -364,7 +365,7 @@ class TierPages(Columns):
         self.source[rows] = 0
         return Counter({store: int(np.count_nonzero(sources == store.bit)) for store in stores})
 
-    def mark_stored(self, rows: Rows, store_bit: int) -> None:
+    def mark_stored(self, rows: Rows, store_bit: int | npt.NDArray[np.uint8]) -> None:
         """A store is known to have these; of raw pages, which no store gets, all that is to be there."""
         self.stored[rows] |= store_bit
 
@@ -461,7 +462,7 @@ class TierPages(Columns):
         self.table.drop(rows[self.state[rows] == 0])
 
     def _num_raw_unlocked(self, rows: Rows) -> int:
-        if not self.num_raw:
+        if not (self.num_raw and len(rows)):
             return 0
         return int(np.count_nonzero(self.has(rows, RAW) & self.has(rows) & (self.order.locks[rows] == 0)))
 

@@ -54,6 +54,8 @@ class PageTable(Columns):
     `hits`           requests that used the page since memory has it
     `priority`       the highest of a request that used it
     `refs`           what needs the row: tiers that have the page or get it, holders of `hold`, and rows that follow it
+
+    Each column has one more entry, which no page gets: `NO_ROW` reads it as a page that nothing needs.
     """
 
     fields: ClassVar = {
@@ -91,7 +93,7 @@ class PageTable(Columns):
 
     def add_columns(self, part: Columns) -> None:
         """Have the columns of `part` grow with the table."""
-        part.grow(self._num_rows)
+        part.grow(self._num_rows + 1)
         self._parts.append(part)
 
     def find(self, keys: Sequence[bytes]) -> Rows:
@@ -114,9 +116,9 @@ class PageTable(Columns):
         """The rows of pages that follow each other in a prompt, the first at `index`, behind the page `previous_key`.
         Pages without a row get one, which the caller has something need, or gives back by `forget`."""
         rows = self.find(keys)
-        missing = np.flatnonzero(rows < 0)
+        missing = (rows < 0).nonzero()[0]
         if len(missing):
-            new_keys = [keys[at] for at in missing.tolist()]
+            new_keys = keys if len(missing) == len(keys) else [keys[at] for at in missing.tolist()]
             names = names_of(new_keys)
             new = rows[missing] = self._take(len(missing))
             self._row_of.update(zip(new_keys, new.tolist(), strict=True))
@@ -135,9 +137,10 @@ class PageTable(Columns):
         """Pages of these rows follow each other in a prompt, the first behind that of `previous`."""
         if not len(rows):
             return
-        before = np.concatenate(([previous], rows[:-1]))
-        unknown = (before >= 0) & (rows >= 0) & (self.previous[rows] < 0)
-        if unknown.any():
+        before = np.empty_like(rows)
+        before[0], before[1:] = previous, rows[:-1]
+        unknown = ((self.previous[rows] < 0) & (before >= 0) & (rows >= 0)).nonzero()[0]
+        if len(unknown):
             self.previous[rows[unknown]] = before[unknown]
             np.add.at(self.refs, before[unknown], 1)
 
@@ -207,4 +210,4 @@ class PageTable(Columns):
         self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
         self._num_rows = num_rows
         for part in self._parts:
-            part.grow(num_rows)
+            part.grow(num_rows + 1)

@@ -79,7 +79,7 @@ def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> Non
     full.pages.order.num_evictable -= 1
     (copy,) = engine.inspect.backup._in_flight
     full.pages.unlock(copy.pages[FULL].rows)
-    with pytest.raises(AssertionError, match="let go"):
+    with pytest.raises(AssertionError, match="unlocked more often"):
         while True:
             engine.poll()
     with pytest.raises(NotRunning, match="poll"):
