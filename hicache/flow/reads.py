@@ -59,7 +59,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, auto
 from functools import partial
 from operator import attrgetter
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -75,7 +75,7 @@ from hicache.flow.located import Located, first_gap, spans
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
 from hicache.pages.states import COPY, HELD, READ, Counts
-from hicache.pages.table import NO_ROW, Mask, Rows
+from hicache.pages.table import NO_ROW, Columns, Mask, Rows
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.tree.key import Tokens
@@ -494,8 +494,9 @@ class PendingPrefetch:
         while pages and num_pages == _WINDOW:
             rows = self._rows(component, pages[:_WINDOW])
             num_pages = first_gap(jobs.are_arriving(self, component, rows))
-            self.has_shared |= jobs.share(self, component, rows[:num_pages])
-            pages = pages[num_pages:]
+            if num_pages:
+                self.has_shared |= jobs.share(self, component, rows[:num_pages])
+                pages = pages[num_pages:]
         self.read_list[at : at + 1] = [ReadSpan(component, stores, pages)] if pages else []
         if pages and not stores:  # the read in flight did not load it
             self.has_failed = True
@@ -613,16 +614,19 @@ class PageRead:
     is_stalled: bool = False
 
     @property
-    def num_pages(self) -> int:
-        return len(self.rows)
-
-    @property
     def num_bytes(self) -> int:
-        return self.num_pages * self.component.host.page_bytes
+        return len(self.rows) * self.component.host.page_bytes
 
     def is_for(self, request: PendingPrefetch) -> bool:
         """Whether a request may wait for it: an urgent request waits for no background job."""
         return self.is_urgent or not request.is_urgent
+
+
+class _ReadPages(Columns):
+    """`ticket`: the number of the job that reads a page, if its state is READ."""
+
+    fields: ClassVar = {"ticket": (np.int64, 0)}
+    ticket: Rows
 
 
 class StoreJobs:
@@ -641,7 +645,9 @@ class StoreJobs:
         self._clock = next(tier.clock for tier in context.stores.values())
         self._answered_s = dict.fromkeys(context.stores, -math.inf)
         self.lookups, self.reads = dict[int, Lookup](), dict[int, PageRead]()
-        self._job_of: dict[Component, dict[int, PageRead]] = {name: {} for name in context.by_name}  # by row
+        self._read_pages = {component.name: _ReadPages() for component in context.components}
+        for component in context.components:
+            component.pages.table.add_columns(self._read_pages[component.name])
         self.num_pages = dict.fromkeys(context.by_name, 0)
         self.bereft = list[PendingPrefetch]()
 
@@ -660,26 +666,33 @@ class StoreJobs:
 
     def may_share(self, request: PendingPrefetch, component: CacheComponent, row: int) -> bool:
         """Whether a request may wait for a page that is read."""
-        job = self._job_of[component.name].get(row)
-        return job is not None and job.is_for(request)
+        is_read = bool(component.pages.state[row] & READ)
+        return is_read and self.reads[int(self._read_pages[component.name].ticket[row])].is_for(request)
+
+    def _reading(self, component: CacheComponent, rows: Rows) -> Iterator[tuple[PageRead, Mask]]:
+        """The jobs that read any of these pages, and which pages each of them reads."""
+        if component.pages.num_in_flight and (is_read := component.pages.has(rows, READ)).any():
+            tickets = np.where(is_read, self._read_pages[component.name].ticket[rows], NO_ROW)
+            for ticket in dict.fromkeys(tickets[is_read].tolist()):
+                yield self.reads[ticket], tickets == ticket
 
     def are_arriving(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> Mask:
         """Which of these pages are in memory, or arrive without a read of the request."""
-        arriving = component.pages.has(rows, HELD | COPY)
-        if component.pages.num_in_flight:
-            for at in np.flatnonzero(component.pages.has(rows, READ)).tolist():
-                arriving[at] = self.may_share(request, component, int(rows[at]))
+        arriving = component.pages.has(rows, HELD | COPY | READ)
+        if arriving.any():
+            for job, of_job in self._reading(component, rows):
+                if not job.is_for(request):
+                    arriving &= ~of_job
         return arriving
 
     def share(self, request: PendingPrefetch, component: CacheComponent, rows: Rows) -> bool:
         """Have a request wait for those of these pages that are read; whether there are any."""
-        reading = rows[component.pages.has(rows, READ)]
-        job_of = self._job_of[component.name]
-        for job in {job_of[row]: None for row in reading.tolist()}:
-            of_job = reading[np.isin(reading, job.rows)]
-            job.requests[request] = np.union1d(job.requests.get(request, of_job), of_job)
+        has_any = False
+        for job, of_job in self._reading(component, rows):
+            job.requests[request] = np.union1d(job.requests.get(request, rows[:0]), rows[of_job])
             request.jobs[job] = None
-        return len(reading) > 0
+            has_any = True
+        return has_any
 
     @property
     def num_awaited_lookups(self) -> int:
@@ -749,74 +762,78 @@ class StoreJobs:
 
     # Reads
 
-    def next_of(self, request: PendingPrefetch, num_times: int) -> tuple[int, Store] | None:
-        """The next span of a read list, and the store that reads it sooner. If that store has enough jobs (`num_times`
-        the number that suffices for short steps), the next span of the other store."""
-        free = self._free_stores(request, num_times)
+    def next_of(self, request: PendingPrefetch, num_times: int) -> tuple[int, Store, int] | None:
+        """The next span of a read list, the store that reads it sooner, and the number of jobs that this store may get.
+        If that store has enough jobs (`num_times` the number that suffices for short steps), the next span of the other
+        store."""
+        free = self._free_jobs(request, num_times)
         at, skipped = 0, 0  # spans whose stores have enough jobs
         while at < len(request.read_list):
             span = request.read_list[at]
             if span.component.name == FULL and request.lacks_end:
                 return None
-            if at and (span.stores == skipped or not span.stores & free):
+            if at and (span.stores == skipped or not any(span.stores & store.bit for store in free)):
                 at += 1
             elif request.skip_arriving(at, self):
                 store = self._sooner(span.stores, is_urgent=request.is_urgent)
-                if store.bit & free:
-                    return at, store
+                if store in free:
+                    return at, store, free[store]
                 at, skipped = at + 1, span.stores
         return None
 
-    def read(self, request: PendingPrefetch, at: int, store: Store) -> PageRead | None:
-        """Queue a job of a store for the next pages of a span, as far as the host has free pages; None if the first
-        page has none."""
-        assert request.located is not None
+    def read(
+        self, request: PendingPrefetch, at: int, store: Store, num_free: int, max_jobs: int, max_pages: int
+    ) -> list[Rows]:
+        """Queue jobs of a store, which may get `num_free`, for the next pages of a span: at most `max_jobs`, until they
+        have `max_pages`, as far as the host has free pages. Returns the pages of each; none if the first page has no
+        free page."""
         component, stores, left = request.read_list[at]
-        max_pages = self._job_pages(component, store)
-        if request.handle.overlaps or stores & (stores - 1):  # computed pages, or those of the other store, are skipped
-            max_pages = min(max_pages, -(-request.num_to_read(component) // _LEAST_JOBS))  # between two jobs
-        rows = self._reserve(request, component, request.next_pages(at, max_pages, self))
-        if not len(rows):
-            return None
-        job, ticket = self._new_job(request, component, store, rows), next(self._tickets)
+        has_both, overlaps, pages = stores & (stores - 1) != 0, request.handle.overlaps, component.pages
+        job_pages, num_jobs = self._job_pages(component, store)
+        if overlaps or has_both:  # between two jobs, computed pages or those of the other store are skipped
+            job_pages = min(job_pages, -(-request.num_to_read(component) // _LEAST_JOBS))
+        num_jobs = 1 if has_both else min(num_jobs, num_free, max_jobs, -(-max_pages // job_pages))
+        taken = self._reserve(request, component, request.next_pages(at, num_jobs * job_pages, self))
+        if not len(taken):
+            return []
         if not self._of(store):
             self._answered_s[store] = self._clock()
-        self.reads[ticket] = job
-        self.num_pages[component.name] += job.num_pages
-        request.read_list[at : at + 1] = [ReadSpan(component, stores, left)] if (left := left[len(rows) :]) else []
-        pages = component.pages
-        keys, views = tuple(pages.table.keys_of(job.rows)), component.host.views(pages.place[job.rows].tolist())
-        queue_class = ReadClass.URGENT_READ if job.is_urgent else ReadClass.BACKGROUND_READ
-        read = ReadJob(ticket, 0, keys, views, job.cancelled, request.until_s, queue_class)
-        is_queued = self._tiers[store].reads.submit(read)
-        assert is_queued, "the queue has a free entry"
-        return job
+        pages.source[taken] = store.bit
+        self.num_pages[component.name] += len(taken)
+        request.read_list[at : at + 1] = [ReadSpan(component, stores, left)] if (left := left[len(taken) :]) else []
+        until_s, is_urgent = request.until_s, request.is_urgent
+        queue_class = ReadClass.URGENT_READ if is_urgent else ReadClass.BACKGROUND_READ
+        keys, places, step = pages.table.keys_of(taken), pages.place[taken].tolist(), -1 if overlaps else 1
+        queued, jobs = list[Rows](), list[ReadJob]()
+        for start in range(0, len(taken), job_pages):
+            at_job = slice(start, start + job_pages)
+            rows, ticket = taken[at_job][::step], next(self._tickets)
+            job = PageRead(component, store, rows, is_urgent, np.ones(len(rows), np.bool_), {request: rows})
+            self.reads[ticket] = job
+            request.jobs[job] = None
+            self._read_pages[component.name].ticket[rows] = ticket
+            job_keys, views = tuple(keys[at_job][::step]), component.host.views(places[at_job][::step])
+            jobs.append(ReadJob(ticket, 0, job_keys, views, job.cancelled, until_s, queue_class))
+            queued.append(rows)
+        are_queued = self._tiers[store].reads.submit(*jobs)
+        assert are_queued, "the queue has free entries"
+        return queued
 
     def _reserve(self, request: PendingPrefetch, component: CacheComponent, wanted: range) -> Rows:
         """Host pages for these pages of a prompt, in reading order: the first ones, so far as others leave for them. A
         background job that reads some of them gives them up."""
         assert request.located is not None
-        prompt, table, first = request.located.memory.prompt, component.pages.table, min(wanted)
+        memory, table, first = request.located.memory, component.pages.table, min(wanted)
         ascending = range(first, first + len(wanted))
-        named = request.located.memory.rows_named(component, ascending)
-        reading = named[component.pages.has(named, READ)].tolist()
-        for job in {self._job_of[component.name][row]: None for row in reading}:
-            self._give_up(job, np.isin(job.rows, named))
-        rows = request.located.memory.rows_added(component, ascending)
+        named = memory.rows_named(component, ascending)
+        for job, of_job in [*self._reading(component, named)]:
+            self._give_up(job, np.isin(job.rows, named[of_job]))
+        rows = memory.rows_added(component, ascending)
         taken = component.pages.reserve(rows if wanted == ascending else rows[::-1], READ)
-        if component.name == FULL and self._context.watch is not None:
-            pages = prompt.event_pages(first, first + len(wanted))
+        if component.name == FULL and self._context.tree.events is not None and self._context.watch is not None:
+            pages = memory.prompt.event_pages(first, first + len(wanted))
             self._context.watch.note(pages, table.keys_of(taken))
         return taken
-
-    def _new_job(self, request: PendingPrefetch, component: CacheComponent, store: Store, taken: Rows) -> PageRead:
-        """A job for pages in reading order."""
-        rows = taken[np.argsort(component.pages.table.index[taken])]
-        job = PageRead(component, store, rows, request.is_urgent, np.ones(len(rows), np.bool_), {request: rows})
-        component.pages.source[rows] = store.bit
-        self._job_of[component.name].update(dict.fromkeys(rows.tolist(), job))
-        request.jobs[job] = None
-        return job
 
     def _give_up(self, job: PageRead, which: Mask) -> None:
         """A job reads those of its pages that are in `which` no more; requests that wait for them look them up
@@ -833,40 +850,49 @@ class StoreJobs:
                 job.requests[request] = stays
             else:
                 del job.requests[request], request.jobs[job]
-        self._forget_rows(job, gone)
         if job.component.name == FULL and self._context.watch is not None:
             self._context.watch.forget(job.component.pages.table.keys_of(gone))
         job.disowned += job.component.pages.disown(gone)
         job.is_live &= ~which
 
-    def _forget_rows(self, job: PageRead, rows: Rows) -> None:
-        for row in rows.tolist():
-            del self._job_of[job.component.name][row]
-
     def take(self, done: ReadDone) -> tuple[PageRead, Mask]:
         """The job that was answered, and which of its pages it read."""
         job = self.reads.pop(done.ticket)
-        self._forget_rows(job, job.rows[job.is_live])
-        job.component.pages.free_disowned(job.disowned)
+        if job.disowned:
+            job.component.pages.free_disowned(job.disowned)
         self._answered_s[job.store] = self._clock()
-        self.num_pages[job.component.name] -= job.num_pages
+        self.num_pages[job.component.name] -= len(job.rows)
         num_ok = sum(done.ok)
         num_bytes = num_ok * job.component.host.page_bytes
         self._counters.lost.value += done.asked - num_ok
         if num_ok:
             self._counters.count_read(job.store, num_bytes, done.seconds)
         self._cost.observe_read(num_bytes, done.seconds, job.store)
-        ok = np.zeros(job.num_pages, np.bool_)
+        ok = np.zeros(len(job.rows), np.bool_)
         ok[: len(done.ok)] = done.ok
         return job, ok
 
-    def count_landed(self, store: Store, keys: Sequence[bytes]) -> None:
-        """Count full pages that arrived from `store`, and tell events of them."""
-        self._counters.landed.value += len(keys) * self._context.tree.page_size
-        events, watch = self._context.tree.events, self._context.watch
-        if events is not None and watch is not None:
-            for told in watch.told(keys):
-                events.landed(told, from_disk=store is DISK)
+    def publish(self, component: CacheComponent, ended: Sequence[tuple[PageRead, Mask]]) -> None:
+        """Publish the pages of a component that jobs read, count them, and tell events of them. `ended`: jobs, and
+        which of their pages they read."""
+        if not ended:
+            return
+        # The jobs that ended last come first, as uses of pages do.
+        rows = np.concatenate([job.rows[job.is_live] for job, _ in reversed(ended)])
+        ok = np.concatenate([ok[job.is_live] for job, ok in reversed(ended)])
+        events, watch, pages = self._context.tree.events, self._context.watch, component.pages
+        if component.name == FULL and watch is not None:
+            watch.forget(pages.table.keys_of(rows[~ok]))
+        landed = pages.landed(rows, ok)
+        pages.mark_stored(landed, pages.source[landed])
+        from_disk = pages.source[landed] == DISK.bit
+        self._context.page_uses.read(pages.table.name[landed[from_disk]])
+        if component.name == FULL:
+            self._counters.landed.value += len(landed) * self._context.tree.page_size
+        if component.name == FULL and events is not None and watch is not None:
+            for job, ok in ended:
+                for told in watch.told(pages.table.keys_of(job.rows[job.is_live & ok])):
+                    events.landed(told, from_disk=job.store is DISK)
 
     def give_back(self, job: PageRead) -> list[PendingPrefetch]:
         """Have all requests of a stalled job read its pages from the other store. Returns the requests for which that
@@ -895,16 +921,17 @@ class StoreJobs:
     def _of(self, store: Store) -> list[PageRead]:
         return [job for job in self.reads.values() if job.store is store]
 
-    def _free_stores(self, request: PendingPrefetch, num_times: int) -> int:
-        """The set of stores that have too few urgent jobs, or background jobs, of the kind of the request."""
-        found, is_urgent = 0, request.is_urgent
+    def _free_jobs(self, request: PendingPrefetch, num_times: int) -> dict[Store, int]:
+        """The number of jobs of the kind of the request, urgent or background, that each store lacks."""
+        found, is_urgent = dict[Store, int](), request.is_urgent
         for store, tier in self._tiers.items():
-            if tier.reads.is_full:
+            if (num_free := tier.reads.num_free) == 0:
                 self._counters.refused.value += 1
                 continue
             jobs = self._of(store)
-            if sum([job.is_urgent == is_urgent and not job.is_stalled for job in jobs]) < num_times * _MAX_IN_FLIGHT:
-                found |= store.bit
+            num_jobs = sum([job.is_urgent == is_urgent and not job.is_stalled for job in jobs])
+            if num_jobs < num_times * _MAX_IN_FLIGHT:
+                found[store] = min(num_free, num_times * _MAX_IN_FLIGHT - num_jobs)
         return found
 
     def _sooner(self, stores: int, *, is_urgent: bool) -> Store:
@@ -930,14 +957,18 @@ class StoreJobs:
         late_s = (self._clock() - self._answered_s[store]) * num_rounds if num_rounds else 0.0
         return max(read_s, late_s), queued_bytes
 
-    def _job_pages(self, component: CacheComponent, store: Store) -> int:
-        """The most pages of one job: a reader reads them within `_MAX_JOB_S`, and few of a store of unknown rate."""
+    def _job_pages(self, component: CacheComponent, store: Store) -> tuple[int, int]:
+        """The most pages of one job, and of how many jobs: a reader reads them within `_MAX_JOB_S`, and few of a store
+        of unknown rate, once each reader has a job."""
         tier, page_bytes = self._tiers[store], component.host.page_bytes
         job_s = self._cost.read_s(tier.job_pages * page_bytes, 1, store)
         if job_s is not None:
-            return tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
-        is_gauge = len(self._of(store)) < tier.num_readers
-        return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)) if is_gauge else tier.job_pages
+            max_pages = tier.job_pages if job_s <= _MAX_JOB_S else max(1, int(tier.job_pages * _MAX_JOB_S / job_s))
+        elif num_idle := max(0, tier.num_readers - len(self._of(store))):
+            return min(tier.job_pages, max(1, _GAUGE_BYTES // page_bytes)), num_idle
+        else:
+            max_pages = tier.job_pages
+        return max_pages, _MAX_IN_FLIGHT
 
 
 class _Claim(ref[Prefetch]):
@@ -1095,7 +1126,7 @@ class OverlappedPrefill:
 
     def _observed_s(self, request: PendingPrefetch, num_tokens: int) -> float:
         """Seconds of reading by the pages that landed since its reads began, if its first job in flight ended now."""
-        num_pages = request.num_landed + next((job.num_pages for job in request.jobs), 0)
+        num_pages = request.num_landed + next((len(job.rows) for job in request.jobs), 0)
         if not num_pages:
             return 0.0
         return (self._clock() - request.begun_s) * num_tokens / (num_pages * self._page)
@@ -1243,13 +1274,15 @@ class Prefetcher(Movement):
         """Enter the answers of the stores, queue further jobs, and compare waiting with computing again. Whether any
         request was affected. Few polls without news do more than look for answers."""
         answered, has_changed = list[PendingPrefetch](), False
-        for done in self._jobs.poll():
+        for kind, ended in itertools.groupby(self._jobs.poll(), type):
             self.is_torn = has_changed = True
-            if isinstance(done, ReadDone):
-                self._land(*self._jobs.take(done))
-            elif done.ticket in self._jobs.lookups:
-                answered += self._note_answer(done)
-            else:
+            if kind is ReadDone:
+                self._land([self._jobs.take(done) for done in ended if isinstance(done, ReadDone)])
+                continue
+            for done in ended:
+                if not isinstance(done, ReadDone) and done.ticket in self._jobs.lookups:
+                    answered += self._note_answer(done)
+                    continue
                 for request in self._jobs.give_back(self._jobs.reads[done.ticket]):
                     self.apply(request, Event.EXHAUSTED)
         if not (has_changed or self._is_due()):
@@ -1548,50 +1581,56 @@ class Prefetcher(Movement):
             had_shared, more = request.has_shared, 1
             if request.handle.is_preemptible:
                 more = min(_MOST_STEPS, max(4, int(num_steps)))
-            while (chosen := self._jobs.next_of(request, max(1, more // 4))) is not None:
-                if not has_room or num_jobs >= more * _MAX_JOBS or num_pages >= more * _MAX_PAGES:
-                    break
-                job = self._jobs.read(request, *chosen)
-                has_room = job is not None
-                num_jobs, num_pages = num_jobs + has_room, num_pages + (job.num_pages if job else 0)
+            chosen = self._jobs.next_of(request, max(1, more // 4))
+            left_jobs, left_pages = more * _MAX_JOBS - num_jobs, more * _MAX_PAGES - num_pages
+            while chosen is not None and has_room and left_jobs > 0 and left_pages > 0:
+                queued = self._jobs.read(request, *chosen, left_jobs, left_pages)
+                has_room = len(queued) > 0
+                left_jobs, left_pages = left_jobs - len(queued), left_pages - sum(map(len, queued))
+                if left_jobs > 0 and left_pages > 0:
+                    chosen = self._jobs.next_of(request, max(1, more // 4))
+            num_jobs, num_pages = more * _MAX_JOBS - left_jobs, more * _MAX_PAGES - left_pages
             self._counters.shared.value += request.has_shared and not had_shared
             self._note_planned(request)
-            if has_room or request.jobs:
-                self.apply(request, Event.LANDED)
-            else:
+            if not (has_room or request.jobs):
                 self.apply(request, Event.LACKS_PAGES)
                 has_room = True
+            elif request.is_idle:
+                self.apply(request, Event.LANDED)
         bereft, self._jobs.bereft = self._jobs.bereft, []
         for request in bereft:
             if request.stage in (Stage.READING, Stage.OVERLAPPING):
                 self.apply(request, Event.LANDED)
         return num_jobs > 0
 
-    def _land(self, job: PageRead, ok: Mask) -> None:
-        """Publish the pages that a job read. Pages that it did not read are read from the other store. If that store
+    def _land(self, ended: Sequence[tuple[PageRead, Mask]]) -> None:
+        """Publish the pages that jobs read. Pages that a job did not read are read from the other store. If that store
         lacks them, a request cannot use the pages behind them."""
-        component, table = job.component, job.component.pages.table
-        rows, ok = job.rows[job.is_live], ok[job.is_live]
-        keys, pages = table.keys_of(rows), table.index[rows]
-        waiting = {request: np.isin(rows, waited) for request, waited in job.requests.items()}
-        if component.name == FULL and self._context.watch is not None:
-            self._context.watch.forget([*itertools.compress(keys, ~ok)])
-        landed = component.pages.landed(rows, ok)
-        component.pages.mark_stored(landed, job.store.bit)
-        if job.store is DISK:
-            self._context.page_uses.read(table.name[landed])
-        if component.name == FULL and len(landed):
-            self._jobs.count_landed(job.store, [*itertools.compress(keys, ok)])
-            if waiting:  # pages count for the first request
-                self._share.add(min(waiting, key=_ARRIVAL).handle, len(landed))
-        for request, is_waited in waiting.items():
-            del request.jobs[job]
-            request.follow(component, rows[is_waited & ok], self._clock())
-            if len(lost := pages[is_waited & ~ok].tolist()):
-                gone = request.read_elsewhere(component, lost, job.store)
-                self._jobs.cancel(request.cut(gone[0]) if gone else ())
-                self._note_planned(request)
-        for request in waiting:
+        landed = dict[tuple[PendingPrefetch, CacheComponent], list[Rows]]()
+        lost, claims = list[tuple[PendingPrefetch, PageRead, list[int]]](), Counter[PendingPrefetch]()
+        for job, ok in ended:
+            if job.component.name == FULL and job.requests:  # pages count for the first request
+                claims[min(job.requests, key=_ARRIVAL)] += int(np.count_nonzero(ok))
+            for request, waited in job.requests.items():
+                del request.jobs[job]
+                rows, is_ok = job.rows, ok
+                if len(waited) < len(rows):
+                    is_waited = np.isin(rows, waited)
+                    rows, is_ok = rows[is_waited], ok[is_waited]
+                landed.setdefault((request, job.component), []).append(rows[is_ok])
+                if not is_ok.all():
+                    lost.append((request, job, job.component.pages.table.index[rows[~is_ok]].tolist()))
+        for component in self._context.components:
+            self._jobs.publish(component, [(job, ok) for job, ok in ended if job.component is component])
+        for request, num_pages in (+claims).items():
+            self._share.add(request.handle, num_pages)
+        for (request, component), parts in landed.items():
+            request.follow(component, np.concatenate(parts), self._clock())
+        for request, job, pages in lost:
+            gone = request.read_elsewhere(job.component, pages, job.store)
+            self._jobs.cancel(request.cut(gone[0]) if gone else ())
+            self._note_planned(request)
+        for request in dict.fromkeys([request for request, _ in landed]):
             self.apply(request, Event.LANDED)
 
     # Load or recompute

@@ -270,11 +270,11 @@ class StoreClient:
             self._send(frames.cancel(ticket, batch))
         self._transport.look()
 
-    def send_job(self, job: Job) -> None:
+    def send_jobs(self, jobs: Sequence[Job]) -> None:
         """For the queues."""
-        data = frames.of_job(job, self._memories.locate(job.pages, self.page_sizes))
+        found = [frames.of_job(job, self._memories.locate(job.pages, self.page_sizes)) for job in jobs]
         self._expect_answer()
-        self._send(data)
+        self._send(b"".join(found))
 
     def _expect_answer(self) -> None:
         """Before a job is sent: the silence of a process without work does not count."""

@@ -26,7 +26,7 @@ class JobSender(Protocol):
         """Whether a job of the queue would not be done."""
         ...
 
-    def send_job(self, job: Job) -> None: ...
+    def send_jobs(self, jobs: Sequence[Job]) -> None: ...
 
     def send_cancels(self, jobs: Sequence[tuple[int, int]]) -> None:
         """Of reads, by ticket and batch."""
@@ -53,25 +53,30 @@ class ClientQueue(Generic[J, D]):
         self.refused = 0
         self.fault = ""
 
-    def submit(self, job: J) -> bool:
-        """Send a job, or answer it where the process would not do it. False: too many are under way."""
-        if isinstance(job, ReadJob) and job.cancelled.is_set():
-            self._done.append(self._unserved(job))
-            return True
+    def submit(self, *jobs: J) -> bool:
+        """Send jobs, or answer them where the process would not do them. False: too many are under way, and none is
+        sent."""
         if self.refuses():
-            self.refused += 1
-            self._done.append(self._unserved(job))
+            self.refused += len(jobs)
+            self._done += map(self._unserved, jobs)
             return True
-        if len(self.under_way) >= self._capacity:
+        if len(self.under_way) + len(jobs) > self._capacity:
             return False
-        self._client.send_job(job)
-        self.under_way[job.ticket, job.batch] = job
+        sent = list[J]()
+        for job in jobs:
+            if isinstance(job, ReadJob) and job.cancelled.is_set():
+                self._done.append(self._unserved(job))
+            else:
+                sent.append(job)
+        self._client.send_jobs(sent)
+        for job in sent:
+            self.under_way[job.ticket, job.batch] = job
         return True
 
     @property
-    def is_full(self) -> bool:
-        """Whether too many are under way to submit another one."""
-        return len(self.under_way) >= self._capacity and not self.refuses()
+    def num_free(self) -> int:
+        """How many more may be submitted: with too many under way none, unless they are refused."""
+        return self._capacity - len(self.under_way) or int(self.refuses())
 
     def refuses(self) -> bool:
         return self._client.refuses(self.name)

@@ -44,18 +44,18 @@ class SharedMemories:
         not. `page_sizes`: those of its store; none: any."""
         if isinstance(pages, PageRows):
             page_bytes, base = pages.memory.shape[1], _address(pages.memory)
-            places = [row * page_bytes for row in pages.rows]
+            places = [*map(page_bytes.__mul__, pages.rows)]
         else:
             page_bytes, base = pages[0].nbytes if pages else 0, 0
             places = [_address(page) for page in pages]
-        if pages and page_sizes and page_bytes not in page_sizes:
+        if places and page_sizes and page_bytes not in page_sizes:
             raise StoreError(f"a page has {page_bytes} bytes, and the store has pages of {page_sizes}")
-        if self._same_process or not pages:
-            return Pages(OWN_MEMORY, page_bytes, array("Q", [base + place for place in places]))
+        if self._same_process or not places:
+            return Pages(OWN_MEMORY, page_bytes, array("Q", map(base.__add__, places)))
         first, last = base + min(places), base + max(places)
         for number, (_, start, num_bytes) in enumerate(self._memories, 1):
             if start <= first and last + page_bytes <= start + num_bytes:
-                return Pages(number, page_bytes, array("Q", [base - start + place for place in places]))
+                return Pages(number, page_bytes, array("Q", map((base - start).__add__, places)))
         raise StoreError("a page lies in memory that the store process does not share")
 
 

@@ -97,7 +97,7 @@ def test_a_short_prompt_from_the_disk_costs_few_calls(tmp_path: Path) -> None:
 def test_a_poll_gives_a_store_few_jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """However long a prompt is, and however much of it waits: on its way to the disk, and back."""
     jobs, submit = list[object](), ClientQueue.submit
-    monkeypatch.setattr(ClientQueue, "submit", lambda queue, job: jobs.append(job) or submit(queue, job))
+    monkeypatch.setattr(ClientQueue, "submit", lambda queue, *more: jobs.extend(more) or submit(queue, *more))
 
     def most_jobs(done: Callable[[], bool]) -> int:
         """Of one poll until then."""
