@@ -129,7 +129,8 @@ class CostModel:
     """The rates of one engine and the estimates that follow from them. Owned by the scheduler thread.
 
     `tokens_per_s`: "auto" measures prefill; 0: computing is never worthwhile; else the speed, in place of measured
-    ones. `num_readers`: parallel reads, by store. `prefill`: the measured cost of computing.
+    ones. `num_readers`: parallel reads, by store. `prefill`: the measured cost of computing. `num_observed`: passes
+    and loads that were observed.
     """
 
     @classmethod
@@ -149,6 +150,7 @@ class CostModel:
         self._tokens_per_s, self._num_readers = tokens_per_s, num_readers
         self._loads, self.prefill = TransferRate(clock), PrefillCost()
         self._reads = {store: TransferRate(clock) for store in num_readers}
+        self.num_observed = 0
         gauge = metrics.gauge
         for store, rate in self._reads.items():
             name, of = f"cost.{store.prefix}read_bytes_per_second", "disk" if store is DISK else "remote tier"
@@ -169,9 +171,11 @@ class CostModel:
 
     def observe_load(self, num_bytes: int, seconds: float) -> None:
         self._loads.observe(num_bytes, seconds)
+        self.num_observed += 1
 
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         self.prefill.observe(num_tokens, seconds, mean_position)
+        self.num_observed += 1
 
     def read_s(self, num_bytes: float, num_jobs: int, store: Store = DISK) -> float | None:
         """Reading `num_bytes` from a store in `num_jobs` jobs; None where the rate is unknown.

@@ -82,8 +82,9 @@ from hicache.tree.key import Tokens
 
 log = logging.getLogger(__name__)
 
-# Without news, a poll looks at the active requests after this time, or after this number of polls.
-_LOOK_S, _LOOK_POLLS = 0.002, 16
+# Without news, a poll looks at the active requests after this number of polls. The time between two turns in which a
+# poll compares waiting with computing again.
+_LOOK_POLLS, _TURN_S = 16, 0.002
 # Bounds of one step, so that it ends soon: active requests, and tokens of prompts whose keys are computed; jobs and
 # pages that are queued; requests that compare waiting with computing again. Passes make steps long, so a preemptible
 # request has the bounds of several short steps: one for each `_STEP_S` since the last step, from 4 to `_MOST_STEPS`.
@@ -1172,7 +1173,10 @@ class Prefetcher(Movement):
     `_requests`: by id, until they end. `_queues`: those in stage QUEUED or POSTPONED, by arrival, apart by whether the
     request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_undecided`: those whose wait the policy
     may end; `_timed`: those with a deadline. `_has_news`: a request was added, began or ended, or a job was queued,
-    since the last poll that looked. `_num_planned`: full pages in all read lists.
+    since the last poll that looked. `_num_to_choose`: undecided requests to compare again, because there was news;
+    `_turn_at_s`: when some of them are next; `_choose_at_s`: when the deadline or the silence of a request may end
+    its wait. `_num_planned`: full pages in all
+    read lists.
     """
 
     def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
@@ -1190,7 +1194,8 @@ class Prefetcher(Movement):
         self._max_pages = int(context.config.prefetch_host_share * context.full.host.num_pages)
         self._num_planned = self._num_claimed = 0
         self._submitted_s, self._retry_at_s = self._clock(), -math.inf
-        self._look_at_s, self._num_quiet, self._counts, self._has_news = -math.inf, 0, load.counts, False
+        self._look_at_s, self._num_quiet, self._inputs, self._has_news = math.inf, 0, self._inputs_of_policy(), False
+        self._choose_at_s, self._turn_at_s, self._num_to_choose = math.inf, math.inf, 0
         self.overlap = OverlappedPrefill(context, policy.cost, self._counters, self._jobs, self._requests)
         gauge = context.metrics.gauge
         gauge("prefetch.waiting_requests", "requests with a prefetch that has not ended", lambda: len(self._requests))
@@ -1220,6 +1225,7 @@ class Prefetcher(Movement):
             self._undecided[request] = None
         elif mode == "timeout":
             self._timed[request] = None
+            self._choose_at_s = min(self._choose_at_s, handle.deadline_s)
         if handle.waits:
             self._load.waiting.add(request_id)
         try:
@@ -1285,32 +1291,33 @@ class Prefetcher(Movement):
                     continue
                 for request in self._jobs.give_back(self._jobs.reads[done.ticket]):
                     self.apply(request, Event.EXHAUSTED)
-        if not (has_changed or self._is_due()):
+        if not (has_changed or self._requests):
             return False
-        self.is_torn, self._has_news = True, False
-        for request in answered:
-            self.apply(request, Event.ANSWERED)
-        if answered:
-            self._choose(answered)
-        has_changed |= self._begin_next()
-        has_changed |= self._submit()
-        self._has_news |= has_changed
-        self._num_claimed = self._claimed()
-        self._choose_again()
+        now_s, inputs = self._clock(), self._inputs_of_policy()
+        is_new = has_changed or self._has_news or inputs != self._inputs
+        self._num_quiet += 1
+        is_due = is_new or now_s >= min(self._look_at_s, self._choose_at_s) or self._num_quiet >= _LOOK_POLLS
+        if not (is_due or now_s >= self._turn_at_s):
+            return False
+        self.is_torn = True
+        if is_due:
+            self._inputs, self._num_quiet, self._has_news = inputs, 0, False
+            for request in answered:
+                self.apply(request, Event.ANSWERED)
+            if answered:
+                self._choose(answered)
+            has_changed |= self._begin_next()
+            has_changed |= self._submit()
+            self._has_news |= has_changed
+            self._num_claimed = self._claimed()
+            self._look_at_s = self._retry_at_s if self._retry_at_s > now_s else math.inf
+        self._choose_again(is_new=is_new)
         self.is_torn = False
         return has_changed
 
-    def _is_due(self) -> bool:
-        """Whether requests were added or left since the last poll that looked, or that was long ago."""
-        if not self._requests:
-            return False
-        now_s, counts = self._clock(), self._load.counts
-        self._num_quiet += 1
-        is_due = now_s >= self._look_at_s or self._num_quiet >= _LOOK_POLLS
-        if not (is_due or self._has_news or counts != self._counts):
-            return False
-        self._look_at_s, self._counts, self._num_quiet = now_s + _LOOK_S, counts, 0
-        return True
+    def _inputs_of_policy(self) -> tuple[int, ...]:
+        """Numbers that change with the inputs of the policy that prefetches do not change."""
+        return *self._load.counts, self._policy.cost.num_observed
 
     def is_busy(self) -> bool:
         has_queued = any(self._queues[waits, Stage.QUEUED] for waits in (False, True))
@@ -1635,12 +1642,20 @@ class Prefetcher(Movement):
 
     # Load or recompute
 
-    def _choose_again(self) -> None:
-        """Stop the waits whose time has passed, and compare for some of the others, in turn."""
-        while self._timed and (request := next(iter(self._timed))).until_s <= self._clock():
+    def _choose_again(self, *, is_new: bool) -> None:
+        """Stop the waits whose time has passed. If there is news, or a wait may have become too long, compare for the
+        others, some at each poll."""
+        now_s = self._clock()
+        is_late = now_s >= self._choose_at_s
+        while self._timed and (request := next(iter(self._timed))).until_s <= now_s:
             del self._timed[request]
             self._stop_waiting(request)
-        turn = list(itertools.islice(self._undecided, _MAX_CHOSEN))
+        if is_late:
+            self._choose_at_s = next(iter(self._timed)).until_s if self._timed else math.inf
+        num_left = len(self._undecided) if is_new or is_late else min(self._num_to_choose, len(self._undecided))
+        turn = list(itertools.islice(self._undecided, min(num_left, _MAX_CHOSEN)))
+        self._num_to_choose = num_left - len(turn)
+        self._turn_at_s = now_s + _TURN_S if self._num_to_choose else math.inf
         for request in turn:
             del self._undecided[request]
         self._undecided.update({request: None for request in turn if request.is_urgent})  # to the end
@@ -1680,19 +1695,24 @@ class Prefetcher(Movement):
         wait_s, silent_s, policy = self._wait_s(request, backlog), now_s - request.progress_s, self._policy
         if request.handle.is_preemptible:
             others = num_delayed - self._load.is_delayed(request.handle.request_id)
-            if others and not policy.compare_wait(wait_s, start, end, others).is_worth_loading(silent_s):
+            estimate = policy.compare_wait(wait_s, start, end, others)
+            if others and not estimate.is_worth_loading(silent_s):
                 self._stop_waiting(request)
+            else:
+                self._note_limit(request, estimate.limit_s)
             return False
         if not num_delayed and self.overlap.can_overlap(request):
             compute_s = policy.cost.longest_wait_s(start, end)
             likely_s = None if wait_s is None else max(wait_s, silent_s)
             if request.stage is Stage.READING:
                 overlaps = self.overlap.is_worth_computing(request, likely_s)
+                limit_s = _LEAST_COMPUTED_SHARE / (1 - _LEAST_COMPUTED_SHARE) * compute_s
             else:
-                overlaps = silent_s > _ANSWER_SHARE * compute_s
+                overlaps, limit_s = silent_s > _ANSWER_SHARE * compute_s, _ANSWER_SHARE * compute_s
             if overlaps and math.isfinite(compute_s):
                 self._stop_waiting(request, is_preemptible=True)
                 return True
+            self._note_limit(request, limit_s)
         num_delayed = num_delayed if request.num_delayed is None else request.num_delayed
         estimate = policy.compare_wait(wait_s, start, end, num_delayed)
         if not estimate.is_worth_loading(silent_s, _PATIENCE if has_begun else 1.0):
@@ -1701,10 +1721,15 @@ class Prefetcher(Movement):
             (self._counters.skipped if is_first else self._counters.abandoned).value += 1
             self._stop_waiting(request)
             return True
+        self._note_limit(request, estimate.limit_s)
         if request.stage is Stage.READING and not has_begun:
             request.num_delayed, request.chosen_s, request.estimate_s = num_delayed, now_s, wait_s
             self._counters.waited.value += 1
         return False
+
+    def _note_limit(self, request: PendingPrefetch, silent_s: float) -> None:
+        """Compare for a request again if no page of it has arrived for `silent_s`."""
+        self._choose_at_s = min(self._choose_at_s, request.progress_s + silent_s)
 
     def _stop_waiting(self, request: PendingPrefetch, *, is_preemptible: bool = False) -> None:
         """Let a request be admitted; computing delays it from now on."""
