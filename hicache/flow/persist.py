@@ -21,7 +21,7 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.metrics import Counter
-from hicache.pages.table import NO_ROWS, Mask, Rows
+from hicache.pages.table import NO_ROWS, Mask, Rows, Seen
 from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
@@ -71,8 +71,9 @@ class Persist(Movement):
         self._next_look_s = 0.0
         self._times_lost = 0  # its process, as events know
         self._backlog = deque[tuple[CacheComponent, Rows]]()  # locked, and not sent yet
-        # For `tell_prefixes`: keys in the order of prompts, the ages of their rows, bytes sent since the last call.
-        self._prefix_keys, self._prefix_ages = list[bytes](), set[int]()
+        # For `tell_prefixes`: keys in the order of prompts, their rows, bytes sent since the last call.
+        self._prefix_keys, self._prefix_rows = list[bytes](), Seen()
+        context.full.pages.table.add_columns(self._prefix_rows)
         self._untold_bytes = 0
         self._has_written = False  # full pages, since the last round began
         # By component, of writes that are not stalled. What a stalled writer has would hold up all others.
@@ -135,7 +136,7 @@ class Persist(Movement):
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what has its turn; whether there was an answer."""
-        outcomes = self.tier.writes.poll()
+        outcomes, taken = self.tier.writes.poll(), list[tuple[_Write, WriteDone]]()
         self._note_loss()
         self.is_torn = bool(outcomes)
         for done in outcomes:
@@ -146,7 +147,9 @@ class Persist(Movement):
             if isinstance(done, Stalled):
                 write.is_stalled = True
             else:
-                self._take(self._writes.pop(done.ticket), done)
+                taken.append((self._writes.pop(done.ticket), done))
+        for component in self._context.components if taken else ():
+            self._take(component, [(write, done) for write, done in taken if write.component is component])
         self.is_torn = False
         if (self._has_written or self._may_begin()) and not self._backlog and not any(self._locked_pages.values()):
             self._tell_share()
@@ -178,14 +181,15 @@ class Persist(Movement):
         """Tell the store that prefixes were used after the written pages that continue them. So the store evicts the
         end of a prompt first."""
         self.tier.used(self._prefix_keys)
-        self._prefix_keys, self._prefix_ages = [], set()
+        self._prefix_keys = []
+        self._prefix_rows.age[:] = 0
         self._untold_bytes = 0
 
     def _note_prefixes(self, rows: Rows) -> None:
         """Collect the prefixes that these full pages continue. They are still locked: later their rows may be those of
         other pages."""
         table = self._context.full.pages.table
-        self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_ages))
+        self._prefix_keys += table.keys_of(table.with_paths(rows, self._prefix_rows))
         self._has_written = True
 
     def _tell_share(self) -> None:
@@ -218,26 +222,30 @@ class Persist(Movement):
             self._locked_pages[component.name] += len(rows)
             self._backlog.append((component, rows))
 
-    def _take(self, write: _Write, done: WriteDone) -> None:
-        component, written = write.component, sum(done.ok)
-        if written:
-            self._bytes.observe(written * component.host.page_bytes)
-            self._seconds.observe(done.seconds)
-        self._untold_bytes += len(done.ok) * component.host.page_bytes
-        self._count_new(write, done)
-        self._failures.value += len(done.ok) - written
-        events = self._context.tree.events
-        if events is not None and self.into is DISK:
-            events.removed(done.removed, "DISK")
-        ok = np.zeros(len(write.rows), np.bool_)
-        ok[: len(done.ok)] = done.ok
-        watch = self._context.watch
-        if events is not None and watch is not None and self.into is DISK and component.name == FULL:
-            for told in watch.told(component.pages.table.keys_of(write.rows[ok])):
-                events.stored(told, "DISK")
-        if component.name == FULL:
-            self._note_prefixes(write.rows)
-        component.pages.written(write.rows, ok, self.into.bit)
+    def _take(self, component: CacheComponent, ended: Sequence[tuple[_Write, WriteDone]]) -> None:
+        """Enter the answers to writes of a component."""
+        rows, oks = [write.rows for write, _ in ended], list[Mask]()
+        events, watch = self._context.tree.events, self._context.watch
+        for write, done in ended:
+            written = sum(done.ok)
+            if written:
+                self._bytes.observe(written * component.host.page_bytes)
+                self._seconds.observe(done.seconds)
+            self._untold_bytes += len(done.ok) * component.host.page_bytes
+            self._count_new(write, done)
+            self._failures.value += len(done.ok) - written
+            ok = np.zeros(len(write.rows), np.bool_)
+            ok[: len(done.ok)] = done.ok
+            oks.append(ok)
+            if events is not None and self.into is DISK:
+                events.removed(done.removed, "DISK")
+                if watch is not None and component.name == FULL:
+                    for told in watch.told(component.pages.table.keys_of(write.rows[ok])):
+                        events.stored(told, "DISK")
+        if ended and component.name == FULL:
+            self._note_prefixes(np.concatenate(rows))
+        if ended:  # those that ended last come first, as uses of pages do
+            component.pages.written(np.concatenate(rows[::-1]), np.concatenate(oks[::-1]), self.into.bit)
 
     def _count_new(self, write: _Write, done: WriteDone) -> None:
         """What the store lacked costs budget. Where none is set, half of what the store was measured to write is one:
@@ -257,14 +265,15 @@ class Persist(Movement):
 
     def _push(self) -> None:
         """Send what has its turn, so much in a step that this ends soon."""
-        for _ in range(_MAX_SENT_JOBS):
-            if not self._backlog:
-                return
+        jobs, max_jobs = list[WriteJob](), min(_MAX_SENT_JOBS, self.tier.writes.num_free) if self._backlog else 0
+        while self._backlog and len(jobs) < max_jobs:
             write, ticket = self._next_write(), next(self._tickets)
-            if not self.tier.writes.submit(write.job(ticket)):
-                return
             self._writes[ticket] = write
             self._drop(len(write.rows))
+            jobs.append(write.job(ticket))
+        if jobs:
+            are_queued = self.tier.writes.submit(*jobs)
+            assert are_queued, "the queue has free entries"
 
     def _next_write(self) -> _Write:
         """The first pages of the backlog, of one component, that make one job."""

@@ -44,6 +44,13 @@ class Columns:
             vars(self)[name][rows] = empty
 
 
+class Seen(Columns):
+    """The rows that a walk has seen: `age` is theirs; of all other rows it is 0, or that of an earlier page."""
+
+    fields: ClassVar = {"age": (np.int64, 0)}
+    age: npt.NDArray[np.int64]
+
+
 class PageTable(Columns):
     """The rows of the pages of one component, by page key. Owned by the scheduler thread.
 
@@ -144,18 +151,23 @@ class PageTable(Columns):
             self.previous[rows[unknown]] = before[unknown]
             np.add.at(self.refs, before[unknown], 1)
 
-    def with_paths(self, rows: Rows, seen: set[int]) -> Rows:
+    def with_paths(self, rows: Rows, seen: Seen) -> Rows:
         """Each of `rows` behind the rows of the pages before it, as far as they are known, the first one first; only
-        those whose `age` is not in `seen`, which gets it."""
-        found, previous_of, age_of = list[int](), self.previous.item, self.age.item
-        for last in rows.tolist():
+        those that are not `seen` yet."""
+        new = rows[seen.age[rows] != self.age[rows]]
+        is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first has others before it
+        num_walked = min(1, len(new)) if is_path else len(new)
+        found, previous_of, age_of, seen_of = list[int](), self.previous.item, self.age.item, seen.age.item
+        for last in new[:num_walked].tolist():
             start, row = len(found), last
-            while row >= 0 and (age := age_of(row)) not in seen:
+            while row >= 0 and (age := age_of(row)) != seen_of(row):
                 found.append(row)
-                seen.add(age)
+                seen.age[row] = age
                 row = previous_of(row)
             found[start:] = found[start:][::-1]
-        return np.array(found, np.int64)
+        rest = new[num_walked:]
+        seen.age[rest] = self.age[rest]
+        return np.concatenate((np.array(found, np.int64), rest))
 
     def hold(self, rows: Rows) -> None:
         """Somebody needs these rows, whatever becomes of their pages, until `drop`."""

@@ -18,7 +18,7 @@ import numpy as np
 
 from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.pages.states import ABOVE, RAW, TierPages
-from hicache.pages.table import NO_ROWS, Mask, Rows
+from hicache.pages.table import NO_ROWS, Mask, Rows, Seen
 from hicache.tiers import Store
 
 _MAX_LOOKED_AT = 2048  # pages of one order in one round
@@ -32,7 +32,8 @@ class WrittenPages:
     """A tier whose pages a store gets, each of `page_bytes`. `max_pages`: of a round, beside the first page.
 
     Of `WriteAhead`: `num_chosen` pages of this round, `num_unanswered` of them; `cold` and `next_cold`, what is left of
-    the colder half; `num_used` pages since that began; `has_refused`, whether it left out what one request has used."""
+    the colder half, and `seen` of that; `num_used` pages since that began; `has_refused`, whether it left out what one
+    request has used."""
 
     pages: TierPages
     page_bytes: int
@@ -43,6 +44,10 @@ class WrittenPages:
     next_cold: Rows = field(default_factory=NO_ROWS.copy)
     num_used: int = 0
     has_refused: bool = False
+    seen: Seen = field(default_factory=Seen)
+
+    def __post_init__(self) -> None:
+        self.pages.table.add_columns(self.seen)
 
     def begin_walk(self) -> None:
         self.cold, self.next_cold, self.num_used, self.has_refused = self._colder_half(), NO_ROWS, 0, False
@@ -56,10 +61,11 @@ class WrittenPages:
         pages, table = self.pages, self.pages.table
         num_left = pages.pool.num_pages // 2 - pages.pool.available()
         cold = pages.order.leaving()[:num_left] if num_left > 0 else NO_ROWS
-        ages, seen = table.age[cold], set[int]()
+        ages = table.age[cold]
+        self.seen.age[:] = 0
         for start in range(0, len(cold), _BLOCK):
             rows = cold[start : start + _BLOCK]
-            yield table.with_paths(rows[table.age[rows] == ages[start : start + _BLOCK]], seen)
+            yield table.with_paths(rows[table.age[rows] == ages[start : start + _BLOCK]], self.seen)
 
 
 class WriteAhead:

@@ -20,8 +20,8 @@ class BlockTable(PageTable):
 
     def name_blocks(self, blocks: Tokens) -> None:
         """These follow each other in a prompt, from its beginning on."""
-        if len(blocks) and (most := int(blocks.max())) >= len(self.age):
-            self._grow_to(max(most + 1, 2 * len(self.age)))
+        if len(blocks) and (most := int(blocks.max())) >= self._num_rows:
+            self._grow_to(max(most + 1, 2 * self._num_rows))
         new = blocks[self.age[blocks] == 0]
         self.age[new], self.name[new] = new + 1, new
         self.index[blocks] = np.arange(len(blocks))

@@ -18,7 +18,7 @@ from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, READ, Counts, TierPages, step_pages
-from hicache.pages.table import NO_ROWS, Mask, Rows
+from hicache.pages.table import NO_ROWS, Mask, Rows, Seen
 from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
 from hicache.replay.blocks import UNLIMITED, BlockPool, BlockTable
 from hicache.replay.disk import DiskOrder
@@ -60,11 +60,9 @@ class CacheSimulation:
         self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
         self._saves_at_eviction = settings.write_policy in _AT_EVICTION
         self._is_exclusive = settings.write_policy == "exclusive"
-        of_device, self.table = self._tables = (
-            BlockTable(),
-            BlockTable(),
-        )  # each counts hits itself: of the device, below
-        self._unsaved = list[tuple[Rows, Ranks]]()
+        of_device, self.table = self._tables = BlockTable(), BlockTable()  # each counts hits: of the device, below
+        self._touched, self._unsaved = Seen(), list[tuple[Rows, Ranks]]()
+        self.table.add_columns(self._touched)
         self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, of_device, on_evict=self._note)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
         self.host: TierPages | None = None
@@ -256,7 +254,8 @@ class CacheSimulation:
                 self._budget.spend(disk.num_written - num_before, len(rows))
                 at.pages.written(rows, np.ones(len(rows), np.bool_), DISK.bit)
                 ahead.note_answer(at, len(rows))
-                disk.touch(self.table.with_paths(rows[::-1], set()))
+                disk.touch(self.table.with_paths(rows[::-1], self._touched))
+                self._touched.age[:] = 0
 
     def _end_session(self, used: Rows) -> int:
         """Returns where others go on differently, from there on nothing of the prompt is shared."""

@@ -17,7 +17,7 @@ from hicache.host.pool import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.pages.order import RANK_POLICIES, rank_policy
 from hicache.pages.states import ABOVE, COPY, HELD, IN_FLIGHT, READ, TierPages
-from hicache.pages.table import Rows
+from hicache.pages.table import Rows, Seen
 from hicache.pages.write_ahead import WriteAhead, WrittenPages
 from hicache.tiers import DISK
 
@@ -301,7 +301,8 @@ def test_kept_pages_stay_within_their_limit() -> None:
 def test_paths_name_a_page_whose_row_was_that_of_another() -> None:
     """`with_paths` knows rows by age: it finds a row again if another page has got the row since."""
     tier = _tier_with("lru", [b"a0", b"a1"])
-    table, seen = tier.table, set[int]()
+    table, seen = tier.table, Seen()
+    table.add_columns(seen)
     before = table.with_paths(tier.held([b"a1"]), seen)
     assert table.keys_of(before) == [b"a0", b"a1"] and not len(table.with_paths(before, seen))
     tier.evict_all()
