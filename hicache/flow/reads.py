@@ -93,7 +93,7 @@ _STEP_S, _MOST_STEPS = 0.005, 16
 # The time between two attempts to begin with a postponed request.
 _RETRY_S = 0.05
 # Pages of a prompt that are looked up on the host at a time.
-_WINDOW = 64
+_WINDOW = 128
 # The first job of each reader while the rate of a store is unknown: it measures the rate, soon if the store is slow.
 _GAUGE_BYTES = 8 << 20
 # The time of one job at most, because its reader begins no other job before.
@@ -1658,8 +1658,9 @@ class Prefetcher(Movement):
         self._turn_at_s = now_s + _TURN_S if self._num_to_choose else math.inf
         for request in turn:
             del self._undecided[request]
-        self._undecided.update({request: None for request in turn if request.is_urgent})  # to the end
-        self._choose(turn)
+        if turn:
+            self._undecided.update({request: None for request in turn if request.is_urgent})  # to the end
+            self._choose(turn)
 
     def _choose(self, requests: Iterable[PendingPrefetch]) -> None:
         """End the waits, in mode auto, that cost all requests more than computing the missing pages. The read list of a

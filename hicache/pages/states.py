@@ -161,11 +161,11 @@ class TierPages(Columns):
         ones, each locked once. The page before each of them stays, unless the tier above has it. Rows that get no place
         and that nothing needs are given back."""
         assert not self.has(rows, IN_FLIGHT | HELD).any(), "it has a place already"
-        before = np.unique(self.table.previous[rows])
-        before = before[self.has(before) & ~self.has(before, ABOVE)]
         self.table.hold(rows)  # what follows one of them may leave now
         try:
             if len(rows) > self.pool.available():
+                before = np.unique(self.table.previous[rows])
+                before = before[self.state[before] & (HELD | ABOVE) == HELD]
                 self.order.lock(before)
                 try:
                     self.make_room(len(rows))
