@@ -239,16 +239,14 @@ class Backup(CopyMovement[_Copy]):
                 is_new = ~pages.has(rows, HELD | IN_FLIGHT) & self._are_of_use(each.full_keys, len(rows))
                 found.append((each, rows[is_new], is_new))
             new = np.concatenate([rows for _, rows, _ in found])
-            keys, sizes = pages.table.keys_of(new), [len(rows) for _, rows, _ in found]
-            hits, priority, uses = (
-                np.repeat([getattr(each, name) for each in unsaved], sizes)
-                for name in ("hit_count", "priority", "uses")
-            )
+            sizes = [len(rows) for _, rows, _ in found]
+            uses_of = [(each.hit_count, each.priority, each.uses) for each in unsaved]
+            hits, priority, uses = np.repeat(np.array(uses_of).T, sizes, axis=1)
             taken = pages.reserve(new, COPY, hits=hits, priority=priority)
             if len(taken):
                 pages.expected_uses[taken] = uses[: len(taken)]
                 self._copy_taken(copy, component, found, taken)
-        return keys[len(taken) :]
+            return pages.table.keys_of(new[len(taken) :])
 
     def _copy_taken(
         self, copy: _Copy, component: CacheComponent, found: Sequence[tuple[Unsaved, Rows, Mask]], taken: Rows

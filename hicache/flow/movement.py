@@ -43,7 +43,7 @@ class JointOp:
 
     @property
     def num_bytes(self) -> int:
-        return sum(op.num_bytes for op in self.copies)
+        return sum([op.num_bytes for op in self.copies])
 
     @property
     def error(self) -> Exception | None:
@@ -66,7 +66,7 @@ class JointOp:
 
     def seconds(self) -> float:
         """Of the longest."""
-        return max(op.seconds() for op in self.copies)
+        return max([op.seconds() for op in self.copies])
 
 
 class Load(JointOp):

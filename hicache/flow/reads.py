@@ -115,7 +115,7 @@ _ANSWER_SHARE = 0.02
 _PATIENCE = 2.0
 # The state of a page in `LookupResults`, in addition to the bits of stores.
 _LACKING, _READ, _IN_MEMORY = 0, 0x40, 0x80
-_ARRIVAL, _IS_URGENT = attrgetter("arrival"), attrgetter("is_urgent")
+_ARRIVAL, _BIT, _IS_URGENT = attrgetter("arrival"), attrgetter("bit"), attrgetter("is_urgent")
 
 
 class Stage(IntEnum):
@@ -565,8 +565,12 @@ class PendingPrefetch:
 
     def release(self) -> list[PageRead]:
         """Wait for nothing in flight, and unlock all pages. Returns jobs without waiting requests."""
-        for component, rows in self.locked:
-            component.pages.unlock(rows)
+        for component in dict.fromkeys([component for component, _ in self.locked]):
+            rows = np.concatenate([rows for locked, rows in reversed(self.locked) if locked is component])
+            while len(rows):  # once, unless pages were locked more than once
+                distinct = np.sort(np.unique(rows, return_index=True)[1])
+                component.pages.unlock(rows[distinct])
+                rows = np.delete(rows, distinct)
         if self.located is not None:
             self.end = self.located.num_pages
             self.missing = (self.missing[0], self.end)
@@ -768,12 +772,12 @@ class StoreJobs:
         If that store has enough jobs (`num_times` the number that suffices for short steps), the next span of the other
         store."""
         free = self._free_jobs(request, num_times)
-        at, skipped = 0, 0  # spans whose stores have enough jobs
+        at, skipped, free_bits = 0, 0, sum(map(_BIT, free))  # skipped: stores with enough jobs
         while at < len(request.read_list):
             span = request.read_list[at]
             if span.component.name == FULL and request.lacks_end:
                 return None
-            if at and (span.stores == skipped or not any(span.stores & store.bit for store in free)):
+            if at and (span.stores == skipped or not span.stores & free_bits):
                 at += 1
             elif request.skip_arriving(at, self):
                 store = self._sooner(span.stores, is_urgent=request.is_urgent)
@@ -782,18 +786,15 @@ class StoreJobs:
                 at, skipped = at + 1, span.stores
         return None
 
-    def read(
-        self, request: PendingPrefetch, at: int, store: Store, num_free: int, max_jobs: int, max_pages: int
-    ) -> list[Rows]:
-        """Queue jobs of a store, which may get `num_free`, for the next pages of a span: at most `max_jobs`, until they
-        have `max_pages`, as far as the host has free pages. Returns the pages of each; none if the first page has no
-        free page."""
+    def read(self, request: PendingPrefetch, at: int, store: Store, max_jobs: int, max_pages: int) -> list[Rows]:
+        """Queue at most `max_jobs` jobs of a store for the next pages of a span, until they have `max_pages`, as far as
+        the host has free pages. Returns the pages of each; none if the first page has no free page."""
         component, stores, left = request.read_list[at]
         has_both, overlaps, pages = stores & (stores - 1) != 0, request.handle.overlaps, component.pages
         job_pages, num_jobs = self._job_pages(component, store)
         if overlaps or has_both:  # between two jobs, computed pages or those of the other store are skipped
             job_pages = min(job_pages, -(-request.num_to_read(component) // _LEAST_JOBS))
-        num_jobs = 1 if has_both else min(num_jobs, num_free, max_jobs, -(-max_pages // job_pages))
+        num_jobs = 1 if has_both else min(num_jobs, max_jobs, -(-max_pages // job_pages))
         taken = self._reserve(request, component, request.next_pages(at, num_jobs * job_pages, self))
         if not len(taken):
             return []
@@ -1174,9 +1175,8 @@ class Prefetcher(Movement):
     request waits. `_active`: those in stage ASKING, READING or OVERLAPPING. `_undecided`: those whose wait the policy
     may end; `_timed`: those with a deadline. `_has_news`: a request was added, began or ended, or a job was queued,
     since the last poll that looked. `_num_to_choose`: undecided requests to compare again, because there was news;
-    `_turn_at_s`: when some of them are next; `_choose_at_s`: when the deadline or the silence of a request may end
-    its wait. `_num_planned`: full pages in all
-    read lists.
+    `_turn_at_s`: when some of them are next; `_choose_at_s`: when the deadline or the silence of a request may end its
+    wait. `_look_at_s`: when a postponed request may begin. `_num_planned`: full pages in all read lists.
     """
 
     def __init__(self, context: EngineContext, prompts: Prompts, policy: LoadPolicy, load: Requests) -> None:
@@ -1591,7 +1591,8 @@ class Prefetcher(Movement):
             chosen = self._jobs.next_of(request, max(1, more // 4))
             left_jobs, left_pages = more * _MAX_JOBS - num_jobs, more * _MAX_PAGES - num_pages
             while chosen is not None and has_room and left_jobs > 0 and left_pages > 0:
-                queued = self._jobs.read(request, *chosen, left_jobs, left_pages)
+                at, store, num_free = chosen
+                queued = self._jobs.read(request, at, store, min(num_free, left_jobs), left_pages)
                 has_room = len(queued) > 0
                 left_jobs, left_pages = left_jobs - len(queued), left_pages - sum(map(len, queued))
                 if left_jobs > 0 and left_pages > 0:
@@ -1617,7 +1618,7 @@ class Prefetcher(Movement):
         lost, claims = list[tuple[PendingPrefetch, PageRead, list[int]]](), Counter[PendingPrefetch]()
         for job, ok in ended:
             if job.component.name == FULL and job.requests:  # pages count for the first request
-                claims[min(job.requests, key=_ARRIVAL)] += int(np.count_nonzero(ok))
+                claims[min(job.requests, key=_ARRIVAL)] += int(np.count_nonzero(ok & job.is_live))
             for request, waited in job.requests.items():
                 del request.jobs[job]
                 rows, is_ok = job.rows, ok
@@ -1699,7 +1700,7 @@ class Prefetcher(Movement):
             estimate = policy.compare_wait(wait_s, start, end, others)
             if others and not estimate.is_worth_loading(silent_s):
                 self._stop_waiting(request)
-            else:
+            elif others:
                 self._note_limit(request, estimate.limit_s)
             return False
         if not num_delayed and self.overlap.can_overlap(request):
@@ -1707,13 +1708,12 @@ class Prefetcher(Movement):
             likely_s = None if wait_s is None else max(wait_s, silent_s)
             if request.stage is Stage.READING:
                 overlaps = self.overlap.is_worth_computing(request, likely_s)
-                limit_s = _LEAST_COMPUTED_SHARE / (1 - _LEAST_COMPUTED_SHARE) * compute_s
             else:
-                overlaps, limit_s = silent_s > _ANSWER_SHARE * compute_s, _ANSWER_SHARE * compute_s
+                overlaps = silent_s > _ANSWER_SHARE * compute_s
             if overlaps and math.isfinite(compute_s):
                 self._stop_waiting(request, is_preemptible=True)
                 return True
-            self._note_limit(request, limit_s)
+            self._note_limit(request, 0.0 if math.isfinite(compute_s) else math.inf)
         num_delayed = num_delayed if request.num_delayed is None else request.num_delayed
         estimate = policy.compare_wait(wait_s, start, end, num_delayed)
         if not estimate.is_worth_loading(silent_s, _PATIENCE if has_begun else 1.0):
@@ -1729,7 +1729,7 @@ class Prefetcher(Movement):
         return False
 
     def _note_limit(self, request: PendingPrefetch, silent_s: float) -> None:
-        """Compare for a request again if no page of it has arrived for `silent_s`."""
+        """Have a poll compare for a request again once no page of it has arrived for `silent_s`."""
         self._choose_at_s = min(self._choose_at_s, request.progress_s + silent_s)
 
     def _stop_waiting(self, request: PendingPrefetch, *, is_preemptible: bool = False) -> None:

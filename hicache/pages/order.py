@@ -146,7 +146,8 @@ class EvictionOrder(Columns):
     # What happens to pages
 
     def enter(self, rows: Rows) -> None:
-        """The tier has these from now on, which follow each other in a prompt, and who brought them unlocks them."""
+        """Record that the tier has these, which follow each other in a prompt, and release the lock of their
+        transfer."""
         self.is_held[rows] = True
         self.at.note_use(rows)
         self.unlock(rows)

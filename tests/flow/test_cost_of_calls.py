@@ -33,6 +33,7 @@ from waiting import BOUND_S, eventually
 PAGE = 8
 MAX_JOBS = 8  # that a poll gives to a store
 IDLE_POLL_CALLS = 96  # what a poll costs at most that finds no answer
+PAGE_READ_CALLS = 8  # of reading a page of a long prompt, at most
 SHORT_PROMPT_CALLS = 1000  # of a prefetch of 24 pages, at most
 
 
@@ -63,7 +64,7 @@ def compute(engine: CacheEngine, tokens: np.ndarray) -> None:
 
 def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
     """Four times as many pages, which prefetches left in as many more nodes: about four times the calls to read them,
-    and to admit the request."""
+    and to admit the request. Jobs of one poll share most calls."""
     tokens = np.random.default_rng(0).integers(0, 1 << 20, 1024 * PAGE + 1)
     with engine_of(tmp_path, 1024) as engine:
         compute(engine, tokens)
@@ -78,7 +79,7 @@ def test_a_prompt_from_the_disk_is_linear_in_its_length(tmp_path: Path) -> None:
             assert leases[0].hit.disk == num_pages * PAGE
             engine.release(leases[0])
             engine.check()
-    assert read[1024] < 5 * read[256]
+    assert read[1024] < min(5 * read[256], PAGE_READ_CALLS * 1024)
     assert admit[1024] < 5 * admit[256]
 
 
