@@ -244,8 +244,11 @@ class Backup(CopyMovement[_Copy]):
             hits, priority, uses = np.repeat(np.array(uses_of).T, sizes, axis=1)
             taken = pages.reserve(new, COPY, hits=hits, priority=priority)
             if len(taken):
-                pages.expected_uses[taken] = uses[: len(taken)]
-                self._copy_taken(copy, component, found, taken)
+                with ExitStack() as undo:
+                    undo.callback(pages.abandon, taken)
+                    pages.expected_uses[taken] = uses[: len(taken)]
+                    self._copy_taken(copy, component, found, taken)
+                    undo.pop_all()
             return pages.table.keys_of(new[len(taken) :])
 
     def _copy_taken(
@@ -253,17 +256,14 @@ class Backup(CopyMovement[_Copy]):
     ) -> None:
         """Submit the copy of the first pages of `found`, which have places: `taken`."""
         full_keys, values, watch = list[bytes | None](), list[torch.Tensor](), self._context.watch
-        with ExitStack() as undo:
-            undo.callback(component.pages.abandon, taken)
-            for each, _, is_new in found:
-                at = np.flatnonzero(is_new).tolist()
-                values += slices_of(each.value, at, component.page_size)
-                full_keys += [None if each.full_keys is None else each.full_keys[i] for i in at]
-                if each.event_pages is not None and watch is not None:
-                    watch.note(each.event_pages, component.pages.table.keys_of(taken))
-            slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
-            self._copy(copy, component, _ToCopy(taken, slots, full_keys[: len(taken)]))
-            undo.pop_all()
+        for each, _, is_new in found:
+            at = np.flatnonzero(is_new).tolist()
+            values += slices_of(each.value, at, component.page_size)
+            full_keys += [None if each.full_keys is None else each.full_keys[i] for i in at]
+            if each.event_pages is not None and watch is not None:
+                watch.note(each.event_pages, component.pages.table.keys_of(taken))
+        slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
+        self._copy(copy, component, _ToCopy(taken, slots, full_keys[: len(taken)]))
 
     def _are_of_use(self, full_keys: Sequence[bytes] | None, num_pages: int) -> Mask:
         """Of pages of windows or states which have their full pages on the host, or get them."""

@@ -161,11 +161,12 @@ class TierPages(Columns):
         ones, each locked once. The page before each of them stays, unless the tier above has it. Rows that get no place
         and that nothing needs are given back."""
         assert not self.has(rows, IN_FLIGHT | HELD).any(), "it has a place already"
+        before = self.table.previous[rows]
+        before = before[self.state[before] & (HELD | ABOVE) == HELD]
         self.table.hold(rows)  # what follows one of them may leave now
         try:
             if len(rows) > self.pool.available():
-                before = np.unique(self.table.previous[rows])
-                before = before[self.state[before] & (HELD | ABOVE) == HELD]
+                before = np.unique(before)
                 self.order.lock(before)
                 try:
                     self.make_room(len(rows))
