@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
+from operator import itemgetter
 
 import numpy as np
 
@@ -21,7 +22,7 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.metrics import Counter
-from hicache.pages.table import NO_ROWS, Mask, Rows, Seen
+from hicache.pages.table import Mask, Rows, Seen
 from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
@@ -265,26 +266,23 @@ class Persist(Movement):
 
     def _push(self) -> None:
         """Send what has its turn, so much in a step that this ends soon."""
-        jobs, max_jobs = list[WriteJob](), min(_MAX_SENT_JOBS, self.tier.writes.num_free) if self._backlog else 0
-        while self._backlog and len(jobs) < max_jobs:
-            write, ticket = self._next_write(), next(self._tickets)
-            self._writes[ticket] = write
-            self._drop(len(write.rows))
-            jobs.append(write.job(ticket))
-        if jobs:
-            are_queued = self.tier.writes.submit(*jobs)
-            assert are_queued, "the queue has free entries"
+        if not self._backlog:
+            return
+        writes = self._next_writes(min(_MAX_SENT_JOBS, self.tier.writes.num_free))
+        jobs = [write.job(next(self._tickets)) for write in writes]
+        if jobs and self.tier.writes.submit(*jobs):
+            self._writes.update({job.ticket: write for job, write in zip(jobs, writes, strict=True)})
+            self._drop(sum([len(write.rows) for write in writes]))
 
-    def _next_write(self) -> _Write:
-        """The first pages of the backlog, of one component, that make one job."""
-        component, found = self._backlog[0][0], [NO_ROWS]
-        left = max(1, min(_JOB_PAGES, _JOB_BYTES // component.host.page_bytes))
-        for other, rows in self._backlog:
-            if other is not component or not left:
-                break
-            found.append(rows[:left])
-            left -= len(found[-1])
-        return _Write(component, np.concatenate(found))
+    def _next_writes(self, max_jobs: int) -> list[_Write]:
+        """The first pages of the backlog as jobs, each of one component."""
+        writes = list[_Write]()
+        for component, parts in itertools.groupby(self._backlog, itemgetter(0)):
+            rows = np.concatenate([rows for _, rows in parts])
+            size = max(1, min(_JOB_PAGES, _JOB_BYTES // component.host.page_bytes))
+            end = min(len(rows), (max_jobs - len(writes)) * size)
+            writes += [_Write(component, rows[start : start + size]) for start in range(0, end, size)]
+        return writes
 
     def _drop(self, num_pages: int) -> None:
         """The first pages of the backlog were sent."""
