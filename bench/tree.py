@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
-from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.pages.order import RANK_POLICIES
 from hicache.tiers import FULL
 from hicache.tree.core import RadixTree
 from hicache.tree.key import PageHasher, Tokens
@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     torch.set_num_threads(1)
     for page_size in (64, 1):
         _match_and_insert(report, page_size, args.samples)
-    for policy in EVICTION_POLICIES:
+    for policy in RANK_POLICIES:
         _evictions(report, policy, max(5, args.samples // 5))
 
 
@@ -81,7 +81,7 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
     memcmp = _memcmp(held, asked)
     with no_collection():
         for _ in range(samples):
-            fresh.drop(inserted.node, FULL)
+            fresh.evict(inserted.node.rows, FULL)
             for name, took in interleave(
                 {"memcmp": memcmp, "match": lambda: tree.match(asked), "insert": insert}, samples=1, warmup=0
             ).items():
@@ -108,9 +108,7 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
             for leaves, tree in trees.items():
                 start = time.thread_time()
                 for _ in range(_BATCH):
-                    node = tree.victim(FULL)
-                    assert node is not None
-                    tree.drop(node, FULL)
+                    tree.evict(tree.pages[FULL].take(1), FULL)
                 took[leaves].append((time.thread_time() - start) / _BATCH)
                 for leaf in range(next_leaf, next_leaf + _BATCH):
                     tree.insert(tree.root, np.array([7, leaf]), slot)

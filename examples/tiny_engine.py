@@ -20,7 +20,7 @@ PAGE, ROW = 4, 3  # tokens of a page, numbers of a token
 @dataclass(eq=False)
 class TreeNode:
     """A page on the device.
-    `hicache/tree/node.py: TreeNode` is a run of pages, and is split where prompts part."""
+    `hicache/tree/node.py: TreeNode` names rows of a table, and is split where prompts part."""
 
     key: bytes = b""
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -35,7 +35,7 @@ class TreeNode:
 
     def lock(self, change: int = 1) -> None:
         """Somebody needs the prefix that ends here, or no longer (-1).
-        `hicache/tree/accounts.py: Accounts.lock`"""
+        `hicache/tree/core.py: RadixTree.lock`"""
         for node in self.path():
             node.locks += change
 
@@ -185,7 +185,7 @@ class TinyEngine:
 
     def evictable(self) -> list[TreeNode]:
         """What nobody has locked, parents first.
-        `hicache/tree/accounts.py: Accounts.evictable` has counted it."""
+        `hicache/tree/core.py: RadixTree.evictable` has counted it."""
         nodes = [*self.root.children.values()]
         for node in nodes:
             nodes.extend(node.children.values())

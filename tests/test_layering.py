@@ -20,7 +20,8 @@ LEVELS = (
     ("cli", "__main__", "serving", "planning", "store_command", "integrations", "monitoring"),
     ("engine", "build", "kv_events", "prefix_cache"),
     ("flow", "replay"),
-    ("pages", "tree", "alloc", "device", "transfer", "host", "stores"),
+    ("tree",),
+    ("pages", "alloc", "device", "transfer", "host", "stores"),
     ("eviction", "layout"),
     ("tiers",),
     ("config", "metrics"),
@@ -231,8 +232,8 @@ def _handler(kinds: str, body: str) -> str:
 # (module, source, what is found), by rule.
 BAD = [
     ("tree.core", "import hicache.engine", "tree imports engine, which stands above it"),
-    ("tree.core", "from hicache.alloc.paged import Paged", "tree imports alloc, which stands beside it"),
-    ("eviction.orders", "from hicache.tree.node import TreeNode", "eviction imports tree, which stands above it"),
+    ("pages.table", "from hicache.alloc.paged import Paged", "pages imports alloc, which stands beside it"),
+    ("pages.order", "from hicache.tree.node import TreeNode", "pages imports tree, which stands above it"),
     ("errors", "from hicache.storage import base", "errors imports storage, which stands above it"),
     ("tree.core", "from hicache import RadixCache", "through the front door"),
     ("tree.core", "if TYPE_CHECKING:\n    import hicache.engine", "which stands above it"),

@@ -100,11 +100,20 @@ def build_engine(
 
     def is_on_host(node: TreeNode, name: Component) -> bool:
         pages = links[name].pages
-        return pages is not None and tree.names.of_component(name, tree.names.of(node)[-1:])[0] in pages
+        return pages is not None and tree.names.of_component(name, tree.table.keys_of(node.rows[-1:]))[0] in pages
 
     others = [found for found in present.values() if found.name != FULL]
     goes_below = config.has_host and (write_policy.at_eviction or write_policy.is_exclusive)
-    tree = RadixTree(page, hasher, others, config.eviction_policy, events, is_below=is_on_host, goes_below=goes_below)
+    tree = RadixTree(
+        page,
+        hasher,
+        others,
+        config.eviction_policy,
+        events,
+        is_below=is_on_host,
+        goes_below=goes_below,
+        table=None if links[FULL].pages is None else links[FULL].pages.table,
+    )
     parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
@@ -279,8 +288,14 @@ def _links(
     for name, space in spaces.items():
         host, pages, packer = hosts.get(name), None, packers.get(name)
         if host is not None:
-            on_evict = left if name == FULL else None
-            pages = TierPages(host, config.host_order, is_exclusive=is_exclusive and name == FULL, on_evict=on_evict)
+            is_full = name == FULL
+            pages = TierPages(
+                host,
+                config.host_order,
+                is_exclusive=is_exclusive and is_full,
+                is_linked=is_full,
+                on_evict=left if is_full else None,
+            )
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, pages, None if packer is None else packer.format)
     return links

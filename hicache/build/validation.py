@@ -14,7 +14,6 @@ from hicache.config.settings import SOCKET
 from hicache.console import require_writable
 from hicache.device.memory import allocation_region, custom_pool_region
 from hicache.errors import ConfigError
-from hicache.eviction.policy import policy_named
 from hicache.flow.write_policy import make_write_policy
 from hicache.kv_events.sinks import ZmqSink, path_in
 from hicache.pages.order import rank_policy
@@ -26,7 +25,7 @@ def require_usable(config: EngineConfig) -> None:
     without a client."""
     with allocation_region(config.enable_memory_saver), custom_pool_region(device_named(config.device)):
         pass  # their packages are installed
-    policy_named(config.eviction_policy)
+    rank_policy(config.eviction_policy)
     rank_policy(config.host_order, "host_eviction_policy")
     if config.write_policy != "auto":
         make_write_policy(config)

@@ -26,26 +26,24 @@ from hicache.flow.located import Located
 from hicache.flow.movement import PromptRows, land
 from hicache.flow.prompt import Prompts
 from hicache.flow.restore import Restore
-from hicache.pages.table import Rows
-from hicache.tiers import DISK, FULL, REMOTE, Component, Store, joined
+from hicache.pages.table import NO_ROWS, Rows
+from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.transfer.counter import NUM_PRODUCERS
-from hicache.tree.accounts import Expectation
+from hicache.tree.core import Expectation
 from hicache.tree.key import Tokens
-from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)
 class _Expected:
-    """Pages that a queued request will use: the prefix that ends with `node`, and rows of host pages by component."""
+    """Pages that a queued request will use, by component: of the device, and of the host."""
 
-    node: TreeNode
-    on_device: Expectation | None
+    on_device: Expectation
     rows: Mapping[Component, Rows]
 
-    def is_for(self, node: TreeNode, rows: Mapping[Component, Rows]) -> bool:
+    def is_for(self, on_device: Expectation, rows: Mapping[Component, Rows]) -> bool:
         """Whether it is for the same."""
-        is_alike = self.node is node and self.rows.keys() == rows.keys()
-        return is_alike and all(np.array_equal(self.rows[name], rows[name]) for name in rows)
+        pairs = [(self.on_device, on_device), (self.rows, rows)]
+        return all(np.array_equal(before[name], now[name]) for before, now in pairs for name in now)
 
 
 class Admit:
@@ -111,7 +109,7 @@ class Admit:
             raise OutOfRows(context.config.max_requests)
         if admission.loads and not self._restore.can_submit():
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
-        if self._restore.has_failed(admission.match.nodes):
+        if self._restore.has_failed(admission.match.rows):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
         if self.exchange is not None and located is not None and self.exchange.require(request, admission, located):
             admission, located, estimate = self._count(request, num_delayed)
@@ -149,7 +147,7 @@ class Admit:
             admission, _, _ = self._count(request, num_delayed)
         except ExchangePending:
             return False
-        is_free = self._restore.can_submit() and not self._restore.has_failed(admission.match.nodes)
+        is_free = self._restore.can_submit() and not self._restore.has_failed(admission.match.rows)
         return admission.length > num_tokens and is_free
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
@@ -173,7 +171,7 @@ class Admit:
         match, rows = tree.match(whole, namespace), dict[Component, Rows]()
         usable = on_device = tree.usable_len(match)
         with ExitStack() as named:
-            if context.has_host:  # before a node of the match is split
+            if context.has_host:
                 located = Located(context, self._prompts.of(whole, namespace, match, request_id), match)
                 end = located.last_end(located.host_end, 0, located.in_memory)
                 usable = end * tree.page_size
@@ -181,13 +179,12 @@ class Admit:
                     pages = range(component.first_required(end), end)
                     rows[component.name] = located.rows_added(component, pages)
                     named.callback(component.pages.table.forget, rows[component.name])
-            node = tree.node_at(match, on_device)
-            old = self._expectations.get(request_id)
-            if old is None or not old.is_for(node, rows):
-                new = _Expected(node, None if node.is_root else tree.expect(node), rows)
+            old, of_device = self._expectations.get(request_id), tree.required(match.rows, on_device)
+            if old is None or not old.is_for(of_device, rows):
+                tree.expect(of_device)
                 self._expect_rows(rows, 1)
                 self._end_expectation(request_id)
-                self._expectations[request_id] = new
+                self._expectations[request_id] = _Expected(of_device, rows)
         return usable
 
     def forget(self, request_id: str) -> None:
@@ -199,8 +196,7 @@ class Admit:
     def _end_expectation(self, request_id: str) -> None:
         expected = self._expectations.pop(request_id, None)
         if expected is not None:
-            if expected.on_device is not None:
-                self._context.tree.forget(expected.on_device)
+            self._context.tree.forget(expected.on_device)
             self._expect_rows(expected.rows, -1)
 
     def _expect_rows(self, rows: Mapping[Component, Rows], change: int) -> None:
@@ -314,22 +310,21 @@ class Admit:
 
     def _prepare(self, lease: Lease, admission: Admission, to_load: Mapping[Component, PromptRows]) -> None:
         """Record the slots of the prefix on the device, and where what of the rest is loaded came from."""
-        path = lease.node.path()[::-1]
-        if path:
-            lease.write(0, joined([node.value_of(FULL) for node in path]))
+        tree, full, page = self._context.tree, self._context.full, self._context.tree.page_size
+        rows = tree.path_rows(lease.node)
+        if len(rows):
+            lease.write(0, full.resident.value(rows))
         wanted = None if self.exchange is None else self.exchange.of(lease.request_id)
         device_len = admission.device_len
         if wanted is not None:
-            device_len = min(device_len, wanted.num_held * self._context.tree.page_size)
-        for node in path:
-            if node.depth_tokens <= device_len:  # what has come since counts its uses from the host
-                node.begin_use()
+            device_len = min(device_len, wanted.num_held * page)
+        loaded = to_load[FULL].rows if FULL in to_load else NO_ROWS
+        tree.begin_use(np.concatenate((rows, loaded)), is_new=wanted is None)
         lease.cached_len = admission.length
         sources = Counter[Store]() if wanted is None else Counter(wanted.sources)
         if FULL in to_load:
-            sources += self._context.full.pages.take_sources(to_load[FULL].rows, self._context.stores)
-        disk_len = sources[DISK] * self._context.tree.page_size
-        remote_len = sources[REMOTE] * self._context.tree.page_size
+            sources += full.pages.take_sources(to_load[FULL].rows, self._context.stores)
+        disk_len, remote_len = sources[DISK] * page, sources[REMOTE] * page
         lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)
 
     def _start(self, lease: Lease, admission: Admission) -> None:
@@ -337,5 +332,5 @@ class Admit:
         for component in self._context.components:
             component.prepare_forward(lease, admission)
         if not lease.node.is_root:
-            lease.read(self._restore.loads_of(lease.node.path()))
+            lease.read(self._restore.loads_of(self._context.tree.path_rows(lease.node)))
             self._context.tree.raise_priority(lease.node, lease.priority)

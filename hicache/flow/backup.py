@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from itertools import chain, islice, takewhile
+from itertools import islice
 from typing import NamedTuple
 
 import numpy as np
@@ -23,15 +23,16 @@ import torch
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext, values_of
-from hicache.flow.located import slices_of
+from hicache.flow.located import first_gap, rows_below, slices_of
 from hicache.flow.movement import CopyMovement, JointOp
 from hicache.flow.persist import Persist
+from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
 from hicache.pages.table import Mask, Rows
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
 from hicache.tree.base import Released
-from hicache.tree.names import PageNames, PromptPages
+from hicache.tree.names import PromptPages
 from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
@@ -40,32 +41,41 @@ log = logging.getLogger(__name__)
 class Unsaved(NamedTuple):
     """Consecutive pages of a prompt that `component` has on the device; the host lacks some of these pages.
 
-    `keys` of the pages, of which the first is the `first` of the prompt and follows the page `previous_key`; `value`:
-    their slots or states; `full_keys`: for windows and states, the full page without which each is of no use; None:
-    those are elsewhere. `event_pages`: what events tell of full pages. `priority`, `hit_count`, `uses`: how requests
-    used them, see `TierPages`."""
+    `rows`: of the tree; `value`: their slots or states. `needs_full`: a window or state is of no use unless the host
+    has its full page, or gets it; False: it is elsewhere. `event_pages`: what events tell of full pages. `uses`: how
+    requests used them, see `TierPages`."""
 
     component: CacheComponent
-    keys: Sequence[bytes]
-    first: int
-    previous_key: bytes | None
+    rows: Rows
     value: torch.Tensor
-    full_keys: Sequence[bytes] | None
+    needs_full: bool
     event_pages: PromptPages | None
-    priority: int
-    hit_count: int
-    uses: float
+    uses: Ranks
+
+    @property
+    def first(self) -> int:
+        """The page that the first is of the prompt."""
+        return int(self.component.tree.table.index[self.rows[0]])
+
+    @property
+    def full_keys(self) -> list[bytes] | None:
+        """Of the full pages that have to be on the host; None: they are elsewhere."""
+        return self.component.tree.table.keys_of(self.rows) if self.needs_full else None
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Under which the host and the stores know the pages."""
+        tree = self.component.tree
+        return tree.names.of_component(self.component.name, tree.table.keys_of(self.rows))
 
     def part(self, start: int, end: int) -> Unsaved:
         """The `start`-th to the `end`-th page."""
-        size, previous_key = self.component.page_size, self.keys[start - 1] if start else self.previous_key
+        size = self.component.page_size
         return self._replace(
-            keys=self.keys[start:end],
-            first=self.first + start,
-            previous_key=previous_key,
+            rows=self.rows[start:end],
             value=self.value[start * size : end * size],
-            full_keys=self.full_keys and self.full_keys[start:end],
             event_pages=self.event_pages and self.event_pages.part(start, end),
+            uses=self.uses[start:end],
         )
 
 
@@ -79,11 +89,11 @@ class _ToCopy(NamedTuple):
 
 
 class _Copy(JointOp):
-    """Copies that were submitted together, `pages` by component; `locked` nodes are to unlock."""
+    """Copies that were submitted together, `pages` by component; `locked` rows of the tree are to unlock."""
 
-    def __init__(self, locked: Sequence[TreeNode]) -> None:
+    def __init__(self, locked: Mapping[Component, Rows]) -> None:
         super().__init__()
-        self.locked = tuple(locked)
+        self.locked = locked
         self.pages: dict[Component, _ToCopy] = {}
 
 
@@ -109,43 +119,52 @@ class Backup(CopyMovement[_Copy]):
             "backup.exposed_seconds", "what a call stood still for a copy of what leaves; 0: it ended beside others"
         )
 
-    def maybe_backup(self, node: TreeNode) -> None:
-        """Copy what the write policy wants of the path to `node`, together, as far as others may leave for it."""
+    def maybe_backup(self, node: TreeNode, num_new: int = 0) -> None:
+        """Copy what the write policy wants of the path to `node`, together, as far as others may leave for it. The
+        last `num_new` pages are new on the device."""
         if node.parent is None:
             return
-        wants = self._context.write_policy.wants
-        wanted = list(takewhile(wants, self._only_on_device(node)))
-        if not wanted and len(self._context.components) > 1 and wants(node):
-            wanted = [node]  # its full pages were copied before
-        if wanted:
-            self._submit(self.unsaved(wanted), wanted)
+        tree, wants = self._context.tree, self._context.write_policy.wants
+        table, path = tree.table, tree.path_rows(node)
+        start = self._first_absent(path, num_new)
+        end = start + first_gap(wants(table, path[start:]))
+        if start == len(path) and len(self._context.components) > 1 and wants(table, node.rows).all():
+            start -= len(node.rows)  # its full pages were copied before
+        if end > start:
+            self._submit(self.unsaved(path[start:end]), self._locks(path[:end], start))
 
     def backup_path(self, node: TreeNode) -> None:
         """Copy the path to `node` now, whatever the policy wants of it, and wait, so that its slots may be taken.
 
         A policy that copies at eviction does so then."""
         if node.parent is not None and not self._context.write_policy.at_eviction:
-            nodes = self._only_on_device(node) or [node]
-            self._submit(self.unsaved(nodes), nodes)
+            path = self._context.tree.path_rows(node)
+            start = self._first_absent(path, 0)
+            start = start if start < len(path) else len(path) - len(node.rows)
+            self._submit(self.unsaved(path[start:]), self._locks(path, start))
             self.wait_and_complete()
 
-    def unsaved(self, nodes: Sequence[TreeNode], only: Component | None = None) -> list[Unsaved]:
-        """What the host lacks of `nodes`, FULL first, or of the one component that they are to lose, whose full pages
-        stay on the device; but for what is of sessions that have ended."""
+    def unsaved(self, rows: Rows, only: Component | None = None) -> list[Unsaved]:
+        """The pages of `rows` that the device has and the host lacks, FULL first, but none of ended sessions. `only`:
+        of the one component that the pages are to lose; their full pages stay on the device. Consecutive pages are
+        together."""
         found = []
         for component in self._context.components:
-            for node in nodes if only in (None, component.name) else ():
-                if node.has(component.name) and not node.holdings[component.name].has_ended:
-                    unsaved = self._of_node(node, component)
-                    if self.lacks(component, unsaved.keys).any():
-                        found.append(unsaved if only is None else unsaved._replace(full_keys=None))
+            if only not in (None, component.name):
+                continue
+            held = component.resident.held(rows)
+            held = held[~component.resident.order.has_ended[held]]
+            bounds = np.flatnonzero(self._context.tree.table.previous[held[1:]] != held[:-1]) + 1
+            for run in np.split(held, bounds) if len(held) else ():
+                if self.lacks(component, run).any():
+                    found.append(self._of_run(run, component, needs_full=only is None and component.name != FULL))
         return found
 
     def save(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
         """Copy what leaves the device. `unsaved`: as nodes left, those that others follow behind them. Where the host
         has not room for all, what left last stays, and of that the beginning. `released`: its values, which leave the
         list where they are freed when the copy has ended; where nothing is copied they stay in it."""
-        self._submit(unsaved[::-1], (), released)
+        self._submit(unsaved[::-1], {}, released)
 
     def wait_for(self, component: CacheComponent, size: int) -> None:
         """Wait for copies of what has left the device until `size` of it are free, or none is under way."""
@@ -162,56 +181,49 @@ class Backup(CopyMovement[_Copy]):
     def host_locks(self, component: Component) -> Iterable[Rows]:
         return (copy.pages[component].rows for copy in self._in_flight if component in copy.pages)
 
-    def locks(self) -> list[TreeNode]:
-        return [node for copy in self._in_flight for node in copy.locked]
+    def device_locks(self, component: Component) -> Iterable[Rows]:
+        return (copy.locked[component] for copy in self._in_flight if component in copy.locked)
 
-    def lacks(self, component: CacheComponent, keys: Sequence[bytes]) -> Mask:
-        """Which of these pages the host neither has nor gets."""
-        return ~component.pages.has(component.pages.table.find(keys), HELD | IN_FLIGHT)
+    def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
+        """Which of these pages of the tree the host neither has nor gets."""
+        of_host = rows_below(self._context, {component.name: rows})[component.name]
+        return ~component.pages.has(of_host, HELD | IN_FLIGHT)
 
-    def _only_on_device(self, node: TreeNode) -> list[TreeNode]:
-        """The end of the path to `node` of whose nodes the host has not all pages, root side first."""
-        full, names = self._context.full, self._context.tree.names
-        return list(takewhile(lambda above: self.lacks(full, names.of(above)).any(), node.climb()))[::-1]
+    def _first_absent(self, path: Rows, num_new: int) -> int:
+        """Where the pages at the end of a path begin that the host neither has nor gets; or where such pages of the
+        last `num_new` begin, though the host has pages behind them."""
+        lacks = ~self._context.full.pages.has(path, HELD | IN_FLIGHT)
+        new = len(path) - num_new
+        return min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))
 
-    def _of_node(self, node: TreeNode, component: CacheComponent) -> Unsaved:
-        tree, keys = self._context.tree, self._context.tree.names.of(node)
-        first = node.depth_tokens // tree.page_size - len(keys)
-        previous_key = tree.names.previous_key(node) if first and component.name == FULL else None
-        full_keys, event_pages = None, None
-        if component.tree_component.at_node_end:
-            keys, first = keys[-1:], first + len(keys) - 1
-        if component.name != FULL:
-            keys, full_keys = PageNames.of_component(component.name, keys), keys
-        elif tree.events is not None:
-            event_pages = tree.names.pages(node)
+    def _locks(self, path: Rows, start: int) -> dict[Component, Rows]:
+        """The pages to lock while pages of a path from the `start`-th on are copied."""
+        held = {each.name: each.resident.held(path[start:]) for each in self._context.components[1:]}
+        return {FULL: path, **held}
+
+    def _of_run(self, rows: Rows, component: CacheComponent, *, needs_full: bool) -> Unsaved:
+        tells_events = component.name == FULL and self._context.tree.events is not None
         return Unsaved(
             component=component,
-            keys=keys,
-            first=first,
-            previous_key=previous_key,
-            value=node.value_of(component.name),
-            full_keys=full_keys,
-            event_pages=event_pages,
-            priority=node.priority,
-            hit_count=node.hit_count,
-            uses=tree.account(component.name).uses_of(node),
+            rows=rows,
+            value=component.resident.value(rows),
+            needs_full=needs_full,
+            event_pages=self._context.tree.event_pages(rows) if tells_events else None,
+            uses=component.resident.uses_of(rows),
         )
 
     def _submit(
-        self, unsaved: Sequence[Unsaved], nodes: Sequence[TreeNode], released: list[Released] | None = None
+        self, unsaved: Sequence[Unsaved], locked: Mapping[Component, Rows], released: list[Released] | None = None
     ) -> None:
-        """Start the copies of what the host lacks of `nodes`, a piece of one path, as far as the host has capacity. Or
-        of what has left the device, whose values, `released`, are freed with their end."""
+        """Start the copies of `unsaved` pages, as far as the host has capacity. Pages `locked` stay on the device
+        meanwhile. `released`: values of pages that have left the device, which are freed when the copies end."""
         if not unsaved:
             return
-        tree, leaving = self._context.tree, values_of(released or ())
-        # The lock of the last covers the full pages of all; other components of the others need locks of their own.
-        copy = _Copy(nodes if len(self._context.components) > 1 else nodes[-1:])
+        copy, leaving = _Copy(locked), values_of(released or ())
         with ExitStack() as undo:
-            for node in copy.locked:
-                tree.lock(node)
-                undo.callback(tree.unlock, node)
+            for name, rows in locked.items():
+                self._context.by_name[name].resident.lock(rows)
+                undo.callback(self._context.by_name[name].resident.unlock, rows)
             try:
                 for component in self._context.components:
                     of_component = [each for each in unsaved if each.component is component]
@@ -233,19 +245,19 @@ class Backup(CopyMovement[_Copy]):
         pages, found = component.pages, list[tuple[Unsaved, Rows, Mask]]()
         with ExitStack() as named:
             for each in unsaved:
-                rows = pages.table.add(each.keys, each.first, each.previous_key)
+                rows = each.rows if component.name == FULL else pages.table.add(each.keys, each.first)
                 pages.table.hold(rows)
                 named.callback(pages.table.drop, rows)
                 is_new = ~pages.has(rows, HELD | IN_FLIGHT) & self._are_of_use(each.full_keys, len(rows))
                 found.append((each, rows[is_new], is_new))
             new = np.concatenate([rows for _, rows, _ in found])
-            sizes = [len(rows) for _, rows, _ in found]
-            uses_of = [(each.hit_count, each.priority, each.uses) for each in unsaved]
-            hits, priority, uses = np.repeat(np.array(uses_of).T, sizes, axis=1)
+            used = np.concatenate([each.rows[is_new] for each, _, is_new in found])
+            hits, priority = self._context.tree.table.hits[used], self._context.tree.table.priority[used]
             taken = pages.reserve(new, COPY, hits=hits, priority=priority)
             if len(taken):
                 with ExitStack() as undo:
                     undo.callback(pages.abandon, taken)
+                    uses = np.concatenate([each.uses[is_new] for each, _, is_new in found])
                     pages.expected_uses[taken] = uses[: len(taken)]
                     self._copy_taken(copy, component, found, taken)
                     undo.pop_all()
@@ -257,9 +269,9 @@ class Backup(CopyMovement[_Copy]):
         """Submit the copy of the first pages of `found`, which have places: `taken`."""
         full_keys, values, watch = list[bytes | None](), list[torch.Tensor](), self._context.watch
         for each, _, is_new in found:
-            at = np.flatnonzero(is_new).tolist()
+            at, of_full = np.flatnonzero(is_new).tolist(), each.full_keys
             values += slices_of(each.value, at, component.page_size)
-            full_keys += [None if each.full_keys is None else each.full_keys[i] for i in at]
+            full_keys += [None if of_full is None else of_full[i] for i in at]
             if each.event_pages is not None and watch is not None:
                 watch.note(each.event_pages, component.pages.table.keys_of(taken))
         slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
@@ -334,7 +346,7 @@ class Backup(CopyMovement[_Copy]):
         self._skipped.value += num_tokens
 
     def _end(self, operation: _Copy) -> None:
-        copy, tree = operation, self._context.tree
+        copy = operation
         copy.wait()  # before its end nothing is known of its error
         confirmed = copy.error is None
         arrived: list[tuple[CacheComponent, Rows]] = []
@@ -355,8 +367,8 @@ class Backup(CopyMovement[_Copy]):
         if raw_copy.copies:
             self._in_flight.append(raw_copy)  # which has the locks
         else:
-            for node in copy.locked:
-                tree.unlock(node)
+            for locked, rows in copy.locked.items():
+                self._context.by_name[locked].resident.unlock(rows)
         self._free_what_left(copy, raw_copy)
         for persist in self._persists:
             for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
@@ -405,23 +417,31 @@ class DeviceEviction:
         return size <= component.available()
 
     def _evict(self, component: CacheComponent, short: int) -> None:
-        name = component.name
+        name, context = component.name, self._context
         released, leaving = list[Released](), list[Released]()  # what is free at once, and what is copied before
-        victims = dict[TreeNode, list[Unsaved]]()
+        unsaved, victims = list[Unsaved](), list[Rows]()
         try:
-            while short > 0 and (node := component.device_victim(short)) is not None:
-                only = None if name == FULL else name  # its full pages stay
-                victims[node] = lacking = self._backup.unsaved([node], only) if self._backup is not None else []
-                left = self._context.drop(node, name)
-                (leaving if lacking else released).extend(left)
-                short -= sum(item.size for item in left if item.component == name)
+            while short > 0 and len(rows := component.resident.take(short)):
+                for part in context.tree.by_node(rows):
+                    if not len(part := component.resident.held(part)):
+                        continue  # it left with those before
+                    context.tree.table.hold(part)
+                    victims.append(part)
+                    only = None if name == FULL else name  # its full pages stay
+                    lacking = self._backup.unsaved(part, only) if self._backup is not None else []
+                    left = context.evict(part, name)
+                    unsaved += lacking
+                    (leaving if lacking else released).extend(left)
+                    short -= sum(item.size for item in left if item.component == name)
             if self._backup is not None:
-                self._backup.save([*chain(*victims.values())], leaving)
-            for node in victims:
-                component.count_eviction(node)
+                self._backup.save(unsaved, leaving)
+            for part in victims:
+                component.count_eviction(part)
         except BaseException:  # where the copy of one component raises, that of another may be under way
             if self._backup is not None:
                 self._backup.wait_and_complete()
             raise
         finally:
-            self._context.free([*released, *leaving])
+            context.free([*released, *leaving])
+            for part in victims:
+                context.tree.table.drop(part)

@@ -14,18 +14,18 @@ from functools import partial
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
-from hicache.eviction.orders import KEPT_SHARE, deadline_s
 from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.state import RecurrentState
 from hicache.flow.components.window import SlidingWindow
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
-from hicache.flow.located import path_keys
+from hicache.flow.located import rows_below
 from hicache.flow.persist import Persist
 from hicache.flow.restore import Restore
+from hicache.pages.order import KEPT_SHARE, deadline_s
+from hicache.pages.table import Rows
 from hicache.tiers import FULL, SWA, Component, own
-from hicache.tree.base import Inserted
 from hicache.tree.key import TokenRun, Tokens, bytes_of
 from hicache.tree.node import TreeNode
 
@@ -84,18 +84,18 @@ class Commit:
 
     def _use_below(self, lease: Lease) -> None:
         """What is below the device of the lease's prefix was used, of the stores what may be used again."""
-        keys = path_keys(self._context, lease.node) if self._context.has_host else {}
-        for name, of_component in keys.items():
-            pages = self._context.by_name[name].pages
-            rows = pages.table.find(of_component)
-            held = rows[pages.has(rows)]
+        context, tree = self._context, self._context.tree
+        rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
+        on_host = rows_below(context, rows) if context.has_host else {}
+        for name, of_component in on_host.items():
+            pages = context.by_name[name].pages
+            held = of_component[pages.has(of_component)]
             pages.use(held)
             pages.order.raise_priority(held, lease.priority)
-            if name == FULL:
-                pages.table.link(rows)  # of pages read from the end, nothing did so before
-        end = self.hints.enter(lease, keys)
-        if self._persists and not end.is_root:
-            keys = keys if end is lease.node else path_keys(self._context, end)
+        num_shared = self.hints.enter(lease, on_host)
+        if self._persists and num_shared:
+            used = tree.required(rows[FULL], num_shared * tree.page_size)
+            keys = {name: tree.names.of_component(name, tree.table.keys_of(each)) for name, each in used.items()}
             for persist in self._persists:
                 persist.touch(keys)
 
@@ -132,9 +132,11 @@ class Commit:
                 if value is not None:
                     donated[component.name] = value
                     undo.callback(component.free, value)
-            inserted = tree.insert(lease.node, tokens[start:end], slots, lease.namespace, window_from, donated=donated)
+            keys = lease.keys[start // tree.page_size :]
+            inserted = tree.insert(
+                lease.node, tokens[start:end], slots, lease.namespace, window_from, donated=donated, keys=keys
+            )
             undo.callback(tree.withdraw, inserted)
-            self._set_keys(inserted, lease)
             existing, replaced = inserted.existing, slots[: len(inserted.existing)]
             if len(existing):
                 lease.write(start, existing)
@@ -143,8 +145,6 @@ class Commit:
                     for first, last in inserted.adopted:
                         self._windows.adopt(replaced[first:last], existing[first:last])
                         undo.callback(self._windows.adopt, existing[first:last], replaced[first:last])
-            for component in context.components:
-                component.trim(inserted.node)
             tree.move_lock(lease.node, inserted.node)
             undo.pop_all()
         lease.node, lease.tree_len = inserted.node, start + inserted.accepted_len
@@ -157,18 +157,9 @@ class Commit:
                 lease.tokens = TokenRun(tokens[: lease.tree_len])
         tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
-            keys = [key for node in inserted.gained for key in node.page_keys or ()]
-            context.exclusive.came_above(context.exclusive.table.known(keys))  # was computed though the host had it
+            context.exclusive.came_above(inserted.gained)  # was computed though the host had it
         if self._backup is not None and not lease.session_end:
-            self._backup.maybe_backup(inserted.node)
-
-    def _set_keys(self, inserted: Inserted, lease: Lease) -> None:
-        """New nodes get the keys that were made for the prompt."""
-        page = self._context.tree.page_size
-        for node in inserted.gained:
-            end = node.depth_tokens // page
-            if end <= len(lease.keys) and node.page_keys is None:
-                node.page_keys = lease.keys[end - node.num_tokens // page : end]
+            self._backup.maybe_backup(inserted.node, len(inserted.gained))
 
 
 class Hints:
@@ -177,9 +168,11 @@ class Hints:
 
     def __init__(self, context: EngineContext) -> None:
         self._context, self._has_kept = context, False
-        order = context.tree.account(FULL).order
+        order, page = context.full.resident.order, context.tree.page_size
         context.metrics.gauge(
-            "evict.kept_tokens", "tokens of prompts that the device keeps for their next turn", lambda: order.num_kept
+            "evict.kept_tokens",
+            "tokens of prompts that the device keeps for their next turn",
+            lambda: order.num_kept * page,
         )
 
     def expire(self) -> None:
@@ -191,40 +184,36 @@ class Hints:
         for component in self._context.components if self._context.has_host else ():
             component.pages.order.expire(now_s)
 
-    def enter(self, lease: Lease, keys: Mapping[Component, Sequence[bytes]]) -> TreeNode:
-        """Apply the hints of a request that ends, after it has unlocked and used its prompt. `keys`: `path_keys` of the
-        prompt, empty without a host. Returns the end of the prefix that may be used again."""
+    def enter(self, lease: Lease, on_host: Mapping[Component, Rows]) -> int:
+        """Apply the hints of a request that ends, after it has unlocked and used its prompt. `on_host`: the host's rows
+        of the prompt, empty without a host. Returns how many pages of the prompt may be used again."""
+        num_pages = lease.node.depth_tokens // self._context.tree.page_size
         if lease.session_end:
-            return self._end_session(lease)
+            return num_pages - self._end_session(lease)
         if lease.expected_uses is not None:
             self._context.tree.expect_uses(lease.node, lease.expected_uses)
-            for name, of_component in keys.items():
-                pages = self._context.by_name[name].pages
-                pages.expect_uses(pages.table.known(of_component), lease.expected_uses)
+            for name, rows in on_host.items():
+                self._context.by_name[name].pages.expect_uses(rows, lease.expected_uses)
         if lease.next_turn_within_s is not None:
-            self._keep(lease.node, keys, lease.next_turn_within_s)
-        return lease.node
+            self._keep(lease.node, on_host, lease.next_turn_within_s)
+        return num_pages
 
-    def _end_session(self, lease: Lease) -> TreeNode:
-        context, names, shared = self._context, self._context.tree.names, lease.node
-        ended = context.tree.end_session(lease.node, max(lease.branch_points, default=0))
-        for node in ended:
-            assert node.parent is not None
-            shared = node.parent
+    def _end_session(self, lease: Lease) -> int:
+        """Returns how many pages at the end of the prompt are the session's alone."""
+        context, tree = self._context, self._context.tree
+        rows = tree.alone_rows(lease.node, max(lease.branch_points, default=0))
+        tree.end_session(rows)
         if context.has_host:
-            keys = [key for node in ended for key in names.of(node)]
-            for component in context.components:
-                table = component.pages.table
-                component.pages.end_session(table.known(names.of_component(component.name, keys)))
-        return shared
+            for name, of_component in rows_below(context, dict.fromkeys(context.by_name, rows)).items():
+                context.by_name[name].pages.end_session(of_component)
+        return len(rows)
 
-    def _keep(self, node: TreeNode, keys: Mapping[Component, Sequence[bytes]], within_s: float) -> None:
+    def _keep(self, node: TreeNode, on_host: Mapping[Component, Rows], within_s: float) -> None:
         self._has_kept = True
         context, until_s = self._context, deadline_s(self._context.clock(), within_s)
         context.tree.keep(node, until_s, {each.name: KEPT_SHARE * each.capacity for each in context.components})
-        for name, of_component in keys.items():
+        for name, rows in on_host.items():
             component = context.by_name[name]
-            rows = component.pages.table.known(of_component)
             component.pages.keep_until(rows, until_s, KEPT_SHARE * component.host.num_pages)
 
 

@@ -16,10 +16,10 @@ from hicache.flow.components.full import FullAttention
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import WritePolicy
 from hicache.pages.states import TierPages
+from hicache.pages.table import Rows
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
 from hicache.tree.base import Released
-from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class EngineContext(EngineParts):
         """The full pages of the host, if it is to know which of them the device has as well."""
         return self.full.pages if self.has_host and self.full.pages.is_exclusive else None
 
-    def drop(self, node: TreeNode, name: Component) -> list[Released]:
-        """Take from the device what nobody has locked of `node`, and what leaves with it; returns what is to be
-        freed."""
+    def evict(self, rows: Rows, name: Component) -> list[Released]:
+        """Evict unlocked pages of a component from the device, with their windows and states if their slots leave;
+        returns the values to be freed."""
         if name == FULL and self.exclusive is not None:
-            self.exclusive.left_above(self.exclusive.table.known(self.tree.names.of(node)))
-        return self.tree.drop(node, name)
+            self.exclusive.left_above(rows)
+        return self.tree.evict(rows, name)
 
     def free(self, released: Sequence[Released]) -> None:
         """Free what left the tree."""

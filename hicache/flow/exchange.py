@@ -22,6 +22,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 
+import numpy as np
+
 from hicache.errors import ExchangePending, ResourceExhausted, TransferBusy
 from hicache.flow.backup import DeviceEviction
 from hicache.flow.components.base import Admission, CacheComponent
@@ -31,9 +33,8 @@ from hicache.flow.located import Located
 from hicache.flow.movement import Load, Movement, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.flow.restore import Restore
-from hicache.pages.table import Rows
+from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import FULL, Component, Store
-from hicache.tree.node import TreeNode
 
 _AHEAD_SHARE = 8  # of the device, at most one part in so many is made free before anybody asks for it
 
@@ -150,8 +151,12 @@ class Exchange(Movement):
         """Its copies are those of backup and restore."""
         return False
 
-    def locks(self) -> list[TreeNode]:
-        return [] if self._wanted is None or self._wanted.error else [self._wanted.lease.node]
+    def device_locks(self, component: Component) -> Iterable[Rows]:
+        wanted = self._wanted
+        if wanted is None or wanted.error:
+            return []
+        ahead = wanted.end * self._context.tree.page_size - wanted.lease.node.depth_tokens
+        return [self._context.tree.locked_rows(component, wanted.lease.node, ahead)]
 
     def loads_read(self) -> Iterable[Load]:
         return [] if self._wanted is None or self._wanted.error else self._wanted.lease.loads
@@ -176,12 +181,15 @@ class Exchange(Movement):
         """Lock what the device has of the prefix, and what is to be loaded on the host."""
         with ExitStack() as undo:
             lease = self._restore.pin(request, admission, undo)
-            lease.read(self._restore.loads_of(lease.node.path()))
+            path = self._context.tree.path_rows(lease.node)
+            lease.read(self._restore.loads_of(path))
             wanted = _Wanted(lease, located.prompt, admission, self._context.tree.page_size)
             undo.callback(self._unlock, wanted)
             with ExitStack() as held:
                 wanted.pages = self._restore.hold(admission, located, held)
                 held.pop_all()
+            loaded = wanted.pages[FULL].rows if FULL in wanted.pages else NO_ROWS
+            self._context.tree.begin_use(np.concatenate((path, loaded)))
             wanted.needed = {component: component.needed(admission) for component in self._context.components}
             wanted.step_end = self._step_end(wanted.done, wanted.end, wanted.needed[self._context.full])
             wanted.hold, self._wanted = undo.pop_all(), wanted

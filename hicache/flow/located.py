@@ -1,11 +1,11 @@
-"""Where the pages of a prompt are in memory: on the device by the tree, on the host by a map of page keys.
+"""Where the pages of a prompt are in memory: on the device by the rows of the tree, on the host by page keys.
 
 One loop finds the longest prefix that all components can use, as in the tree: `Located.last_end`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from itertools import pairwise
 
@@ -21,7 +21,6 @@ from hicache.pages.table import Mask, Rows
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.components import last_end
-from hicache.tree.node import TreeNode
 
 
 class Located:
@@ -36,8 +35,8 @@ class Located:
         self._page = context.tree.page_size
         self.num_pages = len(prompt.keys)
         self.device_end = min(match.full_len // self._page, self.num_pages)
-        # Made at once, for nodes of the match may be split later.
-        self._on_device = {other.name: self._device_pages(other) for other in context.components[1:]}
+        rows = match.rows[: self.device_end]
+        self._on_device = {other.name: other.resident.has(rows) for other in context.components[1:]}
 
     @cached_property
     def host_end(self) -> int:
@@ -47,7 +46,7 @@ class Located:
     def on_device(self, component: CacheComponent, index: int) -> bool:
         if component.name == FULL:
             return index < self.device_end
-        return self._on_device[component.name][index]
+        return index < self.device_end and bool(self._on_device[component.name][index])
 
     def on_host(self, component: CacheComponent, index: int) -> bool:
         return component.has_host and self.prompt.key(component.name, index) in component.pages
@@ -95,19 +94,6 @@ class Located:
         limit = self.host_end + first_gap(full.pages.has(rows, HELD | COPY))
         return self.last_end(limit, floor, self.coming)
 
-    def _device_pages(self, component: CacheComponent) -> list[bool]:
-        """Which pages the device has of a component. Of the last node, pages behind the match are those of another
-        prompt."""
-        held, start = [False] * self.num_pages, 0
-        for node in self.match.nodes:
-            node_end = start + node.num_tokens // self._page
-            end = min(node_end, self.device_end)
-            first = node_end - 1 if component.tree_component.at_node_end else start
-            if first < end and node.has(component.name):
-                held[first:end] = [True] * (end - first)
-            start = end
-        return held
-
 
 def first_gap(has: Mask) -> int:
     """How many of these are true before the first that is not."""
@@ -130,16 +116,13 @@ def slices_of(value: torch.Tensor, indices: Sequence[int], page_size: int) -> li
     return [value[start * page_size : end * page_size] for start, end in spans(indices)]
 
 
-def path_keys(context: EngineContext, node: TreeNode) -> dict[Component, list[bytes]]:
-    """By component: under which what the prefix that ends with `node` needs is known below the device, in order."""
-    names = context.tree.names
-    found = {FULL: [key for above in reversed(node.path()) for key in names.of(above)]}
-    for component in context.components[1:]:
-        keys: list[bytes] = []
-        for required in reversed(component.tree_component.required_nodes(node)):
-            of_node = names.of(required)
-            keys += names.of_component(
-                component.name, of_node[-1:] if component.tree_component.at_node_end else of_node
-            )
-        found[component.name] = keys
-    return found
+def rows_below(context: EngineContext, rows: Mapping[Component, Rows]) -> dict[Component, Rows]:
+    """By component: the host's rows of pages of the tree; `NO_ROW` for a window or state without one."""
+    return {name: _row_below(context, name, of_component) for name, of_component in rows.items()}
+
+
+def _row_below(context: EngineContext, name: Component, rows: Rows) -> Rows:
+    if name == FULL:
+        return rows
+    keys = context.tree.names.of_component(name, context.tree.table.keys_of(rows))
+    return context.by_name[name].pages.table.find(keys)

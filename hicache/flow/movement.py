@@ -5,6 +5,7 @@ What has ended lands when it is polled: of every movement, and copies in the ord
 
 from __future__ import annotations
 
+import itertools
 import time
 from abc import ABC, abstractmethod
 from collections import deque
@@ -19,7 +20,9 @@ from hicache.flow.prompt import Prompt
 from hicache.pages.table import Rows
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import NodeRun, TreeNode
+from hicache.tree.node import TreeNode
+
+_numbers = itertools.count(1)
 
 
 class PromptRows(NamedTuple):
@@ -71,7 +74,7 @@ class JointOp:
 
 class Load(JointOp):
     """A load in flight of `pages` of the host, which it has locked, for the prefix of `prompt` that ends with `node`.
-    `runs` follow the nodes that it brings to the tree.
+    `brings`: the rows of the tree that it writes, by component, in whose columns it is known by `number`.
 
     `readers`: leases and later loads that read what it brings. A failed load's slots stay out of use until the last of
     them ends: `orphans`. `depends_on`: loads in flight that this one continues; it fails with them. `load_ids`: its
@@ -84,7 +87,8 @@ class Load(JointOp):
     ) -> None:
         super().__init__()
         self.node, self.prompt, self.pages, self.depends_on = node, prompt, pages, tuple(depends_on)
-        self.runs: dict[Component, NodeRun] = {}
+        self.number = next(_numbers)
+        self.brings: dict[Component, Rows] = {}
         self.load_ids: dict[Component, int] = {}
         self.readers = 0
         self.completed = self.abandoned = False
@@ -101,14 +105,6 @@ class Load(JointOp):
     def complete(self) -> None:
         """It has ended, and so has all that it depends on."""
         self._cause, self.depends_on, self.completed = self.error, (), True
-
-    def brings(self, node: TreeNode) -> bool:
-        return any(node in run.nodes for run in self.runs.values())
-
-    def detach(self) -> None:
-        for run in self.runs.values():
-            run.detach()
-        self.runs = {}
 
 
 T = TypeVar("T", bound=JointOp)
@@ -130,8 +126,8 @@ class Movement(ABC):
     def is_busy(self) -> bool:
         """Whether anything has not ended."""
 
-    def locks(self) -> Iterable[TreeNode]:
-        """Each lock that it holds on the tree: the node whose prefix has to stay."""
+    def device_locks(self, component: Component) -> Iterable[Rows]:
+        """The locks that this movement holds on pages of the device."""
         return ()
 
     def loads_read(self) -> Iterable[Load]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from hicache.errors import TransferError
@@ -21,7 +22,6 @@ from hicache.flow.movement import CopyMovement, Load, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.pages.table import Rows
 from hicache.tiers import FULL, Component
-from hicache.tree.node import TreeNode
 
 
 class Restore(CopyMovement[Load]):
@@ -62,8 +62,6 @@ class Restore(CopyMovement[Load]):
         `undo` ends."""
         context, tree = self._context, self._context.tree
         node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
-        for component in context.components:
-            component.trim(node, ahead)
         lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
         undo.callback(self.free, lease)
         tree.lock(node, ahead)
@@ -79,7 +77,7 @@ class Restore(CopyMovement[Load]):
         for component in self._context.components:
             pages = admission.to_load.get(component.name)
             first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
-            if is_used:
+            if is_used and component.name != FULL:  # of full pages the table has one count for both tiers
                 component.pages.count_hit(located.rows_of(component, range(first, end)).rows)
             if pages:
                 to_load[component.name] = found = located.rows_of(component, pages)
@@ -100,9 +98,10 @@ class Restore(CopyMovement[Load]):
         node, and the load owns the host locks of `pages` from now on.
 
         Where that raises, the copies that were submitted have ended, and `slots` are the lease's as before."""
-        tree, load = self._context.tree, Load(lease.node, prompt, pages, self.loads_of(lease.node.path()))
+        tree = self._context.tree
+        load = Load(lease.node, prompt, pages, self.loads_of(tree.path_rows(lease.node)))
         with ExitStack() as undo:
-            undo.callback(load.detach)
+            undo.callback(self.detach, load)
             for component in self._context.components:
                 if component.name in pages:
                     undo.callback(component.fail_load, load)
@@ -127,16 +126,16 @@ class Restore(CopyMovement[Load]):
             for component in reversed(self._context.components):
                 steps.callback(component.release, lease)
 
-    def loads_of(self, nodes: Sequence[TreeNode]) -> list[Load]:
-        """The loads in flight that bring anything of `nodes`, oldest first. An abandoned one brings nothing."""
+    def loads_of(self, rows: Rows) -> list[Load]:
+        """The loads in flight that bring anything of these pages, oldest first. An abandoned one brings nothing."""
         if not self._in_flight:
             return []
-        live = [load for load in self._in_flight if not load.abandoned]
-        return [load for load in live if any(load.brings(node) for node in nodes)]
+        numbers = {*np.concatenate([each.resident.load[rows] for each in self._context.components]).tolist()}
+        return [load for load in self._in_flight if load.number in numbers]
 
-    def has_failed(self, nodes: Sequence[TreeNode]) -> bool:
-        """Whether a load in flight that brings anything of `nodes` has failed: whoever joined it would fail with it."""
-        return bool(self._in_flight) and any(load.error is not None for load in self.loads_of(nodes))
+    def has_failed(self, rows: Rows) -> bool:
+        """Whether a load in flight that brings anything of these has failed: whoever joined it would fail with it."""
+        return bool(self._in_flight) and any(load.error is not None for load in self.loads_of(rows))
 
     @staticmethod
     def error_of(lease: Lease) -> Exception | None:
@@ -152,8 +151,8 @@ class Restore(CopyMovement[Load]):
         """The loads that have not completed, oldest first."""
         return list(self._in_flight)
 
-    def locks(self) -> list[TreeNode]:
-        return [load.node for load in self._in_flight]
+    def device_locks(self, component: Component) -> Iterable[Rows]:
+        return (self._context.tree.locked_rows(component, load.node) for load in self._in_flight)
 
     def num_in_flight(self, component: Component) -> int:
         num_pages = sum(len(rows) for rows in self.host_locks(component))
@@ -191,7 +190,7 @@ class Restore(CopyMovement[Load]):
             if self._context.exclusive is not None and FULL in load.pages:
                 self._context.exclusive.came_above(load.pages[FULL].rows)
             self._count(load)
-            load.detach()
+            self.detach(load)
         else:
             self._failures.value += 1
             # Deepest first: what depends on the load leaves the device before it does.
@@ -229,7 +228,13 @@ class Restore(CopyMovement[Load]):
         load.abandoned = True
         for component in reversed(self._context.components):  # FULL last: its nodes leave the tree
             component.fail_load(load)
-        load.detach()
+        self.detach(load)
+
+    def detach(self, load: Load) -> None:
+        """It writes nothing any more."""
+        for name, rows in load.brings.items():
+            self._context.by_name[name].resident.end_load(rows)
+        load.brings = {}
 
     def _free_unread(self, load: Load) -> None:
         """Once it has completed and nobody reads it any more: its slots, where it failed, and its number."""

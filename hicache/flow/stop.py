@@ -19,13 +19,12 @@ from hicache.errors import NotStored
 from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
-from hicache.flow.located import spans
+from hicache.flow.located import first_gap, spans
 from hicache.flow.persist import Persist
 from hicache.pages.states import RAW, step_pages
 from hicache.pages.table import Rows
 from hicache.stores.tier import StoreTier
 from hicache.tiers import FULL, Component
-from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
 
@@ -34,9 +33,9 @@ _HOST_PARTS, _STORE_PARTS = 2, 8  # a batch takes one of them: raw pages have tw
 
 
 class _Piece(NamedTuple):
-    """Pages of one component of `node` that are stored together."""
+    """Pages of one component that are stored together. `last_use`: of the device."""
 
-    node: TreeNode
+    last_use: int
     unsaved: Unsaved
 
 
@@ -124,7 +123,7 @@ def _flush_device(
         if (pages := context.exclusive) is not None:
             for piece in batch:
                 if piece.unsaved.component.name == FULL:
-                    pages.came_above(pages.table.known(piece.unsaved.keys))
+                    pages.came_above(piece.unsaved.rows)
     return num_left
 
 
@@ -138,14 +137,14 @@ def _num_lacking(component: CacheComponent, rows: Rows, persists: Sequence[Persi
     return int(np.count_nonzero(np.any([persist.lacks(component, rows) for persist in persists], axis=0)))
 
 
-def _promised(context: EngineContext) -> Iterator[TreeNode]:
-    """The nodes that would be copied, had the host room: parents first."""
-    policy, waiting = context.write_policy, list(context.tree.root.children.values())
+def _promised(context: EngineContext) -> Iterator[Rows]:
+    """The pages of nodes that would be copied, had the host room: parents first."""
+    policy, table, waiting = context.write_policy, context.tree.table, list(context.tree.root.children.values())
     while waiting:
         node = waiting.pop()
-        if policy.at_eviction or policy.wants(node):
-            yield node
-            waiting += node.children.values()
+        num_wanted = len(node.rows) if policy.at_eviction else first_gap(policy.wants(table, node.rows))
+        yield node.rows[:num_wanted]
+        waiting += node.children.values() if num_wanted == len(node.rows) else ()
 
 
 def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Component, int]:
@@ -161,17 +160,18 @@ def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Componen
 
 def _all_pieces(context: EngineContext, backup: Backup, limits: dict[Component, int]) -> list[_Piece]:
     """Beginnings first, of these what was used last."""
-    pieces = [piece for node in _promised(context) for piece in _pieces(backup, node, limits)]
-    return sorted(pieces, key=lambda piece: (piece.unsaved.first, -piece.node.last_access_time))
+    pieces = [piece for rows in _promised(context) for piece in _pieces(backup, rows, limits)]
+    return sorted(pieces, key=lambda piece: (piece.unsaved.first, -piece.last_use))
 
 
-def _pieces(backup: Backup, node: TreeNode, limits: dict[Component, int]) -> Iterator[_Piece]:
-    """What the host lacks of `node`. Of a window or state its full pages may be in the stores already."""
-    for unsaved in backup.unsaved([node]):
-        most = min(_PIECE_PAGES, limits[unsaved.component.name])
-        for first, last in spans(np.flatnonzero(backup.lacks(unsaved.component, unsaved.keys)).tolist()):
+def _pieces(backup: Backup, rows: Rows, limits: dict[Component, int]) -> Iterator[_Piece]:
+    """The pages of `rows` that the host lacks. The full pages of a window or state may be in the stores already."""
+    for unsaved in backup.unsaved(rows):
+        most, last_use = min(_PIECE_PAGES, limits[unsaved.component.name]), unsaved.component.resident.order.at.last_use
+        for first, last in spans(np.flatnonzero(backup.lacks(unsaved.component, unsaved.rows)).tolist()):
             for start in range(first, last, most):
-                yield _Piece(node, unsaved.part(start, min(last, start + most))._replace(full_keys=None))
+                part = unsaved.part(start, min(last, start + most))._replace(needs_full=False)
+                yield _Piece(int(last_use[part.rows[0]]), part)
 
 
 def _batches(pieces: Iterable[_Piece], limits: dict[Component, int]) -> Iterator[list[_Piece]]:

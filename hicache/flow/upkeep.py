@@ -3,12 +3,11 @@ and to forget what they hold.
 
     device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
     host     free + published + in flight = all pages of each component's pool, and no page twice
-    locks    the locks of each node and host page equal those that leases and movements hold
+    locks    the locks of each page of device and host equal those that leases and movements hold
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import chain
@@ -18,6 +17,7 @@ import numpy as np
 
 from hicache.errors import InvalidArgument, InvariantError
 from hicache.flow.backup import Backup
+from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load, Movement
@@ -29,7 +29,6 @@ from hicache.pages.states import ABOVE, TierPages
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
 from hicache.tree.base import Released
-from hicache.tree.node import TreeNode
 
 MemoryTier = Literal["device", "host"]
 _TIERS = ("device", "host")
@@ -68,9 +67,8 @@ def check_engine(
                 locks[rows] += 1
             checks.append(partial(component.pages.check, locks))
     if context.exclusive is not None:
-        on_device = {key for node in context.tree.nodes() for key in context.tree.names.of(node)}
-        above = np.flatnonzero(context.exclusive.state & ABOVE)
-        num_wrong = len({*context.exclusive.table.keys_of(above)} - on_device)
+        above = context.exclusive.state & ABOVE != 0
+        num_wrong = int(np.count_nonzero(above & ~context.full.resident.order.is_held))
         found += [f"{num_wrong} host pages count as held by the device, which lacks them"] if num_wrong else []
     for check in checks:
         try:
@@ -80,25 +78,28 @@ def check_engine(
     known = list(dict.fromkeys(chain(loads, *(movement.loads_read() for movement in movements))))
     for component in context.components:
         found.extend(component.device_violations(leases, known))
+        found.extend(_lock_violations(component, leases, movements))
     num_rows = context.req_to_token.size - context.req_to_token.available_size()
     if num_rows != len(leases):
         found.append(f"rows: {num_rows} are taken by {len(leases)} leases")
-    found.extend(_lock_violations(context, leases, movements))
     found += [f"{type(movement).__name__}: applied in part" for movement in movements if movement.is_torn]
     if found:
         raise InvariantError("engine", found)
 
 
-def _lock_violations(context: EngineContext, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
-    """Of full pages, which each lock covers from the root on."""
-    held = Counter[TreeNode]()
-    for node in chain((lease.node for lease in leases), *(movement.locks() for movement in movements)):
-        held.update(node.path())
-    return [
-        f"{node} is locked {node.locks(FULL)} times, by {held[node]} holders"
-        for node in context.tree.nodes()
-        if node.locks(FULL) != held[node]
-    ]
+def _lock_violations(component: CacheComponent, leases: Sequence[Lease], movements: Sequence[Movement]) -> list[str]:
+    """Of the device, where locks cover pages by their tokens."""
+    order, tree = component.resident.order, component.tree
+    locks = np.zeros_like(order.locks)
+    of_leases = (tree.locked_rows(component.name, lease.node) for lease in leases)
+    for rows in chain(of_leases, *(movement.device_locks(component.name) for movement in movements)):
+        locks[rows] += 1
+    wrong = np.flatnonzero(locks != order.locks)
+    if not len(wrong):
+        return []
+    row = int(wrong[0])
+    what = f"{len(wrong)} pages of {component.name} on the device have other locks"
+    return [f"{what}: row {row} is locked {order.locks[row]} times, by {locks[row]} holders"]
 
 
 def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
@@ -106,20 +107,21 @@ def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
     for name in names:
         if name not in _TIERS:
             raise InvalidArgument(f"tier={name!r}: choose one of {', '.join(_TIERS)}")
-    tree, left = context.tree, 0
+    left = 0
     for component in context.components:
         if "device" in names:
             released: list[Released] = []
             try:
-                while (node := tree.victim(component.name)) is not None:
-                    released += context.drop(node, component.name)
+                resident = component.resident
+                while len(rows := resident.held(resident.order.take(max(1, resident.order.num_evictable)))):
+                    released += context.evict(rows, component.name)
             finally:
                 context.free(released)
         if "host" in names and component.has_host:
             component.pages.evict_all()
             left += len(component.pages) + component.pages.num_in_flight
     if "device" in names:
-        left += sum(tree.protected(component.name) for component in context.components)
+        left += sum(component.resident.protected for component in context.components)
     return not left
 
 

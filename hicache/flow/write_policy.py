@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
+
 from hicache.config import EngineConfig
 from hicache.errors import ConfigError
-from hicache.tree.node import TreeNode
+from hicache.pages.table import Mask, PageTable, Rows
 
 
 class WritePolicy(Protocol):
@@ -17,9 +19,9 @@ class WritePolicy(Protocol):
     at_eviction: bool
     is_exclusive: bool
 
-    def wants(self, node: TreeNode) -> bool:
-        """Whether the pages of `node`, which a request added or used just now, are to be copied at once. Where the
-        answer is no, what continues `node` is not copied either."""
+    def wants(self, table: PageTable, rows: Rows) -> Mask:
+        """Which of the pages `rows` of a prompt, which a request added or used just now, are to be copied at once. If a
+        page is not, what continues it is not copied either."""
 
 
 class WriteThrough:
@@ -27,8 +29,8 @@ class WriteThrough:
 
     at_eviction = is_exclusive = False
 
-    def wants(self, node: TreeNode) -> bool:
-        return True
+    def wants(self, table: PageTable, rows: Rows) -> Mask:
+        return np.ones(len(rows), np.bool_)
 
 
 class WriteBack:
@@ -36,8 +38,8 @@ class WriteBack:
 
     at_eviction, is_exclusive = True, False
 
-    def wants(self, node: TreeNode) -> bool:
-        return False
+    def wants(self, table: PageTable, rows: Rows) -> Mask:
+        return np.zeros(len(rows), np.bool_)
 
 
 class Exclusive(WriteBack):

@@ -116,6 +116,8 @@ class _ShadowLru:
 class FadingFrequency(RankPolicy):
     """See the module. `half_life`: in pages."""
 
+    reads_names = True
+
     def __init__(self) -> None:
         self.half_life = _UNKNOWN_HALF_LIFE
         self._seen, self._capacity = 0, 1  # pages used so far; what the tier held when it last evicted

@@ -106,7 +106,9 @@ class EvictionOrder(Columns):
     `class_`, `key`  its place in the order: the class, see the module, and what is lowest first within that
     `is_followed` since the batch was chosen a page that follows it has come, or ranks higher than before
 
-    `num_evictable`, `num_kept`: pages that are held and not locked, and with a deadline; other threads may read them.
+    `is_linked`: whether a page leaves after the next pages of its prompt; False for windows and states.
+    `num_evictable`, `num_kept`: pages that
+    are held and not locked, and with a deadline; other threads may read them.
     """
 
     fields: ClassVar = {
@@ -132,8 +134,8 @@ class EvictionOrder(Columns):
     key: Keys
     is_followed: Mask
 
-    def __init__(self, table: PageTable, policy: RankPolicy) -> None:
-        self.table, self.policy, self.at = table, policy, Uses(table)
+    def __init__(self, table: PageTable, policy: RankPolicy, *, is_linked: bool = True) -> None:
+        self.table, self.policy, self.at, self._is_linked = table, policy, Uses(table), is_linked
         table.add_columns(self)
         self._generation = policy.generation
         self._first_out_ticks = 0
@@ -145,18 +147,23 @@ class EvictionOrder(Columns):
 
     # What happens to pages
 
-    def enter(self, rows: Rows) -> None:
-        """Record that the tier has these, which follow each other in a prompt, and release the lock of their
-        transfer."""
+    def enter(self, rows: Rows, *, is_transferred: bool = False) -> None:
+        """Record that the tier has these, which follow each other in a prompt. `is_transferred`: release the lock of
+        their transfer. Of windows and states the first leave first: later prompts need the last."""
+        rows = rows if self._is_linked else rows[::-1]
         self.is_held[rows] = True
         self.at.note_use(rows)
-        self.unlock(rows)
+        if is_transferred:
+            self.unlock(rows)
+        else:
+            self._enter(rows[self.locks[rows] == 0])
 
     def leave(self, rows: Rows) -> None:
-        """The tier has these no more, which nobody has locked."""
+        """The tier has these no more. Locks of a page whose transfer failed stay."""
         self._end_hints(rows)
-        self.policy.forget(self.at, rows)
-        self.num_evictable -= len(rows)
+        free = rows[self.locks[rows] == 0]
+        self.policy.forget(self.at, free)
+        self.num_evictable -= len(free)
         self.is_held[rows] = self.has_ended[rows] = False
         self.first_out[rows] = 0
         self.class_[rows] = np.where(self.expected[rows] > 0, _EXPECTED, _PLAIN)
@@ -174,11 +181,7 @@ class EvictionOrder(Columns):
         locks = self.locks[rows]
         assert locks.all(), "unlocked more often than locked"
         self.locks[rows] = locks - 1
-        free = rows[self.is_held[rows] & (locks == 1)]
-        if len(free):
-            self.num_evictable += len(free)
-            self.policy.enter(self.at, free)
-            self._rank(free)
+        self._enter(rows[self.is_held[rows] & (locks == 1)])
 
     def use(self, rows: Rows) -> None:
         """A request used these, which follow each other in a prompt and which the tier has. Their sessions go on, and
@@ -229,7 +232,11 @@ class EvictionOrder(Columns):
         lower = rows[self.table.priority[rows] < priority]
         if len(lower):
             self.table.priority[lower] = priority
-            self._rank(lower)
+            self.rank_again(lower)
+
+    def rank_again(self, rows: Rows) -> None:
+        """The hits or the priority of these, which the tier has, have changed without a use."""
+        self._rank(rows)
 
     def end_session(self, rows: Rows) -> None:
         """Nobody will ask for these again: they leave before plain ones until somebody uses them."""
@@ -284,12 +291,16 @@ class EvictionOrder(Columns):
                 return rows[may_leave]
         return NO_ROWS
 
+    def put_back(self, rows: Rows) -> None:
+        """The caller does not evict these, which `take` returned."""
+        self._moved(rows)
+
     def _without_followed(self, rows: Rows, may_leave: Mask) -> Mask:
         """Which of these pages of the batch may leave, since those that follow them may."""
         while True:
             may_leave = may_leave & ~self.is_followed[rows]
             stays = rows[~may_leave]
-            before = self.table.previous[stays[self.is_held[stays]]]
+            before = self._before(stays[self.is_held[stays]])
             before = before[before >= 0]
             if self.is_followed[before].all():
                 return may_leave
@@ -325,14 +336,24 @@ class EvictionOrder(Columns):
 
     # Inside
 
+    def _enter(self, rows: Rows) -> None:
+        if len(rows):
+            self.num_evictable += len(rows)
+            self.policy.enter(self.at, rows)
+            self._rank(rows)
+
     def _rank(self, rows: Rows) -> None:
         ranks = self.policy.ranks(self.at, rows)
         if self._end_place[0] != _NO_CLASS:
-            before = self.table.previous[rows[ranks > self.rank[rows]]]
+            before = self._before(rows[ranks > self.rank[rows]])
             self.is_followed[before[before >= 0]] = True
         self.rank[rows] = ranks
         self.key[rows] = np.where(self.first_out[rows] > 0, self.key[rows], ranks) if self._first_out_ticks else ranks
         self._moved(rows)
+
+    def _before(self, rows: Rows) -> Rows:
+        """The rows of the pages after which these may not be evicted; `NO_ROW` for none."""
+        return self.table.previous[rows] if self._is_linked else np.full(len(rows), NO_ROW)
 
     def _rank_again(self) -> None:
         """With another half-life all ranks are others."""
@@ -399,7 +420,7 @@ class EvictionOrder(Columns):
     def _merge_late(self) -> None:
         late, left = np.unique(np.concatenate(self._late)), self._batch.chosen(slice(self._next, None))
         self._late.clear()
-        before = self.table.previous[late]
+        before = self._before(late)
         after, before = late[before >= 0], before[before >= 0]
         self.is_followed[before[~(self._is_in_batch(after) & self._leaves_first(after, before))]] = True
         left = left.chosen(~np.isin(left.rows, late))
@@ -425,7 +446,7 @@ class EvictionOrder(Columns):
         """Those of `rows`, all that nobody has locked, that may leave: at least `most` of the first."""
         classes, keys = self._places(rows)
         held = np.flatnonzero(self.is_held | (self.locks > 0))
-        before = self.table.previous[held]
+        before = self._before(held)
         before = np.where((before >= 0) & self.is_held[before] & (self.first_out[before] == 0), before, NO_ROW)
         if self._leads_its_followers(held, before):
             if most is not None:

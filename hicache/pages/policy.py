@@ -57,6 +57,7 @@ class RankPolicy(ABC):
     number once all ranks have changed."""
 
     generation = 0
+    reads_names = False  # whether it knows pages by `PageTable.name`
 
     @abstractmethod
     def ranks(self, at: Uses, rows: Rows) -> Ranks:

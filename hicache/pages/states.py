@@ -64,7 +64,7 @@ class TierPages(Columns):
     `source`          bit of the store that a read brought it from, until a request uses it
     `expected_uses`   of a page in flight: how often it will be used, or was where it comes from; 1: its coming alone
 
-    `policy`: of the eviction order. `on_evict`: called with rows before they are dropped.
+    `policy`, `is_linked`: of the eviction order. `on_evict`: called with rows before they are dropped.
 
     Sums, in pages of the pool: `num_in_flight`, `num_disowned`. In rows: `num_held`, `num_raw` of these,
     `num_first_out` of these, that the tier above has as well. `num_returned`: pages that left while the tier above had
@@ -95,12 +95,13 @@ class TierPages(Columns):
         table: PageTable | None = None,
         *,
         is_exclusive: bool = False,
+        is_linked: bool = True,
         on_evict: Callable[[Rows], None] | None = None,
     ) -> None:
         self.pool, self.is_exclusive = pool, is_exclusive
         self.table = PageTable() if table is None else table
         self.table.add_columns(self)
-        self.order = EvictionOrder(self.table, rank_policy(policy, "host_eviction_policy"))
+        self.order = EvictionOrder(self.table, rank_policy(policy, "host_eviction_policy"), is_linked=is_linked)
         self._on_evict = on_evict
         self.num_in_flight = self.num_disowned = self.num_held = self.num_raw = self.num_raw_evictable = 0
         self.num_first_out = self.num_returned = 0
@@ -209,7 +210,7 @@ class TierPages(Columns):
         self.num_held += len(came)
         self.num_raw += len(raw)
         self.state[came] = self.state[came] & ~np.uint8(IN_FLIGHT) | HELD
-        self.order.enter(came)
+        self.order.enter(came, is_transferred=True)
         self.num_raw_evictable += self._num_raw_unlocked(raw)
         self._tell_uses(came)
         if self.is_exclusive and (above := came[self.has(came, ABOVE)]).size:

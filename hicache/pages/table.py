@@ -52,12 +52,13 @@ class Seen(Columns):
 
 
 class PageTable(Columns):
-    """The rows of the pages of one component, by page key. Owned by the scheduler thread.
+    """The rows of pages, by page key if they have one. Owned by the scheduler thread.
 
     `index`          of the page in its prompts, from 0
     `previous`       the row of the page before it, if a request named both
     `age`            a number that no other row has or had; the row made last has the highest
     `name`           see `names_of`
+    `keys`           the page key; None until a host tier, store or event needs it
     `hits`           requests that used the page since memory has it
     `priority`       the highest of a request that used it
     `refs`           what needs the row: tiers that have the page or get it, holders of `hold`, and rows that follow it
@@ -127,18 +128,23 @@ class PageTable(Columns):
         if len(missing):
             new_keys = keys if len(missing) == len(keys) else [keys[at] for at in missing.tolist()]
             names = names_of(new_keys)
-            new = rows[missing] = self._take(len(missing))
-            self._row_of.update(zip(new_keys, new.tolist(), strict=True))
-            self.keys[new] = new_keys
-            self.index[new] = index + missing
-            self.age[new] = np.arange(self._last_age + 1, self._last_age + 1 + len(new))
-            self._last_age += len(new)
+            new = rows[missing] = self._new(index + missing)
+            self.set_keys(new, new_keys)
             self.name[new] = names
         previous = NO_ROW if previous_key is None else self.row(previous_key)
         if previous == NO_ROW and previous_key is not None:
             previous = int(self.add([previous_key], index - 1)[0])
         self.link(rows, previous)
         return rows
+
+    def add_unnamed(self, num_pages: int, index: int) -> Rows:
+        """New rows of pages that follow each other in a prompt, the first at `index`; they have no keys yet."""
+        return self._new(np.arange(index, index + num_pages))
+
+    def set_keys(self, rows: Rows, keys: Sequence[bytes]) -> None:
+        """Give these rows, which have none, the keys of their pages."""
+        self.keys[rows] = keys
+        self._row_of.update(zip(keys, rows.tolist(), strict=True))
 
     def link(self, rows: Rows, previous: int = NO_ROW) -> None:
         """Pages of these rows follow each other in a prompt, the first behind that of `previous`."""
@@ -189,8 +195,9 @@ class PageTable(Columns):
                 if not self.refs[before]:
                     unneeded.append(before)
         gone = np.array(unneeded, np.int64)
-        for key in self.keys_of(gone):
-            del self._row_of[key]
+        for key in self.keys[gone].tolist():
+            if key is not None:
+                del self._row_of[key]
         for part in self._parts:
             part.clear(gone)
         self._free += unneeded[::-1]
@@ -203,13 +210,22 @@ class PageTable(Columns):
         """Where the rows, their keys and the free ones disagree."""
         used = np.flatnonzero(self.age)
         found = []
-        if len(used) != len(self) or len(self._row_of) != len(used) or {*self._free} & {*used.tolist()}:
-            found.append(f"{len(used)} rows are used, {len(self)} were counted, {len(self._row_of)} have keys")
-        if any(self._row_of.get(key) != row for key, row in zip(self.keys[used], used.tolist(), strict=True)):
+        row_of = {key: row for row in used.tolist() if (key := self.keys[row]) is not None}
+        if len(used) != len(self) or {*self._free} & {*used.tolist()}:
+            found.append(f"{len(used)} rows are used, {len(self)} were counted")
+        if row_of != self._row_of:
             found.append("a key has another row than the row says")
         if (self.refs[used] < 1).any():
             found.append("a row is kept that nothing needs")
         return found
+
+    def _new(self, indices: Rows) -> Rows:
+        """Rows of pages at `indices` of their prompts, the last one the youngest."""
+        new = self._take(len(indices))
+        self.index[new] = indices
+        self.age[new] = np.arange(self._last_age + 1, self._last_age + 1 + len(new))
+        self._last_age += len(new)
+        return new
 
     def _take(self, num_rows: int) -> Rows:
         if num_rows > len(self._free):

@@ -27,7 +27,7 @@ from hicache.prefix_cache.pretty import draw
 from hicache.prefix_cache.protocols import CachedRequest, priority_of
 from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, joined_tokens, namespace_of, neighbours
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
-from hicache.tiers import FULL, MAMBA, SWA, Component, joined, own
+from hicache.tiers import FULL, MAMBA, SWA, Component
 from hicache.tree.base import Inserted, Match, Released
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
@@ -247,16 +247,17 @@ class BasePrefixCache(ABC):
 
     def _new_tree(self) -> RadixTree:
         hasher = PageHasher(_IDENTITY, self.page_size)
-        return RadixTree(self.page_size, hasher, self._new_components(), self.eviction_policy, self._events, TreeNode)
+        tree = RadixTree(self.page_size, hasher, self._new_components(), self.eviction_policy, self._events, TreeNode)
+        cast(TreeNode, tree.root).tree = tree
+        return tree
 
     def _relock(self, node: Node, change: Callable[[Node], None]) -> int:
         if self.disable or node.is_root:
             return 0
         self._check_own(node)
-        account = self._tree.account(FULL)
-        before = account.protected
+        before = self._tree.protected(FULL)
         change(node)
-        return before - account.protected
+        return before - self._tree.protected(FULL)
 
     def _check_own(self, node: Node) -> None:
         root = node
@@ -267,16 +268,18 @@ class BasePrefixCache(ABC):
 
     def _drop(self, component: Component, target: int, released: list[Released]) -> None:
         """Drop nodes from the tree until it holds at most `target` of a component, or nothing unlocked is left."""
-        tree, account = self._tree, self._tree.account(component)
-        while account.total > target and (victim := tree.victim(component)) is not None:
-            released += tree.drop(self._part_to_evict(victim, component), component)
+        tree, pages = self._tree, self._tree.pages[component]
+        while pages.total > target and len(rows := pages.take(1)):
+            part = self._part_to_evict(tree.node[rows[0]], component)
+            released += tree.evict(pages.held(part.rows), component)
+            pages.order.put_back(pages.held(rows))
 
     def _held(self, component: Component) -> int:
-        return self._tree.account(component).total
+        return self._tree.pages[component].total
 
     def _flat(self, component: Component) -> torch.Tensor:
         values = self._tree.values(component)
-        return torch.cat(values) if values else self._no_slots.clone()
+        return values if len(values) else self._no_slots.clone()
 
     def _match(self, key: RadixKey) -> tuple[Match, Node]:
         """All that is held of a key, and the node where the usable part of it ends."""
@@ -284,8 +287,7 @@ class BasePrefixCache(ABC):
         match = self._tree.match(tokens[:0] if self.disable else tokens, namespace)
         node = self._tree.node_at(match, self._tree.usable_len(match))
         if not node.is_root:
-            for at in node.path():
-                at.hit_count += 1
+            self._tree.table.hits[self._tree.path_rows(node)] += 1
             self._tree.touch(node)
         return match, node
 
@@ -293,8 +295,7 @@ class BasePrefixCache(ABC):
         end = cast(TreeNode, node)
         if node.is_root:
             return MatchResult(self._no_slots, end, end)
-        slots = [at.value_of(FULL) for at in node.path()]
-        return MatchResult(own(slots[0]) if len(slots) == 1 else joined(slots[::-1]), end, end)
+        return MatchResult(self._tree.pages[FULL].value(self._tree.path_rows(node)), end, end)
 
     def _insert(
         self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
@@ -367,19 +368,13 @@ class BasePrefixCache(ABC):
         req.last_node, req.cache_protected_len = cast(TreeNode, inserted.node), end
 
     def _count_use(self, above: Node, inserted: Inserted, priority: int, chunked: bool) -> None:
-        """Count a use of the nodes below `above` that were there before, and give new ones a priority below 0."""
-        held, gained = inserted.node, inserted.gained
-        if gained and gained[0].parent is not None:
-            held = gained[0].parent  # what is new is below what was held
+        """Count a use of the pages behind `above` that were there before, and give new ones a priority below 0."""
+        rows, gained = self._tree.path_rows(inserted.node, above.depth_tokens), inserted.gained
         if priority < 0:
-            for node in gained:
-                node.priority = priority
+            self._tree.table.priority[gained] = priority
         if not chunked:
-            for node in held.path():
-                if node is above:
-                    break
-                node.hit_count += 1
+            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # new pages are behind old ones
 
     def _raise_priority(self, node: Node, priority: int) -> None:
-        if node.priority < priority:  # seldom: most requests have the same
+        if cast(TreeNode, node).priority < priority:  # seldom: most requests have the same
             self._tree.raise_priority(node, priority)

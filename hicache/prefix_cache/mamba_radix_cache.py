@@ -188,7 +188,7 @@ class MambaRadixCache(BasePrefixCache):
                 for tensor in (*self._pool.mamba_cache.conv, self._pool.mamba_cache.temporal):
                     tensor.index_fill_(1, own.reshape(1), 0)
             return
-        state = node.value_of(MAMBA)
+        state = self._tree.pages[MAMBA].value(node.rows[-1:])
         if own is not None:
             self._pool.copy_from(state, own.reshape(1))
             return
@@ -229,7 +229,7 @@ class MambaRadixCache(BasePrefixCache):
         self._share(req, tokens, length, chunked)
         node = req.last_node
         assert node.depth_tokens == length, "a state may be stored under exactly what it has consumed"
-        if not node.has(MAMBA):
+        if req.last_node.mamba_value is None:
             state = take()
             assert state is not None, "a state was free before"
             self._tree.attach(node, MAMBA, state)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 
+from hicache.pages.device import DevicePages
 from hicache.prefix_cache.radix_key import RadixKey, key_of
 from hicache.tiers import FULL, MAMBA, SWA, Component
+from hicache.tree.core import RadixTree
 from hicache.tree.key import TokenRun
 from hicache.tree.node import TreeNode as Node
 
 
 class TreeNode(Node):
-    """See the base for what it holds. `host_ref_counter`: users of its host copy, see `protect_host`."""
+    """See the base. `tree`: whose pages it names; None for a node that was never in one. All pages of a node were used
+    alike, so those of the last one are the node's. Times are ticks of a logical clock.
 
-    __slots__ = ("host_ref_counter",)
+    `host_ref_counter`: users of its host copy, see `protect_host`."""
+
+    __slots__ = ("host_ref_counter", "tree")
 
     def __init__(
         self,
@@ -23,10 +26,38 @@ class TreeNode(Node):
         run: TokenRun | None = None,
         parent: Node | None = None,
         namespace: str = "",
-        components: Sequence[Component] = (FULL,),
     ) -> None:
-        super().__init__(id, run, parent, namespace, components)
+        super().__init__(id, run, parent, namespace)
+        self.tree: RadixTree | None = parent.tree if isinstance(parent, TreeNode) else None
         self.host_ref_counter = 0
+
+    def __lt__(self, other: TreeNode) -> bool:
+        """Used longer ago."""
+        return self.last_access_time < other.last_access_time
+
+    def has(self, component: Component) -> bool:
+        """Whether the device has what the node may have of a component."""
+        pages = self._pages(component)
+        return pages is not None and bool(pages.has(self.rows[-1:]).all())
+
+    @property
+    def hit_count(self) -> int:
+        """Requests that used it, its maker included."""
+        return 0 if self.tree is None else int(self.tree.table.hits[self.rows[-1:]].sum())
+
+    @property
+    def priority(self) -> int:
+        return 0 if self.tree is None else int(self.tree.table.priority[self.rows[-1:]].sum())
+
+    @property
+    def last_access_time(self) -> int:
+        pages = self._pages(FULL)
+        return 0 if pages is None else int(pages.order.at.last_use[self.rows[-1]])
+
+    @property
+    def creation_time(self) -> int:
+        pages = self._pages(FULL)
+        return 0 if pages is None else int(pages.order.at.created[self.rows[-1]])
 
     @property
     def key(self) -> RadixKey | None:
@@ -36,7 +67,8 @@ class TreeNode(Node):
     @property
     def value(self) -> torch.Tensor | None:
         """Slots, int64 `[tokens]`."""
-        return self.full.value
+        pages = self._pages(FULL)
+        return None if pages is None else pages.value(self.rows)
 
     @property
     def host_value(self) -> torch.Tensor | None:
@@ -46,17 +78,18 @@ class TreeNode(Node):
     @property
     def mamba_value(self) -> torch.Tensor | None:
         """The state at the node's end, int64 `[1]`."""
-        return self.holdings[MAMBA].value if MAMBA in self.holdings else None
+        pages = self._pages(MAMBA)
+        return pages.value(self.rows[-1:]) if pages is not None and self.has(MAMBA) else None
 
     @property
     def swa_tombstone(self) -> bool:
         """Whether its window slots left the device."""
-        return SWA not in self.holdings or self.holdings[SWA].value is None
+        return not self.has(SWA)
 
     @property
     def evicted(self) -> bool:
         """Whether the device holds nothing of it. The root of a tree is not evicted: climbing ends there."""
-        return self.value is None and not (self.is_root and self.run is not None)
+        return self._pages(FULL) is None and not (self.is_root and self.run is not None)
 
     @property
     def backuped(self) -> bool:
@@ -65,7 +98,7 @@ class TreeNode(Node):
     @property
     def lock_ref(self) -> int:
         """Users that need its slots to stay; 1 for the root of a tree, which always stays."""
-        return 1 if self.is_root and self.run is not None else self.full.locks
+        return 1 if self.is_root and self.run is not None else self._locks(FULL)
 
     @property
     def full_lock_ref(self) -> int:
@@ -73,19 +106,21 @@ class TreeNode(Node):
 
     @property
     def swa_lock_ref(self) -> int:
-        return self.holdings[SWA].locks if SWA in self.holdings else 0
+        return self._locks(SWA)
 
     @property
     def mamba_lock_ref(self) -> int:
-        return self.holdings[MAMBA].locks if MAMBA in self.holdings else 0
+        return self._locks(MAMBA)
 
     @property
     def hash_value(self) -> list[str] | None:
         """Page keys as hex digits, where they were computed before."""
-        return None if self.page_keys is None else [key.hex() for key in self.page_keys]
+        keys = self._keys()
+        return None if keys is None else [key.hex() for key in keys]
 
     def get_last_hash_value(self) -> str | None:
-        return None if not self.page_keys else self.page_keys[-1].hex()
+        keys = self._keys()
+        return None if keys is None else keys[-1].hex()
 
     def protect_host(self) -> None:
         """Count a user of the host copy; `release_host` undoes it."""
@@ -96,3 +131,18 @@ class TreeNode(Node):
         if self.host_ref_counter < 1:
             raise RuntimeError(f"{self}: release_host without a protect_host before it")
         self.host_ref_counter -= 1
+
+    def _pages(self, component: Component) -> DevicePages | None:
+        """The pages of a component on the device; None for a node that is in no tree, or has left it."""
+        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] is self
+        return self.tree.pages.get(component) if self.tree is not None and is_held else None
+
+    def _locks(self, component: Component) -> int:
+        pages = self._pages(component)
+        return 0 if pages is None else int(pages.order.locks[self.rows[-1]])
+
+    def _keys(self) -> list[bytes] | None:
+        if self.tree is None or self._pages(FULL) is None:
+            return None
+        keys = self.tree.table.keys_of(self.rows)
+        return None if keys[-1] is None else keys

@@ -27,9 +27,9 @@ def _line(node: TreeNode) -> str:
     tokens = [] if key is None else list(key[:_SHOWN_TOKENS])
     extra = f" extra_key={key.extra_key!r}" if key is not None and key.extra_key is not None else ""
     parts = [f"[{node.id}] {node.num_tokens} {tokens}{extra} r={node.lock_ref}"]
-    if SWA in node.holdings:
+    if node.tree is not None and SWA in node.tree.pages:
         parts.append(f"sr={node.swa_lock_ref} ts={node.swa_tombstone}")
-    if MAMBA in node.holdings:
+    if node.tree is not None and MAMBA in node.tree.pages:
         state = node.mamba_value
         parts.append(f"mr={node.mamba_lock_ref} mv={None if state is None else state.tolist()}")
     return " ".join(parts)

@@ -73,9 +73,9 @@ class AllocatorAdapter:
         except InvariantError as error:
             found.extend(error.violations)
         values = tree.values(FULL)
-        if not values:
+        if not len(values):
             return found
-        held = torch.cat(values).cpu()
+        held = values.cpu()
         free = torch.cat((allocator.free_pages, allocator.release_pages)).cpu()
         page_size = allocator.page_size
         for bad, what in (
@@ -93,9 +93,9 @@ class AllocatorAdapter:
             return []
         found = []
         for node in tree.nodes():
-            mapped = self._windows.translate_loc_from_full_to_swa(node.value_of(FULL)) > 0
-            holds = node.has(SWA)
-            if not bool((mapped == holds).all()):
+            mapped = self._windows.translate_loc_from_full_to_swa(tree.pages[FULL].value(node.rows)) > 0
+            holds = tree.pages[SWA].has(node.rows)
+            if int(mapped.sum()) != (node.num_tokens if holds.all() else 0) or holds.any() != holds.all():
                 found.append(f"node {node.id}: {int(mapped.sum())} of {node.num_tokens} tokens have windows, {holds=}")
         return found
 

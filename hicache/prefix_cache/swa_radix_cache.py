@@ -21,6 +21,32 @@ from hicache.tree.components import SwaComponent, TreeComponent
 from hicache.tree.node import TreeNode as Node
 
 
+class _NodeWindows(SwaComponent):
+    """Windows of whole nodes. A lock covers the same tokens until its end, though nodes were split since."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(window)
+        self._locked_from: dict[Node, list[int]] = {}
+
+    def required_from(self, node: Node, ahead: int = 0) -> int:
+        start = super().required_from(node, ahead)
+        while node.parent is not None and node.parent.depth_tokens > start:
+            node = node.parent
+        return node.depth_tokens - node.num_tokens
+
+    def lock_from(self, node: Node, ahead: int) -> int:
+        start = self.required_from(node, ahead)
+        self._locked_from.setdefault(node, []).append(start)
+        return start
+
+    def unlock_from(self, node: Node, ahead: int) -> int:
+        starts = self._locked_from[node]
+        start = starts.pop()
+        if not starts:
+            del self._locked_from[node]
+        return start
+
+
 class SWARadixCache(BasePrefixCache):
     """Prefixes, their full slots, and for some of them window slots, which the allocator maps the full ones to.
 
@@ -76,8 +102,7 @@ class SWARadixCache(BasePrefixCache):
         return f"{super().available_and_evictable_str()} (window {self.swa_evictable_size()})"
 
     def _new_components(self) -> Sequence[TreeComponent]:
-        self._window = SwaComponent(self.sliding_window_size, self.page_size)
-        return (self._window,)
+        return (_NodeWindows(self.sliding_window_size),)
 
     def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
         # A page has lost its window slots when the first of its tokens has.
@@ -89,8 +114,8 @@ class SWARadixCache(BasePrefixCache):
 
     def _part_to_evict(self, victim: Node, component: Component) -> Node:
         # In a node longer than the window, no match at its end needs the window slots of the front.
-        surplus = self._window.surplus_tokens(victim) if component == SWA else 0
-        return self._tree.split_prefix(victim, surplus) if surplus else victim
+        surplus = self._whole_pages(max(0, victim.num_tokens - self.sliding_window_size)) if component == SWA else 0
+        return self._tree.split(victim, surplus) if surplus else victim
 
     def _own_violations(self) -> list[str]:
         return self._slots.window_violations(self._tree)

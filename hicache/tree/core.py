@@ -1,47 +1,58 @@
-"""The radix tree: which prefixes the device holds, who needs them, and which is evicted next.
+"""The radix tree: which prefixes the device has, who needs them, and which is evicted next.
 
-Owns the nodes. It never calls anyone: insertion returns what was already there, dropping returns the slots and states
-that became free, and the caller acts on them. One thread, the scheduler's, may use it.
+A node names rows of the page table, and columns say everything else of a page: `DevicePages`, one for each component.
+The tree never calls anyone: insertion returns what was already there, eviction returns the slots and states that became
+free, and the caller acts on them. One thread, the scheduler's, may use it.
 
 What holds after every call (`check()` proves it):
-    every node holds FULL, so what is held forms a prefix of every path;
-    a recurrent state is at the end of the tokens that it has consumed;
-    for each component, evictable + protected is what is held, and the eviction order contains exactly the unlocked
-    holders.
+    the device has every page of every node, so what it has forms a prefix of every path;
+    a page has windows or a state only if it has its slots, and a lock on these if it has one on those;
+    of each component, evictable + protected is what the device has.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from hicache.errors import InvariantError
-from hicache.tiers import FULL, SWA, Component, joined, own
-from hicache.tree.accounts import Accounts
-from hicache.tree.audit import account_violations, structure_violations
+from hicache.pages.device import DevicePages
+from hicache.pages.order import rank_policy
+from hicache.pages.table import NO_ROW, NO_ROWS, Columns, PageTable, Rows
+from hicache.tiers import FULL, SWA, Component
 from hicache.tree.base import Inserted, Match, Released
 from hicache.tree.components import FullComponent, TreeComponent, last_end
 from hicache.tree.events import EventLog
 from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
-from hicache.tree.names import PageNames
+from hicache.tree.names import PageNames, PromptPages
 from hicache.tree.node import ChildKey, TreeNode
 
-_DEPTH = attrgetter("depth_tokens")
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
+_NAME_FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+
+Expectation = Mapping[Component, Rows]
+"""The pages that a queued request needs, by component."""
 
 
-class RadixTree(Accounts):
+class RadixTree(Columns):
     """See the module. `page_size`: tokens of a tree page. Prefixes never meet across namespaces.
 
     `components`: those beside FULL. `policy`: the eviction order of every component. With `events`, pages that
-    come and go are reported to that log, which costs their keys at once. `is_below`: whether what a leaf lacks of a
-    component can be had from a tier below, so that a match may end in it. `goes_below`: what leaves goes there, so that
-    a match may go on there behind any leaf.
+    come and go are reported to that log, which costs their keys at once. `is_below`: whether what the last page of a
+    leaf lacks of a component can be had from a tier below, so that a match may end in it. `goes_below`: what leaves
+    goes there, so that a match may go on there behind any leaf. `table`: that of a tier below, where a page has one row
+    for both tiers; None: the tree has one of its own, and makes keys only when they are asked for.
+
+    `node`: of each row that the device has, the node that it lies in. `pages`: what the device has of each component.
     """
+
+    fields: ClassVar = {"node": (np.object_, None)}
+    node: npt.NDArray[np.object_]
 
     def __init__(
         self,
@@ -53,67 +64,89 @@ class RadixTree(Accounts):
         node_type: type[TreeNode] = TreeNode,
         is_below: Callable[[TreeNode, Component], bool] | None = None,
         goes_below: bool = False,
+        table: PageTable | None = None,
     ) -> None:
-        super().__init__((FullComponent(), *components), policy)
-        self.page_size = page_size
-        self._names = tuple(component.name for component in self.components)
-        self._ends_matches = any(component.ends_matches for component in self.components)
+        self.page_size, self.events = page_size, events
+        self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
+        self.table = PageTable() if table is None else table
+        self._is_keyed = table is not None or events is not None
+        self.table.add_columns(self)
+        self.names = PageNames(hasher, self.table)
+        self.pages = dict[Component, DevicePages]()
+        for component in self.components:
+            size = 1 if component.at_node_end else page_size
+            self.pages[component.name] = DevicePages(
+                self.table,
+                rank_policy(policy),
+                size,
+                self.pages.get(FULL),
+                shares_slots=component.shares_full_slots,
+            )
+        self._full, self._windows = self.pages[FULL], self.pages.get(SWA)
+        self._all = tuple(zip(self.components, self.pages.values(), strict=True))
+        self._reads_names = self._full.order.policy.reads_names
         self._new_node, self._is_below, self._goes_below = node_type, is_below, goes_below
-        self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)), components=self._names)
+        self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)))
         self.num_nodes = 0
-        self.names, self.events = PageNames(hasher), events
 
     # Looking
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
         """The longest prefix of `tokens` whose full pages are held. Changes nothing, recency included."""
-        nodes: list[TreeNode] = []
-        last_len = pos = 0
-        raw, page = bytes_of(tokens), self.page_size * tokens.itemsize
+        nodes, pieces, pos = list[TreeNode](), list[Rows](), 0
+        raw, page = bytes_of(tokens), self.page_size
         node: TreeNode | None = self.root
         while node is not None and pos < len(tokens):
-            first = raw[pos * tokens.itemsize : pos * tokens.itemsize + page].tobytes()
-            node = node.children.get(first if pos else (namespace, first))
+            node = node.children.get(self._child_key(node, raw, pos, namespace))
             if node is None:
                 break
-            last_len = self._common_len(node, tokens, raw, pos)
+            length = self._common_len(node, tokens, raw, pos)
             nodes.append(node)
-            pos += last_len
-            if last_len < node.num_tokens:
+            pieces.append(node.rows[: length // page])
+            pos += length
+            if length < node.num_tokens:
                 break
-        return Match(namespace, tuple(nodes), last_len, pos)
+        return Match(namespace, tuple(nodes), _joined(pieces), pos)
 
     def usable_len(self, match: Match) -> int:
         """The longest part of a match that all components can use."""
-
-        nodes = match.nodes
+        if len(self.components) == 1:
+            return match.full_len
+        page, held = self.page_size, {name: pages.has(match.rows) for name, pages in self.pages.items()}
+        # Of each page the last one up to it that the device has.
+        last = {name: np.maximum.accumulate(np.where(has, np.arange(len(has)), -1)) for name, has in held.items()}
 
         def gap(component: TreeComponent, start: int, end: int) -> int | None:
-            """Where the last nodes without a value, of those that tokens [start, end) lie in, begin."""
-            name, at = component.name, bisect_left(nodes, end, key=_DEPTH)
-            has = nodes[at].has(name) and (nodes[at].depth_tokens == end or not component.at_node_end)
-            while has and at and nodes[at - 1].depth_tokens > start:
-                at -= 1
-                has = nodes[at].has(name)
-            if has:
-                return None
-            while at and not nodes[at - 1].has(name):
-                at -= 1
-            return nodes[at].depth_tokens - nodes[at].num_tokens
+            """Where the last gap among the pages of tokens [start, end) begins; None: the device has all of these."""
+            lacking = np.flatnonzero(~held[component.name][start // page : end // page])
+            return None if not len(lacking) else (int(last[component.name][start // page + lacking[-1]]) + 1) * page
 
         return last_end(self.components[1:], match.full_len, 0, gap)
 
-    def to_protect(self, component: Component, match: Match, end: int, length: int) -> int:
+    def to_protect(self, name: Component, match: Match, end: int, length: int) -> int:
         """What a lock takes from what is evictable of a component: one at the first `end` tokens of a match, for a
         prefix of `length` tokens."""
-        account, size = self.account(component), 0
-        start = account.component.first_required(length) // self.page_size * self.page_size
-        for node in match.nodes:
-            first, last = max(start, node.depth_tokens - node.num_tokens), min(node.depth_tokens, end)
-            if first < last and node.has(component) and not node.locks(component):
-                at_end = account.component.at_node_end
-                size += int(node.depth_tokens <= end) if at_end else last - first
-        return size
+        component, pages = next((each, pages) for each, pages in self._all if each.name == name)
+        rows = match.rows[component.first_required(length) // self.page_size : end // self.page_size]
+        return int(np.count_nonzero(pages.has(rows) & (pages.order.locks[rows] == 0))) * pages.size
+
+    def path_rows(self, node: TreeNode, start: int = 0) -> Rows:
+        """The pages of the prefix that ends with `node`, from the one that token `start` lies in."""
+        return _joined(self._pieces(node, start))
+
+    def required_rows(self, name: Component, node: TreeNode) -> Rows:
+        """The pages whose values of a component the prefix that ends with `node` uses."""
+        component = next(each for each in self.components if each.name == name)
+        return self.path_rows(node, component.required_from(node))
+
+    def alone_rows(self, node: TreeNode, start: int = 0) -> Rows:
+        """The pages of the path to `node`, behind `start` tokens, that no other prompt goes through; none where one
+        goes on."""
+        pieces = list[Rows]()
+        while node.parent is not None and node.depth_tokens > start and len(node.children) <= bool(pieces):
+            pieces.append(node.rows)
+            node = node.parent
+        return _joined(pieces[::-1])
 
     def nodes(self) -> list[TreeNode]:
         """All nodes but the root, parents first."""
@@ -122,9 +155,39 @@ class RadixTree(Accounts):
             found.extend(node.children.values())
         return found
 
-    def values(self, component: Component) -> list[torch.Tensor]:
-        """What every node holds of it: for audits, in no order."""
-        return [node.value_of(component) for node in self.nodes() if node.has(component)]
+    def nodes_of(self, rows: Rows) -> dict[TreeNode, int]:
+        """The nodes that these rows lie in, in the order of their first ones, and how many lie in each."""
+        found = dict[TreeNode, int]()
+        for node in self.node[rows].tolist():
+            found[node] = found.get(node, 0) + 1
+        return found
+
+    def by_node(self, rows: Rows) -> list[Rows]:
+        """The same, those of one node together and in the order of the prompt, that of the first one first."""
+        parts = [rows[self.node[rows] == node] for node in self.nodes_of(rows)]
+        return [part[np.argsort(self.table.index[part])] for part in parts]
+
+    def event_pages(self, rows: Rows) -> PromptPages:
+        """Consecutive pages of a prompt, for events."""
+        page, index, pieces = self.page_size, self.table.index, list[Tokens]()
+        before, start, end = int(self.table.previous[rows[0]]), int(index[rows[0]]), int(index[rows[-1]]) + 1
+        for node in self.nodes_of(rows):
+            assert node.run is not None
+            first = int(index[node.rows[0]])
+            pieces.append(node.run.tokens[max(0, start - first) * page : (end - first) * page])
+            namespace = node.namespace
+        previous_key = None if before == NO_ROW else self.table.keys[before]
+        return PromptPages(self.table.keys_of(rows), previous_key, np.concatenate(pieces), namespace)
+
+    def values(self, name: Component) -> torch.Tensor:
+        """All that the device has of a component, in no order."""
+        return self.pages[name].value(self.pages[name].rows_held())
+
+    def evictable(self, name: Component) -> int:
+        return self.pages[name].evictable
+
+    def protected(self, name: Component) -> int:
+        return self.pages[name].protected
 
     # Growing
 
@@ -135,7 +198,7 @@ class RadixTree(Accounts):
             if pos == length:
                 break
             take = min(below.num_tokens, length - pos)
-            node = below if take == below.num_tokens else self._split(below, take)
+            node = below if take == below.num_tokens else self.split(below, take)
             pos += take
         assert pos == length, f"asked for {length} tokens of a match of {pos}"
         return node
@@ -147,147 +210,290 @@ class RadixTree(Accounts):
         value: torch.Tensor,
         namespace: str = "",
         window_from: int | None = None,
-        hit_count: int = 1,
         donated: Mapping[Component, torch.Tensor] | None = None,
+        keys: Sequence[bytes] = (),
     ) -> Inserted:
-        """Hold whole pages `tokens`, which follow `parent`, as slots `value`, which are copied. `hit_count`: requests
-        that used them. Locks are the caller's.
+        """Hold whole pages `tokens`, which follow `parent`, as slots `value`, which are copied. Locks are the caller's.
 
         Stops where a load is in flight, for that may fail (`Inserted.accepted_len`). `window_from`: tokens from there
-        on have window slots mapped to their slots; a split is made there. `donated`: values of components that belong
-        to the end of `tokens`, like a recurrent state, see `attach`.
+        on have window slots mapped to their slots; nodes end there. `donated`: values of components that belong to the
+        end of `tokens`, like a recurrent state, see `attach`. `keys`: of the first pages, where they are known.
         """
-        gained, existing, adopted = list[TreeNode](), list[torch.Tensor](), list[tuple[int, int]]()
-        raw, node, pos, account = bytes_of(tokens), parent, 0, self.account(FULL)
+        page, raw, node, pos = self.page_size, bytes_of(tokens), parent, 0
+        existing, gained, adopted = list[Rows](), list[Rows](), list[tuple[int, int]]()
         namespace = namespace if parent.parent is None else parent.namespace
         while pos < len(tokens):
-            limit = len(tokens) if window_from is None or pos >= window_from else window_from
-            limit = pos + account.like_tokens(namespace, node.depth_tokens, raw[8 * pos : 8 * limit], self.page_size)
-            child = self._child(node, tokens, raw, pos, limit, namespace)
-            if child.is_loading:
+            has_windows = window_from is not None and pos >= window_from
+            limit = len(tokens) if window_from is None or has_windows else window_from
+            child_key = self._child_key(node, raw, pos, namespace)
+            child = node.children.get(child_key)
+            if child is None:
+                known = keys[pos // page : limit // page]
+                node = self._grow(node, child_key, tokens[pos:limit], value[pos:limit], namespace, known)
+                gained.append(node.rows)
+                if has_windows and self._windows is not None:
+                    self._windows.enter(node.rows)
+                pos = limit
+                continue
+            common = min(self._common_len(child, tokens, raw, pos), limit - pos)
+            child = child if common == child.num_tokens else self.split(child, common)
+            if self._is_loading(child):
                 break
-            end = pos + child.num_tokens  # the child is of tokens [pos, end)
-            adopts = window_from is not None and pos >= window_from and not child.has(SWA)
-            if child.has(FULL):  # what is new lies below it: existing are [0, pos) until then
-                existing.append(child.value_of(FULL))
-            else:
-                child.hit_count = max(hit_count, child.hit_count)
-                self._enter(child, FULL, own(value if not pos and end == len(tokens) else value[pos:end]))
-                if self.events is not None:
-                    self.events.stored(self.names.pages(child), "GPU")
-                gained.append(child)
-            if adopts:
-                self._enter(child, SWA, child.value_of(FULL))
-                adopted += [] if gained else [(pos, end)]
-            node, pos = child, end
+            existing.append(child.rows)
+            if has_windows:
+                adopted += [(pos + start * page, pos + end * page) for start, end in self._adopt(child.rows)]
+            node, pos = child, pos + child.num_tokens
+        if gained:
+            before = self.path_rows(node)[: -sum(map(len, gained))]
+            self._full.use(before[self._full.order.locks[before] == 0])  # what is locked is used when that ends
         offered = donated.items() if donated is not None and pos == len(tokens) else ()
         attached = frozenset(name for name, given in offered if self.attach(node, name, given))
-        return Inserted(node, tuple(gained), joined(existing or [_NO_SLOTS]), tuple(adopted), pos, attached)
+        slots = self._full.value(_joined(existing)) if existing else _NO_SLOTS
+        return Inserted(node, _joined(gained), slots, tuple(adopted), pos, attached)
 
     def withdraw(self, inserted: Inserted) -> None:
         """Undo an insertion: what it gave is the caller's again. Only before anybody has locked it. Splits stay."""
-        for component in inserted.attached:
-            self.detach(inserted.node, component)
-        start, num_existing = inserted.node.depth_tokens - inserted.accepted_len, len(inserted.existing)
-        for node in inserted.node.path():
-            end = node.depth_tokens - start
-            if end <= 0:
-                break
-            if end > num_existing:
-                self._remove(node, [])
-            elif any(first < end <= last for first, last in inserted.adopted):
-                self.detach(node, SWA)
+        rows = self.path_rows(inserted.node, inserted.node.depth_tokens - inserted.accepted_len)
+        for name in inserted.attached:
+            self.pages[name].leave(rows[-1:])
+        for start, end in inserted.adopted:
+            self.pages[SWA].leave(rows[start // self.page_size : end // self.page_size])
+        self.remove(inserted.gained)
 
-    def attach(self, node: TreeNode, component: Component, value: torch.Tensor) -> bool:
-        """Give `node` what it may lack of a component; False where it has it, and `value` stays the caller's.
-
-        A state has consumed exactly the tokens up to the end of `node`. Of windows `value` is not kept: the full slots
-        of the node are, whose window slots are mapped.
-        """
-        if node.has(component):
+    def attach(self, node: TreeNode, name: Component, value: torch.Tensor) -> bool:
+        """Give the end of `node` what it may lack of a component, `[1]`, like a state that has consumed exactly the
+        tokens up to there; False where it has it, and `value` stays the caller's."""
+        pages, end = self.pages[name], node.rows[-1:]
+        if pages.has(end).all():
             return False
-        shares = self.account(component).component.shares_full_slots
-        self._enter(node, component, node.value_of(FULL) if shares else own(value.reshape(-1)))
+        pages.enter(end, value.reshape(-1))
         return True
 
-    def fail_load(self, node: TreeNode) -> torch.Tensor:
-        """The copy to a leaf failed: it leaves the tree, whoever has locked it, and its slots come back (windows and
-        all). Locks on it are undone as ever, for it keeps its parent."""
-        assert not node.children, "what depends on a load leaves before it does"
-        released: list[Released] = []
-        self._remove(node, released)
-        return next(gone.value for gone in released if gone.component == FULL)
+    def split(self, lower: TreeNode, at: int) -> TreeNode:
+        """Cut `lower` after its first `at` tokens; returns the new node above it.
 
-    def split_suffix(self, node: TreeNode, num_kept: int) -> TreeNode:
-        """Split `node` after its first `num_kept` tokens; returns the part after them."""
-        self._split(node, num_kept)
-        return node
-
-    def split_prefix(self, node: TreeNode, num_tokens: int) -> TreeNode:
-        """Split `node` after its first `num_tokens` tokens; returns those."""
-        return self._split(node, num_tokens)
-
-    # Locks and eviction
-
-    def victim(self, component: Component, num_tokens: int | None = None) -> TreeNode | None:
-        """The node that should lose `component` next, if any may.
-
-        With `num_tokens`, split down to its last pages where fewer than all are needed: the front of a long prefix
-        outlives its end. It is not split where that would help nobody: a value at its end cannot be divided, and where
-        matches end at values only, the front could end none, nor be continued.
+        [0, at) goes to the upper node, [at, end) stays: whoever refers to the node by its end still does.
         """
-        account = self.account(component)
-        holding = account.order.victim()
-        node = None if holding is None else holding.owner
-        is_whole = account.component.at_node_end or (self._ends_matches and not self._goes_below)
-        if node is None or num_tokens is None or is_whole:
-            return node
-        num_evicted = -(-num_tokens // self.page_size) * self.page_size
-        while node.num_tokens > 2 * num_evicted:  # a split costs the length of both parts: in halves a page costs few
-            self.split_suffix(node, node.num_tokens // 2 // self.page_size * self.page_size)
-        return node if node.num_tokens <= num_evicted else self.split_suffix(node, node.num_tokens - num_evicted)
+        assert lower.run is not None and lower.parent is not None
+        tokens, parent, num_pages = lower.run.tokens, lower.parent, at // self.page_size
+        upper = self._new_node(run=TokenRun(tokens[:at]), parent=parent, namespace=lower.namespace)
+        self._link(parent, upper, lower.child_key)
+        self._place(upper, lower.rows[:num_pages])
+        lower.rows, lower.run, lower.num_tokens = lower.rows[num_pages:], TokenRun(tokens[at:]), lower.num_tokens - at
+        self._link(upper, lower, self._child_key(upper, bytes_of(tokens), at, lower.namespace))
+        self.num_nodes += 1
+        return upper
 
-    def drop(self, node: TreeNode, component: Component) -> list[Released]:
-        """Take what nobody has locked from `node`; returns all that left the tree, to be freed.
+    # Locks and uses
 
-        With FULL goes the node, which is a leaf. A leaf that no match can end in any more is removed, and so is its
-        parent where the same holds then.
+    def lock(self, node: TreeNode, ahead: int = 0) -> None:
+        """Lock the prefix up to `node`, with its windows and states, for a prefix that ends `ahead` tokens behind
+        `node`."""
+        for component, pages in self._all if node.parent is not None else ():
+            pages.lock(self.path_rows(node, component.lock_from(node, ahead)))
+
+    def unlock(self, node: TreeNode, ahead: int = 0) -> None:
+        """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
+        for component, pages in reversed(self._all) if node.parent is not None else ():
+            pages.unlock(self.path_rows(node, component.unlock_from(node, ahead)))
+
+    def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
+        """Move a lock from `old`, with `ahead`, to `new`, which continues the prefix, at the cost of the pages between
+        the two."""
+        left = max(0, ahead + old.depth_tokens - new.depth_tokens)
+        if old.parent is None or new.parent is None:
+            self.lock(new, left)
+            self.unlock(old, ahead)
+            return
+        for component, pages in self._all:
+            if component.name == FULL:
+                pages.lock(self.path_rows(new, old.depth_tokens))
+            else:
+                pages.lock(self.path_rows(new, component.lock_from(new, left)))
+                pages.unlock(self.path_rows(old, component.unlock_from(old, ahead)))
+
+    def locked_rows(self, name: Component, node: TreeNode, ahead: int = 0) -> Rows:
+        """The pages of a component that a lock covers, where that depends on tokens alone."""
+        component = next(each for each in self.components if each.name == name)
+        return self.path_rows(node, component.lock_from(node, ahead)) if node.parent is not None else NO_ROWS
+
+    def required(self, rows: Rows, length: int) -> Expectation:
+        """The pages that the first `length` tokens of the prefix of pages `rows` need, by component."""
+        page = self.page_size
+        return {each.name: rows[each.first_required(length) // page : length // page] for each in self.components}
+
+    def expect(self, expectation: Expectation) -> None:
+        """Evict these pages after all that no queued request needs, until `forget`. This is no lock."""
+        for name, rows in expectation.items():
+            self.table.hold(rows)
+            self.pages[name].order.expect(rows, 1)
+
+    def forget(self, expectation: Expectation) -> None:
+        """Undo one `expect`."""
+        for name, rows in expectation.items():
+            self.pages[name].order.expect(rows, -1)
+            self.table.drop(rows)
+
+    def expect_uses(self, node: TreeNode, num_uses: int) -> None:
+        """The prefix that ends with `node` will be asked for `num_uses` times. Counts under the policy auto alone."""
+        rows = self.path_rows(node)
+        for pages in self.pages.values():
+            pages.order.expect_uses(pages.held(rows), num_uses)
+
+    def end_session(self, rows: Rows) -> None:
+        """Evict these pages first until a request uses them: their session has ended."""
+        for pages in self.pages.values():
+            pages.order.end_session(pages.held(rows))
+
+    def keep(self, node: TreeNode, until_s: float, limits: Mapping[Component, float]) -> None:
+        """Evict the values that the prefix ending with `node` needs after plain ones until a deadline. It is no lock.
+        `limits`: the most that each component keeps, see `EvictionOrder.keep_until`."""
+        for component, pages in self._all:
+            rows = pages.held(self.path_rows(node, component.required_from(node)))
+            pages.order.keep_until(rows, until_s, limits[component.name] / pages.size)
+
+    def expire(self, now_s: float) -> None:
+        """End the deadlines up to now."""
+        for pages in self.pages.values():
+            pages.order.expire(now_s)
+
+    def begin_use(self, rows: Rows, *, is_new: bool = True) -> None:
+        """A request uses these pages, and has locked them: if their session has ended, it goes on. `is_new`: it was not
+        counted before."""
+        self.table.hits[rows] += is_new
+        for pages in self.pages.values():
+            pages.order.go_on(rows)
+
+    def touch(self, node: TreeNode) -> None:
+        """A request used the prefix that ends with `node`: tell the eviction orders. Of windows the first of a node
+        leave first: no match at its end needs them."""
+        for component, pages in self._all:
+            pieces = self._pieces(node, component.required_from(node))
+            pages.use(_joined(pieces if component.name == FULL else [piece[::-1] for piece in pieces]))
+
+    def raise_priority(self, node: TreeNode, priority: int) -> None:
+        """A request of `priority` uses the prefix that ends with `node`: no page of it has a lower one from now on."""
+        rows = self.path_rows(node)
+        lower = rows[self.table.priority[rows] < priority]
+        if len(lower):
+            self.table.priority[lower] = priority
+            for pages in self.pages.values():
+                pages.order.rank_again(pages.held(lower))
+
+    # Leaving
+
+    def evict(self, rows: Rows, name: Component) -> list[Released]:
+        """Evict unlocked pages of a component from the device; returns all values that left the tree, to be freed.
+
+        With FULL go the pages, which are the ends of leaves, those that follow others first. A page at the end of a
+        leaf that no match can end in any more is removed, and so is the one before it where the same holds then.
         """
-        assert not node.locks(component), "dropped what is locked"
-        released: list[Released] = []
-        if component == FULL:
-            assert not node.children, "dropped a node with a child"
-            parent = node.parent
-            self._remove(node, released)
-            self._prune(parent, released)
+        assert not self.pages[name].order.locks[rows].any(), "evicted what is locked"
+        released, nodes = list[Released](), self.nodes_of(rows)
+        if name == FULL:
+            for node, num_pages in nodes.items():
+                self._cut(node, num_pages, released)
         else:
-            released.append(self.detach(node, component))
+            released.append(self.detach(rows, name))
+        for node in nodes:
             self._prune(node, released)
+        return released
+
+    def detach(self, rows: Rows, name: Component) -> Released:
+        """Take the values of one component from these pages, locked or not."""
+        pages = self.pages[name]
+        released = Released(name, pages.value(rows), len(rows) * pages.size)
+        pages.leave(rows)
+        return released
+
+    def remove(self, rows: Rows) -> list[Released]:
+        """Take nodes out of the tree, whoever has locked their pages `rows`, which those of no other node follow. Locks
+        on them are undone as ever, for a node keeps its parent and its rows."""
+        released = list[Released]()
+        for node in reversed(self.nodes_of(rows)):
+            self._cut(node, len(node.rows), released)
         return released
 
     def check(self) -> None:
         """Raise `InvariantError` with every violation of the rules above."""
-        found = structure_violations(self.root, self.components, self.page_size, self.num_nodes)
-        nodes = self.nodes()
-        for account in self._accounts:
-            found.extend(account_violations(account, [node for node in nodes if node.has(account.name)]))
+        found = list[str]()
+        for node in self.nodes():
+            found += self._violations(node)
+        named = [node.rows for node in self.nodes()]
+        if len(named) != self.num_nodes:
+            found.append(f"{len(named)} nodes are linked, {self.num_nodes} were counted")
+        if not np.array_equal(np.sort(_joined(named)), self._full.rows_held()):
+            found.append("the device has other pages than the nodes name")
+        full = self._full.order
+        for name, pages in self.pages.items():
+            found += [f"{name}: {violation}" for violation in pages.order.violations()]
+            if pages.num_held != np.count_nonzero(pages.order.is_held):
+                found.append(f"{name}: {pages.num_held} pages were counted, {len(pages.rows_held())} are held")
+            if (pages.order.is_held & ~full.is_held).any():
+                found.append(f"{name}: a page is held whose slots are not")
+            if (pages.order.locks > full.locks)[full.is_held].any():
+                found.append(f"{name}: a page has more locks than its slots have")
         if found:
             raise InvariantError("tree", found)
 
     # Inside
 
-    def _child(self, node: TreeNode, tokens: Tokens, raw: memoryview, pos: int, limit: int, namespace: str) -> TreeNode:
-        """The child of `node` that tokens[pos:] go on in, found, split off or made, to at most `limit`."""
-        child_key = self._child_key(node, raw, pos, namespace)
-        child = node.children.get(child_key)
-        if child is None:
-            run = TokenRun(tokens[pos:limit])
-            child = self._new_node(run=run, parent=node, namespace=namespace, components=self._names)
-            self._link(node, child, child_key)
-            self.num_nodes += 1
-            return child
-        common = min(self._common_len(child, tokens, raw, pos), limit - pos)
-        return child if common == child.num_tokens else self._split(child, common)
+    def _pieces(self, node: TreeNode, start: int) -> list[Rows]:
+        """The rows of each node of the path to `node`, root side first, from the page that token `start` lies in."""
+        pieces = list[Rows]()
+        while node.parent is not None and node.depth_tokens > start:
+            pieces.append(node.rows)
+            node = node.parent
+        if pieces and node.depth_tokens < start:
+            pieces[-1] = pieces[-1][(start - node.depth_tokens) // self.page_size :]
+        return pieces[::-1]
+
+    def _grow(
+        self,
+        parent: TreeNode,
+        child_key: ChildKey,
+        tokens: Tokens,
+        value: torch.Tensor,
+        namespace: str,
+        known: Sequence[bytes],
+    ) -> TreeNode:
+        """A new node of pages `tokens` behind `parent`, as slots `value`."""
+        page, index = self.page_size, parent.depth_tokens // self.page_size
+        node = self._new_node(run=TokenRun(tokens), parent=parent, namespace=namespace)
+        before = int(parent.rows[-1]) if parent.parent is not None else NO_ROW
+        if self._is_keyed:
+            rows = self.table.add(self.names.following(parent, namespace, tokens, known), index)
+        else:
+            rows = self.table.add_unnamed(len(tokens) // page, index)
+            if self._reads_names:
+                first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
+                self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
+        self.table.link(rows, before)
+        self.table.hold(rows)
+        self.table.hits[rows] = np.maximum(self.table.hits[rows], 1)
+        self._link(parent, node, child_key)
+        self._place(node, rows)
+        self.num_nodes += 1
+        self._full.enter(rows, value)
+        if self.events is not None:
+            self.events.stored(self.names.pages(node), "GPU")
+        return node
+
+    def _place(self, node: TreeNode, rows: Rows) -> None:
+        node.rows = rows
+        self.node[rows] = node
+
+    def _adopt(self, rows: Rows) -> Iterator[tuple[int, int]]:
+        """Those of these that lack windows get some; which they are, as intervals."""
+        assert self._windows is not None
+        lacks = np.concatenate(([False], ~self._windows.has(rows), [False]))
+        bounds = np.flatnonzero(lacks[1:] != lacks[:-1]).tolist()
+        for start, end in zip(bounds[::2], bounds[1::2], strict=True):
+            self._windows.enter(rows[start:end])
+            yield start, end
+
+    def _is_loading(self, node: TreeNode) -> bool:
+        return any(pages.load[node.rows].any() for pages in self.pages.values())
 
     def _child_key(self, parent: TreeNode, raw: memoryview, pos: int, namespace: str) -> ChildKey:
         first = raw[pos * 8 : (pos + self.page_size) * 8].tobytes()
@@ -304,52 +510,95 @@ class RadixTree(Accounts):
         length = node.run.common_len(tokens, raw, pos)
         return length - length % self.page_size
 
-    def _split(self, lower: TreeNode, at: int) -> TreeNode:
-        """Cut `lower` after its first `at` tokens; returns the new node above it.
-
-        [0, at) goes to the upper node, [at, end) stays: whoever refers to the node by its end still does.
-        """
-        assert lower.run is not None and lower.parent is not None
-        tokens, parent = lower.run.tokens, lower.parent
-        run = TokenRun(tokens[:at])
-        upper = self._new_node(run=run, parent=parent, namespace=lower.namespace, components=self._names)
-        self._link(parent, upper, lower.child_key)
-        upper.hit_count, upper.priority = lower.hit_count, lower.priority
-        upper.creation_time, upper.last_access_time = lower.creation_time, lower.last_access_time
-        cut_pages = at // self.page_size
-        if lower.page_keys is not None:
-            upper.page_keys, lower.page_keys = lower.page_keys[:cut_pages], lower.page_keys[cut_pages:]
-        lower.run, lower.num_tokens = TokenRun(tokens[at:]), lower.num_tokens - at
-        self._link(upper, lower, self._child_key(upper, bytes_of(tokens), at, lower.namespace))
-        self._divide(upper, lower)
-        self.num_nodes += 1
-        return upper
-
-    def _remove(self, node: TreeNode, released: list[Released]) -> None:
-        """Take a leaf out of the tree with all that it holds, the full slots last."""
-        parent = node.parent
-        assert parent is not None and not node.children
-        for name in reversed(self._names):
-            if node.has(name):
-                if self.events is not None and name == FULL:
-                    self.events.removed(self.names.of(node), "GPU")
-                released.append(self.detach(node, name))
-        del parent.children[node.child_key]
-        self.num_nodes -= 1
-        if parent.parent is not None and not parent.children:
-            self.account(FULL).order.update(parent.full)
-
-    def _is_dead(self, component: TreeComponent, leaf: TreeNode) -> bool:
-        """Whether no match can end in `leaf`, or go on."""
-        if self._goes_below or not component.is_dead(leaf):
-            return False
-        return self._is_below is None or not self._is_below(leaf, component.name)
+    def _cut(self, node: TreeNode, num_pages: int, released: list[Released]) -> None:
+        """Take the last pages of a leaf out of the tree with all that they hold, the full slots last. A node that
+        leaves keeps its rows and its parent."""
+        assert not node.children and node.parent is not None, "cut a node with a child"
+        start = len(node.rows) - num_pages
+        rows = node.rows[start:]
+        for name, pages in reversed(self.pages.items()):
+            held = pages.held(rows)
+            if name == FULL and self.events is not None:
+                self.events.removed(self.names.of(node)[start:], "GPU")
+            if len(held):
+                released.append(self.detach(held, name))
+        self.node[rows] = None
+        if start:
+            assert node.run is not None
+            num_tokens = start * self.page_size
+            node.run, node.rows = TokenRun(node.run.tokens[:num_tokens]), node.rows[:start]
+            node.depth_tokens -= node.num_tokens - num_tokens
+            node.num_tokens = num_tokens
+        else:
+            del node.parent.children[node.child_key]
+            self.num_nodes -= 1
+        self.table.drop(rows)
 
     def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
-        """Remove `node` where it is an unlocked leaf that no match can end in; then its parents."""
+        """Remove the end of `node` where it is an unlocked leaf that no match can end in; then that of its parents."""
+        if self._goes_below or len(self.components) == 1:
+            return
         while node is not None and node.parent is not None and not node.children:
-            if node.is_locked or not any(self._is_dead(component, node) for component in self.components[1:]):
-                break
-            parent = node.parent
-            self._remove(node, released)
-            node = parent
+            above = node.parent
+            if above.children.get(node.child_key) is node:
+                num_dead, num_pages = self._num_dead(node), len(node.rows)
+                if not num_dead:
+                    return
+                self._cut(node, num_dead, released)
+                above = above if num_dead == num_pages else node
+            node = above
+
+    def _num_dead(self, leaf: TreeNode) -> int:
+        """How many pages at the end of a leaf no match can end in, or go on behind."""
+        if self._full.order.locks[leaf.rows[-1]]:
+            return 0
+        most = 0
+        for component, pages in self._all[1:]:
+            has = pages.has(leaf.rows)
+            is_needed = not has[-1] and component.first_required(leaf.depth_tokens) < leaf.depth_tokens
+            if is_needed and not (self._is_below is not None and self._is_below(leaf, component.name)):
+                most = max(most, int(has[::-1].argmax()) if has.any() else len(has))
+        return most
+
+    def _violations(self, node: TreeNode) -> list[str]:
+        """Every broken rule of links, tokens and rows of one node."""
+        found, parent, page = list[str](), node.parent, self.page_size
+        assert parent is not None
+        where = f"node {node.id} at depth {node.depth_tokens}"
+        if parent.children.get(node.child_key) is not node:
+            found.append(f"{where}: its parent has another node under its key")
+        if node.run is None or len(node.run) != node.num_tokens or not node.num_tokens:
+            return [*found, f"{where}: {node.num_tokens} tokens are not those of its run"]
+        if len(node.rows) * page != node.num_tokens:
+            return [*found, f"{where}: {len(node.rows)} pages of {page} for {node.num_tokens} tokens"]
+        if node.depth_tokens != parent.depth_tokens + node.num_tokens:
+            found.append(f"{where}: {node.num_tokens} tokens below depth {parent.depth_tokens}")
+        first = node.run.tokens[:page].tobytes()
+        if node.child_key != ((node.namespace, first) if parent.is_root else first):
+            found.append(f"{where}: is filed under another first page")
+        if not parent.is_root and parent.namespace != node.namespace:
+            found.append(f"{where}: namespace {node.namespace!r} below {parent.namespace!r}")
+        if any(of_row is not node for of_row in self.node[node.rows]):
+            found.append(f"{where}: a row says that it lies in another node")
+        before = [NO_ROW if parent.is_root else int(parent.rows[-1]), *node.rows.tolist()]
+        if any(self.table.previous[row] != previous for previous, row in pairwise(before)):
+            found.append(f"{where}: a row says that it follows another row")
+        locks = self._full.order.locks[node.rows]
+        if (locks != locks[0]).any() or (not parent.is_root and self._full.order.locks[parent.rows[-1]] < locks[0]):
+            found.append(f"{where}: a page has more locks than the one before it")
+        return found
+
+
+def _joined(pieces: Sequence[Rows]) -> Rows:
+    if len(pieces) == 1:
+        return pieces[0]
+    return np.concatenate(pieces) if pieces else NO_ROWS
+
+
+def _names(tokens: Tokens, first: np.uint64, index: int) -> npt.NDArray[np.uint64]:
+    """Of pages by their first tokens, the first at `index` behind a page named `first`. Equal names of different
+    prefixes are rare, and misjudge only the uses of these."""
+    mixed = tokens.astype(np.uint64) + np.arange(index, index + len(tokens), dtype=np.uint64) * _NAME_FACTORS[0]
+    mixed = (mixed ^ (mixed >> np.uint64(32))) * _NAME_FACTORS[1]
+    names: npt.NDArray[np.uint64] = first + np.cumsum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)
+    return names

@@ -9,6 +9,7 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hicache.pages.table import PageTable
 from hicache.tiers import FULL, Component
 from hicache.tree.base import Match
 from hicache.tree.key import PageHasher, Tokens
@@ -33,41 +34,47 @@ class PromptPages(NamedTuple):
 class PageNames:
     """The page keys of one tree. Owned by it."""
 
-    def __init__(self, hasher: PageHasher) -> None:
-        self._hasher = hasher
+    def __init__(self, hasher: PageHasher, table: PageTable) -> None:
+        self._hasher, self._table = hasher, table
 
     def of(self, node: TreeNode) -> list[bytes]:
         """The keys of the node's pages."""
-        unnamed = []
-        above = node
-        while above.page_keys is None and not above.is_root:
+        unnamed, keys = [], self._table.keys
+        above: TreeNode | None = node
+        while above is not None and len(above.rows) and keys[above.rows[-1]] is None:
             unnamed.append(above)
-            assert above.parent is not None
             above = above.parent
         for below in reversed(unnamed):
-            assert below.run is not None
-            below.page_keys = self._hasher.chain(self.previous_key(below), below.run.tokens)
-        return node.page_keys or []
+            assert below.run is not None and below.parent is not None
+            self._table.set_keys(below.rows, self.following(below.parent, below.namespace, below.run.tokens))
+        return self._table.keys_of(node.rows)
 
-    def previous_key(self, node: TreeNode) -> bytes:
-        """The key of the page before the node's first: the namespace's seed at the start of a prompt."""
-        parent = node.parent
-        if parent is None or parent.parent is None:
-            return self._hasher.seed(node.namespace)
-        return self.of(parent)[-1]
+    def following(self, node: TreeNode, namespace: str, tokens: Tokens, known: Sequence[bytes] = ()) -> list[bytes]:
+        """Keys of the whole pages in `tokens` behind `node`, of which the first ones are `known`."""
+        num_pages = len(tokens) // self._hasher.page_size
+        if len(known) >= num_pages:
+            return [*known[:num_pages]]
+        previous = known[-1] if known else self._end_key(node, namespace)
+        return [*known, *self._hasher.chain(previous, tokens[len(known) * self._hasher.page_size :])]
 
-    def pages(self, node: TreeNode) -> PromptPages:
-        """The node's pages, for events."""
-        assert node.run is not None
-        first = node.parent is None or node.parent.is_root
-        return PromptPages(self.of(node), None if first else self.previous_key(node), node.run.tokens, node.namespace)
+    def pages(self, node: TreeNode, start: int = 0) -> PromptPages:
+        """The node's pages from the `start`-th on, for events."""
+        assert node.run is not None and node.parent is not None
+        is_first = node.parent.is_root
+        previous_key = None if is_first else self._end_key(node.parent, node.namespace)
+        return PromptPages(self.of(node), previous_key, node.run.tokens, node.namespace).part(start, len(node.rows))
 
     def of_prompt(self, match: Match, tokens: Tokens) -> list[bytes]:
         """Keys of the whole pages of a prompt, of which `match` is held."""
-        page = self._hasher.page_size
-        keys = [key for node in match.nodes for key in self.of(node)][: match.full_len // page]
+        if match.nodes:
+            self.of(match.nodes[-1])
+        keys = self._table.keys_of(match.rows)
         previous = keys[-1] if keys else self._hasher.seed(match.namespace)
-        return keys + self._hasher.chain(previous, tokens[len(keys) * page :])
+        return keys + self._hasher.chain(previous, tokens[len(keys) * self._hasher.page_size :])
+
+    def _end_key(self, node: TreeNode, namespace: str) -> bytes:
+        """The key of the last page up to `node`: the namespace's seed at the start of a prompt."""
+        return self.of(node)[-1] if node.parent is not None else self._hasher.seed(namespace)
 
     @staticmethod
     def of_component(component: Component, page_keys: Sequence[bytes]) -> list[bytes]:

@@ -34,9 +34,9 @@ from hicache.config.settings import (
 )
 from hicache.console import parse_bytes
 from hicache.errors import ConfigError, IdentityError
-from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.flow.write_policy import POLICIES
 from hicache.layout import BufferSpec, PoolLayout
+from hicache.pages.order import RANK_POLICIES
 from hicache.stores.page_format import identity_of, namespace_digest
 
 LAYOUT = PoolLayout((BufferSpec("k", torch.uint8, (2, 8), "token", (0, 1)),), 4)
@@ -330,7 +330,7 @@ def test_our_variable_goes_before_the_older_name(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize(
     ("setting", "names"),
-    [("write_policy", POLICIES), ("eviction_policy", EVICTION_POLICIES)],
+    [("write_policy", POLICIES), ("eviction_policy", RANK_POLICIES)],
     ids=["write", "eviction"],
 )
 def test_policies_are_named_when_an_engine_is_built(setting: str, names: Mapping[str, object]) -> None:

@@ -14,7 +14,6 @@ import torch
 from component_case import EACH_MODEL, FULL, POLICIES, STATES, WINDOWS, compute, config, verify
 from hicache import CacheEngine, CacheRequest, DiskConfig, Hit, Lease, ModelGeometry, build_engine
 from hicache.errors import ConfigError, InvalidArgument, TransferError
-from hicache.tree.node import TreeNode
 from memory_store import MemoryPageStore
 from own_component import cache, tree
 from own_component.cache import LastHidden
@@ -77,16 +76,10 @@ def serve(
     return lease.hit, found
 
 
-def node_of(engine: CacheEngine, tokens: np.ndarray) -> TreeNode:
-    """The node that ends with these tokens."""
-    radix = engine.inspect.context.tree
-    return radix.node_at(radix.match(tokens), len(tokens))
-
-
 def evict(engine: CacheEngine, tokens: np.ndarray, component: str) -> None:
-    """From the device, what the node that ends with these tokens has of a component."""
+    """From the device, what it has of a component of the last page of these tokens."""
     context = engine.inspect.context
-    context.free(context.tree.drop(node_of(engine, tokens), component))
+    context.free(context.tree.evict(context.tree.match(tokens).rows[-1:], component))
 
 
 def test_it_is_two_files() -> None:
@@ -115,7 +108,8 @@ def test_it_comes_back_from_device_and_host(device: str, model: ModelGeometry, p
         for n in (2, 3, 4):
             serve(engine, f"c{n}", prompt(n), model)
         match = engine.inspect.context.tree.match(first[:WHOLE])
-        assert match.full_len < WHOLE or not match.nodes[-1].has("last_hidden")
+        held = engine.inspect.context.tree.pages["last_hidden"].held(match.rows[-1:])
+        assert match.full_len < WHOLE or not len(held)
         hit, found = serve(engine, "d", continued(first, 98), model)
         assert hit.host > 0 and hit.device + hit.host == WHOLE and found
 
@@ -167,7 +161,8 @@ def test_no_request_waits_for_it_or_is_refused() -> None:
             assert serve(engine, "d", third, FULL) == (Hit(), False)
             assert engine.stats()["commit.skipped_states"] == 2
             assert reuse(engine, reader, continued(second), FULL)  # nobody wrote to it meanwhile
-        assert not node_of(engine, third[:WHOLE]).has("last_hidden")
+        context = engine.inspect.context
+        assert not len(context.tree.pages["last_hidden"].held(context.tree.match(third[:WHOLE]).rows))
         evict(engine, second[:WHOLE], "last_hidden")
         assert serve(engine, "e", continued(first, 97), FULL) == (Hit(device=WHOLE), True)
 

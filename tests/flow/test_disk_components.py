@@ -219,10 +219,10 @@ def test_a_component_that_only_the_disk_has_comes_back_to_held_pages(tmp_path: P
         for name, tokens in (("a", first), ("b", np.concatenate([first[:56], rest]))):
             serve(engine, name, tokens, STATES)
         context = engine.inspect.context
-        node = context.tree.match(first[:56]).nodes[-1]
-        context.free(context.tree.drop(node, MAMBA))
+        match = context.tree.match(first[:56])
+        context.free(context.tree.evict(match.rows[-1:], MAMBA))
         context.by_name[MAMBA].pages.evict_all()
-        assert node.children and engine.lookup(first).host == 0
+        assert match.nodes[-1].children and engine.lookup(first).host == 0
         before = engine.stats()["prefetch.bytes"]
         assert serve(engine, "c", first, STATES).tokens == 56
         assert engine.stats()["prefetch.bytes"] - before == context.by_name[MAMBA].host.page_bytes

@@ -59,7 +59,8 @@ def push_to_host(engine: CacheEngine, transfers: SteppedTransfers, model: ModelG
 def push_windows_to_host(engine: CacheEngine, transfers: SteppedTransfers, tokens: np.ndarray) -> None:
     """Serve others until the end of a prompt, whose pages stay, has lost its windows."""
     for n in range(50, 60):
-        if not engine.inspect.context.tree.match(tokens[:40]).nodes[-1].has(SWA):
+        tree = engine.inspect.context.tree
+        if not tree.pages[SWA].has(tree.match(tokens[:40]).rows[-1:]).all():
             break
         serve(engine, transfers, f"other{n}", prompt(n, 41), WINDOWS)
 

@@ -100,7 +100,7 @@ def test_a_flush_raises_for_what_the_device_alone_has(write_policy: str) -> None
 
 
 def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEngine) -> None:
-    """It was not worth a load. The next victims take its places."""
+    """It was not worth a load. It leaves the host before pages that the host alone has."""
     first, second = prompt(0, 121), prompt(1, 57)
     serve(engine, "first", first, models[engine], 8)
     serve(engine, "second", second, models[engine], 8)
@@ -109,7 +109,10 @@ def test_what_is_computed_though_the_host_has_it_is_a_duplicate(engine: CacheEng
         assert lease.cached_len == 0
         prefill(engine, lease, first, models[engine])
     engine.check()
-    assert engine.stats()["host.duplicate_tokens"] == 0 and engine.lookup(second).host == 56
+    assert engine.stats()["host.duplicate_tokens"] == 72 and engine.lookup(second).host == 56
+    serve(engine, "third", prompt(2, 57), models[engine], 8)
+    assert engine.stats()["host.duplicate_tokens"] < 72
+    assert len(engine.inspect.context.full.pages.held(page_keys(engine, second[:56]))) == 7
 
 
 def test_of_a_load_that_fails_on_its_way_what_had_come_stays(engine: CacheEngine) -> None:

@@ -207,8 +207,8 @@ def full_layers(engine: CacheEngine) -> list[tuple[torch.Tensor, ...]]:
 
 
 def engine_slots(engine: CacheEngine, tokens: np.ndarray) -> torch.Tensor:
-    match = engine.inspect.context.tree.match(tokens)
-    return torch.cat([node.value_of("full") for node in match.nodes])[: len(tokens)]
+    tree = engine.inspect.context.tree
+    return tree.pages["full"].value(tree.match(tokens).rows)[: len(tokens)]
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -81,7 +81,7 @@ def test_the_record_finds_planted_faults() -> None:
     column by none of the calls that may change it."""
     engine, _, tokens = _loading()
     (load,) = engine.inspect.restore.in_flight()
-    load.detach()
+    engine.inspect.restore.detach(load)
     with pytest.raises(AssertionError, match=r"device: .*LOADING.*CACHED"):
         engine.expect("d", tokens)
     engine, _, tokens = _loading()

@@ -10,7 +10,6 @@ import component_case
 from costs import lines_of
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, ModelGeometry, build_engine
-from hicache.tiers import FULL
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, prompt, serve, settled
 from waiting import eventually
@@ -159,7 +158,7 @@ def test_what_all_hints_cost_does_not_grow_with_them() -> None:
         assert np.median(at_end[many]) < 1.2 * np.median(at_end[few])
         assert max(of_stats[2:]) == min(of_stats[2:])
         context = engine.inspect.context
-        assert 0 < sum(context.tree.account(FULL).order.kept.values()) <= 0.9 * 1024
+        assert 0 < context.full.resident.order.num_kept * context.tree.page_size <= 0.9 * 1024
 
 
 def test_a_hint_of_pages_that_the_host_lacks_ends_no_other_one_there() -> None:

@@ -21,7 +21,8 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import ConfigError, InvariantError
-from hicache.tiers import FULL, MAMBA
+from hicache.pages.device import DevicePages
+from hicache.tiers import FULL, MAMBA, Component
 from prefix_case import Cache, Request, Toy, free, full_cache, insert, key, mamba_cache, matched, node_of, swa_cache
 
 Make = Callable[..., Cache]
@@ -123,6 +124,12 @@ def test_what_a_cache_cannot_keep_is_refused() -> None:
             build()
 
 
+def pages_of(cache: Cache, component: Component) -> DevicePages:
+    tree = cache.root_node.tree
+    assert tree is not None
+    return tree.pages[component]
+
+
 def test_sanity_check_finds_planted_faults() -> None:
     """Every fault is in one error: broken counts; slots held twice, free, or that do not exist; window slots that went
     behind the tree's back; states that two nodes hold, or that are free."""
@@ -133,7 +140,7 @@ def test_sanity_check_finds_planted_faults() -> None:
     insert(plain, [5, 6], value=slots[2:4])
     insert(plain, [7, 8], value=torch.tensor([99, 0]))
     allocator.free(slots[:1])
-    node_of(plain, [5, 6]).holdings[FULL].locks = 1
+    pages_of(plain, FULL).order.locks[node_of(plain, [5, 6]).rows] = 1
     windows = swa_cache(32, 32, window=2)
     pair = windows.token_to_kv_pool_allocator
     slots = pair.alloc(4)
@@ -144,19 +151,21 @@ def test_sanity_check_finds_planted_faults() -> None:
     pool = states.req_to_token_pool.mamba_pool
     for tokens in ([1, 2], [3, 4], [5, 6]):
         insert(states, tokens, value=states.token_to_kv_pool_allocator.alloc(2), mamba_value=pool.alloc(1))
-    node_of(states, [3, 4]).holdings[MAMBA].value = node_of(states, [1, 2]).mamba_value
+    end, state = node_of(states, [3, 4]).rows[-1:], node_of(states, [1, 2]).mamba_value
+    pages_of(states, MAMBA).leave(end)
+    pages_of(states, MAMBA).enter(end, state)
     pool.free(node_of(states, [5, 6]).mamba_value)
     for cache, faults in (
         (
             plain,
             [
-                "the account says",
+                "pages were counted as evictable",
                 "[3, 4] of the tree are held more than once",
                 "[1] of the tree are free",
                 "do not exist",
             ],
         ),
-        (windows, ["1 of 2 tokens have windows, holds=False", "1 of 2 tokens have windows, holds=True"]),
+        (windows, ["1 of 2 tokens have windows, holds=array([False, False])", "holds=array([ True,  True])"]),
         (states, ["two nodes hold one state", "of the tree are free"]),
     ):
         with pytest.raises(InvariantError) as caught:

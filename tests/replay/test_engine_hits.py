@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.eviction.policy import EVICTION_POLICIES
 from hicache.eviction.write_budget import BUCKET_S, Clock, WriteBudget
 from hicache.flow.movement import settle
+from hicache.pages.order import RANK_POLICIES
 from hicache.replay.cache import BlockHits, CacheSimulation
 from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
@@ -83,7 +83,7 @@ WRITING = list(product(WRITE_POLICIES, (False, True)))
 # By default each order once, and each way of writing with some of them.
 CASES = [
     pytest.param(policy, *writing, marks=() if at == number % len(WRITING) else pytest.mark.long)
-    for number, policy in enumerate(sorted(EVICTION_POLICIES))
+    for number, policy in enumerate(sorted(RANK_POLICIES))
     for at, writing in enumerate(WRITING)
 ]
 

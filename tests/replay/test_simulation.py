@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from hicache.errors import ConfigError
-from hicache.eviction.policy import EVICTION_POLICIES
+from hicache.pages.order import RANK_POLICIES
 from hicache.replay.cache import BlockHits
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
@@ -70,9 +70,7 @@ def test_a_partial_block_counts_for_its_tokens() -> None:
     assert result.hit_rate == 0.5 and result.tokens_saved == 7 and result.device_tokens.tolist() == [0, 7]
 
 
-@pytest.mark.parametrize(
-    ("policy", "write_policy"), list(zip(sorted(EVICTION_POLICIES), itertools.cycle(WRITE_POLICIES)))
-)
+@pytest.mark.parametrize(("policy", "write_policy"), list(zip(sorted(RANK_POLICIES), itertools.cycle(WRITE_POLICIES))))
 def test_tiers_add_up(policy: str, write_policy: str) -> None:
     """Whatever the order: no tier holds more than it may, tiers hit no more than the optimum of their sum, and
     unlimited ones all that came before."""

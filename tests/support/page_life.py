@@ -26,7 +26,6 @@ from hicache.flow.components.base import CacheComponent
 from hicache.flow.movement import Load
 from hicache.pages.states import ABOVE, COPY, HELD, RAW, READ
 from hicache.tiers import FULL, MAMBA, Component
-from hicache.tree.node import TreeNode
 
 Row = tuple[str, str]
 Table = Mapping[Row, str]
@@ -89,11 +88,12 @@ class Held(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """What `node` holds of a page of a component: slots, or a state."""
+    """The slots or the state of one page of a component on the device."""
 
     component: Component
     key: bytes
-    node: TreeNode
+    is_locked: bool
+    is_loading: bool
     ids: list[int]
 
 
@@ -170,7 +170,9 @@ class PageLives:
         for component in self._context.components:
             if component.has_host:
                 self._look_below(component)
-        pages = [page for node in self._context.tree.nodes() for page in self._pages(node)]
+        for node in self._context.tree.nodes():
+            self._context.tree.names.of(node)
+        pages = [page for component in self._context.components for page in self._pages(component)]
         for component in self._context.components:
             self._enter("device", component.name, self._verb, dict(self._on_device(component, pages)))
         self._look_across(pages)
@@ -207,7 +209,7 @@ class PageLives:
 
     def _look_across(self, pages: Iterable[_Page]) -> None:
         """What the states of the tiers say of one another."""
-        nodes = {(page.component, page.key): page.node for page in pages}
+        locked_above = {(page.component, page.key) for page in pages if page.is_locked}
         for component in self._calls:
             device, host, store = (self._states[tier].get(component, {}) for tier in ("device", "host", "store"))
             locked = {held.key for held in host.values() if held.state == "LOCKED"}
@@ -216,9 +218,9 @@ class PageLives:
                 if held.state == "LOADING" and held.key and held.key not in locked:
                     self.broken.append(f"a page of {component} is loaded from the host, where nobody has locked it")
             for held in host.values():
-                node = nodes.get((component, held.key or b""))
-                if held.state == "COPY" and held.key not in left and (node is None or not node.locks(component)):
-                    self.broken.append(f"a page of {component} is copied from a node that is gone, or that may go")
+                stays = held.key in left or (component, held.key or b"") in locked_above
+                if held.state == "COPY" and not stays:
+                    self.broken.append(f"a page of {component} is copied that has left the device, or that may leave")
             for held in store.values():
                 if held.state == "STORING" and held.key not in locked:
                     self.broken.append(f"a page of {component} is written to a store, and may leave the host")
@@ -249,7 +251,7 @@ class PageLives:
         yield from (((name, at), Held("LEAVING")) for ids in component.leaving.values() for at in _ids(ids))
         for page in pages:
             if page.component == name:
-                state = "LOADING" if any(run.component == name for run in page.node.runs) else "CACHED"
+                state = "LOADING" if page.is_loading else "CACHED"
                 yield from (((name, at), Held(state, page.key)) for at in page.ids)
 
     def _of_slots(self, component: CacheComponent, loads: Iterable[Load]) -> Iterator[tuple[str, Any]]:
@@ -263,15 +265,14 @@ class PageLives:
         of_loads = chain.from_iterable(load.orphan_states.get(MAMBA, ()) for load in loads)
         yield from (("OWNED", state.reshape(1)) for state in (*states, *of_loads) if state is not None)
 
-    def _pages(self, node: TreeNode) -> Iterator[_Page]:
-        names = self._context.tree.names
-        for component in self._context.components:
-            name, size = component.name, component.page_size
-            if node.has(name):
-                keys = names.of(node)[-1:] if component.tree_component.at_node_end else names.of(node)
-                ids = _ids(component.device_ids(node.value_of(name)))
-                for i, key in enumerate(names.of_component(name, keys)):
-                    yield _Page(name, key, node, ids[i * size : (i + 1) * size])
+    def _pages(self, component: CacheComponent) -> Iterator[_Page]:
+        tree, resident, size = self._context.tree, component.resident, component.page_size
+        rows = resident.rows_held()
+        keys = tree.names.of_component(component.name, tree.table.keys_of(rows))
+        ids = _ids(component.device_ids(resident.value(rows)))
+        for at, (key, row) in enumerate(zip(keys, rows.tolist(), strict=True)):
+            is_locked, is_loading = bool(resident.order.locks[row]), bool(resident.load[row])
+            yield _Page(component.name, key, is_locked, is_loading, ids[at * size : (at + 1) * size])
 
     def _on_host(self, component: CacheComponent) -> Iterator[tuple[Location, Held]]:
         """Of a raw page both places are in its state."""

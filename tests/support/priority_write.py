@@ -6,11 +6,11 @@ It is a policy where a name has an entry for it in `hicache.flow.write_policy.PO
 
 from __future__ import annotations
 
-from hicache.tree.node import TreeNode
+from hicache.pages.table import Mask, PageTable, Rows
 
 
 class PriorityWriteThrough:
-    """What requests of at least priority `minimum` use, at once. A node has the highest priority of its requests, and
+    """What requests of at least priority `minimum` use, at once. A page has the highest priority of its requests, and
     none ranks below what continues it, so what is wanted is always a prefix."""
 
     at_eviction = is_exclusive = False
@@ -18,5 +18,6 @@ class PriorityWriteThrough:
     def __init__(self, minimum: int) -> None:
         self._minimum = minimum
 
-    def wants(self, node: TreeNode) -> bool:
-        return node.priority >= self._minimum
+    def wants(self, table: PageTable, rows: Rows) -> Mask:
+        is_wanted: Mask = table.priority[rows] >= self._minimum
+        return is_wanted

@@ -4,7 +4,6 @@ history is compared in prefix_cache/test_cache_machines.py, and under loads in f
 from __future__ import annotations
 
 import gc
-import math
 import weakref
 
 import numpy as np
@@ -16,7 +15,7 @@ from hicache.tiers import FULL, MAMBA, SWA
 from hicache.tree.components import MambaComponent, SwaComponent, TreeComponent
 from hicache.tree.core import RadixTree
 from hicache.tree.key import PageHasher
-from hicache.tree.node import NodeRun, TreeNode
+from hicache.tree.node import TreeNode
 
 
 def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:
@@ -28,9 +27,9 @@ def test_match_changes_nothing() -> None:
     tree = tree_of(page=2)
     for base in (0, 10, 20):
         tree.insert(tree.root, np.arange(base, base + 8), torch.arange(8) + base + 1)
-    oldest, num_nodes = tree.victim(FULL), tree.num_nodes
+    leaving, num_nodes = tree.pages[FULL].order.leaving(), tree.num_nodes
     tree.match(np.arange(0, 5))
-    assert tree.victim(FULL) is oldest and tree.num_nodes == num_nodes
+    assert np.array_equal(tree.pages[FULL].order.leaving(), leaving) and tree.num_nodes == num_nodes
 
 
 def test_page_keys_do_not_depend_on_splits() -> None:
@@ -62,28 +61,15 @@ def test_pages_are_hashed_once() -> None:
     assert hasher.pages_hashed == 6
 
 
-def test_a_split_keeps_what_policies_rank_by() -> None:
-    """Both halves of a node have its hits, priority and times."""
-    tree = tree_of(page=2)
-    node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1).node
-    node.hit_count, node.priority = 5, 3
-    tree.insert(tree.root, np.arange(10, 14), torch.arange(4) + 11)
-    before = node.creation_time, node.last_access_time
-    for at in (tree.split_prefix(node, 4), node):
-        assert (at.hit_count, at.priority) == (5, 3)
-        assert (at.creation_time, at.last_access_time) == before
-    tree.check()
-
-
 def test_what_is_kept_is_counted_while_it_is_there() -> None:
-    """Each token, window token and state of a kept prompt counts once, also after a split of a locked node. It counts
-    no more when its deadline or a use has come, its session has ended, its node was dropped, or its load failed."""
-    tree = tree_of(SwaComponent(4, 1), MambaComponent())
+    """Each page, window and state of a kept prompt counts once, also after a split of a locked node. It counts no more
+    when its deadline or a use has come, its session has ended, it was evicted, or its load failed."""
+    tree = tree_of(SwaComponent(4), MambaComponent())
     limits = {FULL: 100, SWA: 100, MAMBA: 100}
 
     def kept() -> list[int]:
         tree.check()
-        return [tree.account(name).order.num_kept for name in limits]
+        return [tree.pages[name].order.num_kept for name in limits]
 
     def keep(*, is_locked: bool = False) -> TreeNode:
         node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1, window_from=4).node
@@ -92,31 +78,37 @@ def test_what_is_kept_is_counted_while_it_is_there() -> None:
             tree.lock(node)
         tree.keep(node, 10.0, limits)
         if node.num_tokens > 2:
-            tree.split_prefix(node, 2)
+            tree.split(node, 2)
         assert kept() == [8, 4, 1]
         tree.expire(9.0)
         assert kept() == [8, 4, 1]
         return node
 
-    def drop_all() -> None:
-        while (victim := tree.victim(FULL)) is not None:
-            tree.drop(victim, FULL)
-
     node = keep()
-    ends = (lambda: tree.expire(10.0), lambda: tree.touch(node), lambda: tree.end_session(node), drop_all)
+    ends = (
+        lambda: tree.expire(10.0),
+        lambda: tree.touch(node),
+        lambda: tree.end_session(tree.alone_rows(node)),
+        lambda: evict_all(tree),
+    )
     for end in ends:
         keep()
         end()
         assert kept() == [0, 0, 0]
     node = keep(is_locked=True)
-    tree.fail_load(node)
+    tree.remove(node.rows)
     assert kept() == [6, 2, 0]
     tree.unlock(node)
 
 
+def evict_all(tree: RadixTree) -> None:
+    while len(rows := tree.pages[FULL].take(1)):
+        tree.evict(rows, FULL)
+
+
 def test_a_dropped_node_is_freed_at_once() -> None:
     """The tokens of what was evicted are freed without a run of the garbage collector, also where it was locked."""
-    tree = RadixTree(1, PageHasher(b"identity", 1), [SwaComponent(2, 1), MambaComponent()])
+    tree = RadixTree(1, PageHasher(b"identity", 1), [SwaComponent(2), MambaComponent()])
     gc.disable()
     try:
         node = tree.insert(tree.root, np.arange(8), torch.arange(8) + 1, window_from=4).node
@@ -126,47 +118,37 @@ def test_a_dropped_node_is_freed_at_once() -> None:
         tree.unlock(node)
         runs = [weakref.ref(at.run.tokens) for at in node.path() if at.run is not None]
         del node
-        while (victim := tree.victim(FULL)) is not None:
-            tree.drop(victim, FULL)
+        evict_all(tree)
         assert len(runs) == 2 and not any(run() is not None for run in runs)
     finally:
         gc.enable()
 
 
-def test_evicting_a_long_prompt_page_by_page_costs_few_copies_of_it() -> None:
-    """Its pages leave from the end, and all splits together copy it once for each doubling of its length."""
-    split_tokens = []
-
-    class Tree(RadixTree):
-        def split_suffix(self, node: TreeNode, num_kept: int) -> TreeNode:
-            split_tokens.append(node.num_tokens)
-            return super().split_suffix(node, num_kept)
-
-    tree, num_tokens = Tree(2, PageHasher(b"identity", 2)), 1024
+def test_a_prompt_leaves_page_by_page_from_its_end() -> None:
+    """However it was split before, and no page of it is divided."""
+    tree, num_tokens = tree_of(page=2), 64
     tree.insert(tree.root, np.arange(num_tokens), torch.arange(num_tokens) + 1)
+    for length in (10, 40):
+        tree.node_at(tree.match(np.arange(num_tokens)), length)
     for end in range(num_tokens, 0, -2):
-        victim = tree.victim(FULL, 1)
-        assert victim is not None
-        [released] = tree.drop(victim, FULL)
+        [released] = tree.evict(tree.pages[FULL].take(1), FULL)
         assert released.value.tolist() == [end - 1, end]
-    assert not tree.num_nodes and sum(split_tokens) <= num_tokens * math.log2(num_tokens)
-    tree.check()
+        assert tree.match(np.arange(num_tokens)).full_len == end - 2
+        tree.check()
+    assert not tree.num_nodes and not len(tree.table)
 
 
-def test_a_window_lock_survives_splits() -> None:
-    """A node that splits under a window lock is unlocked whole, however the lock's window lies."""
-    tree = tree_of(SwaComponent(3, 1))
-    node = tree.insert(tree.root, np.arange(10), torch.arange(1, 11), window_from=0).node
+def test_a_row_stays_while_a_lock_of_it_is_held() -> None:
+    """Of a load that failed: no other page gets the row before its lock has ended."""
+    tree = tree_of()
+    node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5)).node
     tree.lock(node)
-    for length in (5, 8, 2):
-        tree.node_at(tree.match(np.arange(10)), length)
-    assert tree.protected(SWA) == 10
+    assert [gone.value.tolist() for gone in tree.remove(node.rows)] == [[1, 2, 3, 4]]
+    other = tree.insert(tree.root, np.arange(10, 14), torch.arange(1, 5)).node
+    assert not {*node.rows} & {*other.rows} and tree.evictable(FULL) == 4
     tree.unlock(node)
+    assert len(tree.table) == 4
     tree.check()
-    tree.lock(node)
-    assert tree.protected(SWA) == 5  # [5, 8) and [8, 10): the last three tokens lie in both
-    tree.unlock(node)
-    assert tree.protected(SWA) == 0
 
 
 def test_sharing_ends_at_a_load_in_flight() -> None:
@@ -177,26 +159,29 @@ def test_sharing_ends_at_a_load_in_flight() -> None:
     tree.insert(tree.root, tokens[:2], torch.arange(1, 3))
     loading = tree.insert(tree.root, tokens, torch.arange(1, 7)).node
     tree.lock(loading)
-    copy = NodeRun([loading], FULL)
+    tree.pages[FULL].begin_load(loading.rows, 1)
     inserted = tree.insert(tree.root, tokens, offered, donated=state)
-    assert inserted.existing.tolist() == [1, 2] and not inserted.gained
+    assert inserted.existing.tolist() == [1, 2] and not len(inserted.gained)
     assert (inserted.accepted_len, inserted.attached) == (2, set())
-    copy.detach()
+    tree.pages[FULL].end_load(loading.rows)
     tree.unlock(loading)
     for attached in ({MAMBA}, set()):
         inserted = tree.insert(tree.root, tokens, offered, donated=state)
-        assert inserted.existing.tolist() == [*range(1, 7)] and not inserted.gained
+        assert inserted.existing.tolist() == [*range(1, 7)] and not len(inserted.gained)
         assert (inserted.accepted_len, inserted.attached) == (6, attached)
     tree.check()
 
 
-def test_a_victim_with_a_state_at_its_end_is_not_split() -> None:
-    """Where few tokens are needed, the victim gives its last pages alone, but not where a state is at its end."""
-    for components, num_tokens in (((), 2), ((MambaComponent(),), 8)):
+def test_with_the_end_of_a_leaf_leaves_what_no_match_can_end_in() -> None:
+    """Where one page is needed, the prompt gives its last one alone, but all up to a state where states end matches."""
+    for components, num_tokens in (((), 2), ((MambaComponent(),), 6)):
         tree = tree_of(*components, page=2)
-        tree.insert(tree.root, np.arange(8), torch.arange(1, 9))
-        victim = tree.victim(FULL, 1)
-        assert victim is not None and victim.num_tokens == num_tokens
+        for end in (2, 8):
+            node = tree.insert(tree.root, np.arange(end), torch.arange(1, end + 1)).node
+            if components:
+                tree.attach(node, MAMBA, torch.tensor([end]))
+        released = tree.evict(tree.pages[FULL].take(1), FULL)
+        assert sum(gone.size for gone in released if gone.component == FULL) == num_tokens
         tree.check()
 
 
@@ -206,7 +191,7 @@ def test_a_state_is_dropped_alone_where_a_tier_below_has_it() -> None:
         tree = RadixTree(1, PageHasher(b"identity", 1), [MambaComponent()], is_below=lambda node, name: is_below)  # noqa: B023
         node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5)).node
         tree.attach(node, MAMBA, torch.tensor([7]))
-        released = {(gone.component, tuple(gone.value.tolist())) for gone in tree.drop(node, MAMBA)}
+        released = {(gone.component, tuple(gone.value.tolist())) for gone in tree.evict(node.rows[-1:], MAMBA)}
         match = tree.match(np.arange(4))
         if is_below:
             assert released == {(MAMBA, (7,))} and match.full_len == 4 and tree.usable_len(match) == 0
@@ -226,29 +211,29 @@ def test_tombstone_ancestors_leave_with_their_last_child() -> None:
         tree.attach(node, MAMBA, torch.tensor([at + 1]))
     inner = [at for at in node.path() if at is not node]
     for at in inner[:2]:
-        tree.drop(at, MAMBA)
-    released = [r.size for r in tree.drop(node, FULL) if r.component == FULL]
+        tree.evict(at.rows[-1:], MAMBA)
+    released = [r.size for r in tree.evict(node.rows, FULL) if r.component == FULL]
     assert released == [2, 2, 2] and [at.depth_tokens for at in tree.nodes()] == [2]
     tree.check()
 
 
 def test_check_finds_planted_faults() -> None:
     """The audit names each fault: it can fail."""
-    tree = tree_of(SwaComponent(2, 1), MambaComponent())
+    tree = tree_of(SwaComponent(2), MambaComponent())
     node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5), window_from=0).node
     tree.attach(node, MAMBA, torch.tensor([1]))
     tree.check()
-    for message, component, name, fault in (
-        ("account", FULL, "locks", 1),
-        ("holds no full slots", FULL, "value", None),
-        ("swa slots are not the node's full slots", SWA, "value", torch.arange(1, 5)),
-        ("2 elements of mamba", MAMBA, "value", torch.tensor([1, 2])),
-        ("1 locks of mamba, 0 of full", MAMBA, "locks", 1),
+    end, full, states = node.rows[-1:], tree.pages[FULL].order, tree.pages[MAMBA].order
+    for message, column, fault in (
+        ("pages were counted as evictable", full.locks, 1),
+        ("other pages than the nodes name", full.is_held, False),
+        ("mamba: a page has more locks than its slots have", states.locks, 1),
+        ("says that it lies in another node", tree.node, None),
+        ("says that it follows another row", tree.table.previous, -1),
     ):
-        with pytest.MonkeyPatch.context() as patch, pytest.raises(InvariantError, match=message):
-            patch.setattr(node.holdings[component], name, fault)
+        before = column[end]
+        column[end] = fault
+        with pytest.raises(InvariantError, match=message):
             tree.check()
-        tree.check()
-    tree.account(MAMBA).evictable = 5
-    with pytest.raises(InvariantError, match="mamba: the account says 5"):
+        column[end] = before
         tree.check()

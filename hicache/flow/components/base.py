@@ -1,8 +1,8 @@
 """The contract of a cache component: one record of what moves it between the tiers, and what it does in each movement.
 
     build     tree_component_for, slot_space
-    evict     available, num_leaving, device_victim, count_eviction, free
-    admit     refuse_impossible, trim, needed, fits_now, shortage, size_of, take, prepare_forward
+    evict     available, num_leaving, count_eviction, free
+    admit     refuse_impossible, needed, fits_now, shortage, size_of, take, prepare_forward
     restore   first_required, pages_to_load, begin_load, device_ids, fail_load
     commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
@@ -33,13 +33,13 @@ from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.pages.states import TierPages
+from hicache.pages.table import Rows
 from hicache.tiers import Component
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
 from hicache.tree.base import Match
 from hicache.tree.components import TreeComponent
 from hicache.tree.core import RadixTree
-from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,7 @@ class CacheComponent(ABC):
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         self.config, self.tree, self.tree_component = engine.config, engine.tree, tree_component
         self.name: Component = tree_component.name
+        self.resident = engine.tree.pages[tree_component.name]  # what the device has of it
         self.counter, self.has_host = link.counter, link.host is not None
         # The host pool, its pages, and the transfers between host and device; used only if `has_host`.
         self.host, self.transfer = cast(HostPagePool, link.host), cast(TransferBackend, link.transfer)
@@ -170,21 +171,13 @@ class CacheComponent(ABC):
         """Give back what `leave` returned."""
         self.free(ids)
 
-    def device_victim(self, size: int) -> TreeNode | None:
-        """The node that should lose its device value next; split where less than all of it is needed."""
-        return self.tree.victim(self.name, size)
-
-    def count_eviction(self, node: TreeNode) -> None:  # noqa: B027 - most count nothing
-        """`node` lost its device value."""
+    def count_eviction(self, rows: Rows) -> None:  # noqa: B027 - most count nothing
+        """These lost their device values."""
 
     # Admit
 
     def refuse_impossible(self, request: CacheRequest) -> None:  # noqa: B027
         """Raise PromptTooLong where the request can never fit."""
-
-    def trim(self, node: TreeNode, ahead: int = 0) -> None:  # noqa: B027
-        """Split nodes above `node` such that no more than needed is kept for a prefix that ends `ahead` tokens behind
-        it. Before that is locked: of a locked node both halves stay."""
 
     @abstractmethod
     def needed(self, admission: Admission) -> int:
@@ -193,12 +186,12 @@ class CacheComponent(ABC):
     def fits_now(self, admission: Admission) -> bool:
         """Whether the request fits at this moment. Changes nothing."""
         kept = self.tree.to_protect(self.name, admission.match, admission.device_len, admission.length)
-        evictable = max(0, self.tree.evictable(self.name) - kept)
+        evictable = max(0, self.resident.evictable - kept)
         return self.needed(admission) <= self.available() + self.num_leaving + evictable
 
     def shortage(self, needed: int, in_flight: int = 0) -> ResourceExhausted:
         """The error of a request that `needed` more than can be made free, while `in_flight` are being copied."""
-        return OutOfSlots(needed, self.available(), self.tree.evictable(self.name), in_flight)
+        return OutOfSlots(needed, self.available(), self.resident.evictable, in_flight)
 
     def take(self, slots: torch.Tensor) -> None:  # noqa: B027
         """A lease got new `slots` of its own: take what belongs to them. `size_of(len(slots))` is free."""

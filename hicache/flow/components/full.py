@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -18,9 +17,9 @@ from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
 from hicache.pages.states import COPY, HELD
+from hicache.pages.table import Rows
 from hicache.tiers import FULL
 from hicache.tree.components import FullComponent, TreeComponent
-from hicache.tree.node import NodeRun, TreeNode
 
 
 class FullAttention(CacheComponent):
@@ -67,14 +66,10 @@ class FullAttention(CacheComponent):
     def free(self, value: torch.Tensor) -> None:
         self.allocator.free_run(value)
 
-    def count_eviction(self, node: TreeNode) -> None:
-        keys = self.tree.names.of(node) if self.has_host else ()
-        on_host = 0
-        if keys:
-            rows = self.pages.table.find(keys)
-            on_host = int(np.count_nonzero(self.pages.has(rows, HELD | COPY))) * self.page_size
-        self._demoted.value += on_host
-        self._lost.value += node.num_tokens - on_host
+    def count_eviction(self, rows: Rows) -> None:
+        num_on_host = int(np.count_nonzero(self.pages.has(rows, HELD | COPY))) if self.has_host else 0
+        self._demoted.value += num_on_host * self.page_size
+        self._lost.value += (len(rows) - num_on_host) * self.page_size
 
     def refuse_impossible(self, request: CacheRequest) -> None:
         num_tokens = len(request.tokens)
@@ -92,32 +87,21 @@ class FullAttention(CacheComponent):
         return range(min(pages.device_end, end), end)
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Nodes behind `load.node`, which matches see from now on: one for pages that requests used equally often."""
+        """Pages behind `load.node`, which matches see from now on."""
         page, prompt, (rows, pages) = self.page_size, load.prompt, load.pages[FULL]
-        hits, first = self.pages.table.hits[rows], int(pages[0])
-        ends = [*(np.flatnonzero(np.diff(hits)) + 1).tolist(), len(rows)]
-        start = at = first * page
-        nodes, node = list[TreeNode](), load.node
-        with ExitStack() as undo:
-            for end in ends:
-                last_page, hit_count = first + end, int(hits[end - 1])
-                tokens, value = prompt.tokens[at : last_page * page], slots[at - start : last_page * page - start]
-                inserted = self.tree.insert(node, tokens, value, prompt.namespace, hit_count=hit_count)
-                undo.callback(self.tree.withdraw, inserted)
-                assert inserted.gained and not len(inserted.existing), "the tree had what was to be loaded"
-                nodes += inserted.gained
-                at, node = last_page * page, inserted.node
-            for new in nodes:
-                new.page_keys = prompt.keys[(new.depth_tokens - new.num_tokens) // page : new.depth_tokens // page]
-            load.runs[FULL] = NodeRun(nodes, FULL)
-            undo.pop_all()
-        load.node = node
-        return slots[: at - start]
+        first, last = int(pages[0]), int(pages[-1]) + 1
+        tokens, value = prompt.tokens[first * page : last * page], slots[: len(rows) * page]
+        inserted = self.tree.insert(load.node, tokens, value, prompt.namespace, keys=prompt.keys[first:last])
+        assert np.array_equal(inserted.gained, rows), "the tree had what was to be loaded"
+        load.brings[FULL], load.node = rows, inserted.node
+        self.resident.begin_load(rows, load.number)
+        return value
 
     def fail_load(self, load: Load) -> None:
         """Its slots stay out of use as long as anyone reads them."""
-        if FULL in load.runs:
-            load.orphans += [self.tree.fail_load(node) for node in reversed(load.runs[FULL].nodes)]
+        if FULL in load.brings:
+            released = self.tree.remove(load.brings[FULL])
+            load.orphans += [gone.value for gone in released if gone.component == FULL]
 
     def release(self, lease: Lease) -> None:
         if lease.held_len > lease.tree_len:
@@ -125,8 +109,8 @@ class FullAttention(CacheComponent):
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
         held, owned = self.tree.values(FULL), [*owned_slots(leases, loads), *self.leaving.values()]
-        sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
-        return account_violations("slots", sums, self.capacity, [*held, *owned])
+        sums = (self.available(), len(held), sum(map(len, owned)))
+        return account_violations("slots", sums, self.capacity, [held, *owned])
 
 
 def owned_slots(leases: Sequence[Lease], loads: Sequence[Load]) -> list[torch.Tensor]:

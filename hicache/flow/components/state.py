@@ -20,9 +20,9 @@ from hicache.flow.components.base import Admission, CacheComponent, EngineParts,
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
+from hicache.pages.table import Rows
 from hicache.tiers import MAMBA
 from hicache.tree.components import MambaComponent, TreeComponent
-from hicache.tree.node import TreeNode
 
 _STATES_PER_REQUEST = 2  # the running state and the last checkpoint
 
@@ -61,8 +61,8 @@ class RecurrentState(CacheComponent):
     def free(self, value: torch.Tensor) -> None:
         self._pool.free(value)
 
-    def count_eviction(self, node: TreeNode) -> None:
-        self._evicted.value += 1
+    def count_eviction(self, rows: Rows) -> None:
+        self._evicted.value += len(rows)
 
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
@@ -79,7 +79,7 @@ class RecurrentState(CacheComponent):
         if admission.to_load.get(MAMBA) or lease.node.is_root:
             return
         with self._copying():
-            self._pool.copy_from(lease.node.value_of(MAMBA), _running(lease))
+            self._pool.copy_from(self.resident.value(lease.node.rows[-1:]), _running(lease))
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """Straight to the request's own state: nobody else can use it while it advances."""
@@ -150,7 +150,7 @@ class RecurrentState(CacheComponent):
         owned = [state.reshape(1) for state in of_leases if state is not None]
         owned += [state for load in loads for state in load.orphan_states.get(MAMBA, ())]
         owned += [state for value in self.leaving.values() for state in value.split(1)]
-        return account_violations("states", (self.available(), len(held), len(owned)), self._pool.size, [*held, *owned])
+        return account_violations("states", (self.available(), len(held), len(owned)), self._pool.size, [held, *owned])
 
     @staticmethod
     def _has_checkpoint(lease: Lease, length: int) -> bool:

@@ -1,7 +1,7 @@
 """Sliding windows in the engine: window slots, mapped to full slots, for the last window of each prefix.
 
-A prefix needs the window slots of its last `window` tokens only. What lies before them is evicted first, and nodes are
-split where the last window begins, so that no more is kept.
+A prefix needs the window slots of its last `window` tokens only. The window slots before them are not locked, and are
+evicted first.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 
+import numpy as np
 import torch
 
 from hicache.alloc.swa import SWATokenToKVPoolAllocator
@@ -20,9 +21,9 @@ from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
-from hicache.tiers import FULL, SWA, joined
+from hicache.pages.table import NO_ROWS, Rows
+from hicache.tiers import FULL, SWA
 from hicache.tree.components import SwaComponent, TreeComponent
-from hicache.tree.node import NodeRun, TreeNode
 
 
 class SlidingWindow(CacheComponent):
@@ -34,7 +35,7 @@ class SlidingWindow(CacheComponent):
     def tree_component_for(cls, config: EngineConfig, model: ModelGeometry | KVCache) -> TreeComponent | None:
         if not isinstance(model, ModelGeometry) or not model.window_layers:
             return None
-        return SwaComponent(model.window, config.cache_page_size)
+        return SwaComponent(model.window)
 
     def __init__(self, engine: EngineParts, tree_component: TreeComponent, link: HostLink) -> None:
         super().__init__(engine, tree_component, link)
@@ -81,20 +82,8 @@ class SlidingWindow(CacheComponent):
         """Map the window slots of full slots `from_slots` to `to_slots` instead."""
         self._allocator.move_window(from_slots, to_slots)
 
-    def device_victim(self, size: int) -> TreeNode | None:
-        """Of a node longer than the window the front goes first: no match at its end needs it."""
-        node = self.tree.victim(SWA)
-        surplus = 0 if node is None else self.tree_component.surplus_tokens(node)
-        return self.tree.split_prefix(node, surplus) if node is not None and surplus else node
-
-    def count_eviction(self, node: TreeNode) -> None:
-        self._evicted.value += node.num_tokens
-
-    def trim(self, node: TreeNode, ahead: int = 0) -> None:
-        required = self.tree_component.required_nodes(node, ahead)
-        start = self.tree_component.first_required(node.depth_tokens + ahead) // self.page_size * self.page_size
-        if required and (surplus := start - required[-1].depth_tokens + required[-1].num_tokens) > 0:
-            self.tree.split_prefix(required[-1], surplus)
+    def count_eviction(self, rows: Rows) -> None:
+        self._evicted.value += len(rows) * self.page_size
 
     def refuse_impossible(self, request: CacheRequest) -> None:
         reserve = request.reserve_tokens
@@ -116,36 +105,33 @@ class SlidingWindow(CacheComponent):
         return num_slots
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        self.trim(load.node)
-        nodes = [node for node in reversed(self.tree_component.required_nodes(load.node)) if not node.has(SWA)]
-        num_pages = len(load.pages[SWA].rows)
-        assert sum(node.num_tokens for node in nodes) == num_pages * self.page_size, "nodes end where windows begin"
-        load.runs[SWA] = NodeRun(nodes, SWA)
-        joint = joined([node.value_of(FULL) for node in nodes])
-        self.take(joint)
+        required = self.tree.required_rows(SWA, load.node)
+        rows = required[~self.resident.has(required)]
+        assert len(rows) == len(load.pages[SWA].rows), "the tree had what was to be loaded"
+        value = self.resident.value(rows)
+        self.take(value)
         with ExitStack() as undo:
-            undo.callback(self.free, joint)
-            for node in nodes:
-                self.tree.attach(node, SWA, node.value_of(FULL))
-                undo.callback(self.tree.detach, node, SWA)
+            undo.callback(self.free, value)
+            self.resident.enter(rows)
             undo.pop_all()
-        return joint
+        load.brings[SWA] = rows
+        self.resident.begin_load(rows, load.number)
+        return value
 
     def fail_load(self, load: Load) -> None:
-        """Windows of nodes whose full slots stay; the others leave with those."""
-        leaving = {*load.runs[FULL].nodes} if FULL in load.runs else set()
-        nodes = (
-            [node for node in load.runs[SWA].nodes if node not in leaving and node.has(SWA)] if SWA in load.runs else []
-        )
-        if nodes:  # a load that fails with another may still write to the window slots: only its end makes them free
+        """Windows of pages whose full slots stay; the others leave with those."""
+        if SWA not in load.brings:
+            return
+        rows = self.resident.held(load.brings[SWA])
+        rows = rows[~np.isin(rows, load.brings.get(FULL, NO_ROWS))]
+        if len(rows):  # a load that fails with another may still write to the window slots: only its end frees them
             load.wait()
-        for node in nodes:
-            self.free(self.tree.detach(node, SWA).value)
+            self.free(self.tree.detach(rows, SWA).value)
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
         """Window slots of the nodes that hold them, those of full slots that leases have, and those that leave."""
-        held = [self.device_ids(value) for value in self.tree.values(SWA)]
+        held = self.device_ids(self.tree.values(SWA))
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
         owned = [slots[slots > 0] for slots in owned] + [*self.leaving.values()]
-        sums = (self.available(), sum(map(len, held)), sum(map(len, owned)))
-        return account_violations("window slots", sums, self.capacity, [*held, *owned])
+        sums = (self.available(), len(held), sum(map(len, owned)))
+        return account_violations("window slots", sums, self.capacity, [held, *owned])

@@ -12,15 +12,17 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol, runtime_checkable
 
+import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
-from hicache.eviction.orders import CountedRecord, EvictionOrder
-from hicache.eviction.policy import get_eviction_strategy
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
+from hicache.pages.order import EvictionOrder, rank_policy
+from hicache.pages.table import NO_ROWS, PageTable, Rows
 
-_POSITIONS = 1 << 40  # more tokens than a request has: times of two requests never mix
+_MIN_CHUNK_TOKENS = 16  # chunks of a request are at least so far apart
+_LEAST_TICKS = 1 << 12  # of a request: more chunks than it has, or than it is seen to have at first
 
 
 @runtime_checkable
@@ -38,76 +40,81 @@ class KeepsAwaited(Protocol):
         ...
 
 
-class Block(CountedRecord):
-    """A chunk in the CPU tier. Times are ticks of a request, less the position."""
+@dataclass(slots=True, eq=False)
+class _Chunk:
+    """A chunk in the CPU tier. Times are ticks of a request, less the position. `is_evictable`: no request uses it, and
+    none waits for it."""
 
-    __slots__ = ("chunk",)
-    key: OffloadKey
-
-    def __init__(self, key: OffloadKey, chunk: ChunkStatus, time: int) -> None:
-        super().__init__(key)
-        self.chunk = chunk
-        self.hit_count = 1
-        self.creation_time = self.last_access_time = time
+    status: ChunkStatus
+    created: int
+    last_use: int
+    num_hits: int = 1
+    is_evictable: bool = False
 
 
 @dataclass(slots=True)
 class _RequestTick:
-    """When a request was first seen, by the policy `owner`."""
+    """When a request was first seen, by the policy `owner`: `tick` is the time of its first token. Chunks beyond
+    `num_ticks` count as used at the time of the last of these."""
 
     owner: object
     tick: int
+    num_ticks: int
 
 
 class HiCachePolicy(CachePolicy):
-    """Which chunk leaves vLLM's CPU tier, by a strategy of hicache's. Owned by vLLM's manager, under its lock.
+    """Which chunk leaves vLLM's CPU tier, by a policy of hicache's. Owned by vLLM's manager, under its lock.
 
-    Evictable chunks are in a heap; every event costs O(log n). A use is counted once a request, as vLLM reports it.
-    What the disk brought up for a request that waits is not evicted: see `promotions`.
+    Chunks are rows of an eviction order, which gets what has changed of them, all at once, before it names victims:
+    vLLM tells of one chunk at a time. A use is counted once a request, as vLLM reports it. What the disk brought up for
+    a request that waits is not evicted: see `promotions`.
     """
 
     strategy: ClassVar[str]
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self._blocks: dict[OffloadKey, Block] = {}
-        self._order: EvictionOrder[Block] = EvictionOrder(get_eviction_strategy(self.strategy), lambda block: True)
+        self._chunks: dict[OffloadKey, _Chunk] = {}
+        self._changed: dict[OffloadKey, None] = {}
+        self._num_evictable = 0
+        self._new_order()
         self._awaited = AwaitedChunks()
         self._tick = 0
         # Of the store that is being prepared: vLLM 0.32 does not say in `insert` whose chunk it is.
         self._announced: dict[OffloadKey, int] = {}
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
-        block = self._blocks.get(key)
-        return None if block is None else block.chunk
+        chunk = self._chunks.get(key)
+        return None if chunk is None else chunk.status
 
     def insert(self, key: OffloadKey, chunk: ChunkStatus, req_context: ReqContext | None = None) -> None:
         announced = self._announced.pop(key, None)
-        time = self._time_of(key, req_context) if announced is None else announced
-        self._blocks[key] = Block(key, chunk, time)
+        time = self._times_of([key], req_context)[0] if announced is None else announced
+        self._chunks[key] = _Chunk(chunk, time, time)
+        self._changed[key] = None
         if chunk.ref_cnt == 0:
             self.mark_evictable(key)
 
     def remove(self, key: OffloadKey) -> None:
-        block = self._blocks.pop(key)
-        if block in self._order:
-            self._order.evict(block)
+        self._num_evictable -= self._chunks.pop(key).is_evictable
+        self._changed[key] = None
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._use(list(keys), counted=None)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._release()
-        self._announced = {key: self._time_of(key, req_context) for key in keys}
+        missed = list(keys)
+        self._announced = dict(zip(missed, self._times_of(missed, req_context), strict=True))
         self._awaited.announce(self._announced, req_context)
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         """The request is not done; until then what it uses is as recent as the request, suffix before prefix."""
-        for key in keys:
-            block = self._blocks.get(key)
-            if block is not None:
-                block.last_access_time = max(block.last_access_time, self._time_of(key, req_context))
-                self._order.hit(block)
+        accessed = list(keys)
+        for key, time in zip(accessed, self._times_of(accessed, req_context), strict=True):
+            if (chunk := self._chunks.get(key)) is not None:
+                chunk.last_use = max(chunk.last_use, time)
+                self._changed[key] = None
 
     def on_request_finished(
         self,
@@ -120,41 +127,42 @@ class HiCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._release()
-        taken: list[Block] = []
-        kept: list[Block] = []
-        while len(taken) < n and (block := self._order.victim()) is not None:
-            self._order.evict(block)
-            (kept if block.key in protected else taken).append(block)
+        self._tell_order()
+        taken, kept = NO_ROWS, NO_ROWS
+        while len(taken) < n and len(rows := self._order.take(n - len(taken))):
+            is_kept = np.array([key in protected for key in self._table.keys_of(rows)], np.bool_)
+            self._order.lock(rows)
+            taken, kept = np.concatenate((taken, rows[~is_kept])), np.concatenate((kept, rows[is_kept]))
         if len(taken) < n:
-            kept, taken = kept + taken, []
-        for block in kept:
-            self._order.insert(block)
-        for block in taken:
-            del self._blocks[block.key]
-        return [(block.key, block.chunk) for block in taken] if len(taken) == n else None
+            kept, taken = np.concatenate((kept, taken)), NO_ROWS
+        self._order.unlock(kept)
+        if len(taken) < n:
+            return None
+        evicted = [(key, self._chunks.pop(key).status) for key in self._table.keys_of(taken)]
+        self._num_evictable -= n
+        self._leave(taken)
+        return evicted
 
     def clear(self) -> None:
-        for block in list(self._order):
-            self._order.evict(block)
-        self._blocks.clear()
+        self._chunks.clear()
+        self._changed.clear()
+        self._num_evictable = 0
+        self._new_order()
         self._announced.clear()
         self._awaited.clear()
 
     def mark_evictable(self, key: OffloadKey) -> None:
-        block = self._blocks[key]
-        if block not in self._order and key not in self._awaited:
-            self._order.insert(block)
+        if key not in self._awaited:
+            self._set_evictable(key, True)
 
     def mark_non_evictable(self, key: OffloadKey) -> None:
-        block = self._blocks[key]
-        if block in self._order:
-            self._order.lock(block)
+        self._set_evictable(key, False)
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
         """See `KeepsAwaited`."""
         self._release()
-        num_kept = sum(self._blocks[key] in self._order for key in kept)
-        return self.cache_capacity - len(self._blocks) + len(self._order) - num_kept
+        num_kept = sum(self._chunks[key].is_evictable for key in kept)
+        return self.cache_capacity - len(self._chunks) + self._num_evictable - num_kept
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
         """See `KeepsAwaited`."""
@@ -166,31 +174,76 @@ class HiCachePolicy(CachePolicy):
     def _release(self) -> None:
         """What nobody waits for any longer may be evicted."""
         for key in self._awaited.take_released():
-            if key in self._blocks and self._blocks[key].chunk.ref_cnt == 0:
+            if key in self._chunks and self._chunks[key].status.ref_cnt == 0:
                 self.mark_evictable(key)
+
+    def _set_evictable(self, key: OffloadKey, is_evictable: bool) -> None:
+        chunk = self._chunks[key]
+        self._num_evictable += is_evictable - chunk.is_evictable
+        chunk.is_evictable = is_evictable
+        self._changed[key] = None
 
     def _use(self, keys: Sequence[OffloadKey], counted: set[OffloadKey] | None) -> None:
         """The chunks, first to last of a prompt, are used now. `counted`: those whose use counts; None: all."""
-        self._tick += 1
-        for i, key in reversed(list(enumerate(keys))):
-            block = self._blocks.get(key)
-            if block is not None:
-                block.last_access_time = self._tick * _POSITIONS - i
-                block.hit_count += counted is None or key in counted
-                self._order.hit(block)
+        self._tick += max(1, len(keys))
+        for i, key in enumerate(keys):
+            if (chunk := self._chunks.get(key)) is not None:
+                chunk.last_use = self._tick - i
+                chunk.num_hits += counted is None or key in counted
+                self._changed[key] = None
 
-    def _time_of(self, key: OffloadKey, req_context: ReqContext | None) -> int:
-        """The request's first tick, less the position of the chunk in its prompt."""
-        position = None if req_context is None else req_context.get_offload_key_position(key)
-        if req_context is None or position is None:
-            self._tick += 1
-            return self._tick * _POSITIONS
+    def _times_of(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> list[int]:
+        """The request's first tick, less the position of each chunk in its prompt."""
+        positions = [None if req_context is None else req_context.get_offload_key_position(key) for key in keys]
+        known = [position // _MIN_CHUNK_TOKENS for position in positions if position is not None]
+        if req_context is None or len(known) < len(keys):
+            self._tick += len(keys)
+            return [*range(self._tick - len(keys) + 1, self._tick + 1)]
         state = req_context.get_state(_RequestTick)
         if state is None or state.owner is not self:
-            self._tick += 1
-            state = _RequestTick(self, self._tick)
+            num_ticks = max([_LEAST_TICKS, *known]) + 1
+            self._tick += num_ticks
+            state = _RequestTick(self, self._tick, num_ticks)
             req_context.set_state(state)
-        return state.tick * _POSITIONS - position
+        return [state.tick - min(position, state.num_ticks - 1) for position in known]
+
+    # The order
+
+    def _new_order(self) -> None:
+        self._table = PageTable()
+        self._order = EvictionOrder(self._table, rank_policy(self.strategy), is_linked=False)
+
+    def _tell_order(self) -> None:
+        """Apply all changes since the last call to the order."""
+        changed, self._changed = self._changed, {}
+        gone = self._table.known([key for key in changed if key not in self._chunks])
+        if len(gone):
+            self._leave(gone)
+        chunks = {key: self._chunks[key] for key in changed if key in self._chunks}
+        if not chunks:
+            return
+        table, order = self._table, self._order
+        new = [key for key in chunks if key not in table]
+        if new:
+            rows = table.add_unnamed(len(new), 0)
+            table.set_keys(rows, new)
+            table.hold(rows)
+            order.lock(rows)
+            order.enter(rows)
+        rows = table.find([*chunks])
+        order.at.created[rows] = [chunk.created for chunk in chunks.values()]
+        order.at.last_use[rows] = [chunk.last_use for chunk in chunks.values()]
+        table.hits[rows] = [chunk.num_hits for chunk in chunks.values()]
+        is_evictable = np.array([chunk.is_evictable for chunk in chunks.values()])
+        order.rank_again(rows)
+        order.unlock(rows[is_evictable & (order.locks[rows] > 0)])
+        order.lock(rows[~is_evictable & (order.locks[rows] == 0)])
+
+    def _leave(self, rows: Rows) -> None:
+        """The tier has the chunks of these rows no more."""
+        self._order.unlock(rows[self._order.locks[rows] > 0])
+        self._order.leave(rows)
+        self._table.drop(rows)
 
 
 class LRUPolicy(HiCachePolicy):

@@ -17,15 +17,15 @@ from hicache.flow.components.base import Admission, CacheComponent, EngineParts,
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
+from hicache.pages.table import Rows
 from hicache.tree.components import TreeComponent
-from hicache.tree.node import NodeRun, TreeNode
 from own_component.tree import LastHiddenComponent
 
 
 class LastHidden(CacheComponent):
     """float32 rows `[NUM_ROWS + 1, HIDDEN]` on the device; row 0 is the sink. Subclass it for other sizes.
 
-    Each of the others is free, held by a node of the tree, or left to a load that failed. Leases own none.
+    Each of the others is free, held by a page of the tree, or left to a load that failed. Leases own none.
     """
 
     HIDDEN, NUM_ROWS = 16, 8
@@ -59,8 +59,8 @@ class LastHidden(CacheComponent):
         Call it after `begin_forward`, before the lease's first commit. Raises `TransferError` where its load failed.
         """
         self.counter.wait_all()
-        node = lease.node
-        return self._rows[int(node.value_of(self.name))].clone() if node.has(self.name) else None
+        end = self.resident.held(lease.node.rows[-1:])
+        return self._rows[int(self.resident.value(end))].clone() if len(end) else None
 
     # Evict
 
@@ -74,8 +74,8 @@ class LastHidden(CacheComponent):
     def free(self, value: torch.Tensor) -> None:
         self._free += value.tolist()
 
-    def count_eviction(self, node: TreeNode) -> None:
-        self._evicted.value += 1
+    def count_eviction(self, rows: Rows) -> None:
+        self._evicted.value += len(rows)
 
     # Admit
 
@@ -87,22 +87,22 @@ class LastHidden(CacheComponent):
     def pages_to_load(self, end: int, pages: InMemory) -> list[int]:
         """The last, where the host has what the device lacks and a row can be had for it."""
         wanted = bool(end) and pages.on_host(self, end - 1) and not pages.on_device(self, end - 1)
-        has_row = bool(self._free) or self.tree.evictable(self.name) > 0
+        has_row = bool(self._free) or self.resident.evictable > 0
         return [end - 1] if wanted and has_row and self.counter.can_begin() else []
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
         """To the tree, where the lease and later requests read it."""
         row = self._take()
         self.tree.attach(load.node, self.name, row)
-        load.runs[self.name] = NodeRun([load.node], self.name)
+        load.brings[self.name] = load.node.rows[-1:]
+        self.resident.begin_load(load.brings[self.name], load.number)
         return row
 
     def fail_load(self, load: Load) -> None:
         """The copy may still write to the row: it is freed when that has ended."""
-        for node in load.runs[self.name].nodes if self.name in load.runs else ():
-            if node.has(self.name):
-                row = self.tree.detach(node, self.name).value
-                load.orphan_states.setdefault(self.name, []).append(row)
+        rows = self.resident.held(load.brings[self.name]) if self.name in load.brings else ()
+        if len(rows):
+            load.orphan_states.setdefault(self.name, []).append(self.tree.detach(rows, self.name).value)
 
     # Commit
 
@@ -126,7 +126,7 @@ class LastHidden(CacheComponent):
         orphans = [row for load in loads for row in load.orphan_states.get(self.name, ())]
         sums = (self.available(), len(held), len(orphans))
         free = torch.tensor(self._free, dtype=torch.int64)
-        return account_violations("hidden states", sums, self.capacity, [*held, *orphans, free])
+        return account_violations("hidden states", sums, self.capacity, [held, *orphans, free])
 
     def _take(self) -> torch.Tensor:
         """A free row, `[1]`."""

@@ -1,8 +1,8 @@
-"""A component of one's own in the tree: the last hidden state at the end of a node.
+"""A component of one's own in the tree: the last hidden state at the end of a page.
 
 match   anywhere: a prefix may end without one
-lock    the node alone
-evict   any node
+lock    the last page alone
+evict   any page
 """
 
 from __future__ import annotations
@@ -17,5 +17,5 @@ class LastHiddenComponent(TreeComponent):
     name = "last_hidden"
     at_node_end = True
 
-    def required_nodes(self, node: TreeNode, ahead: int = 0) -> list[TreeNode]:
-        return [] if ahead or node.is_root else [node]
+    def required_from(self, node: TreeNode, ahead: int = 0) -> int:
+        return node.depth_tokens if ahead or node.is_root else node.depth_tokens - 1

@@ -1,15 +1,37 @@
-"""Eviction policies by name: how each ranks what is held.
-
-A policy of one's own is a file that imports `hicache.eviction.orders` and an entry in `EVICTION_POLICIES`.
-"""
+"""SGLang's eviction strategies: what each evicts first, as a function of a node."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from abc import ABC, abstractmethod
+from typing import Protocol
 
 from hicache.errors import ConfigError
-from hicache.eviction.frequency import FadingFrequency
-from hicache.eviction.orders import EvictionOrder, EvictionPolicy, EvictionStrategy, R, Usage
+
+Priority = float | tuple[float, ...]
+
+
+class Usage(Protocol):
+    """How a node was used, which strategies rank by. Times are ticks."""
+
+    @property
+    def hit_count(self) -> int: ...
+
+    @property
+    def priority(self) -> int: ...
+
+    @property
+    def last_access_time(self) -> int: ...
+
+    @property
+    def creation_time(self) -> int: ...
+
+
+class EvictionStrategy(ABC):
+    """Ranks nodes by how they were used."""
+
+    @abstractmethod
+    def get_priority(self, node: Usage) -> Priority:
+        """The one with the lowest goes first. All of one strategy are of one length."""
 
 
 class LRUStrategy(EvictionStrategy):
@@ -74,33 +96,10 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
     "slru": SLRUStrategy,
 }
 
-# What `eviction_policy` may name; each order has a policy of its own.
-EVICTION_POLICIES: dict[str, Callable[[], EvictionPolicy]] = {"auto": FadingFrequency, **_STRATEGIES}
-
-
-def make_order(name: str, is_evictable: Callable[[R], bool]) -> EvictionOrder[R]:
-    """An empty order of the policy `name`, in any case. `is_evictable`: whether a record may be a victim now.
-
-    ConfigError for an unknown name.
-    """
-    return EvictionOrder(policy_named(name), is_evictable)
-
-
-def policy_named(name: str, setting: str = "eviction_policy") -> EvictionPolicy:
-    """A new policy `name`, in any case. ConfigError for an unknown name, which `setting` gave."""
-    policy = EVICTION_POLICIES.get(name.lower())
-    if policy is None:
-        raise _unknown(name, EVICTION_POLICIES, setting)
-    return policy()
-
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:
     """The strategy `name`, in any case. ConfigError for an unknown name."""
     strategy = _STRATEGIES.get(name.lower())
     if strategy is None:
-        raise _unknown(name, _STRATEGIES)
+        raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(sorted(_STRATEGIES))}")
     return strategy()
-
-
-def _unknown(name: str, names: Iterable[str], setting: str = "eviction_policy") -> ConfigError:
-    return ConfigError(f"{setting}={name!r} is unknown; use one of {', '.join(sorted(names))}")

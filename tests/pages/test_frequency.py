@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.eviction.frequency import FadingFrequency
-from hicache.eviction.orders import CountedRecord
-from hicache.eviction.policy import make_order
+from hicache.pages.device import DevicePages
+from hicache.pages.frequency import FadingFrequency
 from hicache.replay.cache import CacheSimulation
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import FULL
@@ -29,35 +28,38 @@ def hits(requests: Sequence[Tokens], policy: str, capacity: int) -> int:
     return num_hits
 
 
+def tree_of(half_life: float) -> tuple[RadixTree, DevicePages, FadingFrequency]:
+    """A tree of pages of one token under `auto`, whose half-life stays."""
+    tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
+    policy = tree.pages[FULL].order.policy
+    assert isinstance(policy, FadingFrequency)
+    policy.half_life, policy._adapt = half_life, lambda: None  # type: ignore[method-assign]
+    return tree, tree.pages[FULL], policy
+
+
 def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted() -> None:
     """Against a model that keeps every use of every prompt for ever. No prompt is a part of another."""
-    dice, tree = random.Random(1), RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL).order.policy
-    assert isinstance(log, FadingFrequency)
-    log.half_life, log._adapt = HALF_LIFE, lambda: None  # type: ignore[method-assign]
-    prompts = [np.arange(100 * n, 100 * n + dice.randrange(4, 12)) for n in range(40)]
-    uses: dict[int, list[int]] = {}
+    dice, (tree, pages, policy) = random.Random(1), tree_of(HALF_LIFE)
+    prompts = [np.arange(100 * n, 100 * n + dice.randrange(4, 12)) for n in range(14)]
+    uses: dict[int, list[int]] = {}  # of the last page of each prompt
     seen, evictions = 0, 0
     for _ in range(1500):
-        number = min(int(dice.expovariate(0.1)), len(prompts) - 1)
+        number = min(int(dice.expovariate(0.3)), len(prompts) - 1)
         tokens = prompts[number]
         match = tree.match(tokens)
-        node = tree.node_at(match, match.full_len)
-        for at in node.path():
-            at.hit_count += 1
-        tree.lock(node)
-        rest = tokens[match.full_len :]
-        new = tree.insert(node, rest, torch.zeros(len(rest), dtype=torch.int64)).node
-        tree.unlock(node)
+        assert match.full_len in (0, len(tokens))
+        tree.begin_use(match.rows)
+        node = tree.insert(tree.root, tokens, torch.zeros(len(tokens), dtype=torch.int64)).node
+        tree.touch(node)
+        last = seen + 1
         seen += len(tokens)
-        if not uses.get(number) or seen - uses[number][-1] > min(HALF_LIFE, log._capacity_tokens) / 64:
-            uses.setdefault(number, []).append(seen)
-        assert new.num_tokens == len(tokens)
-        while tree.evictable(FULL) > 60:
-            ranks = {at.child_key: sum(2 ** ((t - seen) / HALF_LIFE) for t in uses[_number(at)]) for at in tree.nodes()}
-            victim = tree.victim(FULL)
-            assert victim is not None and ranks[victim.child_key] == pytest.approx(min(ranks.values()))
-            tree.drop(victim, FULL)
+        if not uses.get(number) or last - uses[number][-1] > min(HALF_LIFE, policy._capacity) / 64:
+            uses.setdefault(number, []).append(last)
+        while tree.evictable(FULL) > 40:
+            ranks = {at: sum(2 ** ((t - seen) / HALF_LIFE) for t in uses[_number(at)]) for at in tree.nodes()}
+            victim = tree.node[pages.take(1)[0]]
+            assert ranks[victim] == pytest.approx(min(ranks.values()))
+            tree.evict(victim.rows, FULL)
             evictions += 1
     tree.check()
     assert evictions > 300
@@ -65,33 +67,29 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
 
 def test_a_use_counts_when_it_is_reported() -> None:
     """What is expected, or may be evicted again, is not used, though a request that has not ended is counted on it."""
-    order = make_order("auto", lambda record: True)
-    record, *others = [CountedRecord(n) for n in range(50)]
-    for each in (record, *others):
-        order.insert(each)
-    record.hit_count += 1
-    order.expect(record, 1)
-    order.expect(record, -1)
-    order.update(record)
-    assert order.policy.uses_of(record) == 1
-    order.hit(record)
-    assert order.policy.uses_of(record) == pytest.approx(2)
+    tree, pages, _ = tree_of(1 << 40)
+    for n in range(50):
+        tree.insert(tree.root, np.array([n]), torch.ones(1, dtype=torch.int64))
+    rows = tree.match(np.array([0])).rows
+    tree.begin_use(rows)
+    pages.order.expect(rows, 1)
+    pages.order.expect(rows, -1)
+    assert pages.uses_of(rows) == 1
+    pages.use(rows)
+    assert pages.uses_of(rows) == pytest.approx(2)
 
 
 def test_no_priority_lasts_for_ever() -> None:
     """What nobody asks for again is evicted before what is in use, whatever its priority was."""
-    tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL).order.policy
-    assert isinstance(log, FadingFrequency)
-    log.half_life, log._adapt = 1.0, lambda: None  # type: ignore[method-assign]
+    tree, pages, _ = tree_of(1.0)
     for tokens in (np.arange(8), np.arange(8, 16)):
         tree.insert(tree.root, tokens, torch.zeros(8, dtype=torch.int64))
     once, used = (tree.node_at(tree.match(tokens), 8) for tokens in (np.arange(8), np.arange(8, 16)))
     tree.raise_priority(once, 1 << 30)
     for _ in range(8):  # half-lives, each
-        used.hit_count += 1
+        tree.begin_use(used.rows)
         tree.touch(used)
-    assert tree.victim(FULL) is once
+    assert tree.node[pages.take(1)[0]] is once
 
 
 def _number(node) -> int:  # type: ignore[no-untyped-def]
@@ -167,18 +165,3 @@ def test_it_hits_more_than_lru_where_much_comes_once() -> None:
     for shape in (one_shot, scans):
         requests = generated(shape, 0)
         assert hits(requests, "auto", 300) > 1.5 * hits(requests, "lru", 300)
-
-
-def test_what_is_remembered_is_bounded() -> None:
-    """A prompt that never comes back is forgotten, however many come."""
-    tree = RadixTree(1, PageHasher(b"identity", 1), policy="auto")
-    log = tree.account(FULL).order.policy
-    assert isinstance(log, FadingFrequency)
-    log.half_life = 50.0
-    for number in range(3000):
-        tree.insert(tree.root, np.array([number]), torch.zeros(1, dtype=torch.int64))
-        while tree.evictable(FULL) > 20:
-            victim = tree.victim(FULL)
-            assert victim is not None
-            tree.drop(victim, FULL)
-    assert len(log._evicted) <= 8 * 50 + 20
