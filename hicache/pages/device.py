@@ -15,22 +15,23 @@ from hicache.pages.order import EvictionOrder
 from hicache.pages.policy import RankPolicy
 from hicache.pages.table import NO_ROWS, Columns, Mask, PageTable, Rows
 
-_NO_SLOTS = torch.empty(0, dtype=torch.int64)
+_NO_SLOTS = torch.empty(0, 1, dtype=torch.int64)
 
 
 class DevicePages(Columns):
     """Owned by the scheduler thread.
 
     `load`   number of the load in flight that writes the page; 0: none
-    `slots`  int64 `[row, size]`, where the first value came from: the slots of the page, or its state
+    `place`  where the slots of the page, or its state, are kept: memory grows with the pages of the device alone
 
     `size`: of a page. `full`: the full pages that these belong to; None: these are the full pages. `shares_slots`:
     their slots are those of `full`. Of full pages the end of a prompt leaves first; windows and states leave at any
     time.
     """
 
-    fields: ClassVar = {"load": (np.int32, 0)}
+    fields: ClassVar = {"load": (np.int32, 0), "place": (np.int32, 0)}
     load: npt.NDArray[np.int32]
+    place: npt.NDArray[np.int32]
 
     def __init__(
         self,
@@ -43,16 +44,10 @@ class DevicePages(Columns):
     ) -> None:
         self.table, self.size, self._full, self._shares_slots = table, size, full, shares_slots
         self.num_held = 0
-        self._slots: torch.Tensor | None = None
+        self._slots = _NO_SLOTS  # int64 `[place, size]`, where the first value came from
+        self._free_places: list[int] = []
         table.add_columns(self)
         self.order = EvictionOrder(table, policy, is_linked=full is None)
-
-    def grow(self, num_rows: int) -> None:
-        super().grow(num_rows)
-        if self._slots is not None:
-            before = self._slots
-            self._slots = before.new_zeros(num_rows, self.size)
-            self._slots[: len(before)] = before
 
     # Looking
 
@@ -73,10 +68,8 @@ class DevicePages(Columns):
         """The slots or states of these, which the device has, int64; a copy."""
         if self._full is not None and self._shares_slots:
             return self._full.value(rows)
-        if self._slots is None or not len(rows):
-            return _NO_SLOTS if self._slots is None else self._slots.new_empty(0)
         if self._slots.is_cpu:
-            return torch.from_numpy(self._slots.numpy()[rows].reshape(-1))
+            return torch.from_numpy(self._slots.numpy()[self.place[rows]].reshape(-1))
         return self._slots[self._ids(rows)].view(-1)
 
     @property
@@ -114,6 +107,8 @@ class DevicePages(Columns):
         """The device has these no more."""
         self.num_held -= len(rows)
         self.order.leave(rows)
+        if not self._shares_slots:
+            self._free_places += self.place[rows].tolist()
 
     def use(self, rows: Rows) -> None:
         """A request used those of these that the device has."""
@@ -144,14 +139,23 @@ class DevicePages(Columns):
     # Inside
 
     def _write(self, rows: Rows, value: torch.Tensor) -> None:
-        if self._slots is None:
-            self._slots = value.new_zeros(len(self.load), self.size)
+        if len(rows) > len(self._free_places):
+            self._make_places(len(rows), value)
+        at = len(self._free_places) - len(rows)
+        self.place[rows] = self._free_places[at:]
+        del self._free_places[at:]
         if self._slots.is_cpu:
-            self._slots.numpy()[rows] = value.numpy().reshape(-1, self.size)
+            self._slots.numpy()[self.place[rows]] = value.numpy().reshape(-1, self.size)
         else:
             self._slots[self._ids(rows)] = value.view(-1, self.size)
 
+    def _make_places(self, num_places: int, value: torch.Tensor) -> None:
+        """At least so many, and as many as there are."""
+        before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
+        num_places = max(num_places, len(before))
+        self._slots = torch.cat((before, before.new_zeros(num_places, self.size)))
+        self._free_places += range(len(before), len(before) + num_places)
+
     def _ids(self, rows: Rows) -> torch.Tensor:
-        """`rows` where the slots are, without a wait."""
-        assert self._slots is not None
-        return torch.from_numpy(rows).pin_memory().to(self._slots.device, non_blocking=True)
+        """The places of `rows` where the slots are, without a wait."""
+        return torch.from_numpy(self.place[rows].astype(np.int64)).pin_memory().to(self._slots.device, non_blocking=True)
