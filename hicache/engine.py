@@ -555,9 +555,9 @@ class CacheEngine:
         before, self._is_broken = (self._is_broken, self._why_not), True  # the proof may be interrupted too
         self._why_not = self._why_not or f"{error!r} left {verb}() half done; close the engine and build another"
         try:
-            for component in self._context.components:
-                if component.has_host:
-                    component.pages.table.sweep()
+            of_host = [component.pages.table for component in self._context.components if component.has_host]
+            for table in {self._context.tree.table, *of_host}:
+                table.sweep()
             self._prove()
         except Exception:
             log.exception("the engine takes no further calls: %r left %s() half done", error, verb)

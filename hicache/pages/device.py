@@ -158,4 +158,5 @@ class DevicePages(Columns):
 
     def _ids(self, rows: Rows) -> torch.Tensor:
         """The places of `rows` where the slots are, without a wait."""
-        return torch.from_numpy(self.place[rows].astype(np.int64)).pin_memory().to(self._slots.device, non_blocking=True)
+        places = torch.from_numpy(self.place[rows].astype(np.int64))
+        return places.pin_memory().to(self._slots.device, non_blocking=True)

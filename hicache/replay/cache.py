@@ -60,10 +60,9 @@ class CacheSimulation:
         self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
         self._saves_at_eviction = settings.write_policy in _AT_EVICTION
         self._is_exclusive = settings.write_policy == "exclusive"
-        of_device, self.table = self._tables = BlockTable(), BlockTable()  # each counts hits: of the device, below
-        self._touched, self._unsaved = Seen(), list[tuple[Rows, Ranks]]()
+        self.table, self._touched, self._unsaved = BlockTable(), Seen(), list[tuple[Rows, Ranks]]()
         self.table.add_columns(self._touched)
-        self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, of_device, on_evict=self._note)
+        self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._note)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
         self.host: TierPages | None = None
         if settings.host_blocks != 0:
@@ -108,8 +107,7 @@ class CacheSimulation:
         for tier in (device,) if host is None else (device, host):
             tier.order.expire(now_s)
         self._is_last = hint.session_end
-        for table in self._tables:
-            table.name_blocks(blocks)
+        self.table.name_blocks(blocks)
         match_len = _first_gap(device.has(blocks))
         read = self._prefetch(blocks, match_len)
         length = match_len if host is None else match_len + _first_gap(host.has(blocks[match_len:]))
@@ -163,8 +161,7 @@ class CacheSimulation:
         device, host = self.device, self.host
         device.lock(blocks[:device_len])
         device.order.go_on(blocks[:device_len])
-        for table in self._tables:
-            table.hits[blocks[:length]] += 1
+        self.table.hits[blocks[:length]] += 1
         loaded = blocks[device_len:length]
         if host is not None:
             host.lock(loaded)
@@ -220,7 +217,8 @@ class CacheSimulation:
         """Add the blocks from `start` on to the device until it is full, locked. Returns their end."""
         end = min(len(blocks), start + self.device.pool.available())
         computed = blocks[start:end]
-        self._enter(computed, 1)
+        hits = 1 if self.host is None else np.where(self.host.state[computed] != 0, self.table.hits[computed], 1)
+        self._enter(computed, hits)
         if self.host is not None and self._is_exclusive:
             self.host.came_above(computed)
         if not self._is_last:
@@ -275,7 +273,7 @@ class CacheSimulation:
     def _save(self, host: TierPages, rows: Rows, uses: Ranks) -> None:
         """Back up rows to the host while it has room, and from there to the disk. `uses`: the uses of each row on the
         device."""
-        taken = host.reserve(rows, COPY, hits=self.device.table.hits[rows])
+        taken = host.reserve(rows, COPY, hits=self.table.hits[rows])
         host.expected_uses[taken] = uses[: len(taken)]
         host.landed(taken)
         self._backed_up += len(taken)
