@@ -1,4 +1,4 @@
-"""What the device has of one component: slots or a state for each page, who needs them, and which leave next.
+"""The pages of one component on the device: their slots or states, locks and eviction order.
 
 The rows are those of the prefix tree, which is the only writer. Sizes are in tokens, or in states.
 """
@@ -45,7 +45,7 @@ class DevicePages(Columns):
         self.table, self.size, self._full, self._shares_slots = table, size, full, shares_slots
         self.num_held = 0
         self._slots = _NO_SLOTS  # int64 `[place, size]`, where the first value came from
-        self._free_places: list[int] = []
+        self._free_places, self._num_free = NO_ROWS, 0  # a stack
         table.add_columns(self)
         self.order = EvictionOrder(table, policy, is_linked=full is None)
 
@@ -74,12 +74,12 @@ class DevicePages(Columns):
 
     @property
     def evictable(self) -> int:
-        """The size of pages that nobody has locked."""
+        """The size of unlocked pages."""
         return self.order.num_evictable * self.size
 
     @property
     def protected(self) -> int:
-        """The size of pages that somebody has locked."""
+        """The size of locked pages."""
         return self.total - self.evictable
 
     @property
@@ -108,14 +108,15 @@ class DevicePages(Columns):
         self.num_held -= len(rows)
         self.order.leave(rows)
         if not self._shares_slots:
-            self._free_places += self.place[rows].tolist()
+            self._free_places[self._num_free : self._num_free + len(rows)] = self.place[rows]
+            self._num_free += len(rows)
 
     def use(self, rows: Rows) -> None:
         """A request used those of these that the device has."""
         self.order.use(self.held(rows))
 
     def lock(self, rows: Rows) -> None:
-        """Somebody needs these to stay, or their rows if they leave, see `RadixTree.remove`. A row occurs once."""
+        """Keep these on the device, or at least their rows, see `RadixTree.remove`. A row occurs once."""
         self.table.hold(rows)
         self.order.lock(rows)
 
@@ -139,22 +140,23 @@ class DevicePages(Columns):
     # Inside
 
     def _write(self, rows: Rows, value: torch.Tensor) -> None:
-        if len(rows) > len(self._free_places):
+        if len(rows) > self._num_free:
             self._make_places(len(rows), value)
-        at = len(self._free_places) - len(rows)
-        self.place[rows] = self._free_places[at:]
-        del self._free_places[at:]
+        self._num_free -= len(rows)
+        self.place[rows] = self._free_places[self._num_free : self._num_free + len(rows)]
         if self._slots.is_cpu:
             self._slots.numpy()[self.place[rows]] = value.numpy().reshape(-1, self.size)
         else:
-            self._slots[self._ids(rows)] = value.view(-1, self.size)
+            self._slots[self._ids(rows)] = value.reshape(-1, self.size)
 
     def _make_places(self, num_places: int, value: torch.Tensor) -> None:
-        """At least so many, and as many as there are."""
+        """Double the places, or add `num_places` if that is more."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
-        num_places = max(num_places, len(before))
-        self._slots = torch.cat((before, before.new_zeros(num_places, self.size)))
-        self._free_places += range(len(before), len(before) + num_places)
+        num_new = max(num_places, len(before))
+        self._slots = torch.cat((before, before.new_zeros(num_new, self.size)))
+        free, self._free_places = self._free_places[: self._num_free], np.empty(len(self._slots), np.int64)
+        self._num_free += num_new
+        self._free_places[: self._num_free] = np.append(free, np.arange(len(before), len(self._slots)))
 
     def _ids(self, rows: Rows) -> torch.Tensor:
         """The places of `rows` where the slots are, without a wait."""

@@ -88,13 +88,13 @@ class PageTable(Columns):
     def __init__(self, num_rows: int = _LEAST_ROWS) -> None:
         self._parts: list[Columns] = [self]
         self._row_of: dict[bytes, int] = {}
-        self._free: list[int] = []
+        self._free, self._num_free = NO_ROWS, 0  # a stack
         self._num_rows = self._last_age = 0
         self._grow_to(num_rows)
 
     def __len__(self) -> int:
         """Rows that something needs, or that were just named."""
-        return self._num_rows - len(self._free)
+        return self._num_rows - self._num_free
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._row_of
@@ -155,7 +155,7 @@ class PageTable(Columns):
         unknown = ((self.previous[rows] < 0) & (before >= 0) & (rows >= 0)).nonzero()[0]
         if len(unknown):
             self.previous[rows[unknown]] = before[unknown]
-            np.add.at(self.refs, before[unknown], 1)
+            self.refs[before[unknown]] += 1  # each row occurs once
 
     def with_paths(self, rows: Rows, seen: Seen) -> Rows:
         """Each of `rows` behind the rows of the pages before it, as far as they are known, the first one first; only
@@ -186,21 +186,37 @@ class PageTable(Columns):
 
     def forget(self, rows: Rows) -> None:
         """Give back those of these rows that nothing needs."""
-        unneeded = rows[(self.refs[rows] == 0) & (self.age[rows] > 0)].tolist()
-        if not unneeded:
+        if not (self.refs[rows] == 0).any():
             return
-        for row in unneeded:  # and behind them those that only they needed
-            if (before := int(self.previous[row])) >= 0:
+        needless = self._needless(rows)
+        cut = self.previous[needless]
+        unneeded = list[int]()
+        for last in cut[(cut >= 0) & ~np.isin(cut, needless)].tolist():
+            before = last
+            self.refs[before] -= 1
+            while not self.refs[before]:  # before them those that only they needed
+                unneeded.append(before)
+                before = int(self.previous[before])
+                if before < 0:
+                    break
                 self.refs[before] -= 1
-                if not self.refs[before]:
-                    unneeded.append(before)
-        gone = np.array(unneeded, np.int64)
+        gone = np.concatenate((needless, np.array(unneeded, np.int64)))
         for key in self.keys[gone].tolist():
             if key is not None:
                 del self._row_of[key]
         for part in self._parts:
             part.clear(gone)
-        self._free += unneeded[::-1]
+        self._give(gone)
+
+    def _needless(self, rows: Rows) -> Rows:
+        """Those of these rows that nothing needs, or only the next one of `rows`, which nothing needs either."""
+        rows = rows[self.age[rows] > 0]
+        is_link = np.append(self.previous[rows[1:]] == rows[:-1], False)
+        at = np.arange(len(rows))
+        needed = np.where(self.refs[rows] != is_link, at, len(rows))
+        end = np.where(is_link, len(rows), at)
+        is_needless = np.minimum.accumulate(needed[::-1])[::-1] > np.minimum.accumulate(end[::-1])[::-1]
+        return rows[is_needless]
 
     def sweep(self) -> None:
         """Give back all rows that nothing needs: a call that raised may have named pages, and no more."""
@@ -211,7 +227,7 @@ class PageTable(Columns):
         used = np.flatnonzero(self.age)
         found = []
         row_of = {key: row for row in used.tolist() if (key := self.keys[row]) is not None}
-        if len(used) != len(self) or {*self._free} & {*used.tolist()}:
+        if len(used) != len(self) or np.isin(self._free[: self._num_free], used).any():
             found.append(f"{len(used)} rows are used, {len(self)} were counted")
         if row_of != self._row_of:
             found.append("a key has another row than the row says")
@@ -228,14 +244,19 @@ class PageTable(Columns):
         return new
 
     def _take(self, num_rows: int) -> Rows:
-        if num_rows > len(self._free):
+        if num_rows > self._num_free:
             self._grow_to(max(self._num_rows + num_rows, 2 * self._num_rows))
-        taken = self._free[len(self._free) - num_rows :][::-1]
-        del self._free[len(self._free) - num_rows :]
-        return np.array(taken, np.int64)
+        self._num_free -= num_rows
+        return self._free[self._num_free : self._num_free + num_rows][::-1].copy()
+
+    def _give(self, rows: Rows) -> None:
+        self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
+        self._num_free += len(rows)
 
     def _grow_to(self, num_rows: int) -> None:
-        self._free = [*range(num_rows - 1, self._num_rows - 1, -1), *self._free]
-        self._num_rows = num_rows
+        new, old = np.arange(num_rows - 1, self._num_rows - 1, -1), self._free[: self._num_free]
+        self._free = np.empty(num_rows, np.int64)
+        self._num_free, self._num_rows = 0, num_rows
+        self._give(np.concatenate((new, old))[::-1])
         for part in self._parts:
             part.grow(num_rows + 1)

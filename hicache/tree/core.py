@@ -157,9 +157,10 @@ class RadixTree(Columns):
 
     def nodes_of(self, rows: Rows) -> dict[TreeNode, int]:
         """The nodes that these rows lie in, in the order of their first ones, and how many lie in each."""
-        found = dict[TreeNode, int]()
-        for node in self.node[rows].tolist():
-            found[node] = found.get(node, 0) + 1
+        found, nodes = dict[TreeNode, int](), self.node[rows]
+        bounds = [0, *(np.flatnonzero(nodes[1:] != nodes[:-1]) + 1).tolist(), len(rows)]
+        for start, end in pairwise(bounds if len(rows) else ()):
+            found[nodes[start]] = found.get(nodes[start], 0) + end - start
         return found
 
     def by_node(self, rows: Rows) -> list[Rows]:

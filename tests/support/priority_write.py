@@ -10,8 +10,8 @@ from hicache.pages.table import Mask, PageTable, Rows
 
 
 class PriorityWriteThrough:
-    """What requests of at least priority `minimum` use, at once. A page has the highest priority of its requests, and
-    none ranks below what continues it, so what is wanted is always a prefix."""
+    """Copy pages at once that requests of at least priority `minimum` use. A page has the highest priority of its
+    requests, and no page ranks below the next one, so the copied pages are always a prefix."""
 
     at_eviction = is_exclusive = False
 

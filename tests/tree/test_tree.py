@@ -62,8 +62,8 @@ def test_pages_are_hashed_once() -> None:
 
 
 def test_what_is_kept_is_counted_while_it_is_there() -> None:
-    """Each page, window and state of a kept prompt counts once, also after a split of a locked node. It counts no more
-    when its deadline or a use has come, its session has ended, it was evicted, or its load failed."""
+    """Each page, window and state of a kept prompt counts once, also after a split of a locked node. It no longer
+    counts after its deadline, a use, the end of its session, its eviction, or a failed load."""
     tree = tree_of(SwaComponent(4), MambaComponent())
     limits = {FULL: 100, SWA: 100, MAMBA: 100}
 

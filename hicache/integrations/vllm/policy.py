@@ -65,9 +65,9 @@ class _RequestTick:
 class HiCachePolicy(CachePolicy):
     """Which chunk leaves vLLM's CPU tier, by a policy of hicache's. Owned by vLLM's manager, under its lock.
 
-    Chunks are rows of an eviction order, which gets what has changed of them, all at once, before it names victims:
-    vLLM tells of one chunk at a time. A use is counted once a request, as vLLM reports it. What the disk brought up for
-    a request that waits is not evicted: see `promotions`.
+    Chunks are rows of an eviction order. vLLM reports one chunk at a time; the order gets all changes together, before
+    it chooses victims. A use is counted once a request, as vLLM reports it. Chunks that a waiting request read from
+    the disk are not evicted: see `promotions`.
     """
 
     strategy: ClassVar[str]
