@@ -112,7 +112,7 @@ def build_engine(
         events,
         is_below=is_on_host,
         goes_below=goes_below,
-        table=None if links[FULL].pages is None else links[FULL].pages.table,
+        below=links[FULL].pages,
     )
     parts = EngineParts(config, pool, table, _allocator(config, pool, device), tree, metrics)
     _compile(pool, table)

@@ -23,6 +23,7 @@ import torch
 from hicache.errors import InvariantError
 from hicache.pages.device import DevicePages
 from hicache.pages.order import rank_policy
+from hicache.pages.states import TierPages
 from hicache.pages.table import NO_ROW, NO_ROWS, Columns, PageTable, Rows
 from hicache.tiers import FULL, SWA, Component
 from hicache.tree.base import Inserted, Match, Released
@@ -45,8 +46,8 @@ class RadixTree(Columns):
     `components`: those beside FULL. `policy`: the eviction order of every component. With `events`, pages that
     come and go are reported to that log, which costs their keys at once. `is_below`: whether what the last page of a
     leaf lacks of a component can be had from a tier below, so that a match may end in it. `goes_below`: what leaves
-    goes there, so that a match may go on there behind any leaf. `table`: that of a tier below, where a page has one row
-    for both tiers; None: the tree has one of its own, and makes keys only when they are asked for.
+    goes there, so that a match may go on there behind any leaf. `below`: the full pages of a tier below, in whose table
+    a page has one row for both tiers; None: the tree has its own table, and makes keys only when they are asked for.
 
     `node`: of each row that the device has, the node that it lies in. `pages`: what the device has of each component.
     """
@@ -64,12 +65,13 @@ class RadixTree(Columns):
         node_type: type[TreeNode] = TreeNode,
         is_below: Callable[[TreeNode, Component], bool] | None = None,
         goes_below: bool = False,
-        table: PageTable | None = None,
+        below: TierPages | None = None,
     ) -> None:
         self.page_size, self.events = page_size, events
         self.components: tuple[TreeComponent, ...] = (FullComponent(), *components)
-        self.table = PageTable() if table is None else table
-        self._is_keyed = table is not None or events is not None
+        self._below = below
+        self.table = PageTable() if below is None else below.table
+        self._is_keyed = below is not None or events is not None
         self.table.add_columns(self)
         self.names = PageNames(hasher, self.table)
         self.pages = dict[Component, DevicePages]()
@@ -471,7 +473,9 @@ class RadixTree(Columns):
                 self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
         self.table.link(rows, before)
         self.table.hold(rows)
-        self.table.hits[rows] = np.maximum(self.table.hits[rows], 1)
+        self.table.hits[rows] = (
+            1 if self._below is None else np.where(self._below.state[rows], self.table.hits[rows], 1)
+        )
         self._link(parent, node, child_key)
         self._place(node, rows)
         self.num_nodes += 1
