@@ -1,17 +1,17 @@
 """Page stores: keys and bytes on disk or elsewhere, without tensors.
 
 base               the contract of a page store, and its errors
-lmdb_store         the embedded store; calls: checks and counters of a call, of every store
-lmdb_writer        commits and the budget; compressor: encoding beside them
-store_files        the open files of a store; directory: names and the writer lock; records: identity, settings
-index              where pages are, in LMDB, and when they were used
-slots              which slots are free; slot_file: reading and writing them, and what names a page
-codec              a page and its value: header, filters, cipher
-urls               opening a store by its URL; store_url: its parts; conformance: the tests that every store passes
-remote             what stores on other machines do alike; s3_store
+lmdb_store         the embedded store; calls: argument checks and counters that all stores share
+lmdb_writer        commits and the budget; compressor: encodes pages in threads concurrently with commits
+store_files        the open files of a store; directory: file names and the writer lock; records: identity, settings
+index              the slot of each page, in LMDB, and the time of its last use
+slots              which slots are free; slot_file: reads and writes slots and the block that names the page of a slot
+codec              encodes a page as a value and decodes it: header, filters, cipher
+urls               opens a store by its URL; store_url: parts of a URL; conformance: the tests that every store passes
+remote             code that stores on other machines share; s3_store: pages in an S3 bucket
 mooncake_store     pages in Mooncake; mooncake_client: a client of its library
 store_folder       the stores of a path, and their common budget
-maintenance        what operators do
+maintenance        the operator's verbs: describe, list, verify, repair, evict
 process/           the process that owns stores
 """
 

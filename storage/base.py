@@ -1,6 +1,6 @@
-"""The contract of a page store: what the disk tier, or a remote one, promises, whatever keeps the bytes.
+"""The contract of a page store, on a disk or remote.
 
-A page store knows keys and bytes, never tensors. Owns the protocol, its errors and its statistics.
+A page store knows keys and bytes, never tensors. This module owns the protocol, its errors and its statistics.
 """
 
 from __future__ import annotations
@@ -21,22 +21,21 @@ Durability: TypeAlias = Literal["relaxed", "commit"]
 
 
 class StoreError(HiCacheError):
-    """A store cannot be opened, or was called wrongly; the message names the remedy."""
+    """A store cannot be opened, or a caller passed wrong arguments; the message names the remedy."""
 
 
 class StoreUnavailable(StoreError):
-    """The store cannot be had now: its disk is full or fails, nothing serves it, or what its subclasses say. It may be
-    had later, without a change of settings."""
+    """The store cannot be opened now: its disk is full or fails, no process serves it, or it is locked or corrupt (the
+    subclasses). Opening may succeed later, without a change of settings."""
 
 
 def is_lasting(error: StoreError | None) -> TypeGuard[StoreError]:
-    """Whether opening failed for a reason that no time mends, as a wrong setting."""
+    """Whether opening failed for a reason that a retry cannot fix, for example a wrong setting."""
     return error is not None and not isinstance(error, StoreUnavailable)
 
 
 class StoreLocked(StoreUnavailable):
-    """Another store object, here or in another process, has this path open. `pid`: the process, 0 if it cannot be
-    named."""
+    """Another store object, in this process or another, has this path open. `pid`: its process, 0 if unknown."""
 
     def __init__(self, message: str, pid: int = 0) -> None:
         self.pid = pid
@@ -48,8 +47,8 @@ class StoreMismatch(StoreError):
 
 
 class StoreCorrupt(StoreUnavailable):
-    """The files are not what a store wrote, or `check()` found violations (`violations` lists them all). A store can be
-    had again once they are removed."""
+    """The files were not written by a store, or `check()` found violations (`violations` lists them all). After the
+    files are removed, the store can be opened again."""
 
     def __init__(self, message: str, violations: Sequence[str] = ()) -> None:
         self.violations = tuple(violations)
@@ -61,15 +60,15 @@ _DAY_S, _LEAST_S = 86400, 3600
 
 @dataclass(frozen=True)
 class StoreStats:
-    """A snapshot. Counters start at zero when the store is opened; sizes are those after the last commit. What a store
-    does not count stays zero.
+    """A snapshot of counters and sizes. Counters start at zero when the store is opened; sizes are those after the last
+    commit. A field that a store does not count stays zero.
 
     `entries`: stored pages. `live_bytes`: their values, headers included. `raw_bytes`: the same pages uncompressed.
-    `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages that
-    were put, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
-    `write_errors`: I/O calls that failed, after which callers pause; no room is a failure only if bytes were sent to
-    learn of it. `drive_bytes`: size of the file system that has the files. `open_seconds`: whole ones, since the store
-    was opened. `read_only`: a write failed, and no page is stored until `reopen` succeeds.
+    `file_bytes`: disk space of the files, which `budget_bytes` bounds. `put_bytes_raw`, `put_bytes_stored`: pages
+    written, before and after compression. `corrupt`: reads whose bytes could not be verified. `read_errors`,
+    `write_errors`: failed I/O calls, after which callers pause; a full store counts as a failure only if the store sent
+    bytes before it learned that. `drive_bytes`: size of the file system with the files. `open_seconds`: full seconds
+    since the store was opened. `read_only`: a write failed, and no page is stored until `reopen` succeeds.
     """
 
     entries: int = 0
@@ -92,8 +91,8 @@ class StoreStats:
 
     @property
     def drive_writes_per_day(self) -> float:
-        """Times that what was put fills the drive in a day, since the store was opened, which counts as an hour at
-        least; 0 where the drive's size is not known."""
+        """Bytes stored per day, as a multiple of the drive's size; 0 if that size is unknown. Measured since the store
+        was opened; less than an hour counts as an hour."""
         drive_seconds = self.drive_bytes * max(_LEAST_S, self.open_seconds)
         return self.put_bytes_stored * _DAY_S / drive_seconds if drive_seconds else 0.0
 
@@ -103,7 +102,7 @@ _WRONG_PATH = {errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EISDIR, errno.EEX
 
 
 def opening_error(what: str, error: Exception) -> StoreError:
-    """What to raise where `what` was to be opened and `error` came: StoreUnavailable, unless its path is wrong."""
+    """Error to raise after opening `what` failed with `error`: StoreUnavailable, or StoreError if the path is wrong."""
     is_wrong_path = isinstance(error, OSError) and error.errno in _WRONG_PATH
     why = (error.strerror if isinstance(error, OSError) else None) or error
     if is_wrong_path:
@@ -112,32 +111,32 @@ def opening_error(what: str, error: Exception) -> StoreError:
 
 
 class PageStore(Protocol):
-    """What every store can do, on a disk or on other machines: pages of one or several declared sizes, under keys of 1
-    to 511 bytes.
+    """A store of pages, on a disk or on other machines. Pages have one or several declared sizes; a key has 1 to 511
+    bytes.
 
-    A buffer whose length is none of `page_sizes` raises `StoreError`. What a call meets in the store does not raise:
-    what cannot be read is a miss, what cannot be written is not stored, key by key, and `stats` counts it.
-    Threads: `put`, `delete` and `reopen` from one writer thread, `close` when no other call is under way, the other
-    methods from any threads at the same time.
+    A buffer whose length is not in `page_sizes` raises `StoreError`. A failure inside the store does not raise: a page
+    that cannot be read is a miss, a page that cannot be written is not stored, key by key, and `stats` counts both.
+    Threads: one writer thread calls `put`, `delete` and `reopen`; `close` is called while no other call runs; any
+    threads call the other methods concurrently.
     Order: within one call the earlier key counts as the more recently used. Callers pass the pages of a prompt from
-    first to last: a suffix is worth nothing without its prefix, so the suffix is evicted first.
-    Deadlines are times of `time.monotonic`. After its deadline a call begins nothing and gives up what it can; what it
-    did not do is False. It never returns while anything may still write to a buffer or read one, so it may return late:
-    callers that must not wait use threads, as `hicache.storage.process` does.
+    first to last, so its suffix, which is useless without the prefix, is evicted first.
+    Deadlines are times of `time.monotonic`. After its deadline a call starts no more work, aborts the work that it can,
+    and returns False for each key that it did not finish. It never returns while a transfer may still read or write a
+    buffer, so it may return late: callers that must not wait use threads, as `hicache.storage.process` does.
     """
 
     @property
     def page_sizes(self) -> tuple[int, ...]:
-        """The sizes that pages may have, in bytes, ascending."""
+        """The page sizes that the store accepts, in bytes, ascending."""
         ...
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Buffers of later calls will lie in `memory`, contiguous uint8 that stays where it is until `close`. A hint:
-        a store that copies from and to registered memory alone uses memory of its own for other buffers."""
+        """Announce that buffers of later calls will lie in `memory`, contiguous uint8, valid at this address until
+        `close`. A hint: a store that transfers only from and to registered memory copies other buffers."""
         ...
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
-        """Which keys `get_into` would read now. Changes nothing; a later `get_into` may still miss."""
+        """For each key, whether `get_into` would read its page now. Changes nothing; a later `get_into` may miss."""
         ...
 
     def get_into(
@@ -152,46 +151,47 @@ class PageStore(Protocol):
         ...
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Count pages as used, wherever they were served from. Returns at once; absent keys are ignored."""
+        """Count pages as used, for example when another tier served them. Does not block; absent keys are ignored."""
         ...
 
     def put(
         self, items: Sequence[tuple[bytes, PageBuffer]], *, lag: float = 0.0, deadline_s: float = math.inf
     ) -> list[bool]:
-        """Store pages, contiguous uint8 `[page_bytes]`; others are evicted as the budget demands.
+        """Store pages, contiguous uint8 `[page_bytes]`; evict other pages if the budget requires it.
 
-        True: visible, and durable as the store was configured. A key that is present, whatever the size of its page, is
-        not written again and counts as used. False: not stored (the store is full or failed); what was stored before is
-        kept. `lag` in [0, 1]: 0, the caller's writer keeps up; 1, its queue is full. A store may compress less then.
+        True: visible, and as durable as configured. A key that is present, with a page of any size, is not written
+        again and counts as used. False: not stored, because the store is full or failed; it keeps its other pages.
+        `lag` in [0, 1]: 0 if the caller's writer keeps up, 1 if its queue is full. With more lag a store may compress
+        less.
         """
         ...
 
     def reopen(self) -> bool:
-        """Try to write again after a write failed; True when the store is writable now, also when it was before.
+        """Try to write again after a failed write; True if the store is writable now, also if it was before.
 
-        Loses nothing and does not wait between attempts: the caller decides how often to try.
+        Deletes no page and does not wait between attempts: the caller decides how often to try.
         """
         ...
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages, also while the store takes none; returns how many were present. A page that cannot be removed
-        stays, and `contains` says so."""
+        """Remove pages, also while the store is read-only; returns how many were present. `contains` stays True for a
+        page that could not be removed."""
         ...
 
     def stats(self) -> StoreStats:
-        """What is known in memory. Does no I/O and never raises."""
+        """The statistics that the store has in memory. Does no I/O and never raises."""
         ...
 
     def thread_read_errors(self) -> int:
-        """Failed reads of the calling thread so far, lost connections and missed deadlines among them; each was a miss.
-        Does no I/O."""
+        """Number of reads of the calling thread that failed so far, including lost connections and missed deadlines.
+        Each was a miss. Does no I/O."""
         ...
 
     def sync(self) -> None:
-        """Return when everything put so far is as durable as the store can make it."""
+        """Block until all pages put so far are as durable as the store can make them."""
         ...
 
     def close(self) -> None:
-        """Wait for readers, sync, and release what the store holds. A second call does nothing; any other call but
-        `stats` raises `StoreError`. In a fork it does nothing, and other calls raise `NotRunning`."""
+        """Wait for readers, sync, and release files and memory. A second call does nothing; after it all calls except
+        `stats` raise `StoreError`. In a forked process it does nothing, and other calls raise `NotRunning`."""
         ...

@@ -1,4 +1,4 @@
-"""Checks and counters of a call to a store, which the embedded store and those on other machines share."""
+"""Argument checks and counters of calls, shared by the embedded store and the remote stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class _ThreadCounts(threading.local):
 
 
 class Counters:
-    """The counters among the fields of `StoreStats`, by their names; any thread."""
+    """The fields of `StoreStats` that are counters, by name; any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -27,7 +27,7 @@ class Counters:
 
     @property
     def now(self) -> StoreStats:
-        """Without the fields that are no counters."""
+        """The counters; all other fields are zero."""
         with self._lock:
             return StoreStats(**self._counts)
 
@@ -45,7 +45,7 @@ class Counters:
 
 
 def check_keys(keys: Sequence[bytes]) -> None:
-    """`StoreError` unless every key has 1 to 511 bytes."""
+    """Raise `StoreError` unless every key has 1 to 511 bytes."""
     for key in keys:
         if not 1 <= len(key) <= MAX_KEY_BYTES:
             raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes, this one {len(key)}")
@@ -54,7 +54,7 @@ def check_keys(keys: Sequence[bytes]) -> None:
 def check_pages(
     keys: Sequence[bytes], pages: Sequence[PageBuffer], page_sizes: Collection[int], *, writeable: bool
 ) -> None:
-    """`StoreError` unless there is a page for each key, contiguous uint8 of one of the sizes."""
+    """Raise `StoreError` unless each key has a page: contiguous uint8 of one of the sizes, in bytes."""
     check_keys(keys)
     if len(keys) != len(pages):
         raise StoreError(f"{len(keys)} keys but {len(pages)} buffers")

@@ -1,6 +1,6 @@
-"""Encryption of pages at rest: AES-256-GCM with one key for a whole store.
+"""Encryption of pages at rest: AES-256-GCM with one key per store.
 
-An encrypted payload is a nonce of 12 bytes, drawn anew for each value, the ciphertext, and a tag of 16 bytes.
+An encrypted payload is a random nonce of 12 bytes for each value, the ciphertext, and a tag of 16 bytes.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 from hicache.storage.base import StoreError
 
 KEY_BYTES, NONCE_BYTES, TAG_BYTES = 32, 12, 16
-ENCRYPTION_BYTES = NONCE_BYTES + TAG_BYTES  # what encryption adds to a payload
+ENCRYPTION_BYTES = NONCE_BYTES + TAG_BYTES  # added to each payload
 SCRATCH_SLACK_BYTES = 15  # `update_into` requires space for almost one more block than it fills
 _KEY_ID_LABEL = b"hicache.storage page key"
 
 
 class PageCipher:
-    """An encryption key and its use; any number of threads at the same time.
+    """Encrypts and decrypts payloads with one key; any threads concurrently.
 
     `key_id` names the key without revealing it: 16 hex digits of an HMAC-SHA-256 under the key.
     """
@@ -47,7 +47,7 @@ class PageCipher:
         raise StoreError("a cipher holds a key and is not to be copied out of the process; build it from the key there")
 
     def encrypt(self, plain: memoryview, associated: bytes, target: memoryview) -> memoryview:
-        """Nonce, ciphertext and tag of `plain`, at the start of `target`, which is `ENCRYPTION_BYTES` longer.
+        """Encrypt `plain`: return nonce, ciphertext and tag, at the start of `target`, `ENCRYPTION_BYTES` longer.
 
         `associated` is authenticated but not stored; decryption requires the same bytes.
         """
@@ -60,7 +60,8 @@ class PageCipher:
         return target[:end]
 
     def decrypt(self, encrypted: memoryview, associated: bytes, scratch: memoryview) -> memoryview | None:
-        """The plaintext, in `scratch` until its next use; None unless every bit is what `encrypt` made under this key.
+        """Decrypt: return the plaintext, in `scratch` until its next use; None unless `encrypt` made every bit of
+        `encrypted` with this key.
 
         `encrypted` has at least `ENCRYPTION_BYTES`; `scratch` is `SCRATCH_SLACK_BYTES` longer than the plaintext.
         """

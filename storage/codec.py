@@ -1,4 +1,4 @@
-"""How a page becomes a value, and a value that page again: filter, zstd, cipher, checksum, in this order.
+"""Encodes a page as a value (filter, zstd, cipher, checksum, in this order), and decodes and verifies it.
 
 Owns the compression contexts and scratch memory; header.py defines the header, docs/disk_format.md describes every
 byte.
@@ -31,13 +31,13 @@ from hicache.storage.header import (
 )
 from hicache.storage.memory import CoreScratch, Scratch
 
-# A page is stored compressed only if that saves at least this share: below, decompressing costs more than reading.
+# A page is stored compressed only if that saves 1/16 or more: with less, decompressing costs more than reading.
 _MIN_SAVED_SHARE = 16
-# Whether a page compresses is tried on eight samples, 1/8 of the page apart: a run that makes up an eighth is seen.
+# Before a large page is compressed, eight samples are, 1/8 of the page apart, so a run of 1/8 of the page is found.
 _NUM_SAMPLES, _SAMPLE_BYTES, _SAMPLE_MIN_SAVED_SHARE = 8, 8 << 10, 32
 _MIN_SAMPLED_PAGE_BYTES = 8 * _NUM_SAMPLES * _SAMPLE_BYTES
-# How far behind the writer may be (0: it keeps up, 1: its queue is full) before it compresses fast, and before it does
-# not compress at all. Fast is level 1: zstd's negative levels omit entropy coding, the only gain there is in numbers.
+# Lag of the writer (0: it keeps up, 1: its queue is full) from which pages are compressed at the fast level, and from
+# which not at all. The fast level is 1: zstd's negative levels omit entropy coding, the only gain on pages of numbers.
 _FAST_FROM, _RAW_FROM, _FAST_LEVEL = 0.5, 0.9, 1
 
 _NO_FILTER = PageFilter()
@@ -55,10 +55,10 @@ class _Contexts(threading.local):
 
 
 def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
-    # In shuffled numbers short matches are chance: finding, coding and copying them costs more than it saves. With long
-    # matches only and a tiny hash table the levels up to 3 compress twice as fast as with a table of 2^12, and the
-    # result decompresses 1.4 times as fast; keys and values of a trained model come out 2 % larger, synthetic ones 1 %
-    # larger or smaller. The higher levels exist to find repetitions and are left unchanged.
+    # In shuffled numbers short matches are accidental: finding, coding and copying them costs more than it saves. With
+    # only long matches and a tiny hash table, levels up to 3 compress twice as fast as with a table of 2^12, and the
+    # result decompresses 1.4 times as fast. The result is 2 % larger for keys and values of a trained model, and 1 %
+    # larger or smaller for synthetic ones. Higher levels exist to find repetitions and keep their parameters.
     numbers = {"min_match": 7, "hash_log": 7, "chain_log": 7} if filter.kind != "none" and level <= 3 else {}
     settings = zstandard.ZstdCompressionParameters.from_level(
         level, source_size=page_bytes, write_content_size=True, **numbers
@@ -69,9 +69,9 @@ def _zstd_compressor(page_bytes: int, level: int, filter: PageFilter) -> Any:
 class PageCodec:
     """Encodes and verifies pages of one format in one namespace; any thread.
 
-    `level` 0 stores raw, 1 to 22 are zstd levels. The filter applies to encoding only: values name their own. A page
-    that does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and an unencrypted one is
-    refused; without, an encrypted one is refused.
+    `level` 0 stores raw, 1 to 22 are zstd levels. The filter applies to encoding only: a value names its filter. A page
+    that does not shrink by 1/16 is stored raw. With `cipher` every value is encrypted, and decoding refuses an
+    unencrypted one; without a cipher it refuses an encrypted one.
     """
 
     def __init__(self, format: PageFormat, namespace: bytes, level: int, cipher: PageCipher | None = None) -> None:
@@ -96,7 +96,7 @@ class PageCodec:
 
     @property
     def max_value_bytes(self) -> int:
-        """Size of the largest value, a raw one."""
+        """Size of the largest value: header and raw payload."""
         return HEADER_BYTES + self.max_payload_bytes
 
     @property
@@ -104,11 +104,11 @@ class PageCodec:
         return self._page_bytes + (ENCRYPTION_BYTES if self._cipher else 0)
 
     def encode_split(self, key: bytes, page: PageBuffer, buffer: memoryview, *, lag: float = 0.0) -> HeaderAndPayload:
-        """The value of `page`, contiguous uint8 `[page_bytes]`. A raw payload is `page` itself, any other lies in
-        `buffer`, of `max_payload_bytes` or more.
+        """Encode `page`, contiguous uint8 `[page_bytes]`. A raw payload is `page` itself; any other payload lies in
+        `buffer`, of at least `max_payload_bytes`.
 
-        `lag` says how far the writer is behind, from 0 (it keeps up) to 1 (its queue is full): from 0.5 on pages are
-        compressed at level 1, from 0.9 on not at all.
+        `lag`: backlog of the writer, from 0 (it keeps up) to 1 (its queue is full). From 0.5 on pages are compressed at
+        level 1, from 0.9 on not at all.
         """
         compressed = self._compress(page, lag)
         payload = page.data if compressed is None else memoryview(compressed)
@@ -124,16 +124,16 @@ class PageCodec:
             payload = self._cipher.encrypt(payload, associated_data(key, fields), buffer)
         elif compressed is not None:
             payload = buffer[: len(compressed)]
-            # Without the interpreter's lock, unlike an assignment to the view.
+            # Releases the interpreter lock, unlike an assignment to the view.
             np.copyto(np.frombuffer(payload, dtype=np.uint8), np.frombuffer(compressed, dtype=np.uint8))
         return HeaderAndPayload(finalise_header(key, fields, payload), payload)
 
     def decode_split(self, key: bytes, header: bytes | memoryview, payload: memoryview, page: PageBuffer) -> str:
-        """Verify a value in two parts and decode it into `page`, writable contiguous uint8 `[page_bytes]`. `payload`
-        may be `page` itself: then a raw page is not copied.
+        """Verify a value and decode it into `page`, writable contiguous uint8 `[page_bytes]`. `payload` may be `page`
+        itself: then a raw page is not copied.
 
-        Returns "" when `page` holds verified bytes, else the reason why not; then its content is undefined. Never
-        raises for any value, and allocates by `page_bytes`, never by a length that the value states.
+        Returns "" if `page` holds verified bytes. Otherwise returns the reason, and the content of `page` is undefined.
+        Never raises for any value, and allocates by `page_bytes`, never by a length in the value.
         """
         fields = read_header(key, header, payload, self._page_bytes, self._namespace)
         if isinstance(fields, str):
@@ -149,17 +149,17 @@ class PageCodec:
         return self._decompress_page(fields, plain, page)
 
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
-        """Why `value` is not what was stored under `key`; "" if it is.
+        """Verify `value`: return "" if it was stored under `key` and is undamaged, else the reason.
 
-        Without the key of an encrypted value its header and the checksum over all stored bytes are compared, which
-        detects damage, not forgery.
+        Without the cipher of an encrypted value, only its header and the checksum over all stored bytes are verified.
+        That detects damage, not forgery.
         """
         view, page = memoryview(value), self._verified.take_page(self._page_bytes)
         reason = self.decode_split(key, view[:HEADER_BYTES], view[HEADER_BYTES:], page)
         return "" if reason == _NO_KEY else reason
 
     def _compress(self, page: PageBuffer, lag: float) -> bytes | None:
-        """The page shuffled and compressed; None when it is to be stored raw."""
+        """Shuffle and compress `page`; None if it is to be stored raw."""
         if not self._level or lag >= _RAW_FROM or self._filter.kind == "uncompressed":
             return None
         contexts, source = self._contexts, page
@@ -174,7 +174,7 @@ class PageCodec:
         return compressed if len(compressed) <= max_bytes else None
 
     def _samples_compress(self, source: PageBuffer) -> bool:
-        """Whether samples of a large page shrink; a small page is compressed as fast as it is sampled."""
+        """Whether samples of a large page shrink; True for a small page, which compresses as fast as samples would."""
         if self._page_bytes < _MIN_SAMPLED_PAGE_BYTES:
             return True
         step_bytes, compressor = self._page_bytes // _NUM_SAMPLES, self._contexts.fast_compressor
@@ -197,7 +197,7 @@ class PageCodec:
         return reason
 
     def _decompress(self, payload: memoryview, target: PageBuffer) -> str:
-        """Decompress one frame of exactly `page_bytes` into `target`, whatever length the frame states."""
+        """Decompress one frame into `target` `[page_bytes]`; "" or the reason, such as a frame of another length."""
         try:
             frame = zstandard.get_frame_parameters(payload)
             if frame.content_size != self._page_bytes:
@@ -210,7 +210,7 @@ class PageCodec:
 
 
 class PageCodecs(dict[int, PageCodec]):
-    """The codecs of one store, by page size in bytes; any thread, never changed."""
+    """The codecs of one store, by page size in bytes. Immutable; any thread."""
 
     def __init__(self, formats: Sequence[PageFormat], namespace: bytes, level: int, cipher: PageCipher | None) -> None:
         super().__init__({format.page_bytes: PageCodec(format, namespace, level, cipher) for format in formats})
@@ -221,7 +221,7 @@ class PageCodecs(dict[int, PageCodec]):
         return self._largest.max_value_bytes
 
     def verify_stored(self, key: bytes, value: bytes | memoryview) -> str:
-        """`PageCodec.verify_stored` for a page of any of the sizes."""
-        # Any codec says why there is no page of another size.
+        """Call `PageCodec.verify_stored` of the codec for the page size in the value's header."""
+        # If no codec has that size, the largest one returns the reason.
         page_bytes = page_bytes_of(value) if len(value) >= HEADER_BYTES else 0
         return self.get(page_bytes, self._largest).verify_stored(key, value)

@@ -1,7 +1,7 @@
-"""Encodes pages in threads beside the writer: while one group is committed, the next is compressed.
+"""Encodes pages in threads concurrently with the writer: while one group is committed, the next is compressed.
 
-A commit waits for the disk and compression for the processor; one after the other they would add up. A writer that is
-behind compresses less, but only where it waits for compression: where the disk is slower, fewer bytes are faster.
+A commit waits for the disk, compression for the processor; in sequence their times would add up. A writer with a
+backlog compresses less only if it waits for compression. If it waits for the disk, fewer bytes are faster.
 """
 
 from __future__ import annotations
@@ -18,23 +18,24 @@ from hicache.storage.memory import aligned_from_heap, usable_cpus
 # zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
 _MAX_THREADS, _SHARE_OF_CORES = 8, 2
 _MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
-_WAITS_MEMORY = 16  # of about so many of the last pages it is known how many the writer waited for
+_WAITS_MEMORY = 16  # pages over which the share that the writer waited for is averaged
 
 
 class PageCompressor:
-    """Encodes pages in order, at most `ahead_bytes` or one page ahead of the consumer; writer thread."""
+    """Encodes pages in order, at most `ahead_bytes` or one page ahead of the consumer. Called by the writer thread."""
 
     def __init__(self, codecs: PageCodecs, ahead_bytes: int) -> None:
         self._codecs = codecs
         self._ahead_bytes = ahead_bytes
         num_threads = min(_MAX_THREADS, max(2, len(usable_cpus()) // _SHARE_OF_CORES))
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="hicache-disk-compress")
-        self._waits_share = 0.0  # of the last pages
+        self._waits_share = 0.0  # share of the last pages whose encoding the consumer had to wait for
 
     def values(self, pages: Mapping[bytes, PageBuffer], lag: float) -> Generator[HeaderAndPayload, None, None]:
-        """The value of each page, by key. Closed early, it waits for pages being encoded: they belong to the caller.
+        """Yield the value of each page, in the order of `pages`. If closed early, wait for pages that threads still
+        encode, because the caller owns their memory.
 
-        `lag`: see `PageCodec.encode_split`; 0 is taken while most pages are encoded before the consumer needs them.
+        `lag`: see `PageCodec.encode_split`; counts as 0 while most pages are encoded before the consumer needs them.
         """
         pending, pending_bytes = deque[tuple[bytes, Future[HeaderAndPayload] | None]](), 0
 
@@ -64,12 +65,12 @@ class PageCompressor:
         self._threads.shutdown()
 
     def _begin(self, key: bytes, page: PageBuffer, lag: float) -> Future[HeaderAndPayload] | None:
-        """Encode in a thread; None: when it is needed."""
+        """Start to encode in a thread; None if the page is to be encoded by the consumer, when it needs it."""
         if len(page) < _MIN_THREADED_BYTES:
             return None
         try:
             return self._threads.submit(self._encode, key, page, lag if self._waits_share > 0.5 else 0.0)
-        except RuntimeError:  # at the interpreter's exit threads accept no work any more, and the writer has some left
+        except RuntimeError:  # the interpreter exits and its threads accept no more work; the writer still has pages
             return None
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:

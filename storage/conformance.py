@@ -1,11 +1,11 @@
-"""What every page store must do, as tests: ours pass them, and a store of one's own can.
+"""Tests of the contract that every page store must pass, for the stores of hicache and for custom ones.
 
     class TestMyStore(StoreConformance):
         @pytest.fixture
         def make_store(self, tmp_path):
             return functools.partial(opener, f"my-store://{tmp_path}")
 
-Needs pytest only to be run. What a failing store or a slow one must do is for tests that can make it so.
+Only running them needs pytest. They do not test failing or slow stores: a test of the store must cause those states.
 """
 
 from __future__ import annotations
@@ -36,21 +36,21 @@ _NUM_FILLING = 450  # large pages: 18 MB
 
 
 class StoreConformance:
-    """Tests of the contract `PageStore`, for a class of pytest that brings the fixture `make_store`.
+    """Tests of the contract `PageStore`, for a pytest class that defines the fixture `make_store`.
 
     `make_store(identity=…, formats=…, cipher=…)` opens the store under test, as an opener of URLs does
-    (`hicache.storage.urls`); within one test always on the same medium, empty at first and with room for a few MiB, one
-    store open at a time. With less than 18 MB a full store is tested too.
+    (`hicache.storage.urls`). Within one test it opens one store at a time, always on the same medium, which is empty at
+    first and has a capacity of a few MiB. If the capacity is below 18 MB, a full store is tested too.
     """
 
     outlives_close = True
-    """Whether what was stored is there again when the store is closed and opened anew."""
+    """Whether pages stay stored when the store is closed and opened again."""
     knows_identity = True
-    """Whether the store keeps pages of different identities apart. One that does not relies on the keys, which name
-    the model too."""
+    """Whether the store separates pages of different identities. If not, it relies on the keys, which also name the
+    model."""
 
     def test_a_batch_is_answered_key_by_key(self, make_store: MakeStore) -> None:
-        """Absent keys are misses and hide no present one; a key may be asked for twice; a batch may be empty."""
+        """Absent keys are misses and hide no present key; a batch may have a key twice, or be empty."""
         with _open(make_store) as store:
             assert store.page_sizes in ((), (SMALL_BYTES, LARGE_BYTES)), "not the sizes of the formats"
             assert store.put([]) == [] and store.contains([]) == [] and store.get_into([], []) == []
@@ -65,8 +65,8 @@ class StoreConformance:
             assert all(np.array_equal(buffer, page(0)) for buffer in buffers)
 
     def test_a_present_key_keeps_its_page(self, make_store: MakeStore) -> None:
-        """A put of a present key says True and changes nothing, whatever the bytes and the size of the page; a page of
-        another size than the buffer is a miss and is kept."""
+        """A put of a present key returns True and changes nothing, also with other bytes or another page size. A page
+        of another size than the buffer is a miss and stays stored."""
         with _open(make_store) as store:
             store.put([(b"a", page(0))])
             assert store.put([(b"a", page(2)), (b"b", page(4)), (b"a", page(1))]) == [True, True, True]
@@ -77,7 +77,7 @@ class StoreConformance:
             assert store.stats().corrupt == 0
 
     def test_keys_are_any_1_to_511_bytes(self, make_store: MakeStore) -> None:
-        """Keys of every length and byte name pages of their own; other lengths raise `StoreError`."""
+        """Keys of 1 to 511 arbitrary bytes name different pages; other lengths raise `StoreError`."""
         keys = [b"\0", b"\0\0", b"a", b"A", b"a\0", b"a/b", b"/", b".", b"..", b"%2F", b"a\r\nb", b"*", b"{a}", b"\xff"]
         keys += [bytes(range(256)), b"k" * 510, b"k" * 511, b"\xff" * 511]
         with _open(make_store) as store:
@@ -112,7 +112,7 @@ class StoreConformance:
             assert all(_found(store, {b"a": page(0)}))
 
     def test_after_its_deadline_a_call_does_nothing(self, make_store: MakeStore) -> None:
-        """Past its deadline no page is read or stored, no absent key is named, and nothing raises."""
+        """After its deadline a call reads and stores no page, finds no absent key, and does not raise."""
         with _open(make_store) as store:
             store.put([(b"a", page(0))])
             past_s = time.monotonic() - 1
@@ -123,7 +123,7 @@ class StoreConformance:
             assert all(_found(store, {b"a": page(0)}))
 
     def test_pages_may_lie_anywhere(self, make_store: MakeStore) -> None:
-        """Pages in registered memory and elsewhere, at any offset, are stored and filled, and nothing beside them."""
+        """Pages in registered and other memory, at any offset, are stored and filled; no other byte changes."""
         with _open(make_store) as store:
             for number in range(6):
                 content, memory = page(number), np.zeros(2 * LARGE_BYTES, np.uint8)
@@ -139,7 +139,7 @@ class StoreConformance:
                 assert np.array_equal(memory, filled), "get_into filled other bytes"
 
     def test_threads_read_beside_a_writer(self, make_store: MakeStore) -> None:
-        """What threads find while another thread puts and deletes is what was put, and no call raises."""
+        """While another thread puts and deletes, threads read only bytes that were put, and no call raises."""
         pages = {b"%d" % n: page(n) for n in range(24)}
         written = threading.Event()
 
@@ -166,7 +166,7 @@ class StoreConformance:
             assert all(_found(store, pages))
 
     def test_it_counts(self, make_store: MakeStore) -> None:
-        """Hits, misses and pages that were written count; present keys are not written again, and nothing failed."""
+        """The store counts hits, misses and pages written, does not write present keys again, and counts no failure."""
         with _open(make_store) as store:
             store.put([(b"a", page(0)), (b"b", page(2))])
             store.put([(b"a", page(0))])
@@ -179,7 +179,7 @@ class StoreConformance:
             assert store.thread_read_errors() == 0 and store.reopen() is True
 
     def test_another_identity_finds_nothing(self, make_store: MakeStore) -> None:
-        """A store of another identity on the same medium is refused, or finds nothing and disturbs nothing."""
+        """Opening another identity on the same medium raises, or finds no page and changes no page of the first one."""
         if not self.knows_identity:
             return
         with _open(make_store) as store:
@@ -193,7 +193,7 @@ class StoreConformance:
                 assert all(_found(store, {b"a": page(0)}))
 
     def test_pages_under_a_key_need_it(self, make_store: MakeStore) -> None:
-        """A store refuses a key that pages are to be encrypted with, or gives them to nobody who has not that key."""
+        """A store refuses an encryption key, or returns no page to a store opened without this key."""
         if find_spec("cryptography") is None:
             return
         cipher, other = PageCipher(bytes(32)), PageCipher(bytes(range(32)))
@@ -214,7 +214,7 @@ class StoreConformance:
                 assert all(_found(store, {b"a": page(0)}))
 
     def test_what_was_stored_is_there(self, make_store: MakeStore) -> None:
-        """Each page that `put` said to be stored is read right after it, also once the store is full."""
+        """Each page for which `put` returned True is read right after it, also once the store is full."""
         content = np.random.default_rng(0).integers(0, 256, LARGE_BYTES + _NUM_FILLING).astype(np.uint8)
         with _open(make_store) as store:
             for n in range(_NUM_FILLING):
@@ -222,7 +222,7 @@ class StoreConformance:
                 assert store.put([(key, one)]) == _found(store, {key: one})
 
     def test_a_closed_store_is_closed(self, make_store: MakeStore) -> None:
-        """A second `close` does nothing, `stats` still answers, and calls that need the store raise `StoreError`."""
+        """After `close`, a second `close` does nothing, `stats` answers, and all other calls raise `StoreError`."""
         store = make_store(identity=IDENTITY, formats=FORMATS, cipher=None)
         store.put([(b"a", page(0))])
         store.close()
@@ -232,8 +232,8 @@ class StoreConformance:
             assert _raises(call), f"{call} does not raise after close"
 
     def test_histories_are_those_of_a_dict(self, make_store: MakeStore) -> None:
-        """After each of many random calls, in batches and alone, the store holds what a dictionary would; closed and
-        opened, too."""
+        """After each of many random calls, in batches or single, the store has the same pages as a dictionary, also
+        after it is closed and opened again."""
         model: dict[bytes, PageBuffer] = {}
         for seed in range(_NUM_HISTORIES):
             draw = random.Random(seed)
@@ -267,7 +267,7 @@ class StoreConformance:
 
 
 def page(number: int) -> PageBuffer:
-    """The page of that number: even ones have `SMALL_BYTES`, odd ones `LARGE_BYTES`, and some of either compress."""
+    """A page for a number: even numbers have `SMALL_BYTES`, odd ones `LARGE_BYTES`; some of either size compress."""
     generator = np.random.default_rng(number)
     num_bytes = LARGE_BYTES if number % 2 else SMALL_BYTES
     highest = (256, 4, 1)[number // 2 % 3]
@@ -275,7 +275,7 @@ def page(number: int) -> PageBuffer:
 
 
 def _found(store: PageStore, pages: Mapping[bytes, PageBuffer]) -> list[bool]:
-    """Which of `pages` the store has, after comparing every byte of them."""
+    """For each of `pages`, whether the store has it; asserts that the bytes of each hit are equal."""
     buffers = [np.empty(len(content), np.uint8) for content in pages.values()]
     found = store.get_into(list(pages), buffers)
     for (key, content), buffer, hit in zip(pages.items(), buffers, found, strict=True):
@@ -292,7 +292,7 @@ def _open(
 
 
 def _calls(store: PageStore, key: bytes, buffer: PageBuffer) -> list[Callable[[], object]]:
-    """Every call that names a key."""
+    """Every method that takes a key, bound to `key`."""
     return [
         partial(store.contains, [key]),
         partial(store.get_into, [key], [buffer]),
@@ -303,7 +303,7 @@ def _calls(store: PageStore, key: bytes, buffer: PageBuffer) -> list[Callable[[]
 
 
 def _raises(call: Callable[[], object]) -> bool:
-    """Whether the call is refused as one that is wrong."""
+    """Whether the call raises StoreError."""
     try:
         call()
     except StoreError:

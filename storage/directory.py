@@ -1,8 +1,8 @@
-"""The directory of a store: its file names, their modes, and the lock of the one process that writes.
+"""The directory of a store: its file names, their modes, and the lock of the only process that writes.
 
-The kernel releases the lock when its process ends, however it ends, and lists the holder, so the lock file cannot be
-out of date. While it is held it is empty, but for one byte once its holder is about to close the store: who comes then
-waits.
+The kernel releases the lock when its process ends for any reason, and lists the holder, so the lock file is never
+stale. While the lock is held the file is empty. Its holder writes one byte before it closes the store; then a process
+that wants to open the store waits instead of failing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hicache.storage.base import StoreError, StoreLocked, opening_error
 
 log = logging.getLogger("hicache.storage")
 
-# Calls that a file system, an old kernel or the seccomp profile of a container does not know.
+# Error codes of calls that a file system, an old kernel or the seccomp profile of a container does not support.
 REFUSALS = frozenset({errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF, errno.EPERM})
 STORE_FILE, INDEX_FILE, LOCK_FILE = "store.json", "index.mdb", "writer.lock"
 NEW_SUFFIX = ".new"
@@ -34,17 +34,17 @@ _CLOSING_WAIT_S, _LOOK_S = 60.0, 0.02
 
 
 def slots_file(path: Path, page_bytes: int, slot_bytes: int) -> Path:
-    """The file with the slots of one length for pages of one size."""
+    """Path of the file with slots of `slot_bytes` for pages of `page_bytes`."""
     return path / f"pages-{page_bytes}-{slot_bytes}.dat"
 
 
 def slots_files(path: Path) -> list[Path]:
-    """All such files in a directory, in order."""
+    """All slot files in a directory, sorted."""
     return sorted(path.glob("pages-[1-9]*.dat"))
 
 
 def sync_directory(path: Path) -> None:
-    """Make renames in `path` survive a power failure, where its file system can."""
+    """Make renames in `path` survive a power failure, if its file system supports that."""
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
     try:
         synced(os.fsync, descriptor, path)
@@ -53,8 +53,8 @@ def sync_directory(path: Path) -> None:
 
 
 def synced(call: Callable[[int], None], descriptor: int, path: Path) -> None:
-    """Call fsync or fdatasync on something in the folder `path`, or on the folder itself. Where the file system, or a
-    container, knows no such call, one warning says so. OSError where the disk fails."""
+    """Call fsync or fdatasync on a file in the folder `path`, or on the folder itself. If the file system or the
+    container does not support the call, log one warning. Raises OSError if the disk fails."""
     try:
         call(descriptor)
     except OSError as error:
@@ -65,7 +65,7 @@ def synced(call: Callable[[int], None], descriptor: int, path: Path) -> None:
 
 @functools.cache
 def _warn_of_no_sync(path: str, why: str) -> None:
-    """Once."""
+    """Warn once per path."""
     log.warning(
         "the file system of %s cannot be told to write to its disk (%s): a power failure may cost what was stored last",
         path, why,
@@ -74,8 +74,8 @@ def _warn_of_no_sync(path: str, why: str) -> None:
 
 @contextlib.contextmanager
 def replacing(file: Path) -> Iterator[BinaryIO]:
-    """A new file, which takes the place of `file` when the block ends: whenever the power fails, one of them is there,
-    whole."""
+    """Open a new file that replaces `file` when the block ends. After a power failure at any time, the old or the new
+    file is there, complete."""
     new = file.with_name(file.name + NEW_SUFFIX)
     with open(new, "w+b", opener=open_private) as written:
         yield written
@@ -86,15 +86,15 @@ def replacing(file: Path) -> Iterator[BinaryIO]:
 
 
 def open_private(file: str, flags: int) -> int:
-    """An opener that makes a missing file, private to its user."""
+    """Open a file; create it, private to its user, if it is missing."""
     return os.open(file, flags | os.O_CREAT, PRIVATE_FILE_MODE)
 
 
 class WriterLock:
-    """The right to write to one directory, from construction to `close`.
+    """The lock that a process must hold to write to a directory, from construction to `close`.
 
     A missing directory is created, private to its user. The files in an existing one are made private, with a warning.
-    Waits for a holder that is about to close, `wait_s` at most. Raises `StoreLocked` or `StoreError`.
+    Waits at most `wait_s` for a holder that is about to close. Raises `StoreLocked` or `StoreError`.
     """
 
     def __init__(self, path: Path, wait_s: float = _CLOSING_WAIT_S) -> None:
@@ -106,10 +106,10 @@ class WriterLock:
                 held.callback(os.close, self._descriptor)
                 self._acquire(wait_s)
                 held.callback(fcntl.flock, self._descriptor, fcntl.LOCK_UN)  # a fork has the descriptor too
-                self.require_same()  # and not one of a store that was removed meanwhile
+                self.require_same()  # the directory may have been removed while this call waited
                 before = os.fstat(self._descriptor)
-                os.ftruncate(self._descriptor, 0)  # not before: who waits would be refused at the last moment
-                os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))  # of the store's last use
+                os.ftruncate(self._descriptor, 0)  # only now: earlier, other waiting processes would raise
+                os.utime(self._descriptor, ns=(before.st_atime_ns, before.st_mtime_ns))  # the time of the last use
             except (FileExistsError, NotADirectoryError):
                 raise StoreError(f"the disk path {path} is not a directory; choose another path") from None
             except BlockingIOError:
@@ -126,7 +126,7 @@ class WriterLock:
             self._held = held.pop_all()
 
     def _acquire(self, wait_s: float) -> None:
-        """BlockingIOError where another process has the lock, and keeps it."""
+        """Acquire the lock. BlockingIOError if another process holds it and does not close within `wait_s` seconds."""
         until_s = time.monotonic() + wait_s
         while True:
             try:
@@ -145,14 +145,14 @@ class WriterLock:
                 time.sleep(_LOOK_S)
 
     def announce_close(self) -> None:
-        """Have others wait for the lock: it will be free soon."""
+        """Make processes that open the store wait for the lock instead of failing: it will be released soon."""
         try:
             os.pwrite(self._descriptor, b"\0", 0)
         except OSError as error:
             log.warning("%s: who opens it next is not told to wait: %s", self._path, error)
 
     def require_same(self) -> None:
-        """OSError when the path no longer leads to the locked directory: a store there belongs to another writer."""
+        """Raise OSError if the path no longer leads to the locked directory: a store there has another writer."""
         with contextlib.suppress(FileNotFoundError):
             if os.path.samestat(os.fstat(self._descriptor), os.stat(self._path / LOCK_FILE)):
                 return
@@ -163,9 +163,9 @@ class WriterLock:
 
 
 def _holder(descriptor: int) -> int:
-    """The process that the kernel lists as the holder of a lock on the file, 0 if it lists none that is alive.
+    """Process id that the kernel lists as holder of a lock on the file, 0 if it lists no live process.
 
-    It lists no holder in another container, and none at all on network file systems.
+    The kernel does not list a holder in another container, nor holders on network file systems.
     """
     held = os.fstat(descriptor)
     file = f"{os.major(held.st_dev):02x}:{os.minor(held.st_dev):02x}:{held.st_ino}"
@@ -178,7 +178,7 @@ def _holder(descriptor: int) -> int:
 
 
 def _make_private(path: Path) -> None:
-    """Remove the rights of others from the files of a store."""
+    """Remove the access rights of other users from the files of a store."""
     for file in filter(Path.exists, (path / LOCK_FILE, path / STORE_FILE, *slots_files(path))):
         mode = stat.S_IMODE(file.stat().st_mode)
         if mode & _MODE_OF_OTHERS:

@@ -1,7 +1,7 @@
-"""How the bytes of a page are ordered before compression, and back: the sizes of a store's pages and their filters.
+"""Page sizes of a store and their filters: a filter reorders the bytes of a page before compression, and back.
 
 zstd compresses bytes that resemble their neighbours. In a page of numbers the i-th bytes of all elements resemble each
-other (exponents repeat, mantissas do not). A filter reorders bytes and changes none.
+other (exponents repeat, mantissas do not). A filter changes no byte.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import numpy.typing as npt
 from hicache.storage.base import PageBuffer
 
 FilterKind: TypeAlias = Literal["none", "byte_shuffle", "uncompressed"]
-FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle")  # by number, in values
+FILTER_KINDS: tuple[FilterKind, ...] = ("none", "byte_shuffle")  # a stored value names its filter by this index
 _ELEMENT_BYTES = (1, 2, 4, 8)
 
 Elements: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
@@ -23,11 +23,11 @@ Elements: TypeAlias = npt.NDArray[np.unsignedinteger[Any]]
 
 @dataclass(frozen=True)
 class PageFilter:
-    """How the bytes of a page are ordered before zstd. The axes of a page, outermost first:
+    """The order of the bytes of a page before zstd. By kind, the axes of a page, outermost first:
 
         none          unchanged
         byte_shuffle  [elements, element_bytes] -> [element_bytes, elements]
-        uncompressed  unchanged, and there is no zstd
+        uncompressed  unchanged, and zstd is not applied
 
     `element_bytes` is 1, 2, 4 or 8.
     """
@@ -48,7 +48,7 @@ class PageFilter:
 
 @dataclass(frozen=True)
 class PageFormat:
-    """One size of the pages that a store keeps, in bytes, and the filter of such pages."""
+    """One page size of a store, in bytes, and the filter of pages of that size."""
 
     page_bytes: int
     filter: PageFilter = PageFilter()
@@ -80,5 +80,5 @@ def _elements(filter: PageFilter, page: PageBuffer) -> Elements:
 
 
 def _byte_planes(filter: PageFilter, shuffled: PageBuffer) -> PageBuffer:
-    """A shuffled page as one plane for each byte of an element."""
+    """View a shuffled page as one plane for each byte of an element: `[element_bytes, elements]`."""
     return shuffled.reshape(filter.element_bytes, -1)

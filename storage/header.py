@@ -1,11 +1,11 @@
 """The header of a stored value: its fields, its checksum, and the rules by which a value is accepted or refused.
 
-docs/disk_format.md describes every byte. Each field is checked before it is used, and no memory is allocated by a
-length in it.
+docs/disk_format.md describes every byte. Each field is checked before use, and no length in a header decides how much
+memory is allocated.
 
-The checksum is XXH3_64 (https://github.com/Cyan4973/xxHash) over every stored byte, before anything parses them. Its
-seed is the same hash of the key and the fields, so a value does not verify under another key. It runs at 19 GB/s from
-memory and 60 GB/s from a cache, where CRC-32 runs at 3.8, and releases the interpreter lock.
+The checksum is XXH3_64 (https://github.com/Cyan4973/xxHash) over every stored byte, verified before the payload is
+parsed. Its seed is the same hash of the key and the fields, so a value does not verify under another key. It runs at 19
+GB/s from memory and 60 GB/s from a cache (CRC-32: 3.8), and releases the interpreter lock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ HEADER_BYTES = FIELD_BYTES + _CHECKSUM.size
 
 @dataclass(frozen=True)
 class HeaderAndPayload:
-    """A value in two parts, as it is kept in a slot."""
+    """A value in two parts, as a slot stores it."""
 
     header: bytes
     payload: memoryview
@@ -46,7 +46,7 @@ class HeaderAndPayload:
 
     @classmethod
     def of(cls, value: bytes | memoryview) -> HeaderAndPayload:
-        """The parts of a contiguous value."""
+        """Split a contiguous value."""
         view = memoryview(value)
         return cls(bytes(view[:HEADER_BYTES]), view[HEADER_BYTES:])
 
@@ -71,7 +71,8 @@ class ValueHeader:
         return _FIELDS.pack(MAGIC, VERSION, self.codec, flags, *lengths, *order, self.namespace)
 
     def contradiction(self, payload_bytes: int, page_bytes: int, namespace: bytes) -> str:
-        """Why no value of a page of `page_bytes` in `namespace` with such a payload has this header; "" if one may."""
+        """Return why this header cannot belong to a payload of `payload_bytes` for a page of `page_bytes` in
+        `namespace`; "" if it can."""
         overhead_bytes = ENCRYPTION_BYTES if self.encrypted else 0
         content_bytes = self.stored_bytes - overhead_bytes
         rules = (
@@ -87,19 +88,19 @@ class ValueHeader:
 
 
 def associated_data(key: bytes, fields: bytes | memoryview) -> bytes:
-    """What checksum and cipher tie a payload to: the key, with its length, and the fields of the header."""
+    """The bytes that checksum and cipher bind a payload to: the length of the key, the key, the header's fields."""
     return b"".join((_KEY_LENGTH.pack(len(key)), key, fields))
 
 
 def finalise_header(key: bytes, fields: bytes, payload: bytes | memoryview) -> bytes:
-    """`fields` with their checksum: the header of the value that stores `payload` under `key`."""
+    """Append the checksum to `fields`: the header of the value that stores `payload` under `key`."""
     checksum = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(associated_data(key, fields)))
-    checksum.update(payload)  # releases the interpreter lock; a digest in one call holds it, and takes longer
+    checksum.update(payload)  # releases the interpreter lock; a digest in a single call does not, and takes longer
     return fields + _CHECKSUM.pack(checksum.intdigest())
 
 
 def parse_header(header: bytes | memoryview) -> ValueHeader | str:
-    """The fields of a header, not verified, or why it has none."""
+    """Parse a header without verifying its checksum; returns the reason if it is not one."""
     if len(header) < HEADER_BYTES:
         return f"value of {len(header)} bytes is shorter than a header"
     magic, version, codec, flags, raw_bytes, stored_bytes, *order, namespace = _FIELDS.unpack_from(header)
@@ -119,7 +120,7 @@ def parse_header(header: bytes | memoryview) -> ValueHeader | str:
 def read_header(
     key: bytes, header: bytes | memoryview, payload: memoryview, page_bytes: int, namespace: bytes
 ) -> ValueHeader | str:
-    """The fields of a value whose lengths and checksum are consistent, or the reason why it is refused."""
+    """Parse the header of a value and verify its lengths and checksum; returns the reason if the value is refused."""
     fields = parse_header(header)
     if isinstance(fields, str):
         return fields
@@ -130,5 +131,5 @@ def read_header(
 
 
 def page_bytes_of(value: bytes | memoryview) -> int:
-    """The length of the page that a value, of at least a header, says it holds. Not verified."""
+    """Page length in bytes according to the header of `value`, which has at least a header. Not verified."""
     return int.from_bytes(value[8:12], "little")

@@ -1,16 +1,19 @@
-"""The index of a store: where each page is, and which was used when. An LMDB environment of three tables.
+"""The index of a store: the slot and the last use of each page. An LMDB environment of three tables.
 
     pages   key -> u64 slot, u32 bytes of the payload, u32 bytes of the page (little-endian)
     slots   u32 bytes of the page, u32 bytes of the slot, u64 slot (big-endian) -> key
-    uses    u32 bytes of the page, u32 bytes of the slot (big-endian) -> u64 tick of each slot (little-endian); written
-            when it is sealed. Beside the names of the tables: "note" -> what clients keep with the store
+    uses    u32 bytes of the page, u32 bytes of the slot (big-endian) -> u64 tick of each slot (little-endian)
+    -       "note" -> a few bytes that clients store, in LMDB's unnamed table of table names
 
-While a store is open its index is in memory without a name: a disk that hangs holds up no look-up, and it ends with its
-process. A closed store has a copy in a file, sealed by a checksum: LMDB trusts what it maps, so a copy is mapped after
-it was compared with its seal. Nothing else is verified: a wrong record leads to a slot that names another page.
+The table `uses` and the note are written only when the index is sealed.
 
-Uses are an array of ticks for each length of slots, one for each slot: a use is one store to an array. The least
-recently used pages are chosen many at a time, and each is compared with its tick when its turn comes.
+While a store is open its index is an anonymous file in memory: a disk that hangs does not block a look-up, and the
+index ends with its process. A closed store has a copy in a file, sealed by a checksum. LMDB trusts the file that it
+maps, so the copy is compared with its seal before it is mapped. The records are not verified: a wrong record leads to a
+slot that names another page.
+
+Uses are one array of ticks for each slot length, with one tick per slot, so a use writes one array element. The least
+recently used pages are chosen in batches. Before a chosen page is evicted its tick is compared again.
 """
 
 from __future__ import annotations
@@ -40,22 +43,22 @@ log = logging.getLogger("hicache.storage")
 
 _TABLES = (b"pages", b"slots", b"uses")
 _NOTE = b"note"
-_OTHER_PAGES = 4  # of the file: two that say where the tables are, one with their names, one of the table of uses
+_OTHER_PAGES = 4  # pages of the file: two of LMDB's meta data, one of table names, one of the table of uses
 _MIN_MAP_BYTES = 1 << 30  # address space, not memory
 _SEAL_BYTES, _CHUNK_BYTES = 8, 8 << 20
-_MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64  # of the slots, to be evicted next
+_MIN_CHOSEN, _CHOSEN_SHARE = 4096, 64  # slots of one batch of victims: at least 4096, or 1/64 of all
 _MIN_SPARE, _SPARE_SHARE = 128, 8
 _ENTRY, _SLOT, _LENGTH = struct.Struct("<QII"), struct.Struct(">IIQ"), struct.Struct(">II")
 TICK = np.dtype("<u8")
 _RECORD = np.dtype([("slot", "<u8"), ("payload_bytes", "<u4"), ("page_bytes", "<u4")])
 
-# What an LMDB call raises when it fails: its own errors, those of the operating system, and SystemError, with which the
-# binding reports a failure that it cannot name.
+# Errors that LMDB calls raise: LMDB's own, those of the operating system, and SystemError, which the binding raises for
+# a failure that it cannot name.
 io_errors: tuple[type[Exception], ...] = (OSError, SystemError, lmdb.Error)
 
 
 class Entry(NamedTuple):
-    """Where a page is."""
+    """The slot of a page, and the lengths of its payload and of the page, in bytes."""
 
     slot: int
     payload_bytes: int
@@ -71,7 +74,7 @@ class Entry(NamedTuple):
 
 
 class LastUse(NamedTuple):
-    """The last use of a slot."""
+    """The tick of the last use of a slot."""
 
     tick: int
     length: SlotLength
@@ -79,10 +82,10 @@ class LastUse(NamedTuple):
 
 
 class UseOrder:
-    """The last use of every slot, by its length. Any thread notes uses; everything else is the writer's.
+    """The tick of the last use of every slot, by slot length. Any thread calls `note`; only the writer calls the rest.
 
-    A use that is noted while an array grows may be lost, and one of a page that has just left its slot marks a slot
-    without a page. Neither matters to any page but in its order.
+    A use noted while an array grows may be lost. A use of a page that was just removed marks a slot without a page.
+    Both affect only the eviction order.
     """
 
     def __init__(self, ticks: Mapping[SlotLength, npt.NDArray[np.uint64]]) -> None:
@@ -92,34 +95,34 @@ class UseOrder:
 
     @property
     def ticks(self) -> dict[SlotLength, npt.NDArray[np.uint64]]:
-        """The tick of each slot, by length, up to the last one with a page."""
+        """The ticks `[slots]` by slot length, cut after the last slot with a page."""
         return {length: np.trim_zeros(ticks, "b") for length, ticks in self._ticks.items()}
 
     @property
     def num_slots(self) -> list[int]:
-        """How many slots each length has, and some to come."""
+        """Length of the array of each slot length; arrays have spare elements at the end."""
         return [len(ticks) for ticks in self._ticks.values()]
 
     def restart_clock(self) -> None:
-        """Later ticks are higher than all that were set."""
+        """Make later ticks higher than all ticks in the arrays."""
         last = max((int(ticks.max(initial=0)) for ticks in self._ticks.values()), default=0)
         self._clock = itertools.count(last + 1)
 
     def trim(self) -> None:
-        """Forget the slots behind the last one with a page."""
+        """Drop the array elements after the last slot with a page."""
         self._ticks = self.ticks
 
     def next_tick(self) -> int:
         return next(self._clock)
 
     def note(self, length: SlotLength, slot: int) -> None:
-        """The page in a slot is used now. What is no slot is ignored."""
+        """Note that the page in `slot` is used now. An unknown slot is ignored."""
         ticks = self._ticks.get(length)
         if ticks is not None and slot < len(ticks):
             ticks[slot] = next(self._clock)
 
     def set(self, length: SlotLength, slot: int, tick: int) -> None:
-        """A page came to a slot, and was used at `tick`."""
+        """Note that `slot` has a new page, last used at `tick`."""
         ticks = self._ticks.get(length, np.empty(0, TICK))
         if slot >= len(ticks):
             num_slots = slot + max(_MIN_SPARE, slot // _SPARE_SHARE)
@@ -131,11 +134,11 @@ class UseOrder:
         return int(self._ticks[length][slots.start : slots.stop].max(initial=0))
 
     def pop_oldest(self) -> LastUse | None:
-        """Take out the slot that was used least recently; None when none is left."""
+        """Remove and return the least recently used slot; None if no slot has a page."""
         while True:
             for last in self._chosen:
                 ticks = self._ticks[last.length]
-                if ticks[last.slot] == last.tick:  # it was neither used nor filled anew since
+                if ticks[last.slot] == last.tick:  # neither used nor refilled since it was chosen
                     ticks[last.slot] = 0
                     return last
             chosen = self.by_use(max(_MIN_CHOSEN, sum(self.num_slots) // _CHOSEN_SHARE))
@@ -144,7 +147,7 @@ class UseOrder:
             self._chosen = iter(chosen)
 
     def by_use(self, limit: int | None = None) -> list[LastUse]:
-        """The slots that were used, least recently used first; at most `limit`."""
+        """The slots with a page, least recently used first; at most `limit`."""
         lengths, uses = list(self._ticks), list(self._ticks.values())
         slots = [np.flatnonzero(ticks) for ticks in uses]
         if not slots:
@@ -160,16 +163,16 @@ class UseOrder:
 
 
 class Index:
-    """An open index; any thread reads and notes uses, one writes. What LMDB raises passes on. Closed once nobody is
-    inside.
+    """An open index. Any thread reads and notes uses; one thread writes. Errors of LMDB pass on (`io_errors`). The
+    caller closes it when no thread is inside a call.
 
-    `uses`: the use order. `note`: what clients keep with the store, a few bytes. LMDB has no lock file here, so one
-    lock keeps readers and the writer apart: what happens under it is short, and no I/O.
+    `uses`: the use order. `note`: a few bytes that clients store. LMDB has no lock file here, so one lock separates
+    readers and the writer; the work under it is short and does no I/O.
     """
 
     def __init__(self, budget_bytes: int, memory: int | None = None) -> None:
-        """`budget_bytes` of the store: the index needs less than a page's share of it for each page. `memory`:
-        descriptor of a memfd with the index; it is an empty one without."""
+        """Open the index in `memory`, a descriptor of a memfd, or an empty index if it is None. `budget_bytes` of the
+        store limits the size of the index."""
         descriptor = memory_file("hicache-index") if memory is None else os.dup(memory)
         try:
             self._env = lmdb.open(
@@ -182,7 +185,7 @@ class Index:
                 meminit=False,
             )
         finally:
-            os.close(descriptor)  # LMDB has opened it on its own
+            os.close(descriptor)  # LMDB has opened the path itself
         self._lock = threading.Lock()
         try:
             self._pages, self._slots, self._uses = (self._env.open_db(name) for name in _TABLES)
@@ -196,7 +199,7 @@ class Index:
 
     @classmethod
     def open_sealed(cls, file: Path, budget_bytes: int) -> Index | None:
-        """A copy of the index in a file; None if there is none, or it is not what was sealed."""
+        """Open a copy of the sealed index in `file`; None if there is no file, or its checksum is wrong."""
         with open(memory_file("hicache-index"), "wb") as memory:
             try:
                 with open(file, "rb") as source:
@@ -211,7 +214,7 @@ class Index:
             return cls(budget_bytes, memory.fileno())
 
     def seal(self, file: Path) -> None:
-        """Leave a sealed copy in a file; nobody reads or writes meanwhile. OSError if the disk fails."""
+        """Write a sealed copy to a file, while no thread reads or writes the index. OSError if the disk fails."""
         with self._env.begin(write=True) as txn:
             txn.drop(self._uses, delete=False)
             for length, ticks in self.uses.ticks.items():
@@ -232,7 +235,7 @@ class Index:
             return [get(key, None, pages) is not None for key in keys]
 
     def locate(self, keys: Iterable[bytes]) -> list[Entry | None]:
-        """Where the pages are; None for what is not there."""
+        """The entry of each key, None if it is absent."""
         with self._lock, self._env.begin(buffers=True) as txn:
             get, pages = txn.get, self._pages
             return [_entry(get(key, None, pages)) for key in keys]
@@ -248,7 +251,7 @@ class Index:
             return int(txn.stat(self._pages)["entries"])
 
     def num_bytes(self) -> int:
-        """What a sealed copy of it takes."""
+        """Size of a sealed copy of the index, in bytes."""
         with self._lock, self._env.begin() as txn:
             stats = [txn.stat(table) for table in (self._pages, self._slots)]
         pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in stats)
@@ -256,7 +259,7 @@ class Index:
         return int((pages + _OTHER_PAGES) * stats[0]["psize"])
 
     def by_use(self, *, newest: bool = False, limit: int | None = None) -> list[bytes]:
-        """Keys in the order of use, oldest or `newest` first; at most `limit`."""
+        """Keys in the order of use, least recent or `newest` first; at most `limit`."""
         used = self.uses.by_use()
         with self._lock, self._env.begin() as txn:
             steps = reversed(used) if newest else used
@@ -264,23 +267,23 @@ class Index:
             return list(itertools.islice((key for key in keys if key is not None), limit))
 
     def entries(self) -> list[tuple[bytes, Entry]]:
-        """Every page and where it is, by key."""
+        """Key and entry of every page, by key."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return [(key, Entry(*_ENTRY.unpack(raw))) for key, raw in cursor]
 
     def slot_keys(self) -> dict[tuple[int, int, int], bytes]:
-        """The key of the page in each slot, by the length of slots and slot."""
+        """The key of the page in each slot, by (page bytes, slot bytes, slot)."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._slots) as cursor:
             return {_SLOT.unpack(raw): key for raw, key in cursor}
 
     def records(self) -> npt.NDArray[np.void]:
-        """Where every page is, as an array of records with the fields of `Entry`: a million in 0.2 s."""
+        """The entry of every page, as an array of records with the fields of `Entry`; a million take 0.2 s."""
         with self._lock, self._env.begin() as txn, txn.cursor(db=self._pages) as cursor:
             return np.frombuffer(b"".join(cursor.iternext(keys=False)), dtype=_RECORD)
 
     @contextlib.contextmanager
     def changes(self) -> Iterator[IndexChanges]:
-        """Changes that become visible together, when the block ends; none of them if it raises."""
+        """Open a transaction: its changes become visible together when the block ends, and are dropped if it raises."""
         with self._lock, self._env.begin(write=True) as txn:
             yield IndexChanges(txn, self._pages, self._slots, self.uses)
 
@@ -295,10 +298,10 @@ class IndexChanges:
         self._uses = uses
 
     def put(self, key: bytes, entry: Entry, tick: int) -> None:
-        """Add a page, which is not there, used at `tick`."""
+        """Add an absent page, last used at `tick`."""
         slot = _SLOT.pack(*entry.length, entry.slot)
         self._txn.put(key, _ENTRY.pack(*entry), db=self._pages)
-        # Slots beyond all others fill the pages of the table whole, and need no search.
+        # Appending slots after all others fills the B-tree pages completely and needs no search.
         if not self._txn.put(slot, key, db=self._slots, append=True):
             self._txn.put(slot, key, db=self._slots)
         self._uses.set(entry.length, entry.slot, tick)
@@ -315,7 +318,7 @@ class IndexChanges:
         return [(key, self.delete(key)) for key in keys if key is not None]
 
     def pop_oldest(self) -> tuple[bytes, Entry] | None:
-        """Remove the least recently used page; returns its key and where it was."""
+        """Remove the least recently used page; returns its key and entry, None if the index is empty."""
         while last := self._uses.pop_oldest():
             key = self._txn.pop(_SLOT.pack(*last.length, last.slot), db=self._slots)
             entry = None if key is None else self.delete(key)
@@ -329,7 +332,7 @@ def _entry(raw: bytes | memoryview | None) -> Entry | None:
 
 
 def _copied(source: BinaryIO, num_bytes: int, target: BinaryIO | None = None) -> bytes:
-    """Read so many bytes, into `target` if there is one; the seal of what was read."""
+    """Read `num_bytes` from `source`, copy them to `target` if given, and return their seal (a checksum)."""
     checksum, left = xxhash.xxh3_64(seed=FORMAT), num_bytes
     while left > 0 and (chunk := source.read(min(_CHUNK_BYTES, left))):
         checksum.update(chunk)

@@ -1,8 +1,8 @@
-"""The embedded page store: verified, compressed pages in slot files, an index in LMDB, bounded from the first write.
+"""The embedded page store: verified, compressed pages in slot files, an index in LMDB, within its budget at all times.
 
-A read takes pages of one call that lie in neighbouring slots together. The index says where a page was a moment ago;
-its slot may hold another page by now. So the store looks up again, once, each page that does not verify, and only a
-page that is still in the same slot is damaged.
+A read merges the pages of one call that lie in neighbouring slots. Between the look-up in the index and the read, a
+writer may store another page in the slot. So the store looks up once more each page that does not verify, and only a
+page that is still in the same slot counts as damaged.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ from hicache.storage.store_files import Progress, StoreFiles
 log = logging.getLogger("hicache.storage")
 
 _DELETES_PER_COMMIT = 4096
-_WINDOW_BYTES = 8 << 20  # of pages that are looked through for neighbours
+_WINDOW_BYTES = 8 << 20  # bytes of pages that are sorted together to find neighbouring slots
 _Read: TypeAlias = tuple[bytes, Entry, memoryview]  # key of a page, its entry, buffer of its payload
 
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is not consistent. `key`: the page that is refused; None: the index or the slots. `action`: ""
-    without repair, "dropped", "index rebuilt", "kept" if the store could not be changed."""
+    """An inconsistency of a store. `key`: the damaged page, None if index or slots are inconsistent. `action`: ""
+    without repair, "dropped", "index rebuilt", or "kept" if the store could not be changed."""
 
     key: bytes | None
     reason: str
@@ -56,6 +56,8 @@ class Fault:
 
 
 class _Wanted(NamedTuple):
+    """One page to be read: its position in the call, its key, its entry in the index, and its buffer."""
+
     number: int
     key: bytes
     entry: Entry
@@ -63,24 +65,28 @@ class _Wanted(NamedTuple):
 
 
 class LmdbPageStore:
-    """A `PageStore` in one directory; see there for the methods, their threads and the order of keys.
+    """A `PageStore` in one directory; `PageStore` describes the methods, their threads and the order of keys.
 
-    `identity` names, in readable fields, everything that decides what a page means; a store made for another one is
-    refused. `formats`: the sizes that pages may have, which are part of the identity, each with the filter that
-    reorders such a page for compression only. All sizes share the budget and one use order. `durability`: with "commit"
-    pages are on disk before `put` returns; with "relaxed" a power failure may cost those of the last two commits, up to
-    1/32 of the budget or 128 MiB. Neither loses anything when the process dies. `level` 0 stores raw, 1 to 22 are
-    zstd's. With `cipher` pages are encrypted, and its key id is part of the identity, as `cipher_key`; opened without
-    it, by an identity that has that field, a store does everything but to put and get pages. Opening with a smaller
-    budget than before evicts at once. `on_removed` is called by the thread that writes, after each commit that removed
-    pages, with their keys: evicted, deleted, or not to be verified. `progress`: called with slots done and in all while
-    the index is rebuilt, which a store needs that was not closed. `rebuilt_pages`: how many pages were found then; None
-    if that was not needed. `keeps_index`: to verify a store, an index that names pages which the files have lost is
-    kept; else they are logged, and the index is rebuilt without them. `shares_budget`: the budget is that of all stores
-    in the folder of this one (`store_folder`).
+    `identity` names, in readable fields, everything that decides what a page means. Opening a store with another
+    identity raises.
+    `formats`: the page sizes, which are part of the identity, each with the filter that reorders pages of this size
+    for compression. All sizes share the budget and one use order.
+    `durability`: with "commit" pages are on disk before `put` returns. With "relaxed" a power failure may lose the
+    pages of the last two commits, up to 1/32 of the budget or 128 MiB. In both cases a killed process loses no page.
+    `level` 0 stores raw, 1 to 22 are zstd levels.
+    `cipher`: if given, pages are encrypted, and its key id is part of the identity, as `cipher_key`. A store opened
+    with that field in its identity but without the cipher does everything except put and get pages.
+    `budget_bytes`: opening with a smaller budget than before evicts at once.
+    `on_removed`: called by the writing thread after each commit that removed pages, with the keys of the pages that
+    were evicted, deleted, or could not be verified.
+    `progress`: called with the slots done and in all while the index is rebuilt, if the store was not closed.
+    `rebuilt_pages`: number of pages found by that rebuild, None if none was needed.
+    `keeps_index`: keep an index that names pages which the files have lost, to verify the store. Without it the lost
+    pages are logged and the index is rebuilt.
+    `shares_budget`: all stores in the folder of this one share the budget (`store_folder`).
 
-    A failed write makes the store read-only until `reopen` succeeds. Raises `StoreError` or a subclass when it cannot
-    be opened or is called wrongly, and NotRunning in a fork.
+    A failed write makes the store read-only until `reopen` succeeds. Raises `StoreError` or a subclass if the store
+    cannot be opened or a caller passes wrong arguments, and NotRunning in a forked process.
     """
 
     def __init__(
@@ -112,11 +118,11 @@ class LmdbPageStore:
         self._codecs = codecs
         self._missing_key_id = "" if cipher else files.record.key_id
         self._counters = Counters()
-        self._corrupt = dict[bytes, None]()  # pages that do not verify, absent until the writer has deleted them
+        self._corrupt = dict[bytes, None]()  # pages that do not verify: misses, until the writer has deleted them
         self._scratch = Scratch()
         self._writing = threading.Lock()
         self._on_removed = on_removed
-        self._kept = set[bytes]()  # by the `put` that is under way
+        self._kept = set[bytes]()  # keys of the running `put` that are stored
         self._opened_s = time.monotonic()
         try:
             self._writer = GroupWriter(
@@ -134,7 +140,7 @@ class LmdbPageStore:
 
     @property
     def note(self) -> bytes:
-        """What clients keep with the store, b"" where there is nothing. Lost with an index that is not sealed."""
+        """A few bytes that clients store, b"" at first. Lost if the index is not sealed."""
         return self._files.index.note
 
     @note.setter
@@ -143,17 +149,17 @@ class LmdbPageStore:
 
     @contextlib.contextmanager
     def writing(self) -> Iterator[GroupWriter]:
-        """The writer, for one thread at a time. `StoreError` when the store is closed."""
-        self._files.owner.require_here()  # before the lock, which another thread may have held at the fork
+        """Give the writer to one thread at a time. `StoreError` if the store is closed."""
+        self._files.owner.require_here()  # first: in a fork, another thread may hold the lock forever
         with self._writing:
             self._files.require_open()
             yield self._writer
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Reads and writes files from and to any memory."""
+        """Do nothing: files are read to and written from any memory."""
 
     def announce_close(self) -> None:
-        """The store will be closed after some more calls: have who wants to open it wait for that."""
+        """Announce that the store will be closed soon: a process that opens it then waits instead of failing."""
         self._files.lock.announce_close()
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -216,7 +222,7 @@ class LmdbPageStore:
             present = dict(zip(pages, self.contains(list(pages)), strict=True))
             self._kept = {key for key, held in present.items() if held}
             self.touch([key for key in reversed(present) if present[key]])
-            writer.delete_corrupt()  # which are absent, and yet in the index
+            writer.delete_corrupt()  # `contains` hides them, but the index still has them
             writer.begin_call()
             self._put_absent({key: page for key, page in pages.items() if not present[key]}, lag, deadline_s)
             return [key in self._kept for key, _ in items]
@@ -237,7 +243,7 @@ class LmdbPageStore:
         return self._files.reading()
 
     def verified_value(self, pages: StoreFiles, key: bytes, entry: Entry) -> bytes | str:
-        """The value of a page as it is stored, or why it cannot be read or does not verify."""
+        """The stored value of a page, or the reason why it cannot be read or does not verify."""
         payload = self._scratch.take(entry.length.slot_bytes)
         try:
             (header,) = self._read(pages, [(key, entry, payload)])
@@ -249,8 +255,8 @@ class LmdbPageStore:
         return self._codecs.verify_stored(key, value) or value
 
     def faults(self, pages: StoreFiles, progress: Callable[[int], None] = lambda _: None) -> Iterator[Fault]:
-        """Everything that is not consistent, while nobody writes: reads every byte, and compares the pages, the index
-        and the slots with one another. `progress` is called with the length of each value. Passes on what LMDB raises.
+        """Yield every inconsistency; no thread may write meanwhile. Reads every byte, and compares pages, index and
+        slots. `progress` is called with the length of each value. Raises `io_errors`.
         """
         entries, held = pages.index.entries(), pages.index.slot_keys()
         for key, entry in entries:
@@ -269,7 +275,7 @@ class LmdbPageStore:
             yield Fault(None, f"counted are {slots.sizes}, and there are {found.sizes}, or slots of others are in use")
 
     def check(self) -> None:
-        """Verify every value, index and counter, while nobody writes. Raises `StoreCorrupt` once, with all
+        """Verify every value, index and counter; no thread may write meanwhile. Raises one `StoreCorrupt` with all
         violations."""
         try:
             with self.reading() as pages:
@@ -280,12 +286,12 @@ class LmdbPageStore:
             raise StoreCorrupt(f"the store {self._files.path} has {len(found)} violation(s): {'; '.join(found)}", found)
 
     def keep_budget(self) -> None:
-        """Leave other stores of the folder their share of the budget. Each `put` does so too."""
+        """Evict until other stores of the folder have their share of the budget. Each `put` does the same."""
         with self.writing() as writer:
             writer.keep_budget()
 
     def compact(self) -> int:
-        """Return free space to the file system; returns by how many bytes the files shrank."""
+        """Give free slots back to the file system; returns by how many bytes the files shrank."""
         with self.writing() as writer:
             before_bytes = writer.file_bytes
             writer.evict_to(self._files.record.budget_bytes)
@@ -308,16 +314,17 @@ class LmdbPageStore:
                 self._writer.close()
 
     def _put_absent(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> None:
-        """Encode and commit in groups, in the order given. A call larger than the budget evicts its own last keys."""
+        """Encode and commit absent pages in groups, in the order given. If a call exceeds the budget, it evicts the
+        pages of its own first groups, the last keys of `put`."""
         with contextlib.closing(self._compressor.values(pages, lag)) as values:
             for group in self._groups(pages):
-                # Encoded while it is written.
+                # Threads encode the next group while this one is written.
                 if time.monotonic() >= deadline_s or not self._writer.put(group, values):
                     break
                 self._kept.update(group)
 
     def _groups(self, pages: Mapping[bytes, PageBuffer]) -> Iterator[list[bytes]]:
-        """Keys in groups of one commit each."""
+        """Divide the keys into groups, one for each commit."""
         max_bytes = commit_bytes(self._files.record.budget_bytes)
         group, group_bytes = list[bytes](), 0
         for key, page in pages.items():
@@ -351,7 +358,7 @@ class LmdbPageStore:
             )
 
     def _wanted(self, pages: StoreFiles, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[_Wanted]:
-        """Where the pages are that the index has, of the size of their buffers."""
+        """Look up the pages; leave out absent and corrupt ones, and those of another size than their buffer."""
         return [
             _Wanted(number, key, entry, buffer)
             for number, (key, entry, buffer) in enumerate(zip(keys, pages.index.locate(keys), buffers, strict=True))
@@ -359,7 +366,7 @@ class LmdbPageStore:
         ]
 
     def _get(self, pages: StoreFiles, run: Sequence[_Wanted]) -> Iterator[_Wanted]:
-        """Fill the buffers of pages in slots that follow one another; those that hold their page then."""
+        """Fill the buffers of pages in consecutive slots; yields the pages whose buffer holds verified bytes."""
         try:
             for one, reason in zip(run, self._decode(pages, run), strict=True):
                 if not reason or self._get_again(pages, one):
@@ -372,7 +379,8 @@ class LmdbPageStore:
                     yield from self._get(pages, [one])
 
     def _get_again(self, pages: StoreFiles, before: _Wanted) -> bool:
-        """The same for one that did not verify, wherever it is now. OSError if the disk fails."""
+        """Look up and read once more a page that did not verify; whether its buffer holds it. Note it as corrupt if it
+        is still in the same slot. OSError if the disk fails."""
         for now in self._wanted(pages, [before.key], [before.buffer]):
             (reason,) = self._decode(pages, [now])
             if not reason:
@@ -382,11 +390,12 @@ class LmdbPageStore:
         return False
 
     def _decode(self, pages: StoreFiles, run: Sequence[_Wanted]) -> list[str]:
-        """Why each buffer does not hold its page now, "" if it does. OSError if the disk fails."""
+        """Read and decode pages in consecutive slots: for each "" if its buffer holds it, else the reason. OSError if
+        the disk fails."""
         scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
         for _, key, entry, buffer in run:
             payload = buffer.data
-            if entry.payload_bytes != len(buffer) or not is_aligned(buffer):  # else read in place, without a copy
+            if entry.payload_bytes != len(buffer) or not is_aligned(buffer):  # else read directly, without a copy
                 payload, scratch = scratch[: entry.length.slot_bytes], scratch[entry.length.slot_bytes :]
             reads.append((key, entry, payload))
         reasons = list[str]()
@@ -399,8 +408,8 @@ class LmdbPageStore:
         return reasons
 
     def _read(self, pages: StoreFiles, run: Sequence[_Read]) -> list[bytes | str]:
-        """Read payloads in slots that follow one another; the headers of their values, or why a slot does not hold one.
-        OSError if the disk fails."""
+        """Read payloads in consecutive slots; for each the header of its value, or the reason why the slot does not
+        hold it. OSError if the disk fails."""
         file = pages.slot_files.get(run[0][1].length)
         if file is None:
             return ["there are no slots for such pages"] * len(run)
@@ -409,7 +418,7 @@ class LmdbPageStore:
 
 
 def _header(block: memoryview | None, key: bytes) -> bytes | str:
-    """The header of the value under a key in a slot, or why it holds none."""
+    """The header of the value in a slot, or the reason why the slot does not hold the page of `key`."""
     if block is None:
         return "its slot is cut short"
     found = SlotBlock.unpack(block)
@@ -419,7 +428,7 @@ def _header(block: memoryview | None, key: bytes) -> bytes | str:
 
 
 def _windows(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
-    """Windows of pages in the order given, each read at once and sorted by file and slot."""
+    """Divide pages, in the order given, into windows that are read together, each sorted by file and slot."""
     window, window_bytes = list[_Wanted](), 0
     for one in wanted:
         if window and (window_bytes + len(one.buffer) > _WINDOW_BYTES or len(window) == MAX_RUN):

@@ -1,12 +1,12 @@
-"""The write path of a store: commits, the budget, and what happens when a write fails.
+"""The write path of a store: commits, the budget, and the read-only state after a failed write.
 
-A commit takes one group of pages: it evicts until slots of their lengths are free, or can be within the budget; writes
-the pages to slots; syncs them; and enters them in the index. So a page is found only when its slot holds it, and a slot
-is written only when no page in the index is there. The files of a store need at most its budget: slots in use, free
-ones, and the index.
+A commit stores one group of pages. It evicts until enough slots of their lengths are free or can be allocated within
+the budget; writes the pages to slots; syncs them; and enters them in the index. So the index never names a slot before
+its page is written, and a commit never overwrites a slot that the index names. Used slots, free slots and the index
+together need at most the budget.
 
-The least recently used pages are evicted. Where that leaves too much free in slots of lengths that nobody writes any
-more, the segment with the most of it is emptied: its disk space serves any length.
+The least recently used pages are evicted. If that leaves too many free slots of lengths that are no longer written,
+the writer empties the segment with the most free bytes: its disk space then serves any length.
 
 With durability "commit" the slots are on disk before their pages are acknowledged, with "relaxed" one commit later: a
 thread syncs one group while the next one is written.
@@ -36,26 +36,26 @@ T = TypeVar("T")
 _Batch: TypeAlias = list[tuple[bytes, HeaderAndPayload]]
 
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
-_MAX_EVICTIONS = 256  # of one commit
-_BATCH_BYTES = 16 << 20  # of values whose slots are chosen together, and written in one call where they are neighbours
-_SCATTERED_SHARE = 16  # of the budget, in free slots beside pages
+_MAX_EVICTIONS = 256  # pages evicted in one commit
+_BATCH_BYTES = 16 << 20  # bytes of values whose slots are chosen together; neighbouring slots are written in one call
+_SCATTERED_SHARE = 16  # a segment is emptied if free slots in segments with pages have more than 1/16 of the budget
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
-_ENTRY_BYTES = 300  # about what a page adds to the index, beside three times its key
-_SPARE_BYTES = 32 << 10  # for pages of the index that are split
+_ENTRY_BYTES = 300  # bytes that a page adds to the index, approximately, in addition to three times its key
+_SPARE_BYTES = 32 << 10  # reserve for B-tree pages of the index that are split
 
 
 def commit_bytes(budget_bytes: int) -> int:
-    """How many bytes of values one commit takes, unless it takes a single larger value."""
+    """Maximum bytes of values in one commit; a commit of a single value may have more."""
     return min(budget_bytes // _GROUP_SHARE, _MAX_GROUP_BYTES)
 
 
 def min_budget_bytes(record: StoreRecord) -> int:
-    """With less eviction does not work, or pages are not found again."""
+    """Smallest budget with which eviction works and stored pages are found again."""
     return _MIN_SLOTS * record.max_slot_bytes(record.page_sizes[-1]) + _MIN_INDEX_BYTES
 
 
 def require_budget(record: StoreRecord) -> None:
-    """`StoreError` for one that is too small."""
+    """Raise `StoreError` if the budget is too small."""
     largest, min_bytes = record.page_sizes[-1], min_budget_bytes(record)
     if record.budget_bytes < min_bytes:
         raise StoreError(
@@ -66,9 +66,9 @@ def require_budget(record: StoreRecord) -> None:
 class GroupWriter:
     """Commits changes to the files, and deletes the pages that readers found `corrupt`; one thread.
 
-    When a commit fails, `read_only` becomes true, and every call but `reopen` and `delete` does nothing.
-    `on_removed` is told of the pages that a commit removed, after it. `sizes` and `file_bytes`: after the last commit.
-    `shares_budget`: see `LmdbPageStore`.
+    When a commit fails, `read_only` becomes true, and every call except `reopen` and `delete` does nothing.
+    `on_removed` is called after a commit with the keys that it removed. `sizes` and `file_bytes`: after the last
+    commit. `shares_budget`: see `LmdbPageStore`.
     """
 
     def __init__(
@@ -99,8 +99,8 @@ class GroupWriter:
         return self._files.slots
 
     def put(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> bool:
-        """Store absent pages by their values in one commit, evicting as the budget demands; whether that succeeded. The
-        last is the most recently used."""
+        """Store the values of absent pages in one commit, evicting if the budget requires it; False if that failed.
+        The last key becomes the most recently used."""
         stored = self._run(lambda: self._store(keys, values))
         if stored is None:
             return False
@@ -110,30 +110,31 @@ class GroupWriter:
         return True
 
     def begin_call(self) -> None:
-        """A segment with pages that come or are used from now on is not emptied until the next call."""
+        """Start a call: until the next one, no segment is emptied that has pages stored or used since now."""
         self._call_tick = self._files.index.uses.next_tick()
 
     def delete(self, keys: Sequence[bytes]) -> int:
-        """Remove pages, which needs no disk space; returns how many there were."""
+        """Remove pages, which needs no disk space; returns how many were present."""
 
         def work() -> int:
             self._delete_corrupt()
             with self._files.index.changes() as changes:
                 removed = [(key, changes.delete(key)) for key in keys]
             num_removed = self._free(removed)
-            self._files.slots.erase()  # pages that were evicted before too
+            self._files.slots.erase()  # also the blocks of pages that were evicted before
             return num_removed
 
         return self._change(work) or 0
 
     def keep_budget(self) -> int:
-        """Leave other stores of the folder their share of the budget, and note that this one is used; returns how many
-        pages were evicted."""
+        """Evict until other stores of the folder have their share of the budget, and note a use of this one; returns
+        how many pages were evicted."""
         max_bytes = self._run(lambda: self._budget.bytes_for(self.file_bytes))
         return self.evict_to(max_bytes) if max_bytes is not None and self.file_bytes > max_bytes else 0
 
     def evict_to(self, used_bytes: int) -> int:
-        """Evict until slots in use and index need at most `used_bytes`, and cut the files; returns how many pages."""
+        """Evict until used slots and index need at most `used_bytes`, and truncate the files; returns the number of
+        evicted pages."""
 
         def work() -> int:
             self._delete_corrupt()
@@ -162,7 +163,7 @@ class GroupWriter:
         self._run(self._rebuild)
 
     def reopen(self) -> bool:
-        """After a failed write: find out whether the disk takes another page; whether it does."""
+        """After a failed write: try to write a page; whether the store is writable now."""
 
         def work() -> None:
             if self._is_index_lost:
@@ -183,11 +184,11 @@ class GroupWriter:
         self._files.close(is_whole=not self._is_index_lost)
 
     def _run(self, work: Callable[[], T]) -> T | None:
-        """`work`, which changes something; None when that failed, or the store is read-only."""
+        """Call `work`, which changes the store; None if that failed, or the store is read-only."""
         return None if self.read_only else self._change(work)
 
     def _change(self, work: Callable[[], T]) -> T | None:
-        """The same, also of a store that is read-only."""
+        """Call `work`, which changes the store, also if it is read-only; None if that failed."""
         try:
             self._files.lock.require_same()
             result = work()
@@ -221,7 +222,8 @@ class GroupWriter:
             log.warning("the store %s %s: %s are evicted", self._files.path, budgets, evicted)
 
     def _make_room(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
-        """Evict until so many slots are free, or can be within the budget, and make them so."""
+        """Evict until the `needed` slots are free or can be allocated within the budget, then reserve them.
+        `max_index_bytes`: growth of the index by the commit. OSError (ENOSPC) if evicting is not enough."""
         slots, index = self._files.slots, self._files.index
         while True:
             index_bytes = _SPARE_BYTES + max_index_bytes + index.num_bytes()
@@ -237,13 +239,13 @@ class GroupWriter:
             if segment and index.uses.newest(*segment) > self._call_tick:
                 segment = None
             if not (self._evict_segment(segment) if segment else self._evict_oldest(missing_bytes)):
-                slots.trim()  # where there are no holes, the space is free at last
+                slots.trim()  # frees space on file systems without holes, once the end of a file has no page
                 if slots.missing_bytes(needed, max_bytes) > 0:
                     raise OSError(errno.ENOSPC, f"{missing_bytes} bytes more than the budget are needed")
 
     def _evict(self, used_bytes: int) -> int:
-        """Evict the least recently used pages until slots in use and index have at most `used_bytes`; returns how many.
-        In batches, for the index shrinks with its pages."""
+        """Evict the least recently used pages until used slots and index have at most `used_bytes`; returns how many.
+        Works in batches, because the index shrinks with its pages."""
         slots, index, num_evicted = self._files.slots, self._files.index, 0
         while (excess_bytes := slots.used_bytes + index.num_bytes() - used_bytes) > 0:
             if not (evicted := self._evict_oldest(excess_bytes)):
@@ -252,7 +254,7 @@ class GroupWriter:
         return num_evicted
 
     def _evict_oldest(self, num_bytes: int) -> int:
-        """Evict, in one commit, the least recently used pages whose slots have so many bytes; returns how many."""
+        """Evict, in one commit, least recently used pages until their slots have `num_bytes`; returns how many."""
         removed = list[tuple[bytes, Entry | None]]()
         with self._files.index.changes() as changes:
             while num_bytes > 0 and len(removed) < _MAX_EVICTIONS and (oldest := changes.pop_oldest()):
@@ -268,7 +270,7 @@ class GroupWriter:
         return self._free(removed)
 
     def _free(self, removed: Sequence[tuple[bytes, Entry | None]]) -> int:
-        """Free the slots of pages that the index lacks now, and tell of them; returns how many there were."""
+        """Release the slots of pages removed from the index, and call `on_removed`; returns the number of pages."""
         gone = [(key, entry) for key, entry in removed if entry is not None]
         for _, entry in gone:
             self._files.slots.release(entry)
@@ -277,11 +279,11 @@ class GroupWriter:
         return len(gone)
 
     def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> list[Entry]:
-        """Write pages to slots, sync these, and enter the pages in the index; returns where they are."""
+        """Write pages to slots, sync the slots, and enter the pages in the index; returns their entries."""
         index, written = self._files.index, list[tuple[bytes, Entry, int]]()
         index_bytes = sum(3 * len(key) + _ENTRY_BYTES for key in keys)
         try:
-            for batch in _batches(zip(keys, values, strict=False)):  # there may be values for the next commit
+            for batch in _batches(zip(keys, values, strict=False)):  # `values` goes on with those of later commits
                 self._write(batch, written, index_bytes)
             self._sync_group()
             with index.changes() as changes:
@@ -294,7 +296,7 @@ class GroupWriter:
         return [entry for _, entry, _ in written]
 
     def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]], index_bytes: int) -> None:
-        """Write pages to free slots, neighbours in one call; adds their keys, places and ticks to `written`."""
+        """Write pages to free slots, consecutive slots in one call; append keys, entries and ticks to `written`."""
         needed = Counter(_length_of(value) for _, value in batch)
         self._make_room(needed, index_bytes)
         taken, writes = self._files.slots.take(needed), defaultdict[SlotLength, list[SlotWrite]](list)
@@ -310,11 +312,12 @@ class GroupWriter:
                 self._files.slot_files[length].write(run)
 
     def _sync_group(self) -> None:
-        """Have the slots that were written synced: these before it returns, or, relaxed, those of the last time."""
+        """Start to sync the written slots. With durability "commit" wait for it; with "relaxed" wait for the previous
+        sync instead."""
         before = self._syncing
         try:
             self._syncing = self._sync_thread.submit(self._sync_files)
-        except RuntimeError:  # at the interpreter's exit threads accept no work any more
+        except RuntimeError:  # the interpreter exits and its threads accept no more work
             self._sync_files()
         awaited = self._syncing if self._files.record.durability == "commit" else before
         if awaited is not None:
@@ -325,7 +328,7 @@ class GroupWriter:
             file.sync()
 
     def _become_read_only(self, error: Exception) -> None:
-        """Nothing is written until `reopen` succeeds; stored pages are still served."""
+        """Stop writing until `reopen` succeeds; stored pages are still served."""
         self.read_only = True
         self._syncing = None
         self._is_index_lost = self._is_index_lost or not isinstance(error, OSError)
@@ -338,7 +341,7 @@ def _length_of(value: HeaderAndPayload) -> SlotLength:
 
 
 def _batches(items: Iterable[tuple[bytes, HeaderAndPayload]]) -> Iterator[_Batch]:
-    """Values, as many at a time as are written together."""
+    """Divide values into batches that are written together."""
     batch, batch_bytes = _Batch(), 0
     for item in items:
         batch.append(item)

@@ -1,7 +1,7 @@
-"""What an operator does to a store: describe it, list, verify and repair it, shrink it.
+"""The operator's verbs on a store: describe, list, verify, repair, evict.
 
-Needs no engine: a store's own record says what it is. Values are verified as they are stored, so an encrypted store
-can be verified without its key.
+They need no engine: the record in the store has its identity and settings. Values are verified as stored, so an
+encrypted store can be verified without its key.
 """
 
 from __future__ import annotations
@@ -25,10 +25,11 @@ from hicache.storage.store_folder import disk_bytes, last_use_s, store_at
 
 @dataclass(frozen=True)
 class StoreDescription:
-    """What a store says of itself, and its sizes now. `key_id` is "" if pages are not encrypted.
+    """Identity, settings and present sizes of a store. `key_id` is "" if pages are not encrypted.
 
-    `writer_pid`: the process that has it open, 0 if that cannot be named, None if there is none. What only that process
-    knows is None; `file_bytes` is without the index then. `last_use_s`: see `store_folder`.
+    `writer_pid`: the process that has the store open, 0 if its id is unknown, None if no process has. If a process has
+    it open, the sizes that only this process knows are None, and `file_bytes` is without the index. `last_use_s`: see
+    `store_folder`.
     """
 
     path: Path
@@ -53,7 +54,7 @@ class StoreDescription:
 
 @dataclass(frozen=True)
 class PageEntry:
-    """A page of `page_bytes`, as the index says. `codec`: "raw" or "zstd"."""
+    """A page according to the index; sizes in bytes. `codec`: "raw" or "zstd"."""
 
     key: bytes
     page_bytes: int
@@ -63,7 +64,7 @@ class PageEntry:
 
 @dataclass(frozen=True)
 class VerifyReport:
-    """How many pages were verified, the sum of their stored sizes, and what was wrong."""
+    """Number of verified pages, the sum of their stored sizes in bytes, and the faults found."""
 
     pages: int
     bytes: int
@@ -71,7 +72,7 @@ class VerifyReport:
 
 
 def describe(path: str | os.PathLike[str]) -> StoreDescription:
-    """Describe a store, or the only one in a folder, which another process may have open. Raises `StoreError` and its
+    """Describe a store, or the only store in a folder; another process may have it open. Raises `StoreError` and its
     subclasses."""
     path = store_at(path)
     record, writer_pid, used_s = read_record(path), None, last_use_s(path)
@@ -105,10 +106,10 @@ def open_existing(
     progress: Progress | None = None,
     keeps_index: bool = False,
 ) -> LmdbPageStore:
-    """Open a store, or the only one in a folder, for writing by what it says of itself. Raises `StoreError` and its
-    subclasses.
+    """Open a store, or the only store in a folder, for writing, with its recorded identity and settings. Raises
+    `StoreError` and its subclasses.
 
-    An encrypted store opens without `cipher` too: then its pages cannot be put or read; everything else here works.
+    An encrypted store can be opened without `cipher`: then pages cannot be put or read, but all functions here work.
     `progress`, `keeps_index`: see `LmdbPageStore`.
     """
     path = store_at(path)
@@ -117,7 +118,7 @@ def open_existing(
 
 
 def list_pages(store: LmdbPageStore, *, newest: bool = False, limit: int | None = None) -> Iterator[PageEntry]:
-    """Least recently used first, or `newest` first; at most `limit`."""
+    """Yield the pages, least recently used first, or `newest` first; at most `limit`."""
     with store.reading() as pages:
         keys = pages.index.by_use(newest=newest, limit=limit)
         entries = pages.index.locate(keys)
@@ -132,7 +133,7 @@ def verify(
 ) -> VerifyReport:
     """Verify every page, the index and the slots. `progress` is called with pages done and pages in all.
 
-    With `repair` an index that is wrong is built anew from the slots, and pages that do not verify then are deleted.
+    With `repair` a wrong index is rebuilt from the slots, and pages that still do not verify are deleted.
     """
     sizes: list[int] = []
     with store.writing() as writer:
@@ -151,8 +152,8 @@ def verify(
 
 
 def evict(store: LmdbPageStore, to_bytes: int) -> int:
-    """Evict the least recently used pages until the store needs at most `to_bytes`, and return the rest to the file
-    system; returns how many pages were evicted."""
+    """Evict the least recently used pages until the store needs at most `to_bytes`, and give the freed space back to
+    the file system; returns how many pages were evicted."""
     if to_bytes < 0:
         raise StoreError(f"{to_bytes=}: a store cannot need less than nothing; use 0 to empty it")
     with store.writing() as writer:
@@ -160,7 +161,7 @@ def evict(store: LmdbPageStore, to_bytes: int) -> int:
 
 
 def _repaired(store: LmdbPageStore, writer: GroupWriter, faults: Sequence[Fault]) -> list[Fault]:
-    """Build an index that is wrong anew, and delete what does not verify then; the faults, with what was done."""
+    """Rebuild a wrong index, and delete pages that still do not verify; returns the faults with the action taken."""
     left = faults
     if any(fault.key is None for fault in faults):
         writer.rebuild()

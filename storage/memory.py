@@ -1,4 +1,4 @@
-"""Memory for pages and values: aligned for direct reads, reused where that pays, returned where it is large."""
+"""Memory for pages and values: aligned for direct reads; small buffers are reused, large ones are freed after use."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from hicache.storage.base import PageBuffer
 log = logging.getLogger(__name__)
 
 ALIGNMENT = 4096  # bytes: offset, length and memory of an O_DIRECT read; sufficient for every common disk
-# Buffers up to this size are kept for the next value: page-faulting fresh memory costs more than copying a small value.
-# A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
+# Buffers up to this size are reused for the next value: page faults of fresh memory cost more than copying a small
+# value. A large buffer (a recurrent state of hundreds of MiB) must not stay allocated in every thread.
 MAX_KEPT_BYTES = 64 << 20
 HUGE_PAGE_BYTES = 2 << 20
 _SHARED_FOLDER = "/dev/shm"
@@ -32,10 +32,10 @@ def round_up(num_bytes: int, unit_bytes: int = ALIGNMENT) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Page-aligned memory of `num_bytes` in whole blocks, and one block more. Uses no memory until it is touched.
+    """Map page-aligned memory of `num_bytes`, rounded up to blocks, and one block more. Uses no memory until touched.
 
-    From 2 MiB on it lies in huge pages, where the kernel has them. A request to a disk has at most some hundred
-    segments, each contiguous in memory: with pages of 4 KiB that is a direct read of 1 MiB at a time.
+    From 2 MiB on it lies in huge pages, if the kernel has them. A request to a disk has at most a few hundred segments,
+    each contiguous in memory; with pages of 4 KiB a direct read could take only 1 MiB at a time.
     """
     length = round_up(num_bytes) + ALIGNMENT
     if length < HUGE_PAGE_BYTES:
@@ -50,17 +50,17 @@ def aligned_buffer(num_bytes: int) -> memoryview:
 
 
 def aligned_from_heap(num_bytes: int) -> memoryview:
-    """The same for one value among many: unlike a new map, memory that was freed and is allocated again is not
-    page-faulted, which costs more than copying."""
+    """Allocate page-aligned memory from the heap, for one of many values. Unlike a new map, heap memory that is freed
+    and allocated again causes no page faults, which cost more than copying the value."""
     memory = np.empty(round_up(num_bytes) + ALIGNMENT, dtype=np.uint8)
     return memory[-memory.ctypes.data % ALIGNMENT :][: round_up(num_bytes)].data
 
 
 def memory_file(name: str, num_bytes: int = 0) -> int:
-    """A descriptor of a new file of zeros that lies in memory. With `num_bytes` it has so many, and can become no
-    shorter, so that whoever maps it may touch all of it. OSError where there is no such memory.
+    """Create a file of `num_bytes` zeros in memory and return its descriptor. If `num_bytes` is given, the file cannot
+    shrink, so a process that maps it can touch all of it. OSError if there is not enough memory.
 
-    Where memfd_create is refused, as by old seccomp profiles, the file lies in /dev/shm, whose size bounds it.
+    If memfd_create is refused, as by old seccomp profiles, the file lies in /dev/shm, whose size limits it.
     """
     try:
         descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -80,7 +80,7 @@ def memory_file(name: str, num_bytes: int = 0) -> int:
 
 @functools.cache
 def _warn_of_refusal(why: str) -> None:
-    """Once."""
+    """Warn once per reason."""
     log.warning(
         "memfd_create is refused here (%s): shared memory is taken from %s; allow it in the container's seccomp "
         "profile, or make %s as large as the host tier",
@@ -89,7 +89,8 @@ def _warn_of_refusal(why: str) -> None:
 
 
 def _file_without_name(num_bytes: int) -> int:
-    """Its memory is taken at once: what is not there when it is touched would end the process (SIGBUS)."""
+    """Create an unlinked file in /dev/shm. Its memory is allocated now, because touching memory that is not available
+    later would end the process (SIGBUS)."""
     with contextlib.ExitStack() as undone:
         try:
             descriptor, path = tempfile.mkstemp(prefix="hicache-", dir=_SHARED_FOLDER)
@@ -107,7 +108,7 @@ def _file_without_name(num_bytes: int) -> int:
 
 
 def usable_cpus() -> set[int]:
-    """The CPUs that this process may run on; all, where the kernel does not tell."""
+    """The CPUs that this process may run on; all CPUs if the kernel does not report them."""
     try:
         return os.sched_getaffinity(0)
     except OSError:
@@ -115,13 +116,13 @@ def usable_cpus() -> set[int]:
 
 
 class _Buffer:
-    """Memory for one value after the other."""
+    """A reusable buffer for one value at a time."""
 
     def __init__(self) -> None:
         self._kept: memoryview = memoryview(b"")
 
     def take(self, num_bytes: int) -> memoryview:
-        """A buffer as `aligned_buffer` makes it; its content is undefined."""
+        """A buffer of at least `num_bytes`, aligned as by `aligned_buffer`; its content is undefined."""
         if num_bytes > MAX_KEPT_BYTES:
             return aligned_buffer(num_bytes)
         if len(self._kept) < num_bytes + ALIGNMENT:
@@ -129,17 +130,17 @@ class _Buffer:
         return self._kept
 
     def take_page(self, num_bytes: int) -> PageBuffer:
-        """The same memory as uint8 `[num_bytes]`."""
+        """A buffer as uint8 `[num_bytes]`; its content is undefined."""
         return np.frombuffer(self.take(num_bytes), dtype=np.uint8, count=num_bytes)
 
 
 class Scratch(_Buffer, threading.local):
-    """One buffer per thread. What `take` returned is valid until the same thread calls `take` again."""
+    """One buffer per thread. The result of `take` is valid until the same thread calls `take` again."""
 
 
 class CoreScratch:
-    """One buffer per core, for work that only computes: more threads than cores would slow each other down, and the
-    buffer that was used last is still in the caches."""
+    """One buffer per core, for compute-bound work: more threads than cores would slow each other down, and the buffer
+    used last is still in the CPU caches."""
 
     def __init__(self) -> None:
         self._free: queue.LifoQueue[_Buffer] = queue.LifoQueue()
@@ -148,7 +149,7 @@ class CoreScratch:
 
     @contextlib.contextmanager
     def page(self, num_bytes: int) -> Iterator[PageBuffer]:
-        """uint8 `[num_bytes]` for this block, whose content is undefined; waits until a buffer is free."""
+        """Lend a buffer, uint8 `[num_bytes]` with undefined content, for this block; waits until a buffer is free."""
         buffer = self._free.get()
         try:
             yield buffer.take_page(num_bytes)

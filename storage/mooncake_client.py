@@ -1,9 +1,9 @@
-"""One client of Mooncake's library, connected again when it has to be.
+"""One client of Mooncake's library, which reconnects after failures.
 
-Three habits of the library (0.3.13, measured) shape this module. `setup` holds the interpreter lock, for minutes where
-the master does not answer, so a child process tries it first. A transfer that takes longer than 60 s is reported as
-failed while it goes on, so the client is closed, which ends it, before the caller has its buffers back. A call to a
-client that was closed crashes the process, so closing waits until no call is inside.
+Three behaviours of the library (0.3.13, measured) shape this module. `setup` holds the interpreter lock, for minutes if
+the master does not answer, so a child process tries it first. A transfer of more than 60 s is reported as failed but
+continues. So the client is closed, which ends the transfer, before the caller gets its buffers back. A call to a
+closed client crashes the process, so closing waits until no call is running.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hicache.storage.read_write_lock import ReadWriteLock
 
 log = logging.getLogger("hicache.storage")
 
-# What the library's calls return for a key: a length, 0 or 1, or one of these (mooncake-store/include/types.h). Those
-# that have no name here are failures of the master, of an owner of memory, or of the network.
+# Return codes of the library for a key: a length, 0 or 1, or one of these (mooncake-store/include/types.h). Codes
+# without a name here are failures of the master, of a machine that lends memory, or of the network.
 FULL = -200
 INVALID_PARAMS = -600  # a get: the value is longer than the buffers
 BEING_WRITTEN, MISSING, PRESENT, LEASED, LEASE_ENDED, GONE = -703, -704, -705, -706, -707, -712
@@ -55,11 +55,11 @@ os._exit(bool(store.setup(own_host, metadata, 0, 0, protocol, device, master)))
 
 
 class MooncakeClient:
-    """Any number of threads. Raises `StoreError` when the master cannot be connected to within `timeout_s`, and when
-    closed.
+    """A client of one Mooncake master; any threads. Raises `StoreError` if it cannot connect to the master within
+    `timeout_s`, and on use after `close`.
 
-    `segment_bytes`: memory that this process lends to the pool. While there is no connection, calls return
-    `UNREACHABLE`; one of them, at most each second, connects first.
+    `segment_bytes`: memory that this process lends to the pool. Without a connection, calls return `UNREACHABLE`; at
+    most once a second a call first tries to connect.
     """
 
     def __init__(
@@ -78,20 +78,20 @@ class MooncakeClient:
         self._segment_bytes = segment_bytes
         self._metadata = metadata
         self._transport = (protocol, device)
-        self._memories: list[tuple[int, int, PageBuffer]] = []  # [start, end) of each, ascending
+        self._memories: list[tuple[int, int, PageBuffer]] = []  # registered addresses [start, end), ascending
         self._registering = threading.Lock()
-        self._lock = ReadWriteLock()  # calls read, connecting and closing write
+        self._lock = ReadWriteLock()  # calls take it for reading, connecting and closing for writing
         self._closed = False
         self._reconnect_at_s = 0.0
         self._library: Any = self._connect()
 
     def register(self, memory: PageBuffer) -> bool:
-        """Have the library read and write `memory` itself; False where it cannot."""
+        """Register `memory`, so that the library transfers from and to it directly; False if it cannot."""
         start = memory.ctypes.data
         if self.is_registered(memory):
             return True
         code = self.call(lambda library: [library.register_buffer(start, len(memory))], 1)[0]
-        if code not in (0, UNREACHABLE):  # what is not connected registers everything when it is
+        if code not in (0, UNREACHABLE):  # without a connection, connecting registers all memories
             return False
         with self._registering:
             bisect.insort(self._memories, (start, start + len(memory), memory), key=lambda known: known[0])
@@ -103,7 +103,7 @@ class MooncakeClient:
         return before >= 0 and start + len(page) <= self._memories[before][1]
 
     def call(self, call: LibraryCall, num_codes: int) -> Codes:
-        """The codes of a call. When it returns, the library does not use the buffers that it was given any more."""
+        """Call the library and return its codes, one for each key. Afterwards it no longer uses the buffers."""
         begin_s = time.monotonic()
         self._reconnect()
         with self._lock:
@@ -121,11 +121,12 @@ class MooncakeClient:
 
     @staticmethod
     def has_failed(code: int) -> bool:
-        """Whether it tells of a failure; that a key is absent, or that there is no room, is none."""
+        """Whether the code reports a failure. An absent key or a full pool is no failure."""
         return code < 0 and code not in _NO_FAILURES
 
     def close(self) -> None:
-        """Calls have `timeout_s` to return; one that does not ends the connection when it does."""
+        """Wait at most `timeout_s` for running calls, then disconnect. A call that runs longer keeps the connection
+        until it returns."""
         self._closed = True
         with self._lock.writing(within_s=self._timeout_s) as is_idle:
             library, self._library = self._library, None
@@ -139,7 +140,7 @@ class MooncakeClient:
                 closing.join(self._timeout_s)
 
     def _drop(self, library: Any) -> None:
-        """Close a client that has abandoned transfers, once no call is inside."""
+        """Close a library client that has abandoned transfers, once no call is running."""
         with self._lock.writing():
             if library is not None and self._library is library:
                 log.warning("Mooncake at %s:%d: transfers did not end within 60 s; connecting anew", *self._master)
@@ -147,7 +148,7 @@ class MooncakeClient:
                 self._library = None
 
     def _reconnect(self) -> None:
-        """Connect, where there is no connection and it was not tried a moment ago."""
+        """Connect if there is no connection and the last attempt was at least `_RECONNECT_PAUSE_S` ago."""
         if self._library is not None or self._closed:
             return
         with self._lock.writing():
@@ -159,7 +160,7 @@ class MooncakeClient:
                 self._reconnect_at_s = time.monotonic() + _RECONNECT_PAUSE_S
 
     def _connect(self) -> Any:
-        """A new client that knows all memory that is registered."""
+        """Create a library client, connect it, and register all memories with it."""
         library, master = load_mooncake().MooncakeDistributedStore(), "{}:{}".format(*self._master)
         try:
             with socket.create_connection(self._master, self._timeout_s) as connection:
@@ -180,7 +181,7 @@ class MooncakeClient:
         return library
 
     def _probe(self, own_host: str, master: str) -> str:
-        """Why a child process cannot connect; empty where it can."""
+        """Let a child process try to connect; returns "" if it can, else the reason."""
         probe = [sys.executable, "-c", _PROBE, own_host, self._metadata, *self._transport, master]
         try:
             done = subprocess.run(probe, timeout=self._timeout_s, capture_output=True, check=False)
@@ -193,7 +194,7 @@ class MooncakeClient:
 
 
 def load_mooncake() -> Any:
-    """The module `mooncake.store`, which is large and starts threads: loaded when a store needs it."""
+    """Import the module `mooncake.store`, which is large and starts threads, only when a store needs it."""
     try:
         import mooncake.store
     except ImportError as error:

@@ -1,9 +1,9 @@
 """Pages in a Mooncake store: values under `hicache-NAMESPACE-KEY` in memory that machines lend to a master's pool.
 
 A page in registered memory is sent and received in place: its value is one object of two buffers, header and page.
-Other pages, and encrypted ones, go through registered memory of the store's own. No page is compressed, which took
-longer than sending it. Others may remove or evict values at any time, and the machine that holds one may die: a value
-is worth what its verification says.
+Other pages, and encrypted ones, are copied through registered memory of the store. No page is compressed, because
+compressing took longer than sending. Other clients may remove or evict values at any time, and the machine that holds
+a value may fail, so every value is verified after it is received.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from hicache.storage.mooncake_client import (
 from hicache.storage.remote import RemotePageStore
 from hicache.storage.store_url import StoreUrl
 
-_MAX_CHUNKS = 4  # of the store's own memory: so many calls transfer at the same time
-# Of one call, for checksums and copies: a core reads 7 GB/s of pages that other cores wrote, about what the library
-# transfers. More threads than these wait for the interpreter lock.
+_MAX_CHUNKS = 4  # chunks of the store's own memory; each serves one call at a time
+# Threads of one call, for checksums and copies: a core reads 7 GB/s of pages that other cores wrote, about the rate at
+# which the library transfers. More threads would wait for the interpreter lock.
 _MAX_THREADS = 4
 _SLOW_FAILURE_S = 1.0
-_BATCH_BYTES = 64 << 20  # of pages in one call of the library, between two looks at the deadline
+_BATCH_BYTES = 64 << 20  # bytes of pages in one call of the library; the deadline is checked between calls
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of `length` bytes on its way. `in_place`: its page stays where it is, only the header is in a chunk."""
+    """A value of `length` bytes in transfer. `in_place`: the library transfers from or to the page itself, and only the
+    header lies in a chunk."""
 
     key: bytes
     page: PageBuffer
@@ -55,7 +56,7 @@ class _Value:
 
     @property
     def room_bytes(self) -> int:
-        """How much of a chunk it needs."""
+        """Bytes of a chunk that the value needs."""
         return HEADER_BYTES if self.in_place else self.length
 
     def addresses(self, room: PageBuffer) -> list[int]:
@@ -67,13 +68,13 @@ class _Value:
 
 
 T = TypeVar("T")
-_Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its room in a chunk
+_Batch: TypeAlias = "list[tuple[_Value, PageBuffer]]"  # values, each with its part of a chunk
 
 
 class MooncakePageStore(RemotePageStore):
-    """See `PageStore`; docs/remote.md has the options of the URL. The next call that writes renews the leases of what
-    was used, which is the order of eviction. A call returns when the library has let go of its buffers, which takes up
-    to 60 s when a machine hangs."""
+    """A `PageStore` in Mooncake; docs/remote.md has the options of the URL. The next `put` or `sync` renews the leases
+    of used pages, which decide Mooncake's eviction order. A call returns when the library no longer uses its buffers;
+    if a machine hangs that takes up to 60 s."""
 
     def __init__(self, url: str, /, *, cipher: PageCipher | None = None, **about: Any) -> None:
         at = StoreUrl.parse(url)
@@ -92,7 +93,8 @@ class MooncakePageStore(RemotePageStore):
         self._threads = ThreadPoolExecutor(self._num_threads, "hicache-mooncake-page")
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Pages in it are not copied, if Mooncake can use it: RDMA needs a sufficient limit of locked memory."""
+        """Register `memory` with Mooncake; if that succeeds, its pages are transferred without a copy. RDMA needs a
+        sufficient limit of locked memory."""
         self._require()
         if not self._client.register(memory):
             self._failed(f"cannot register {len(memory)} bytes of memory; its pages are copied", 0, is_read=True)
@@ -110,7 +112,7 @@ class MooncakePageStore(RemotePageStore):
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
         values = list(map(self._value, keys, buffers))
         codes = self._in_batches(values, deadline_s, self._receive)
-        # Of another length, or not to be read: the library does not tell them apart.
+        # The library returns the same codes for a value of another length and for one that cannot be read.
         unclear = [n for n, code in enumerate(codes) if code in (INVALID_PARAMS, TRANSFER_FAILED)]
         lengths = self._call(_lengths, [keys[n] for n in unclear]) if unclear else []
         for n, length in zip(unclear, lengths, strict=True):
@@ -154,17 +156,17 @@ class MooncakePageStore(RemotePageStore):
         return _Value(key, page, self._codecs[len(page)].max_value_bytes, in_place)
 
     def _encode_into(self, value: _Value, room: PageBuffer) -> None:
-        """Write what of the value is not in place."""
+        """Write to `room` the header, and the payload unless it is transferred in place."""
         encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room.data[HEADER_BYTES:])
         room[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
-        if not value.in_place and self._is_plain:  # an encrypted payload is there already
+        if not value.in_place and self._is_plain:  # encoding has already written an encrypted payload to `room`
             room[HEADER_BYTES:] = value.page
 
     def _note_used(self, keys: Sequence[bytes]) -> None:
         self._call(_exist, keys)
 
     def _remove(self, keys: Sequence[bytes]) -> int:
-        # By force: whoever reads a value now, under a lease, verifies what arrives.
+        # Remove by force, despite leases: a client that reads the value now verifies it anyway.
         codes = self._call(lambda library, names: library.batch_remove(names, True), keys)
         self._count(codes, is_read=False)
         return codes.count(0)
@@ -174,7 +176,7 @@ class MooncakePageStore(RemotePageStore):
         self._threads.shutdown()
 
     def _in_threads(self, work: Callable[[_Value, PageBuffer], T], batch: _Batch) -> list[T]:
-        """What `work` returns for each part of a batch; each thread has a run of them."""
+        """Call `work` for each item of a batch, divided among the threads; returns the results in order."""
         length = -(-len(batch) // self._num_threads)
         runs = [batch[at : at + length] for at in range(0, len(batch), max(1, length))]
         return list(
@@ -182,7 +184,8 @@ class MooncakePageStore(RemotePageStore):
         )
 
     def _in_batches(self, values: Sequence[_Value], deadline_s: float, move: Callable[[_Batch], Codes]) -> Codes:
-        """The codes of `move` for batches that fit a chunk, until there is no time, or all of one fails slowly."""
+        """Call `move` for batches that fit a chunk; returns the codes of all values. Stops, with TIMED_OUT for the
+        rest, after the deadline or after a batch of which all values fail slowly."""
         left_s = max(0.0, deadline_s - time.monotonic())
         try:
             chunk = self._chunks.get(timeout=None if left_s == math.inf else left_s)
@@ -203,13 +206,13 @@ class MooncakePageStore(RemotePageStore):
         return codes + [TIMED_OUT] * (len(values) - len(codes))
 
     def _transfer(self, call: Callable[..., Codes], batch: _Batch) -> Codes:
-        """`call(library, names, addresses, sizes)` for a batch."""
+        """Run `call(library, names, addresses, sizes)` for a batch."""
         names = [self._name(value.key, "-") for value, _ in batch]
         addresses, sizes = [value.addresses(room) for value, room in batch], [value.sizes for value, _ in batch]
         return self._client.call(lambda library: list(call(library, names, addresses, sizes)), len(names))
 
     def _call(self, call: Callable[[Any, list[str]], Codes], keys: Sequence[bytes]) -> Codes:
-        """`call(library, names)` for some keys."""
+        """Run `call(library, names)` for keys."""
         names = [self._name(key, "-") for key in keys]
         return self._client.call(lambda library: list(call(library, names)), len(names))
 
@@ -228,7 +231,7 @@ class MooncakePageStore(RemotePageStore):
             try:
                 chunk = np.frombuffer(aligned_buffer(chunk_bytes), np.uint8, chunk_bytes)
                 is_registered = self._client.register(chunk)
-            except OSError:  # there is not so much memory
+            except OSError:  # not enough memory
                 is_registered = False
             if not is_registered:
                 self._client.close()
@@ -245,8 +248,8 @@ def _exist(library: Any, names: list[str]) -> Codes:
 
 
 def _lengths(library: Any, names: list[str]) -> Codes:
-    """How long the values are, or the codes of why that is not known. Once the master fails no more are asked for: each
-    call takes seconds."""
+    """The lengths of values in bytes, or error codes. After the first failure of the master the rest get its code
+    without a call, because each call would take seconds."""
     lengths: Codes = []
     for name in names:
         has_failed = bool(lengths) and MooncakeClient.has_failed(lengths[-1])
@@ -255,7 +258,7 @@ def _lengths(library: Any, names: list[str]) -> Codes:
 
 
 def _batches(values: Sequence[_Value], chunk: PageBuffer) -> Iterator[_Batch]:
-    """Runs of values, each of which fits the chunk."""
+    """Divide values into batches that fit the chunk and `_BATCH_BYTES`."""
     batch: _Batch = []
     end = page_bytes = 0
     for value in values:

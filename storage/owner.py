@@ -1,4 +1,4 @@
-"""The process that an object with threads or files belongs to. Imports errors alone."""
+"""The process that owns an object with threads or files. Imports only errors."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from hicache.errors import NotRunning
 
 
 class OwnerProcess:
-    """The process that makes this record. A fork of it has no thread of its parent, and every file of it: what ends the
-    object there would end it here. So in a fork nothing is closed or finished, and every use is refused."""
+    """Records the process that creates it. A forked process shares the files of its parent but has none of its threads:
+    closing an object there would close it here. So in a fork nothing is closed, and every use raises."""
 
     def __init__(self, what: str) -> None:
         self._what = what
@@ -20,7 +20,7 @@ class OwnerProcess:
         return self._pid == os.getpid()
 
     def require_here(self) -> None:
-        """NotRunning in a fork."""
+        """Raise NotRunning in a forked process."""
         if self._pid != os.getpid():
             raise NotRunning(
                 f"{self._what} belongs to process {self._pid}, of which this is a fork; open another after the fork"

@@ -1,4 +1,4 @@
-"""A lock that many readers hold at the same time, or one writer alone."""
+"""A lock for concurrent readers and exclusive writers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 
 class ReadWriteLock:
-    """Any thread; not to be taken twice by one. Entering is reading. A writer that waits keeps new readers out."""
+    """A context manager that locks for reading; `writing` locks for writing. Not reentrant; any thread. New readers
+    wait while a writer waits."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -16,7 +17,7 @@ class ReadWriteLock:
         self._is_written = False
 
     def __enter__(self) -> None:
-        """No writer is inside as long as the block lasts."""
+        """Lock for reading: no writer is inside until the block ends."""
         with self._changed:
             while self._is_written:
                 self._changed.wait()
@@ -30,7 +31,7 @@ class ReadWriteLock:
 
     @contextlib.contextmanager
     def writing(self, within_s: float | None = None) -> Iterator[bool]:
-        """Nobody else is inside as long as the block lasts. False: readers have not left `within_s`."""
+        """Lock for writing until the block ends. Yields False if readers are still inside after `within_s` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_written)
             self._is_written = True

@@ -1,7 +1,7 @@
-"""What a store says of itself in store.json: the identity of its pages, and the settings it was last opened with.
+"""The record of a store, store.json: the identity of its pages, and the settings of its last opening.
 
-The identity is compared at every opening: pages of another one are worthless. The settings may change between openings;
-they are kept so that an operator can open a store without its engine.
+The identity is compared at every opening, because pages of another identity are useless. The settings may change
+between openings; they are recorded so that an operator can open a store without its engine.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ MAX_FORMATS = 16
 
 
 def identity_with_key(identity: Mapping[str, str | int], cipher: PageCipher | None) -> dict[str, str | int]:
-    """The identity, with the id of the encryption key if pages are encrypted."""
+    """Add the id of the encryption key to the identity if pages are encrypted."""
     return {**identity, **({KEY_ID_FIELD: cipher.key_id} if cipher else {})}
 
 
 def namespace_digest(identity: Mapping[str, str | int]) -> bytes:
-    """SHA-256 over the identity as canonical JSON; its first 16 bytes go into every value."""
+    """SHA-256 over the identity as canonical JSON; every value has its first 16 bytes."""
     return hashlib.sha256(_canonical(dict(identity)).encode()).digest()
 
 
 @dataclass(frozen=True)
 class StoreRecord:
-    """Whose pages a store holds, and how it was last opened for writing. `identity` includes the id of the encryption
-    key; `formats` ascend by page size."""
+    """The identity of a store, and its settings when it was last opened for writing. `identity` includes the id of the
+    encryption key; `formats` are sorted by page size."""
 
     identity: Mapping[str, str | int]
     formats: tuple[PageFormat, ...]
@@ -60,16 +60,16 @@ class StoreRecord:
 
     @property
     def namespace(self) -> bytes:
-        """What every value of the store carries."""
+        """The first 16 bytes of the identity's digest, which every value of the store has in its header."""
         return namespace_digest(self.identity)[:NAMESPACE_BYTES]
 
     def max_slot_bytes(self, page_bytes: int) -> int:
-        """The length of the slot of a page of that size that is not compressed."""
+        """Slot length in bytes of an uncompressed page of `page_bytes`."""
         return BLOCK_BYTES + round_up(page_bytes + (ENCRYPTION_BYTES if self.key_id else 0))
 
     def require(self, path: Path, wanted: StoreRecord) -> None:
-        """Raises `StoreMismatch`, naming both sides of each difference, unless `wanted` names the pages stored here."""
-        # One level of names; no field of the identity can hide the store's own.
+        """Raise `StoreMismatch`, with both sides of each difference, unless `wanted` has this identity and formats."""
+        # One flat dict for each side; the last field wins, so no identity field can hide the page sizes.
         theirs, ours = ({**one.identity, "store.page_bytes": list(one.page_sizes)} for one in (self, wanted))
         names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
         if not names:
@@ -87,8 +87,8 @@ class StoreRecord:
 
     @classmethod
     def unpack(cls, name: str, raw: bytes) -> StoreRecord:
-        """The record that `name`, for messages, holds. Raises `StoreCorrupt`, and `StoreMismatch` for a format that
-        this version does not read."""
+        """Parse a record; `name` is used in messages. Raises `StoreCorrupt`, and `StoreMismatch` for a format that this
+        version does not read."""
         damaged = StoreCorrupt(f"{name} is damaged: its record cannot be read; remove the directory or choose another")
         try:
             content = json.loads(raw)
@@ -104,7 +104,8 @@ class StoreRecord:
         return record
 
     def _is_sound(self) -> bool:
-        """Whether each field has its type and range: the checksum detects damage, not what another program wrote."""
+        """Whether each field has its type and range. The checksum detects damage, but not a record that another program
+        wrote."""
         filters, sizes = [format.filter for format in self.formats], list(self.page_sizes)
         widths = (filter.element_bytes for filter in filters)
         numbers = (*sizes, self.budget_bytes, self.level, *widths)
@@ -121,7 +122,7 @@ class StoreRecord:
 
 
 def sorted_formats(formats: Sequence[PageFormat]) -> tuple[PageFormat, ...]:
-    """The formats by ascending page size. `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
+    """Sort formats by page size. `StoreError` unless there are 1 to `MAX_FORMATS`, all of different sizes."""
     page_sizes = [format.page_bytes for format in formats]
     if not 1 <= len(formats) <= MAX_FORMATS or len(set(page_sizes)) < len(formats):
         raise StoreError(f"formats of {page_sizes} bytes: give 1 to {MAX_FORMATS}, each of another page size")

@@ -1,7 +1,7 @@
-"""What every store on other machines does alike: names of keys, checks, values, verification, counting.
+"""Base of the stores on other machines: names of keys, argument checks, values, verification, counters.
 
-Under its name a key has the value that the codec makes of its page: header and payload. So identity, verification,
-compression and encryption are those of the disk, and processes with the same identity share pages.
+The server stores, under the name of a key, the value that the codec encodes: header and payload. So identity,
+verification, compression and encryption are the same as on disk, and processes with the same identity share pages.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _MAX_SHOWN = 200
 
 
 class RemotePageStore(ABC):
-    """A `PageStore` but for what a subclass adds: how a batch of values is fetched, sent, looked for and removed.
+    """A `PageStore` except for the transfers, which a subclass adds: fetch, send, look up and remove a batch of values.
 
-    A call that fails is tried once: the next call connects anew, and the caller decides how often that is worth it.
-    `description` names the store in messages. Threads are those of `PageStore`, but any number may write.
+    A failed call is not retried: the next call reconnects, and the caller decides how often to try. `description` names
+    the store in messages. Threads as for `PageStore`, except that any number of threads may write.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class RemotePageStore(ABC):
         self._closed = False
         self._owner = OwnerProcess(f"the store {description}")
         self._values = Scratch()
-        self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently first
+        self._used: deque[bytes] = deque(maxlen=_MAX_USED_KEYS)  # least recently used first
         self._lock = threading.Lock()
         self._corrupt: set[bytes] = set()  # to be deleted by the next call that writes
 
@@ -67,7 +67,7 @@ class RemotePageStore(ABC):
         return tuple(self._codecs)
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Sockets send from any memory and receive into any."""
+        """Do nothing: sockets send from and receive into any memory."""
         self._require()
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
@@ -90,7 +90,7 @@ class RemotePageStore(ABC):
         return found
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """The next call that writes tells the server."""
+        """Note uses; the next `put`, `sync` or `close` sends them to the server."""
         self._require(keys)
         self._used.extend(reversed(keys))
 
@@ -110,7 +110,7 @@ class RemotePageStore(ABC):
         return [stored[key] for key, _ in items]
 
     def reopen(self) -> bool:
-        """True: each call connects where there is no connection."""
+        """Return True: each call connects if there is no connection."""
         self._require()
         return True
 
@@ -120,15 +120,15 @@ class RemotePageStore(ABC):
         return self._remove(keys) if keys else 0
 
     def stats(self) -> StoreStats:
-        """Of what this store object did; the server has totals of its own."""
+        """Counters of the calls of this object, not of the server."""
         return self._counters.now
 
     def thread_read_errors(self) -> int:
         return self._counters.thread_read_errors
 
     def sync(self) -> None:
-        """Tell the server what was used. What is put is there when `put` returns; how durable is the server's
-        setting."""
+        """Send noted uses to the server. Pages are already there when `put` returns; the server's settings decide how
+        durable they are."""
         used, self._used = self._used, deque(maxlen=_MAX_USED_KEYS)
         if used:
             self._note_used(list(dict.fromkeys(used)))
@@ -142,41 +142,41 @@ class RemotePageStore(ABC):
 
     @abstractmethod
     def _exist(self, keys: Sequence[bytes], deadline_s: float) -> list[bool]:
-        """Which keys have a value."""
+        """For each key, whether the server has a value."""
 
     @abstractmethod
     def _fetch(self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], deadline_s: float) -> list[bool]:
-        """Fill the buffers by `_decode`. What fails is passed to `_failed`, and is False."""
+        """Fill the buffers by `_decode`; False for each failure, which is passed to `_failed`."""
 
     @abstractmethod
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
-        """Store the values that `_encode` makes, unless their keys have one; what was stored is passed to `_written`,
-        what fails to `_failed`."""
+        """Store the values of `_encode` under keys without a value. Pass each stored page to `_written` and each
+        failure to `_failed`."""
 
     @abstractmethod
     def _remove(self, keys: Sequence[bytes]) -> int:
-        """Delete values; how many there were."""
+        """Delete values; returns how many were present."""
 
     def _note_used(self, keys: Sequence[bytes]) -> None:  # noqa: B027 - a server may have no order of use
-        """Count keys as used, the last as the most recently used."""
+        """Send uses to the server, the most recent one last."""
 
     @abstractmethod
     def _disconnect(self) -> None:
         """Release connections and threads."""
 
     def _name(self, key: bytes, separator: str) -> str:
-        """The key as the server has it: `hicache`, the first 8 bytes of the namespace digest in hex, and the key in
+        """Name of a key on the server: `hicache`, the first 8 bytes of the namespace digest in hex, and the key in
         base64url without padding; at most 707 characters."""
         return separator.join(("hicache", self._namespace, base64.urlsafe_b64encode(key).rstrip(b"=").decode()))
 
     def _encode(self, key: bytes, page: PageBuffer, lag: float) -> HeaderAndPayload:
-        """The value of a page; valid until the thread encodes the next one."""
+        """Encode a page; the value is valid until the same thread encodes the next one."""
         codec = self._codecs[len(page)]
         return codec.encode_split(key, page, self._values.take(codec.max_value_bytes), lag=lag)
 
     def _decode(self, key: bytes, header: bytes, payload: memoryview, page: PageBuffer) -> bool:
-        """Whether `page` holds the verified page now. `payload` may lie in `page`. What does not verify is counted and
-        deleted later, unless it is a page of another size."""
+        """Decode a value into `page`; whether it holds verified bytes. `payload` may lie in `page`. A value that does
+        not verify is counted and deleted later, unless it is a page of another size."""
         reason = self._codecs[len(page)].decode_split(key, header, payload, page)
         if not reason:
             return True
@@ -185,14 +185,14 @@ class RemotePageStore(ABC):
         return False
 
     def _refuse(self, key: bytes, reason: str) -> None:
-        """Count a value that is no page of this key, and have it deleted."""
+        """Count a value that is not the page of `key`; the next writing call deletes it."""
         log.warning("deleting a page of the store %s that does not verify: %s", self._description, reason)
         self._counters.add(corrupt=1)
         with self._lock:
             self._corrupt.add(key)
 
     def _answers(self, answers: Sequence[bool | Exception], *, is_read: bool) -> list[bool]:
-        """Which are True; exceptions among them are counted."""
+        """For each answer whether it is True; count the exceptions among them as errors."""
         errors = [answer for answer in answers if isinstance(answer, Exception)]
         if errors:
             self._failed(errors[0], len(errors), is_read=is_read)
@@ -212,7 +212,7 @@ class RemotePageStore(ABC):
             self._remove(list(corrupt))
 
     def _require(self, keys: Sequence[bytes] = ()) -> None:
-        """`StoreError` unless the store is open and the keys are keys; NotRunning in a fork."""
+        """Raise `StoreError` if the store is closed or a key is invalid, and NotRunning in a forked process."""
         self._owner.require_here()
         if self._closed:
             raise StoreError("the store is closed; open it again")
@@ -220,6 +220,6 @@ class RemotePageStore(ABC):
 
 
 def first_line(error: object) -> str:
-    """What a log shows of a client's or a server's message, which may be a whole paragraph."""
+    """First line of a client's or server's message, for logs; at most `_MAX_SHOWN` characters."""
     line = str(error).partition("\n")[0]
     return line if len(line) <= _MAX_SHOWN else f"{line[:_MAX_SHOWN]}..."

@@ -1,7 +1,7 @@
-"""Pages in a bucket of S3 or of a server that speaks its protocol: objects `PREFIX/hicache/NAMESPACE/KEY`.
+"""Pages in a bucket of S3 or of a server with its protocol: objects `PREFIX/hicache/NAMESPACE/KEY`.
 
-The client is obstore (Rust, without dependencies of its own); docs/decisions/037-remote-clients.md says why. S3 evicts
-nothing and has no order of use: a lifecycle rule of the bucket bounds what it keeps, by age.
+The client is obstore (Rust, no dependencies); docs/decisions/037-remote-clients.md explains why. S3 does not evict and
+has no order of use: a lifecycle rule of the bucket limits the stored pages by age.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from hicache.storage.header import HEADER_BYTES
 from hicache.storage.remote import RemotePageStore, first_line
 from hicache.storage.store_url import StoreUrl
 
-_MAX_RETRIES = 1  # for a kept connection that the server has closed meanwhile
+_MAX_RETRIES = 1  # for a reused connection that the server has closed
 _NO_CREDENTIALS = "no credentials, nor a role of the machine; set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY"
-# By what the client's messages about them have in them: what a server answers, or the paths where AWS tells a machine
-# of its role.
+# Text in an error message of the client -> cause and remedy. The texts are error codes of the server, and the paths at
+# which AWS gives a machine the credentials of its role.
 _CAUSES = {
     "<Code>NoSuchBucket<": "its bucket does not exist; create it",
     "/latest/api/token": _NO_CREDENTIALS,
@@ -32,11 +32,11 @@ _CAUSES = {
 
 
 class S3PageStore(RemotePageStore):
-    """See `PageStore`; docs/remote.md has the options of the URL.
+    """A `PageStore` in S3; docs/remote.md has the options of the URL.
 
-    A call past its deadline begins no request, and ends when those under way have. Present keys keep their object
-    where the server knows conditional writes, as AWS, MinIO and Ceph do; others overwrite it by one of the same key.
-    Opening connects to nothing: a server that cannot be reached is one that misses, and is counted.
+    After its deadline a call starts no request, and returns when the running ones have ended. A present key keeps its
+    object if the server supports conditional writes, as AWS, MinIO and Ceph do; other servers overwrite the object with
+    a page of the same key. Opening does not connect: if the server cannot be reached, reads are misses and are counted.
     """
 
     def __init__(self, url: str, /, **about: Any) -> None:
@@ -74,7 +74,7 @@ class S3PageStore(RemotePageStore):
                 self._client.head(self._bucket, name)
             except FileNotFoundError:
                 if not self._found_bucket:
-                    self._client.get(self._bucket, name)  # says, unlike HEAD, whether it is the bucket that is missing
+                    self._client.get(self._bucket, name)  # unlike HEAD, its error shows whether the bucket is missing
                 raise
             return True
 
@@ -122,8 +122,8 @@ class S3PageStore(RemotePageStore):
         self._pool.shutdown()
 
     def _each(self, request: Callable[[int], bool], num: int, deadline_s: float, *, is_read: bool) -> list[bool]:
-        """What `request` says for 0, 1, ..., in parallel; False where it fails. That nothing is there to read is no
-        failure."""
+        """Call `request` for 0 to `num` - 1 in parallel; False for each that fails. An absent object counts as a miss,
+        not as a failure."""
 
         def attempt(n: int) -> bool | Exception:
             if time.monotonic() >= deadline_s:
@@ -137,7 +137,7 @@ class S3PageStore(RemotePageStore):
                     return False
                 return StoreError(cause) if cause else error
             except BaseException as error:
-                if type(error).__name__ != "PanicException":  # of the client's Rust, which has no class to import
+                if type(error).__name__ != "PanicException":  # a panic of the Rust client; its class cannot be imported
                     raise
                 return StoreError(f"{error}; check bucket and region, and AWS_* in the environment")
 

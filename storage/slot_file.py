@@ -1,16 +1,16 @@
-"""The files with the pages of a store: slots of equal length, each a block that names the page, then its payload.
+"""The files with the pages of a store: slots of equal length, each with a block that names its page, then the payload.
 
     [ 0,  4)  magic, b"HKVS"
     [ 4,  6)  u16 version, 1
     [ 6,  8)  u16 length k of the key, 1 to 511
-    [ 8, 16)  u64 sequence, below 2^63: of two slots with one key the higher one counts
+    [ 8, 16)  u64 sequence, below 2^63: of two slots with the same key, the higher sequence is valid
     [16, 68)  header of the value (header.py)
-    and k     the key
-    and 8     u64 XXH3_64 over all of that; zeros up to 4096, where the payload begins
+    next k    the key
+    next 8    u64 XXH3_64 over all of the above; then zeros up to 4096, where the payload begins
 
-Slots are allocated in segments and written in place. Block and payload of a page, and of those in the slots beside it,
-go in one O_DIRECT call each way: no copy through the kernel's page cache, and on ext4 no lock that readers wait for. A
-write that was cut off leaves a block whose header is not that of its payload, which is a miss.
+Slots are allocated in segments and written in place. One O_DIRECT call reads or writes the blocks and payloads of pages
+in consecutive slots: no copy through the kernel's page cache, and on ext4 no lock that readers wait for. An
+interrupted write leaves a block whose header does not match its payload, which is a miss.
 """
 
 from __future__ import annotations
@@ -40,20 +40,20 @@ T = TypeVar("T")
 MAGIC, VERSION = b"HKVS", 1
 BLOCK_BYTES = 4096
 MAX_KEY_BYTES = 511
-_LENGTHS = 16  # of slots for pages of one size
-MAX_RUN = 256  # slots of one read or write, whose parts of memory are at most 1024
-_END_SEQUENCE = 1 << 63  # later pages have higher ones
+_LENGTHS = 16  # slot lengths for pages of one size
+MAX_RUN = 256  # slots of one read or write; at most 4 buffers per slot, and the kernel takes 1024
+_END_SEQUENCE = 1 << 63  # sequences are below this
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
-_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # of linux/falloc.h
-_MAX_OFFSET = 1 << 40  # beyond the end of files, within the limits of file systems
+_KEEP_SIZE, _PUNCH_HOLE = 1, 2  # from linux/falloc.h
+_MAX_OFFSET = 1 << 40  # beyond the end of every slot file, within the limits of file systems
 _STAT_BLOCK_BYTES = 512  # the unit of st_blocks
 _NO_BLOCK = aligned_buffer(BLOCK_BYTES)[:BLOCK_BYTES]
 _blocks, _gap, _joined = Scratch(), Scratch(), Scratch()
 
 
 class SlotBlock(NamedTuple):
-    """The first block of a slot: which page it holds."""
+    """The first block of a slot: key, sequence and value header of its page."""
 
     key: bytes
     sequence: int
@@ -65,7 +65,7 @@ class SlotBlock(NamedTuple):
 
     @classmethod
     def unpack(cls, raw: bytes | memoryview) -> SlotBlock | None:
-        """None for what is no such block, or a damaged one."""
+        """Parse a block; None if it names no page or is damaged."""
         if len(raw) < BLOCK_BYTES:
             return None
         magic, version, key_bytes, sequence, header = _START.unpack_from(raw)
@@ -79,21 +79,21 @@ class SlotBlock(NamedTuple):
 
 
 class SlotLength(NamedTuple):
-    """Slots of one file: the size of their pages, and their length."""
+    """Page size and slot length of the slots of one file, in bytes."""
 
     page_bytes: int
     slot_bytes: int
 
     @classmethod
     def of(cls, page_bytes: int, payload_bytes: int) -> SlotLength:
-        """The slots for such payloads: a block, and whole sixteenths of a page, which are whole blocks, but no more
-        blocks than page and payload need."""
+        """Slot length for a payload: one block, plus the payload rounded up to sixteenths of a page, which are rounded
+        up to blocks; at most the blocks that the page or the payload needs."""
         whole_bytes = round_up(payload_bytes, round_up(-(-page_bytes // _LENGTHS)))
         return cls(page_bytes, BLOCK_BYTES + min(whole_bytes, round_up(max(page_bytes, payload_bytes))))
 
 
 class SlotRead(NamedTuple):
-    """A slot to be read: `payload`, in whole aligned blocks, takes the `payload_bytes` that are wanted."""
+    """A slot to read: the first `payload_bytes` go to `payload`, aligned memory of a multiple of blocks."""
 
     slot: int
     payload: memoryview
@@ -101,7 +101,7 @@ class SlotRead(NamedTuple):
 
 
 class SlotWrite(NamedTuple):
-    """A page to be written. Where `payload` is not aligned it is copied."""
+    """A page to write. If `payload` is not aligned it is copied."""
 
     slot: int
     block: bytes
@@ -109,20 +109,20 @@ class SlotWrite(NamedTuple):
 
 
 def is_aligned(page: PageBuffer) -> bool:
-    """Whether a page can be read directly to its memory."""
+    """Whether a page can be read directly into its memory: address and length are multiples of a block."""
     return not (page.ctypes.data | page.nbytes) % ALIGNMENT
 
 
 def runs(items: Iterable[T], slot_of: Callable[[T], int]) -> Iterator[list[T]]:
-    """What is in slots that follow one another, of `items` in the order of their slots."""
+    """Divide `items`, sorted by slot, into runs of consecutive slots."""
     for _, run in groupby(enumerate(items), key=lambda at: slot_of(at[1]) - at[0]):
         yield [item for _, item in run]
 
 
 class SlotFile:
-    """Reads and writes slots, and gives their space back; any thread reads, one writes.
+    """Reads, writes, allocates and frees the slots of one file; any thread reads, one writes.
 
-    OSError for I/O errors, a full disk, or a limit. Which slots are in use is known in slots.py.
+    OSError for I/O errors, a full disk, or a limit. slots.py tracks which slots are in use.
     """
 
     def __init__(self, data: Path, slot_bytes: int) -> None:
@@ -141,16 +141,16 @@ class SlotFile:
         self._held.close()
 
     def disk_bytes(self) -> int:
-        """Disk space of the file: holes take none."""
+        """Disk space of the file in bytes, without holes."""
         return os.fstat(self._file.fileno()).st_blocks * _STAT_BLOCK_BYTES
 
     def num_slots(self) -> int:
-        """How many slots the file reaches into."""
+        """Length of the file in slots, rounded up."""
         return -(-os.fstat(self._file.fileno()).st_size // self.slot_bytes)
 
     def read(self, run: Sequence[SlotRead]) -> list[memoryview | None]:
-        """Read slots that follow one another in one call. The block of each, valid until this thread reads again; None:
-        the file ends before the payload does."""
+        """Read consecutive slots in one call; returns the block of each, valid until this thread reads again. None if
+        the file ends before the end of the payload."""
         memory, parts, ends, at = _blocks.take(len(run) * BLOCK_BYTES), list[memoryview](), list[int](), 0
         blocks = [memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(len(run))]
         for block, one in zip(blocks, run, strict=True):
@@ -163,13 +163,13 @@ class SlotFile:
         return [block if end <= done else None for block, end in zip(blocks, ends, strict=True)]
 
     def read_block(self, slot: int) -> SlotBlock | None:
-        """The block of a slot; None where there is none."""
+        """Read the block of a slot; None if it names no page."""
         block = _blocks.take(BLOCK_BYTES)[:BLOCK_BYTES]
         done = self._transfer(os.preadv, [block], slot * self.slot_bytes)
         return SlotBlock.unpack(block) if done == BLOCK_BYTES else None
 
     def write(self, run: Sequence[SlotWrite]) -> None:
-        """Write pages to slots that follow one another in one call. They are on disk after the next `sync`."""
+        """Write pages to consecutive slots in one call. They are on disk after the next `sync`."""
         bodies = [_aligned_part(one.payload) for one in run]
         used = [BLOCK_BYTES + round_up(len(one.payload)) for one in run]
         if max(used) > self.slot_bytes:
@@ -189,12 +189,13 @@ class SlotFile:
         self._write([*parts, joined[start:end]], run[0].slot)
 
     def erase(self, slots: Iterable[int]) -> None:
-        """Have these slots name no page."""
+        """Overwrite the blocks of slots, so that they name no page."""
         for slot in slots:
             self._write([_NO_BLOCK], slot)
 
     def allocate(self, slots: Iterable[int]) -> None:
-        """Take disk space for slots, in ascending order; where that is refused, each write takes its own."""
+        """Allocate disk space for slots, in ascending order. If the file system cannot, each write allocates its
+        space."""
         descriptor = self._file.fileno()
         for run in runs(slots, int):
             start, num_bytes = run[0] * self.slot_bytes, len(run) * self.slot_bytes
@@ -206,8 +207,8 @@ class SlotFile:
                 os.ftruncate(descriptor, max(os.fstat(descriptor).st_size, start + num_bytes))
 
     def punch(self, slots: Iterable[int]) -> bool:
-        """Give the disk space of slots back, in ascending order; False if the file system has no holes: then they only
-        name no page any more."""
+        """Make slots, in ascending order, holes without disk space. If the file system has no holes, only erase the
+        blocks, and return False."""
         if not self.has_holes:
             self.erase(slots)
             return False
@@ -216,20 +217,20 @@ class SlotFile:
         return True
 
     def truncate(self, num_slots: int) -> None:
-        """Remove what lies after the first `num_slots`."""
+        """Cut the file after its first `num_slots` slots."""
         end = num_slots * self.slot_bytes
         if os.fstat(self._file.fileno()).st_size > end:
             os.ftruncate(self._file.fileno(), end)
 
     def sync(self) -> None:
-        """Return when everything written before is on disk; any thread."""
+        """Block until all writes that returned before are on disk; any thread."""
         num_writes = self._num_writes
         if num_writes > self._num_synced:
             synced(os.fdatasync, self._file.fileno(), self._data.parent)
             self._num_synced = num_writes
 
     def _punch(self, offset: int, num_bytes: int) -> bool:
-        """Make these bytes a hole; False if the file system has none."""
+        """Make a range of bytes a hole; False if the file system has no holes."""
         mode, where = ctypes.c_int(_KEEP_SIZE | _PUNCH_HOLE), (ctypes.c_int64(offset), ctypes.c_int64(num_bytes))
         if not self._system.fallocate(ctypes.c_int(self._file.fileno()), mode, *where):
             return True
@@ -240,10 +241,11 @@ class SlotFile:
 
     def _write(self, parts: Sequence[memoryview], slot: int) -> None:
         self._transfer(os.pwritev, parts, slot * self.slot_bytes)
-        self._num_writes += 1  # after it: a sync that began meanwhile may have missed it
+        self._num_writes += 1  # after the write: a sync that began during the write may not include it
 
     def _transfer(self, call: Callable[..., int], parts: Sequence[memoryview], start: int) -> int:
-        """Read or write all parts from `start` on, directly where that can be; how many bytes there are."""
+        """Read or write all parts from offset `start` on, with O_DIRECT if possible; returns the number of bytes, less
+        than requested at the end of the file."""
         file, done, left = self._direct, 0, [part for part in parts if part]
         while left:
             try:
@@ -251,7 +253,7 @@ class SlotFile:
             except OSError as error:
                 if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP) or file is self._file:
                     raise
-                file = self._file  # memory, or what is left of a part, that cannot go directly
+                file = self._file  # unaligned memory, or the unaligned rest of a part, which O_DIRECT refuses
                 continue
             if not moved:
                 break
@@ -264,8 +266,8 @@ class SlotFile:
 
 
 class SlotFiles(dict[SlotLength, SlotFile]):
-    """The open files of a store, by the length of their slots: one for each length that a page of each size has needed
-    so far. Any thread, but only the writer makes new ones. OSError for what cannot be opened."""
+    """The open slot files of a store, by slot length. A file exists for each length that a page has needed so far. Any
+    thread, but only the writer makes files. OSError if a file cannot be opened."""
 
     def __init__(self, path: Path, page_sizes: Collection[int]) -> None:
         super().__init__()
@@ -284,7 +286,7 @@ class SlotFiles(dict[SlotLength, SlotFile]):
         self._held.close()
 
     def make(self, length: SlotLength) -> SlotFile:
-        """A new file for such slots, which outlives a power failure."""
+        """Create and open the file for a slot length; its directory entry is synced."""
         file = self._open(length)
         sync_directory(self._path)
         return file
@@ -304,13 +306,13 @@ class SlotFiles(dict[SlotLength, SlotFile]):
 
 
 def slot_lengths(path: Path) -> list[SlotLength]:
-    """Those that the names of the slot files in a directory say, in order."""
+    """Slot lengths of the slot files in a directory, from their names, sorted."""
     names = (re.fullmatch(r"pages-(\d+)-(\d+)\.dat", file.name) for file in slots_files(path))
     return sorted(SlotLength(*map(int, name.groups())) for name in names if name)
 
 
 def _aligned_part(payload: memoryview) -> memoryview:
-    """The whole blocks of a payload, where its memory is aligned."""
+    """The complete blocks of a payload, which can be written without a copy; empty if its memory is not aligned."""
     is_direct = len(payload) and not np.frombuffer(payload, dtype=np.uint8).ctypes.data % ALIGNMENT
     return payload[: len(payload) // ALIGNMENT * ALIGNMENT if is_direct else 0]
 

@@ -1,9 +1,9 @@
-"""Which slots of a store are in use, free or holes. Kept in memory while the store is open.
+"""The state of each slot of a store: used, free or hole. Kept in memory while the store is open.
 
-A free slot has its disk space, a hole has none. Holes become free by segments, so that a page is written where the file
-system has nothing to decide, and the slots of a segment without a page can become holes again, for pages of another
-length. A slot that a page left may be written at once: whoever still reads it finds another key in its block, or bytes
-that do not verify, and looks the key up again.
+A free slot has disk space, a hole has none. Holes become free a segment at a time, so that a write needs no allocation
+by the file system. The slots of a segment without pages can become holes again, which frees space for pages of another
+length. The slot of a removed page may be overwritten at once: a thread that still reads it finds another key in the
+block, or bytes that do not verify, and looks the key up again.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from hicache.storage.index import Entry
 from hicache.storage.records import StoreRecord
 from hicache.storage.slot_file import BLOCK_BYTES, SlotFile, SlotFiles, SlotLength, SlotWrite
 
-_MAX_SEGMENT_BYTES, _SEGMENT_SHARE = 256 << 20, 64  # of the budget
+_MAX_SEGMENT_BYTES, _SEGMENT_SHARE = 256 << 20, 64  # a segment has 1/64 of the budget, at most 256 MiB
 _PROBE_BYTES = 64 << 20
-_HOLE, _FREE, _STALE, _USED = range(4)  # what a slot is; the block of a stale one, which is free, may name a page
+_HOLE, _FREE, _STALE, _USED = range(4)  # states of a slot; a stale slot is free, but its block still names a page
 
 
 class Sizes(NamedTuple):
-    """How many pages there are, and the bytes of their values and of the pages themselves."""
+    """Number of pages, bytes of their values with headers, and bytes of the uncompressed pages."""
 
     entries: int = 0
     live_bytes: int = 0
@@ -33,18 +33,18 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, records: npt.NDArray[np.void]) -> Sizes:
-        """Of the records of an index."""
+        """Compute the sizes from the records of an index."""
         payloads, pages = (int(records[name].sum(dtype=np.int64)) for name in ("payload_bytes", "page_bytes"))
         return cls(len(records), len(records) * HEADER_BYTES + payloads, pages)
 
     def plus(self, sign: int, page_bytes: int, payload_bytes: int) -> Sizes:
-        """With one page more, or less."""
+        """Sizes with one page more (`sign` 1) or less (-1)."""
         live_bytes = self.live_bytes + sign * (HEADER_BYTES + payload_bytes)
         return Sizes(self.entries + sign, live_bytes, self.raw_bytes + sign * page_bytes)
 
 
 class Segment(NamedTuple):
-    """Slots of one file that take and give back their disk space together."""
+    """Slots of one file that are allocated and freed together."""
 
     length: SlotLength
     slots: range
@@ -54,7 +54,7 @@ _Slots: TypeAlias = npt.NDArray[np.intp]
 
 
 class _FileSlots:
-    """The slots of one file, as `states[segment, slot]`; those behind the end of the file are holes."""
+    """The slots of one file, as `states[segment, slot]`; slots after the end of the file are holes."""
 
     def __init__(self, file: SlotFile, segment_bytes: int, used: npt.NDArray[np.bool_]) -> None:
         self.file = file
@@ -72,13 +72,13 @@ class _FileSlots:
 
     @property
     def reclaimable(self) -> _Slots:
-        """Those free slots that can become holes: in segments without a page."""
+        """Free slots that can become holes: those in segments without a page."""
         if not self.file.has_holes:
             return np.zeros(0, dtype=np.intp)
         return np.flatnonzero((self.states != _HOLE) & ~(self.states == _USED).any(axis=1, keepdims=True))
 
     def take(self, count: int) -> list[int]:
-        """So many free slots, from now on in use, the first ones."""
+        """Mark the first `count` free slots as used; returns them in ascending order."""
         taken: list[int] = self.free[:count].tolist()
         self._all[taken] = _USED
         return taken
@@ -87,8 +87,8 @@ class _FileSlots:
         self._all[slot] = _STALE
 
     def grow(self, least: int, most: int) -> int:
-        """Give disk space to holes, as many as end a segment if they are between `least` and `most`; how many. On a
-        disk with too little space for that, `least`."""
+        """Allocate disk space for holes up to the end of a segment, but between `least` and `most` slots; returns how
+        many. If the disk has too little space for that, allocate `least`."""
         self._extend(int(np.count_nonzero(self.states)) + least)
         holes, per_segment = np.flatnonzero(self._all == _HOLE), self.states.shape[1]
         chosen = holes[: max(least, min(most, per_segment - int(holes[0]) % per_segment))]
@@ -103,7 +103,7 @@ class _FileSlots:
         return len(chosen)
 
     def punch(self, slots: _Slots) -> None:
-        """Make these free slots holes, where the file system can."""
+        """Make free slots holes if the file system has holes."""
         self._all[slots] = _HOLE if self.file.punch(slots.tolist()) else _FREE
 
     def erase(self) -> None:
@@ -112,13 +112,13 @@ class _FileSlots:
         self._all[stale] = _FREE
 
     def cut(self) -> None:
-        """Cut off what ends the file and holds no page."""
+        """Cut the file after its last used slot."""
         end = int(self.used.max(initial=-1)) + 1
         self.file.truncate(end)
         self._all[end:] = _HOLE
 
     def most_free(self) -> tuple[int, range]:
-        """How many slots are free in the segment that has a page and most free ones, and its slots."""
+        """Among segments with a page, find the one with most free slots; returns their number and its slots."""
         is_free = (self.states == _FREE) | (self.states == _STALE)
         counts = is_free.sum(axis=1) * (self.states == _USED).any(axis=1)
         at, per_segment = int(counts.argmax()) if len(counts) else 0, self.states.shape[1]
@@ -134,10 +134,9 @@ class _FileSlots:
 
 
 class Slots:
-    """All slots of a store; the writer's thread. OSError where the disk fails.
+    """All slots of a store, as `records` of the index name them; writer's thread only. OSError if the disk fails.
 
-    `num_misplaced`: how many pages have no slot of their own in their file, as the records of the index say, from which
-    this is made.
+    `num_misplaced`: number of pages in `records` whose slot lies outside their file or belongs to another page too.
     """
 
     def __init__(self, files: SlotFiles, record: StoreRecord, records: npt.NDArray[np.void]) -> None:
@@ -159,22 +158,22 @@ class Slots:
 
     @property
     def used_bytes(self) -> int:
-        """Disk space of slots in use."""
+        """Disk space of used slots."""
         return sum(length.slot_bytes * len(slots.used) for length, slots in self._slots.items())
 
     @property
     def disk_bytes(self) -> int:
-        """Disk space of all slots."""
+        """Disk space of used and free slots."""
         return sum(length.slot_bytes * int(np.count_nonzero(slots.states)) for length, slots in self._slots.items())
 
     def settle(self) -> None:
-        """Have the disk space that is counted, after opening: of free slots some may be holes already."""
+        """After opening: if the files have less disk space than counted, some free slots are holes; trim."""
         if self._files.disk_bytes() < self.disk_bytes:
             self.trim()
 
     def missing_bytes(self, needed: Mapping[SlotLength, int], max_bytes: int) -> int:
-        """How much more than `max_bytes` there would be with so many free slots, and without segments that have no
-        page."""
+        """Bytes by which the slots would exceed `max_bytes` with the `needed` free slots, after all segments without
+        pages became holes."""
         total_bytes = sum(length.slot_bytes * n for length, n in needed.items() if length not in self._slots)
         for length, slots in self._slots.items():
             count = max(needed.get(length, 0), len(slots.free) - len(slots.reclaimable))
@@ -182,7 +181,7 @@ class Slots:
         return total_bytes - max_bytes
 
     def reserve(self, needed: Mapping[SlotLength, int], max_bytes: int) -> None:
-        """Have so many free slots, within `max_bytes`, of which none must be missing."""
+        """Allocate the `needed` free slots within `max_bytes`; `missing_bytes` must be at most 0."""
         lacking = {length: max(0, count - len(self._of(length).free)) for length, count in needed.items()}
         left_bytes = max_bytes - self.disk_bytes
         left_bytes -= sum(length.slot_bytes * count for length, count in lacking.items())
@@ -199,7 +198,7 @@ class Slots:
                 left_bytes -= length.slot_bytes * (grown - count)
 
     def most_scattered(self, max_bytes: int) -> Segment | None:
-        """If more than `max_bytes` are free in segments that have a page, that with most of it."""
+        """If segments with pages have more than `max_bytes` free together, return the one with most free bytes."""
         files = [(length, slots) for length, slots in self._slots.items() if slots.file.has_holes]
         scattered = (length.slot_bytes * (len(slots.free) - len(slots.reclaimable)) for length, slots in files)
         if sum(scattered) <= max_bytes:
@@ -208,39 +207,38 @@ class Slots:
         return Segment(length, slots.most_free()[1])
 
     def take(self, needed: Mapping[SlotLength, int]) -> dict[SlotLength, Iterator[int]]:
-        """Slots that `reserve` made free, from now on in use, in ascending order."""
+        """Mark slots that `reserve` made free as used; returns them in ascending order."""
         return {length: iter(self._slots[length].take(count)) for length, count in needed.items()}
 
     def fill(self, entry: Entry) -> None:
-        """A page came to a slot that was taken."""
+        """Count a page written to a slot that `take` returned."""
         self.sizes = self.sizes.plus(1, entry.page_bytes, entry.payload_bytes)
 
     def release(self, entry: Entry) -> None:
-        """A page left its slot."""
+        """Free the slot of a page that was removed."""
         self.sizes = self.sizes.plus(-1, entry.page_bytes, entry.payload_bytes)
         self._slots[entry.length].release(entry.slot)
 
     def erase(self) -> None:
-        """Have no free slot name a page."""
+        """Erase the blocks of all stale slots, so that no free slot names a page."""
         for slots in self._slots.values():
             slots.erase()
 
     def trim(self) -> None:
-        """Make all free slots holes, and cut those off that end a file."""
+        """Make all free slots holes, and cut each file after its last used slot."""
         for slots in self._slots.values():
             slots.punch(slots.free)
             slots.cut()
 
     def close(self) -> None:
-        """Leave files that end with a page, no whole segment without one, and no slot that names one which it has
-        not."""
+        """Cut each file after its last used slot, make segments without pages holes, and erase stale blocks."""
         for slots in self._slots.values():
             slots.cut()
             slots.punch(slots.reclaimable)
             slots.erase()
 
     def probe(self) -> None:
-        """OSError when the disk takes no further slot of the largest size, or 64 MiB of a longer one."""
+        """Write, and remove again, a slot of the largest size, or 64 MiB of it; OSError if the disk has no space."""
         page_bytes = self._record.page_sizes[-1]
         slots = self._of(SlotLength(page_bytes, self._record.max_slot_bytes(page_bytes)))
         payload, end = bytes(min(page_bytes, _PROBE_BYTES)), slots.file.num_slots()
@@ -259,7 +257,7 @@ class Slots:
 
 
 def _are_of(records: npt.NDArray[np.void], length: SlotLength) -> npt.NDArray[np.bool_]:
-    """Which of the records of an index are of pages in such slots."""
+    """For each record of an index, whether its page has this slot length."""
     found = np.asarray(records["page_bytes"] == length.page_bytes, dtype=np.bool_)
     payloads, which = np.unique(records["payload_bytes"][found], return_inverse=True)
     fit = np.array([SlotLength.of(length.page_bytes, n) == length for n in payloads.tolist()], dtype=np.bool_)

@@ -1,7 +1,7 @@
-"""The open files of a store, which one process has open at a time.
+"""The open files of a store; only one process at a time has them open.
 
-DIR/store.json      identity and settings (records.py)   DIR/writer.lock   held while it is open (directory.py)
-DIR/pages-*.dat     slots (slot_file.py)                 DIR/index.mdb     while it is closed, its index (index.py)
+DIR/store.json      identity and settings (records.py)   DIR/writer.lock   locked while open (directory.py)
+DIR/pages-*.dat     slots (slot_file.py)                 DIR/index.mdb     the index, only while closed (index.py)
 """
 
 from __future__ import annotations
@@ -40,14 +40,13 @@ _THREADS, _SLOTS_AT_ONCE = 8, 256
 
 
 class StoreFiles:
-    """Owns everything that is open of one store, from construction to `close`.
+    """Owns the lock, the slot files and the index of one store, from construction to `close`.
 
-    `reading` from any thread, everything else from the writer. The index may be closed or replaced while threads read:
-    an LMDB buffer is an address in its map, and accessing it after the map is gone ends the process. So that waits
-    until no reader is inside, and keeps new ones out. `rebuilt_pages`: how many pages the index had when it was built
-    anew by this opening, None if it was sealed. `drive_bytes`: size of the file system. `recorded`: how the store was
-    opened before. `keeps_index`: see `LmdbPageStore`. Raises `StoreError` and its subclasses; then nothing stays locked
-    or open.
+    Any thread calls `reading`; only the writer calls the rest. An LMDB buffer is an address in a map, and reading it
+    after the map is gone ends the process. So closing or replacing the index waits until no reader is inside, and new
+    readers wait. `rebuilt_pages`: number of pages if this opening rebuilt the index, None if it was sealed.
+    `drive_bytes`: size of the file system. `recorded`: identity and settings of the previous opening. `keeps_index`:
+    see `LmdbPageStore`. Raises `StoreError` and its subclasses; then no file stays locked or open.
     """
 
     def __init__(self, path: Path, record: StoreRecord, progress: Progress | None, *, keeps_index: bool) -> None:
@@ -74,14 +73,14 @@ class StoreFiles:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[StoreFiles]:
-        """Index and slot files can be read as long as the block lasts. `StoreError` when the store is closed."""
-        self.owner.require_here()  # before the lock, which another thread may have held at the fork
+        """Keep index and slot files open until the block ends. `StoreError` if the store is closed."""
+        self.owner.require_here()  # first: in a fork, another thread may hold the lock forever
         with self._reading:
             self.require_open()
             yield self
 
     def require_open(self) -> None:
-        """`StoreError` when the store is closed, NotRunning in a fork."""
+        """Raise `StoreError` if the store is closed, NotRunning in a forked process."""
         self.owner.require_here()
         if self.closed:
             raise StoreError("the store is closed; open it again")
@@ -90,7 +89,8 @@ class StoreFiles:
         return self.slot_files.disk_bytes() + self.index.num_bytes()
 
     def record_settings(self) -> None:
-        """Record how the store is open now. Not before it is within its budget, which may be what makes room."""
+        """Write the present settings to store.json. Called once the store is within its budget: evicting may first have
+        to free disk space for this file."""
         if self.recorded != self.record:
             try:
                 with replacing(self.path / STORE_FILE) as file:
@@ -99,7 +99,7 @@ class StoreFiles:
                 log.warning("the store %s is open with settings that are not recorded: %s", self.path, error)
 
     def rebuild(self) -> None:
-        """Build the index anew from the slots. OSError or what LMDB raises; then reads are misses."""
+        """Rebuild the index from the slots. Raises `io_errors`; after that reads are misses."""
         self.lock.require_same()
         with self._reading.writing():
             self._build_index()
@@ -120,8 +120,8 @@ class StoreFiles:
                 self._held.close()
 
     def _open_index(self, *, keeps_index: bool) -> None:
-        """The sealed index, or a new one built from the slots where there is none that fits them. What was sealed is
-        removed: it will not be true any more."""
+        """Open the sealed index, or rebuild it from the slots if it is missing or does not match them. The sealed file
+        is then removed, because the first write makes it stale."""
         sealed, num_sealed = Index.open_sealed(self.path / INDEX_FILE, self.record.budget_bytes), 0
         if sealed is not None:
             self._use_index(sealed)
@@ -153,7 +153,7 @@ class StoreFiles:
 
 
 def read_record(path: Path) -> StoreRecord:
-    """What a store says of itself. Raises `StoreError` and its subclasses."""
+    """Read the record of a store. Raises `StoreError` and its subclasses."""
     try:
         raw = (path / STORE_FILE).read_bytes()
     except FileNotFoundError:
@@ -168,7 +168,8 @@ def read_record(path: Path) -> StoreRecord:
 
 
 def _record(path: Path, record: StoreRecord) -> StoreRecord:
-    """The record of the store in the directory, which must have this identity, or that of a new one."""
+    """Read the record of the store in a directory, which must have the identity of `record`; write `record` if there is
+    no store."""
     if (path / STORE_FILE).exists() or _is_left(path):
         stored = read_record(path)
         stored.require(path, record)
@@ -179,7 +180,7 @@ def _record(path: Path, record: StoreRecord) -> StoreRecord:
 
 
 def _denied_folder(path: Path) -> Path | None:
-    """A folder of a store in `path` that this user must not look into, if there is one."""
+    """A store's subfolder of `path` that this user has no permission to read, if there is one."""
     try:
         named = [folder for folder in sorted(path.iterdir()) if is_store_name(folder.name)]
     except OSError:
@@ -188,12 +189,12 @@ def _denied_folder(path: Path) -> Path | None:
 
 
 def _is_left(path: Path) -> bool:
-    """Whether there are files that only a store makes."""
+    """Whether `path` has files of a store, apart from its record and lock."""
     return (path / INDEX_FILE).exists() or bool(slots_files(path))
 
 
 class _Found(NamedTuple):
-    """A page that a block names."""
+    """A page found in the block of a slot."""
 
     sequence: int
     entry: Entry
@@ -201,8 +202,8 @@ class _Found(NamedTuple):
 
 
 def _rebuild(index: Index, files: SlotFiles, namespace: bytes, progress: Progress) -> None:
-    """Fill an empty index. The use order is that of the sequence. All other slots become holes, those that cannot be
-    read too. OSError if the disk fails."""
+    """Fill an empty index from the blocks of the slots, in the use order of their sequences. Slots without a valid
+    page, and slots that cannot be read, become holes. OSError if the disk fails."""
 
     def read(length: SlotLength, slots: range) -> list[_Found]:
         return [found for slot in slots if (found := _page_of(files[length], length, slot, namespace))]

@@ -1,12 +1,12 @@
-"""A folder of stores: one for each identity, in a subfolder of its own, and one budget for all of them.
+"""A folder of stores: one subfolder for each identity, and one budget of B bytes for all of them.
 
-    [0, B)  stores that are closed | stores that others have open | this one
+    [0, B)  closed stores | stores that other processes have open | this store
 
-Each store that is open keeps to what the others leave of B. Where that is too little for a page, closed stores are
-removed, the one that was used least recently first. Where none is left, those that are open share B evenly: one with
-more than its share makes room when it writes, or looks, next.
+An open store may use the bytes of B that the others do not use. If that is not enough for a page, closed stores are
+removed, the least recently used first. If no closed store is left, the open ones share B evenly: a store with more than
+its share evicts at its next write or its next check of the budget.
 
-Owns the names of the subfolders, the time of a store's last use, and the removal of whole stores.
+Owns the names of the subfolders, the time of a store's last use, and the removal of stores.
 """
 
 from __future__ import annotations
@@ -33,20 +33,21 @@ _NAME = re.compile(r"[a-z0-9.-]+-[0-9a-f]{16}")
 
 
 def store_name(identity: Mapping[str, str | int], page_sizes: Sequence[int]) -> str:
-    """The subfolder of the store of an identity: who writes it, and a digest. Those with different encryption keys are
-    apart where the identity names the key."""
+    """Name of the subfolder for an identity: the server that writes it, and a digest. Stores with different encryption
+    keys have different names if the identity names the key."""
     named = json.dumps([FORMAT, dict(identity), sorted(page_sizes)], sort_keys=True)
     writer = re.sub(r"[^a-z0-9.]+", "-", str(identity.get("server", "hicache")).lower()[:64])
     return f"{writer.strip('-.') or 'store'}-{hashlib.sha256(named.encode()).hexdigest()[:16]}"
 
 
 def is_store_name(name: str) -> bool:
-    """Whether it is one of `store_name`. A store of another name is somebody's own, and not removed."""
+    """Whether `store_name` made the name. Stores with other names belong to users and are never removed."""
     return _NAME.fullmatch(name) is not None
 
 
 def name_of(record: StoreRecord) -> str:
-    """The subfolder in which whoever has made a store looks for it: an engine names its key only when it opens it."""
+    """Name of the subfolder in which the creator of a store looks for it. The folder name of an engine's store does not
+    depend on the encryption key; that of a server's plug-in ("server" in the identity) does."""
     identity = dict(record.identity)
     if "server" not in identity:
         identity.pop(KEY_ID_FIELD, None)
@@ -54,7 +55,7 @@ def name_of(record: StoreRecord) -> str:
 
 
 def store_folders(path: str | os.PathLike[str]) -> list[Path]:
-    """The directories in `path` that hold a store, by name; none where `path` holds one itself, or cannot be read."""
+    """Subfolders of `path` with a store, sorted; none if `path` itself has a store or cannot be read."""
     try:
         folders = [] if (Path(path) / STORE_FILE).exists() else sorted(Path(path).iterdir())
         return [folder for folder in folders if os.path.isfile(folder / STORE_FILE)]
@@ -63,13 +64,13 @@ def store_folders(path: str | os.PathLike[str]) -> list[Path]:
 
 
 def store_at(path: str | os.PathLike[str]) -> Path:
-    """The directory of the store that a path means: its only one, if it is a folder of stores."""
+    """The directory of the store at `path`: if it is a folder with a single store, the subfolder of that store."""
     folders = store_folders(path)
     return folders[0] if len(folders) == 1 else Path(path)
 
 
 def last_use_s(store: Path) -> float:
-    """When an engine opened or closed a store, or wrote to it, in seconds since 1970; 0 if it never did."""
+    """Time at which a store was last opened, closed or written, in seconds since 1970; 0 if never."""
     try:
         return (store / LOCK_FILE).stat().st_mtime
     except OSError:
@@ -77,12 +78,12 @@ def last_use_s(store: Path) -> float:
 
 
 def disk_bytes(store: Path) -> int:
-    """Disk space of a store's files; of one that is open without its index."""
+    """Disk space of a store's files in bytes; for an open store without its index."""
     return sum(map(_disk_bytes_of, (store / INDEX_FILE, *slots_files(store))))
 
 
 def _disk_bytes_of(file: Path) -> int:
-    """0 where there is none."""
+    """Disk space of a file in bytes; 0 if it does not exist."""
     try:
         return file.stat().st_blocks * _BLOCK_BYTES
     except FileNotFoundError:
@@ -90,7 +91,7 @@ def _disk_bytes_of(file: Path) -> int:
 
 
 def _unsealed_bytes(store: Path) -> int:
-    """About what the index of a store will take that is open, or was killed: it is in memory."""
+    """Approximate size of an index that is not in a file, in bytes, because the store is open or was killed."""
     if (store / INDEX_FILE).exists():
         return 0
     num_slots = sum(_disk_bytes_of(slots_file(store, *length)) // length.slot_bytes for length in slot_lengths(store))
@@ -98,14 +99,14 @@ def _unsealed_bytes(store: Path) -> int:
 
 
 def remove_store(store: Path) -> bool:
-    """Remove a store that nobody has open; whether that is done. Raises OSError. Its record goes last: what a kill
-    leaves is a store with less pages."""
+    """Remove a store unless a process has it open; whether it was removed. Raises OSError. The record is deleted last,
+    so a kill leaves a valid store with fewer pages."""
     try:
         with contextlib.closing(WriterLock(store, wait_s=0.0)):
             left = (*store.glob(f"*{NEW_SUFFIX}"), store / STORE_FILE, store / LOCK_FILE)
             for file in (store / INDEX_FILE, *slots_files(store), *left):
                 file.unlink(missing_ok=True)
-            with contextlib.suppress(OSError):  # there is something else
+            with contextlib.suppress(OSError):  # the folder has other files
                 store.rmdir()
     except StoreError as error:
         log.debug("a store is not removed: %s", error)
@@ -114,8 +115,9 @@ def remove_store(store: Path) -> bool:
 
 
 class StoreBudget:
-    """What a store may take of `num_bytes`; the writer's thread. `min_bytes`: with less, no store works. `is_shared`:
-    by all stores in the folder of `store`. `removed`: the names of those that were removed. Raises OSError."""
+    """Share of one store in a budget of `num_bytes`; writer's thread only. `min_bytes`: the smallest share with which a
+    store works. `is_shared`: all stores in the folder of `store` share the budget. `removed`: names of the stores that
+    were removed. Raises OSError."""
 
     def __init__(self, store: Path, num_bytes: int, min_bytes: int, *, is_shared: bool) -> None:
         self.num_bytes = num_bytes
@@ -125,7 +127,8 @@ class StoreBudget:
         self._is_shared = is_shared
 
     def bytes_for(self, wanted_bytes: int) -> int:
-        """How much the store may have, which wants so much."""
+        """Bytes that the store may use, given that it needs `wanted_bytes`. If the budget is shared, closed stores are
+        removed to free them."""
         if not self._is_shared:
             return self.num_bytes
         self.note_use()

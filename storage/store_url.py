@@ -1,4 +1,4 @@
-"""The URL of a store in parts, and its options. No message and no `repr` shows a user name or a password."""
+"""Parses the URL of a store and its options. No message and no `repr` shows a user name or a password."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hicache.storage.base import StoreError
 
 SCHEME = r"[a-z][a-z0-9+.-]*(?=://)"
 _UNIT = re.compile("_(bytes|s|url)$")
-_MAX_NUMBER, _MAX_SECONDS = 1 << 53, 1_000_000  # what the clients and servers can count to
+_MAX_NUMBER, _MAX_SECONDS = 1 << 53, 1_000_000  # limits of clients and servers
 _HTTP_URL = re.compile(r"https?://(\[[\da-f:.]+\]|[\w.-]+)(:\d+)?(/[\w./~-]*)?", re.ASCII)
 _MAX_SHOWN = 80
 
 
 @dataclass(frozen=True)
 class StoreUrl:
-    """`scheme://user:password@host:port/path?options` in parts, without percent-escapes; "" and None for what is not
-    there."""
+    """The parts of `scheme://user:password@host:port/path?options`, without percent-escapes; "" or None for a missing
+    part."""
 
     scheme: str
     user: str = field(repr=False)
@@ -34,34 +34,35 @@ class StoreUrl:
     given: Mapping[str, str]
 
     def __str__(self) -> str:
-        """Without user, password and options."""
+        """The URL without user, password and options."""
         port = f":{self.port}" if self.port else ""
         return f"{self.scheme}://{self.host}{port}{self.path}"
 
     @classmethod
     def parse(cls, url: str) -> StoreUrl:
-        """Raises `StoreError`."""
+        """Parse a URL. Raises `StoreError`."""
         scheme = scheme_of(url)
         try:
             parts = urlsplit(url)
             host, port = unquote(parts.hostname or ""), parts.port
             host.encode("idna")
-            query = parts.query.replace("+", "%2B")  # a plus is no space, as in a path
+            query = parts.query.replace("+", "%2B")  # a plus means itself, not a space
             given = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-        except ValueError:  # which would show what it could not read
+        except ValueError:  # its message may contain the password
             raise _unreadable(scheme) from None
         has_gaps = re.search(r"\s", url) or re.search(r"[\x00-\x1f\x7f]", unquote(url))
         if has_gaps or parts.fragment or "@" in parts.query or len(dict(given)) < len(given):
             raise _unreadable(scheme)
         user, password = unquote(parts.username or ""), unquote(parts.password or "")
-        path = unquote(parts.path, errors="surrogateescape")  # as the system's names of files have them
+        path = unquote(parts.path, errors="surrogateescape")  # like file names of the operating system
         return cls(scheme, user, password, host, port, path, dict(given))
 
     def options(self, **defaults: int | float | str) -> dict[str, Any]:
-        """`defaults`, replaced by the options given. An option is named without its unit, and read as its default is:
-        `timeout_s=1.0` is `timeout`, a time in seconds above 0, `budget_bytes=1` is `budget`, a size like 8GiB,
-        `endpoint_url=""` is `endpoint`, a URL of HTTP, and text is what is not empty. A number is 0 only where its
-        default is, or for `level`. Raises `StoreError` for unknown options and bad values."""
+        """Return `defaults`, replaced by the options in the URL. The URL names an option without its unit, and the name
+        and type of the default decide how it is parsed: `timeout_s=1.0` is `timeout`, a time in seconds above 0;
+        `budget_bytes=1` is `budget`, a size like 8GiB; `endpoint_url=""` is `endpoint`, a URL of HTTP; other texts must
+        not be empty. A number may be 0 only if its default is 0, or for `level`. Raises `StoreError` for unknown
+        options and bad values."""
         names = {_UNIT.sub("", name): name for name in defaults}
         options: dict[str, Any] = dict(defaults)
         for option, text in self.given.items():
@@ -73,13 +74,13 @@ class StoreUrl:
             try:
                 options[name] = read(text)
             except ValueError:
-                shown = "..." if "@" in text else repr(text[:_MAX_SHOWN])  # a password
+                shown = "..." if "@" in text else repr(text[:_MAX_SHOWN])  # "@": it may contain a password
                 raise StoreError(f"{option}={shown} in a URL of {self.scheme}: give {meaning}") from None
         return options
 
 
 def scheme_of(url: str) -> str:
-    """In lower case. Raises `StoreError`."""
+    """Scheme of a URL in lower case. Raises `StoreError`."""
     match = re.match(SCHEME, url, re.IGNORECASE | re.ASCII)
     if match is None:
         raise StoreError("a store's URL begins with its scheme, like lmdb:///path or s3://bucket")
@@ -87,7 +88,7 @@ def scheme_of(url: str) -> str:
 
 
 def _reader(name: str, default: float | str) -> tuple[Callable[[str], object], str]:
-    """How the text of an option is read, ValueError where it cannot be, and what it should be."""
+    """Function that parses the text of an option, with ValueError for bad text, and a description of valid values."""
     if isinstance(default, str):
         return (_http_url, "http://host:9000 or https://host") if name.endswith("_url") else (_not_empty, "text")
     least = 0 if not default or name == "level" else 1

@@ -1,11 +1,11 @@
-"""Page stores by URL: `open_store` looks the scheme up and hands the URL on.
+"""Opens page stores by URL: `open_store` looks up the scheme and passes the URL to its opener.
 
     lmdb:///path?budget=8GiB&durability=commit&level=1
     mooncake://host:50051?replicas=2
     s3://bucket/prefix?endpoint=http://host:9000
 
-The schemes of other packages come from entry points of the group `hicache.stores`: the name is the scheme, the value is
-called with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `StoreError` with the remedy.
+Other packages add schemes by entry points of the group `hicache.stores`: the name is the scheme; the value is called
+with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `StoreError` with the remedy.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from hicache.storage.store_url import SCHEME, StoreUrl, scheme_of
 
 ENTRY_POINTS = "hicache.stores"
 _Opener: TypeAlias = Callable[..., PageStore]
-_DEFAULT_BUDGET_BYTES = 8 << 30  # that of the setting disk.budget_bytes
+_DEFAULT_BUDGET_BYTES = 8 << 30  # same as the default of the setting disk.budget_bytes
 
 
 def open_store(
@@ -38,11 +38,11 @@ def open_store(
     on_removed: Callable[[Sequence[bytes]], None] | None = None,
     name: str = "",
 ) -> PageStore:
-    """The store that `url` names, for pages of `formats`. `identity` names everything that decides what a page means,
-    and with `cipher` pages are encrypted, as `LmdbPageStore` says, which alone calls `on_removed`. `name`: of a store
-    in the folder of stores that a URL of lmdb names, and whose budget it says.
+    """Open the store of `url` for pages of `formats`. `identity`, `cipher`, `on_removed`: see `LmdbPageStore`; other
+    stores do not call `on_removed`. `name`: if given, a URL of lmdb names a folder of stores and their common budget,
+    and `name` is the subfolder of this store.
 
-    Raises `StoreError` for a URL that cannot be used, and what the store raises.
+    Raises `StoreError` for an invalid URL, and the errors of the store.
     """
     url, about = url.strip(), {"identity": identity, "formats": formats, "cipher": cipher}
     opener = opener_of(url)
@@ -50,7 +50,7 @@ def open_store(
 
 
 def opener_of(url: str) -> _Opener:
-    """The function that opens the store of `url`. Raises `StoreError` for a URL whose store has no client here."""
+    """Return the function that opens stores of the URL's scheme. Raises `StoreError` for an unknown scheme."""
     if re.search(rf",\s*{SCHEME}", url, re.IGNORECASE | re.ASCII):
         raise StoreError("several URLs with commas between them; give that of one store")
     scheme = scheme_of(url.strip())
@@ -73,7 +73,7 @@ _OPENERS: Mapping[str, _Opener] = {
 
 
 def _registered(scheme: str) -> _Opener:
-    """The opener that an installed package registered for `scheme`."""
+    """Load the opener that an installed package registered for `scheme`."""
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if scheme not in entries:
         known = ", ".join(sorted({*_OPENERS, *entries}))

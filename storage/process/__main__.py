@@ -1,7 +1,7 @@
 """`python -m hicache.storage.process SOCKET ENGINE LOG_LEVEL`: the store process of one engine; see `server`.
 
-Ends when the engine has left or ended: it does the writes that it has, and closes the store. Logs to the standard error
-of the engine, as the engine does.
+When the engine disconnects or ends, the process finishes its queued writes, closes the store and ends. It logs to the
+standard error of the engine.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _TEXT = "%(asctime)s %(levelname)s store process %(process)d: %(message)s"
 
 
 def main(descriptor: int, engine: int, log_level: int, is_json: bool = False) -> None:
-    """Serve the client at a socket's `descriptor` until it leaves, or the process of the pidfd `engine` ends.
-    `log_level`, `is_json`: of the engine's logs."""
+    """Serve the client at a socket's `descriptor` until it disconnects, or the process of the pidfd `engine` ends.
+    `log_level`, `is_json`: the settings of the engine's logs."""
     with server_lines(log_level) if is_json else text_lines(_TEXT, log_level):
         _serve(descriptor, engine)
 
 
 def _serve(descriptor: int, engine: int) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when it ends
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the engine decides when this process ends
     server = Server(OpenStores())
     signal.signal(signal.SIGTERM, lambda *_: server.stop())
     server.add(socket.socket(fileno=descriptor))
@@ -38,7 +38,7 @@ def _serve(descriptor: int, engine: int) -> None:
         server.selector.unregister(engine)
         server.end_clients("its engine has ended")
 
-    # Forked children of the engine hold the socket too, and may live on.
+    # Forked children of the engine share its socket and may outlive it, so the socket alone does not show its end.
     server.selector.register(engine, selectors.EVENT_READ, leave)
     try:
         server.run()

@@ -1,14 +1,14 @@
-"""What an engine has of a store that a process owns: jobs out, outcomes back, and nothing that waits for a medium.
+"""The engine's client of a store process: it sends jobs and receives outcomes, and never waits for a disk or network.
 
-Owned by one thread. `poll` takes what has come and costs nothing while nothing is under way. The process may die or
-stand still at any time:
+Owned by one thread. `poll` receives outcomes; it costs nothing without jobs in flight. The process may end or hang at
+any time:
 
-    OPENING --- it has opened the store ---> OPEN --- it ends, or says nothing ---> LOST
-       ^                                                                             |
-       +--------------------------- the backoff is over ----------------------------+
+    OPENING --- it has opened the store ---> OPEN --- it ends, or is silent ---> LOST
+       ^                                                                          |
+       +-------------------------- the backoff is over --------------------------+
 
-While LOST or OPENING, jobs are answered as misses and failed writes. The end of the connection says that nothing
-touches shared memory any more: then, and not before, jobs that were under way are answered.
+While LOST or OPENING, new jobs are answered as misses and failed writes. When the connection ends, the process no
+longer uses shared memory: only then are the jobs in flight answered.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ from hicache.storage.process.transports import Transport
 
 log = logging.getLogger(__name__)
 
-_MAX_UNSENT_BYTES = 4 << 20  # beyond that, uses of pages are not told
-_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with work says every LOOK_S that it is alive
-MAX_SILENCE_S = _MIN_SILENCE_S + _DOUBT_S  # where that is more than the I/O timeout, a stop is announced this late
+_MAX_UNSENT_BYTES = 4 << 20  # with more unsent bytes, uses of pages are not sent
+_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with jobs sends ALIVE every LOOK_S
+MAX_SILENCE_S = _MIN_SILENCE_S + _DOUBT_S  # delay until a hang is detected, if the I/O timeout is shorter
 _OPEN_LOOK_S = 0.5
-_IDLE_POLLS = 256  # in a row, after which it is looked whether the process lives
-_STALLED_CLOSE_S = 0.5  # of `close`, beside a stalled thread
+_IDLE_POLLS = 256  # polls in a row without jobs, after which the client checks whether the process lives
+_STALLED_CLOSE_S = 0.5  # how long `close` waits if a thread of the store is stalled
 
 
 class State(enum.IntEnum):
-    """The numbers are those of the metrics."""
+    """State of the store process; metrics export these numbers."""
 
     OPEN = 0
     OPENING = 1
@@ -65,10 +65,10 @@ class State(enum.IntEnum):
 
 
 class StoreClient:
-    """See the module. `open` before use. `reads` and `writes` take jobs and return their outcomes; `max_jobs` of each
-    may be under way. `in_process`: a thread of this process serves the store, so pages may lie anywhere. `times_lost`:
-    how often the process ended or said nothing. `note`: what `keep` left with the store, once it is open. `clock`:
-    seconds, that of deadlines.
+    """A client of one store; the module describes its states. Call `open` before use. `reads` and `writes` accept jobs
+    and return their outcomes; each has at most `max_jobs` in flight. `in_process`: a thread of this process serves the
+    store, so pages may lie in any memory. `times_lost`: how often the process ended or hung. `note`: the bytes that
+    `keep` stored, once the store is open. `clock`: seconds; deadlines are times of this clock.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class StoreClient:
         self._error: StoreError | None = None
         self._silence = SilenceWatch(_DOUBT_S)
         self._idle_polls = 0
-        self._why = ""  # it was lost, since it last answered
+        self._why = ""  # why the process was lost; "" once it has answered a job again
         self._late_open_s = self._lost_at_s = self._retry_at_s = 0.0
         self._backoff_s = self._limits.reopen_backoff_s
         self._lookups = itertools.count(-2, -1)
@@ -108,9 +108,9 @@ class StoreClient:
         self._found: FindDone | None = None
 
     def share(self, descriptor: int, memory: PageBuffer) -> None:
-        """Pages of later jobs lie in `memory`, contiguous uint8, which is a shared mapping of `descriptor` from its
-        beginning and stays until `close`. The descriptor stays the caller's. A thread of this process need not be
-        told."""
+        """Share `memory`, contiguous uint8, with the process: pages of later jobs lie in it. It is a shared mapping of
+        `descriptor` from offset 0, valid until `close`; the caller keeps the descriptor. Does nothing if a thread of
+        this process serves the store."""
         if self.in_process:
             return
         self._memories.add(descriptor, memory)
@@ -118,9 +118,9 @@ class StoreClient:
             self._memories.send(self._connection, self._memories.count)
 
     def open(self) -> None:
-        """Start the process and wait until it has opened the store, for `open_s` at most: after that it is used once it
-        is open. A store that cannot be had now is one that was lost. Raises what else opening raises there: the
-        settings are wrong, and nothing is tried again."""
+        """Start the process and wait until it has opened the store, at most `open_s`. A store that takes longer is used
+        as soon as it is open. A store that is unavailable now counts as lost and is tried again. Other errors mean that
+        the settings are wrong: they are raised, and nothing is tried again."""
         self._poll_lost()
         while self.state is State.OPENING and self._late_open_s < math.inf:
             self.wait(_OPEN_LOOK_S)
@@ -130,7 +130,7 @@ class StoreClient:
             raise self._error
 
     def stats(self) -> StoreStats:
-        """What the process counted until its last answer. Does no I/O."""
+        """Statistics as of the process's last answer. Does no I/O."""
         return self.status.stats()
 
     @property
@@ -139,7 +139,7 @@ class StoreClient:
 
     @property
     def write_fault(self) -> str:
-        """Why the store does not take pages; empty if it took the last ones, or has no room for them."""
+        """Why the store does not store pages; "" if the last write succeeded or the store is full."""
         if not self.is_open:
             return self._why or "the store is not open yet"
         return self.writes.fault or ("writes failed and are not tried yet" if self.writes.refuses() else "")
@@ -148,8 +148,8 @@ class StoreClient:
         return not self.is_open or self.clock() < self.status.refuses_until_s(name)
 
     def find(self, keys: Sequence[bytes], wait_s: float, others: Sequence[bytes] = ()) -> FindDone | None:
-        """The answer to a `FindJob`. None where the store cannot tell within `wait_s` and the I/O timeout. Until such a
-        call is answered, others do not wait."""
+        """Ask which pages the store has, and wait for the answer to this `FindJob`. None if there is no answer within
+        `wait_s` and the I/O timeout; until that answer arrives, further calls return None at once."""
         if not (keys or others):
             return FindDone(FIND, 0)
         self.poll()
@@ -162,22 +162,22 @@ class StoreClient:
         while self._lookup is job and (left_s := until_s - time.monotonic()) > 0:
             self.wait(left_s)
             self._receive()
-        found = self._found  # or the answer to one that nobody waited for so long
+        found = self._found  # it may be the late answer to an earlier lookup
         return found if found is not None and found.ticket == job.ticket and found.answered else None
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """A request used these pages, in the order of its prompt, whichever tier served them."""
+        """Report that a request used these pages, in the order of its prompt, from any tier."""
         if keys and self._connection is not None and self.is_open and len(self._connection.unsent) < _MAX_UNSENT_BYTES:
             self._send(frames.frame(Kind.USED, frames.keys_of(keys)))
 
     def keep(self, note: bytes) -> None:
-        """Leave a few bytes with the store for who opens it next. Not durable: a kill of the process loses them."""
+        """Store a few bytes for the next client that opens the store. Not durable: a kill of the process loses them."""
         if self.is_open:
             self.note = note
             self._send(frames.frame(Kind.NOTE, note))
 
     def poll(self) -> None:
-        """Take what has come. Never blocks."""
+        """Receive outcomes, and reconnect after the backoff. Never blocks."""
         if self.state is State.LOST:
             self._poll_lost()
         elif self._is_waiting:
@@ -203,17 +203,18 @@ class StoreClient:
             log.warning(text, self._request.settings.name, open_s)
 
     def close(self, within_s: float) -> bool:
-        """Wait for what is under way, have the store closed, and let the process end. Idempotent.
+        """Wait for jobs in flight, close the store, and let the process end. Idempotent.
 
-        False: that takes longer, or a thread of the store is stalled, and pages of jobs may still be used; the process
-        closes the store when it can, and a later call tells. Raises what closing the store raises there.
+        False: this takes longer than `within_s`, or a thread of the store is stalled. Then the pages of jobs may still
+        be in use; the process closes the store when it can, and a later call returns True. Raises the error of closing
+        the store.
         """
         until_s = time.monotonic() + within_s
         self._retry_at_s = math.inf
         self._error = None
         if self.state is State.OPENING and self._connection is not None:
             self._is_closing = True
-            self._connection.finish()  # what it has not opened it closes by itself
+            self._connection.finish()  # the process itself closes a store that it is still opening
         while self._is_waiting and not self._is_stalled and self._poll_until(until_s):
             continue
         if self.state is State.OPEN and not self._is_closing:
@@ -234,7 +235,7 @@ class StoreClient:
         return True
 
     def end(self) -> None:
-        """End the process now, where it was started here; waits a moment for its end."""
+        """Kill the process if this client started it, and wait briefly for its end."""
         self._retry_at_s = math.inf
         self.status.close()
         self._transport.end()
@@ -244,7 +245,7 @@ class StoreClient:
 
     @property
     def pid(self) -> int:
-        """Of the process that was started for the store; 0 where there is none."""
+        """Id of the process started for the store; 0 if there is none."""
         return self._transport.pid
 
     @property
@@ -252,7 +253,7 @@ class StoreClient:
         return self.reads.is_stalled and self.writes.is_stalled
 
     def _poll_until(self, until_s: float) -> bool:
-        """Take what comes in a while; whether there is time left."""
+        """Wait a while for outcomes and receive them; False if `until_s` has passed."""
         left_s = until_s - time.monotonic()
         if left_s > 0:
             self.wait(min(_OPEN_LOOK_S, left_s))
@@ -265,25 +266,25 @@ class StoreClient:
     # Jobs
 
     def send_cancels(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """For the queues: by ticket and batch."""
+        """Send cancellations by ticket and batch; called by the queues."""
         for ticket, batch in jobs:
             self._send(frames.cancel(ticket, batch))
         self._transport.look()
 
     def send_jobs(self, jobs: Sequence[Job]) -> None:
-        """For the queues."""
+        """Send jobs; called by the queues."""
         found = [frames.of_job(job, self._memories.locate(job.pages, self.page_sizes)) for job in jobs]
         self._expect_answer()
         self._send(b"".join(found))
 
     def _expect_answer(self) -> None:
-        """Before a job is sent: the silence of a process without work does not count."""
+        """Restart the silence watch before a job is sent: a process without jobs is silent."""
         if not self._is_waiting:
             self._silence.heard()
 
     @property
     def _is_waiting(self) -> bool:
-        """Whether an answer is to come."""
+        """Whether the client expects an answer or has unsent bytes."""
         is_asked = self.reads.under_way or self.writes.under_way or self._lookup or self.state is State.OPENING
         return bool(is_asked or (self._connection is not None and self._connection.unsent))
 
@@ -343,7 +344,7 @@ class StoreClient:
                 self._found = done if isinstance(done, FindDone) else None
                 self._lookup = None
                 return
-            if done.ticket < FIND and not is_write:  # of a lookup that was announced as stalled before
+            if done.ticket < FIND and not is_write:  # the answer to a lookup that was announced as stalled
                 return
             if isinstance(done, WriteDone) or (isinstance(done, Stalled) and is_write):
                 self.writes.take(done)
@@ -354,7 +355,7 @@ class StoreClient:
                 self._why = ""
 
     def _lose(self, why: str, *, announce: bool = False) -> None:
-        """Use the process no more. What was under way is answered when the connection ends."""
+        """Stop using the process. Jobs in flight are answered when the connection ends."""
         if self.state is State.LOST:
             return
         self.state = State.LOST
@@ -362,7 +363,7 @@ class StoreClient:
         self._lookup = None
         if self._is_closing:
             return
-        is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)  # which `open` raises
+        is_known = why == self._why or (is_lasting(self._error) and not self.times_lost)  # the latter `open` raises
         self.times_lost += 1
         self._retry_at_s = time.monotonic() + self._backoff_s
         name, level = self._request.settings.name, logging.DEBUG if is_known else logging.WARNING
@@ -377,7 +378,7 @@ class StoreClient:
             self._connection.finish()
 
     def _has_ended(self) -> None:
-        """The connection has: nothing touches shared memory any more."""
+        """Close an ended connection and answer the jobs in flight: shared memory is no longer used."""
         self._lose("the store process ended")
         assert self._connection is not None
         self._connection.close()
@@ -397,7 +398,7 @@ class StoreClient:
                 self._lose(str(error))
 
     def _wait_for_its_end(self, connection: Connection) -> None:
-        """Which answers for all that is under way. Does not block."""
+        """Discard received bytes until the connection ends; then all jobs in flight are answered. Does not block."""
         try:
             while connection.take():
                 continue
@@ -409,6 +410,6 @@ class StoreClient:
                 self.writes.announce()
 
     def wait(self, seconds: float) -> None:
-        """Until there is something for `poll`, or that time is over. Another thread may submit meanwhile."""
+        """Wait until `poll` has something to do, at most `seconds`. Another thread may submit jobs meanwhile."""
         if (connection := self._connection) is not None:
             connection.wait(seconds)

@@ -1,4 +1,4 @@
-"""The reads or the writes that a client of a store process has under way."""
+"""The reads or the writes that a client of a store process has in flight."""
 
 from __future__ import annotations
 
@@ -22,24 +22,26 @@ D = TypeVar("D", FindDone | ReadDone, WriteDone)
 
 
 class JobSender(Protocol):
+    """The methods of `StoreClient` that a queue calls."""
+
     def refuses(self, name: str) -> bool:
-        """Whether a job of the queue would not be done."""
+        """Whether the process would refuse a job of the queue `name`."""
         ...
 
     def send_jobs(self, jobs: Sequence[Job]) -> None: ...
 
     def send_cancels(self, jobs: Sequence[tuple[int, int]]) -> None:
-        """Of reads, by ticket and batch."""
+        """Cancel reads by ticket and batch."""
         ...
 
     def poll(self) -> None:
-        """Hand what has come to `ClientQueue.take`. Never blocks."""
+        """Pass received outcomes to `ClientQueue.take`. Never blocks."""
         ...
 
 
 class ClientQueue(Generic[J, D]):
-    """The reads or the writes of a client. `refused`: jobs that were answered without the process. `fault`: why the
-    last write was not done; empty if it was, or if the store is full."""
+    """The reads or the writes of a client. `refused`: number of jobs answered without the process. `fault`: why the
+    last write failed; "" if it succeeded or the store is full."""
 
     def __init__(self, client: JobSender, name: str, capacity: int, unserved: Callable[[J], D]) -> None:
         self.name = name
@@ -54,8 +56,8 @@ class ClientQueue(Generic[J, D]):
         self.fault = ""
 
     def submit(self, *jobs: J) -> bool:
-        """Send jobs, or answer them where the process would not do them. False: too many are under way, and none is
-        sent."""
+        """Send jobs, or answer them here if the process would refuse them. If too many jobs are in flight, send none
+        and return False."""
         if self.refuses():
             self.refused += len(jobs)
             self._done += map(self._unserved, jobs)
@@ -75,24 +77,24 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def num_free(self) -> int:
-        """How many more may be submitted: with too many under way none, unless they are refused."""
+        """How many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse them."""
         return self._capacity - len(self.under_way) or int(self.refuses())
 
     def refuses(self) -> bool:
         return self._client.refuses(self.name)
 
     def poll(self) -> list[D | Stalled]:
-        """The outcomes since the last call, as they came. Never blocks.
+        """The outcomes since the last call, in order of arrival. Never blocks.
 
-        A job whose thread or process does not answer in time has two: `Stalled`, and its answer once nothing uses its
-        pages.
+        A job whose thread or process does not answer in time has two outcomes: `Stalled`, and its answer once no thread
+        uses its pages.
         """
         self._client.poll()
         found, self._done = self._done, []
         return found
 
     def tell_cancelled(self) -> None:
-        """Tell the process of reads whose `cancelled` is set now: nothing else does."""
+        """Send the process a cancellation for each read whose `cancelled` is set. Call this after setting it."""
         cancelled = [
             key
             for key, job in self.under_way.items()
@@ -104,11 +106,11 @@ class ClientQueue(Generic[J, D]):
 
     @property
     def is_stalled(self) -> bool:
-        """Whether all that is under way was announced as stalled."""
+        """Whether all jobs in flight were announced as stalled."""
         return len(self._announced) == len(self.under_way)
 
     def take(self, done: D | Stalled) -> None:
-        """An outcome has come. KeyError for that of no job."""
+        """Record a received outcome. KeyError if it belongs to no job in flight."""
         key = done.ticket, done.batch
         if isinstance(done, Stalled):
             if key in self._announced:
@@ -123,11 +125,11 @@ class ClientQueue(Generic[J, D]):
         self._done.append(done)
 
     def announce(self) -> None:
-        """Nobody knows when what is under way will be answered."""
+        """Announce all jobs in flight as stalled."""
         for ticket, batch in self.under_way:
             self.take(Stalled(ticket, batch))
 
     def settle(self) -> None:
-        """Nothing uses the pages of what was under way any more."""
+        """Answer all jobs in flight as failed, once the process no longer uses their pages."""
         for job in list(self.under_way.values()):
             self.take(self._unserved(job))

@@ -1,4 +1,4 @@
-"""One end of a stream of frames that neither sends nor receives by waiting."""
+"""One end of a stream of frames; sending and receiving do not block."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ from collections.abc import Iterator
 
 from hicache.storage.process.frames import Body, Frames, Kind
 
-_RECEIVE_BYTES = 1 << 16  # more would be mapped and unmapped by each call
+_RECEIVE_BYTES = 1 << 16  # the allocator would map and unmap a larger buffer in each call
 _WAIT_S = 0.5
 
 
 class ConnectionEnded(Exception):
-    """The other end is closed: nothing there touches shared memory any more."""
+    """The other end has closed the connection, so it no longer uses shared memory."""
 
 
 class Connection:
-    """Owned by one thread. Every method but `finish` and `close` raises `ConnectionEnded`.
+    """A non-blocking socket with frames; owned by one thread. All methods except `finish` and `close` raise
+    `ConnectionEnded`.
 
-    `unsent`: what the socket did not take yet; each `send` tries again. `frames`: cut out of what was taken.
+    `unsent`: bytes that the socket has not accepted yet; each `send` tries again. `frames`: parses received bytes.
     """
 
     def __init__(self, connected: socket.socket) -> None:
@@ -42,7 +43,8 @@ class Connection:
             del self.unsent[:sent]
 
     def send_with(self, descriptor: int, data: bytes) -> None:
-        """A descriptor travels with the first byte of its frame, so what was to be sent before goes first. May wait."""
+        """Send a frame with a descriptor, which is attached to its first byte, so unsent bytes are sent first. May
+        block."""
         while self.unsent:
             self._await(select.POLLOUT, _WAIT_S)
             self.send()
@@ -53,14 +55,14 @@ class Connection:
         self.unsent += data[sent:]
 
     def receive(self) -> Iterator[tuple[Kind, Body]]:
-        """All frames that have come. Raises ValueError too."""
+        """Receive all frames that have arrived. Also raises ValueError, for invalid frames."""
         is_more = True
         while is_more and (data := self.take()):
             yield from self.frames.feed(data)
-            is_more = len(data) == _RECEIVE_BYTES  # less is all that has come
+            is_more = len(data) == _RECEIVE_BYTES  # a shorter read has emptied the socket
 
     def take(self) -> bytes:
-        """Some of the bytes that have come; b"" where none have."""
+        """Receive some bytes; b"" if none have arrived."""
         try:
             data = self._read(_RECEIVE_BYTES)
         except BlockingIOError:
@@ -72,11 +74,12 @@ class Connection:
         return data
 
     def wait(self, seconds: float) -> None:
-        """Until something has come, or can be sent. Another thread may use the connection meanwhile."""
+        """Wait at most `seconds` until bytes arrive, or unsent bytes can be sent. Another thread may use the connection
+        meanwhile."""
         self._await(select.POLLIN | (select.POLLOUT if self.unsent else 0), seconds)
 
     def finish(self) -> None:
-        """Tell the other end that nothing more comes: it ends the connection when it has done what it has."""
+        """Stop sending. The other end closes the connection when it has finished the jobs that it received."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 

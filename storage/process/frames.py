@@ -1,19 +1,21 @@
 """The frames between an engine and a store process, over a stream socket of one machine.
 
-    frame     length u32 of what follows, kind u8, body; all numbers little-endian
+    All numbers are little-endian.
+
+    frame     length u32 of kind and body, kind u8, body
     keys      count u32, count lengths u16, the bytes of all keys
     pages     memory u32, page_bytes u32, count u32, count offsets u64
     verdicts  count u32, count bytes 0 or 1
     job       ticket, batch, queue class, deadline, a number; pages; keys
-    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; of a write why pages were not taken, in UTF-8
+    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; for a failed write the reason, in UTF-8
 
-Memory is shared: `MEMORY` brings its number and size, and with its first byte the descriptor (SCM_RIGHTS). Memory 0 is
-the address space of the client and its offsets are addresses, for a server in the same process. `OPEN` brings the
-descriptor of the shared numbers (see `status`). `NOTE` brings what the store is to keep, at most `MAX_NOTE_BYTES`;
-`OPENED` gives it back, in hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, for they cross once.
+Memory is shared: `MEMORY` has its number and size, and the descriptor is attached to its first byte (SCM_RIGHTS).
+Memory 0 is the address space of the client, for a server in the same process; its offsets are addresses. `OPEN` has the
+descriptor of the shared status (see `status`). `NOTE` has the bytes that the store keeps for clients, at most
+`MAX_NOTE_BYTES`; `OPENED` returns them, in hexadecimal digits. Bodies of OPEN, OPENED and FAILED are JSON, because they
+are sent only once.
 
-Neither side trusts lengths: what does not parse raises `FrameError` or another ValueError, after which the connection
-ends.
+Neither side trusts lengths: an invalid frame raises `FrameError` or another ValueError, and the connection ends.
 """
 
 from __future__ import annotations
@@ -48,15 +50,15 @@ from hicache.storage.slot_file import MAX_KEY_BYTES
 VERSION = 5
 MAX_FRAME_BYTES = 64 << 20
 MAX_NOTE_BYTES = 1024
-_MAX_SHORT_BYTES = 1 << 20  # of frames that bring no keys
+_MAX_SHORT_BYTES = 1 << 20  # limit for frames without keys
 _MAX_ERROR_CHARS = 1 << 14
 OWN_MEMORY = 0  # the number of the address space that client and server share when they are one process
 _HEAD = struct.Struct("<IB")
 _COUNT = struct.Struct("<I")
 _PAGES = struct.Struct("<III")
-_JOB = struct.Struct("<qibdI")  # the number: how many of a find's keys are a prompt's first; whether all pages go
+_JOB = struct.Struct("<qibdI")  # the number: of a find, how many keys are `keys`, not `others`; 1: remove all pages
 _CANCEL = struct.Struct("<qi")
-_OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or what stalls is a write; pages found or asked for
+_OUTCOME = struct.Struct("<qiBId")  # the flag: a find is answered, or a stalled job is a write; the number: of pages
 _MEMORY = struct.Struct("<IQ")
 _ERRORS: dict[str, Callable[[str], StoreError]] = {
     error.__name__: error for error in (StoreCorrupt, StoreLocked, StoreMismatch, StoreUnavailable)
@@ -64,11 +66,11 @@ _ERRORS: dict[str, Callable[[str], StoreError]] = {
 
 
 class FrameError(ValueError):
-    """Bytes that are no frame of this version."""
+    """The bytes are not a frame of this version."""
 
 
 class Kind(enum.IntEnum):
-    """From the client below 32, from the server above."""
+    """Kinds of frames: below 32 the client sends them, from 32 on the server."""
 
     OPEN = 1
     MEMORY = 2
@@ -89,13 +91,13 @@ class Kind(enum.IntEnum):
     ALIVE = 38
 
 
-# Those with keys, or a byte for each.
+# Frames with keys, or with one byte for each key.
 _LONG = {Kind.FIND, Kind.READ, Kind.WRITE, Kind.USED, Kind.REMOVE, Kind.FOUND, Kind.READ_DONE, Kind.WRITTEN}
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Pages of one size in one memory, by their offsets in bytes."""
+    """Offsets in bytes of pages of one size in one shared memory."""
 
     memory: int
     page_bytes: int
@@ -111,7 +113,7 @@ def frame(kind: Kind, *parts: bytes) -> bytes:
 
 
 def keys_of(keys: Sequence[bytes]) -> bytes:
-    """StoreError for what is no key."""
+    """Encode keys. StoreError for a key without 1 to `MAX_KEY_BYTES` bytes."""
     lengths = list(map(len, keys))
     if keys and not 1 <= min(lengths) <= max(lengths) <= MAX_KEY_BYTES:
         raise StoreError(f"a key has 1 to {MAX_KEY_BYTES} bytes")
@@ -119,7 +121,7 @@ def keys_of(keys: Sequence[bytes]) -> bytes:
 
 
 def of_job(job: Job, pages: Pages) -> bytes:
-    """`pages`: where those of the job lie."""
+    """Encode a job; `pages`: the locations of its pages."""
     kind, keys, deadline_s, number = Kind.WRITE, job.keys or (), math.inf, 0
     if isinstance(job, FindJob):
         kind, keys, number = Kind.FIND, (*job.keys, *job.others), len(job.keys)
@@ -149,7 +151,7 @@ def failed(error: Exception) -> bytes:
 
 
 def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
-    """`why`: the fault of a store that does not take pages."""
+    """Encode an outcome; `why`: the reason if the store did not store all pages of a write."""
     flag, number, seconds, ok, removed = is_write, 0, 0.0, tuple[bool, ...](), tuple[bytes, ...]()
     if isinstance(done, FindDone):
         kind, flag, number, ok = Kind.FOUND, done.answered, done.num_pages, done.others
@@ -165,7 +167,7 @@ def outcome(done: Outcome, *, is_write: bool, why: str = "") -> bytes:
 
 
 class Body:
-    """Reads the body of one frame from its beginning. `FrameError` where it is too short."""
+    """Parses the body of one frame from its start. `FrameError` if it is too short."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -193,7 +195,7 @@ class Body:
         return tuple(joined[end - length : end] for end, length in zip(ends, lengths, strict=True))
 
     def job(self, kind: Kind, pages_at: Callable[[Pages], tuple[PageBytes, ...]]) -> Job:
-        """`pages_at`: the pages of a read or a write."""
+        """Parse a job; `pages_at` returns the pages of a read or a write at their locations."""
         ticket, batch, queue_class, deadline_s, number = self.fields(_JOB)
         if math.isnan(deadline_s):
             raise FrameError("a deadline that is no number")
@@ -231,7 +233,7 @@ class Body:
             raise FrameError(f"a frame brings no JSON: {error}") from None
 
     def opened(self) -> tuple[tuple[int, ...], bytes]:
-        """The sizes of the store's pages, and its note."""
+        """Parse OPENED: the page sizes of the store in bytes, and its note."""
         try:
             match self.json():
                 case {"page_sizes": [*sizes], "note": str(note)}:
@@ -247,7 +249,7 @@ class Body:
         raise FrameError("a process says in no way that is understood that its store is not open")
 
     def outcome(self, kind: Kind) -> tuple[Outcome, bool]:
-        """What a job came to, and whether it was a write."""
+        """Parse the outcome of a job, and whether the job was a write."""
         ticket, batch, flag, number, seconds = self.fields(_OUTCOME)
         (count,) = self.fields(_COUNT)
         ok, removed = tuple(map(bool, self.take(count))), self.keys()
@@ -263,13 +265,13 @@ class Body:
 
 
 class Frames:
-    """Cuts a stream into frames."""
+    """Splits a stream of bytes into frames."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> Iterator[tuple[Kind, Body]]:
-        """The frames that are complete with `data`."""
+        """Append `data` and yield the frames that are now complete."""
         self._buffer += data
         at = 0
         try:

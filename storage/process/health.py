@@ -1,4 +1,4 @@
-"""When the store is not used: a circuit breaker for reads, one for writes, and a watchdog for each thread.
+"""Failure handling: circuit breakers for reads and writes, and a watchdog for each thread, stop the use of a store.
 
     CLOSED --- failures in a row, a refusal or a stall ---> OPEN --- the backoff is over ---> HALF_OPEN
        ^                                                     ^                                  | one probe
@@ -26,12 +26,12 @@ J = TypeVar("J")
 
 @dataclass(frozen=True)
 class Limits:
-    """When reads or writes stop, and when they are tried again.
+    """Limits that stop reads or writes, and the times after which they are tried again.
 
-    `io_timeout_s`: a job under way for longer opens the breaker. `reopen_backoff_s`: the first backoff; it doubles up
+    `io_timeout_s`: a job in flight for longer opens the breaker. `reopen_backoff_s`: the first backoff; it doubles up
     to `max_reopen_backoff_s`. `max_failures`: failures in a row that open the breaker. `open_s`: how long a client
-    waits for its store to be opened, before it goes on without. `close_s`: how long closing waits for threads that do
-    not return.
+    waits for its store to be opened, before it continues without the store. `close_s`: how long closing waits for
+    threads that do not return.
     """
 
     io_timeout_s: float = 10.0
@@ -42,7 +42,7 @@ class Limits:
     close_s: float = 30.0
 
     def __post_init__(self) -> None:
-        """ValueError for what is no time."""
+        """Raise ValueError for a value that is not a number from 0 on."""
         for name, value in dataclasses.asdict(self).items():
             if not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name}={value!r}")
@@ -52,7 +52,7 @@ LIMITS = Limits()
 
 
 class State(enum.IntEnum):
-    """The numbers are those of the metrics."""
+    """State of a breaker; metrics export these numbers."""
 
     CLOSED = 0
     HALF_OPEN = 1
@@ -61,16 +61,16 @@ class State(enum.IntEnum):
 
 @dataclass(frozen=True)
 class BreakerToken:
-    """Permission to call the store once. Its outcome counts only in the `epoch` of its creation, which ends with the
-    next change of state: an older call says nothing about the store now."""
+    """Permission to call the store once. The outcome counts only in the `epoch` in which the token was created. A
+    change of state ends the epoch, because an older call shows nothing about the store now."""
 
     epoch: int
     is_probe: bool = False
 
 
 class Breaker:
-    """Of reads or of writes. Any thread. `opens` and `failures` count since the start. `why`: the reason of the last
-    call if it failed."""
+    """Circuit breaker of reads or writes. Any thread. `opens` and `failures` count since the start. `why`: the reason
+    if the last call failed."""
 
     def __init__(self, name: str, limits: Limits, clock: Callable[[], float], tier: str = "disk") -> None:
         self._name = name
@@ -90,17 +90,17 @@ class Breaker:
         return self._state
 
     def refuses(self) -> bool:
-        """Whether a job submitted now would surely be refused. Takes no lock."""
+        """Whether a job submitted now would certainly be refused. Takes no lock."""
         return self._state is not State.CLOSED and self._clock() < self.refuses_until_s
 
     @property
     def refuses_until_s(self) -> float:
-        """Until when jobs are refused; infinite while a probe is under way, 0 while closed."""
+        """Time until which jobs are refused; infinite during a probe, 0 while closed."""
         return {State.CLOSED: 0.0, State.HALF_OPEN: math.inf, State.OPEN: self._probe_at_s}[self._state]
 
     def admit(self, *, can_probe: bool = True) -> BreakerToken | None:
-        """A token, or None while the breaker is open. After the backoff, the first caller that `can_probe` gets the
-        probe's token. Calls whose success would prove little cannot probe; they may pass before the probe."""
+        """Return a token, or None while the breaker is open. After the backoff, the first call with `can_probe` gets
+        the probe's token. Calls whose success proves little pass `can_probe` False; they may run before the probe."""
         with self._lock:
             if self.refuses():
                 return None
@@ -121,7 +121,7 @@ class Breaker:
                 log.info("the %s tier resumes %s", self._tier, self._name)
 
     def failed(self, token: BreakerToken, why: str, *, at_once: bool = False) -> None:
-        """`at_once`: open without waiting for more failures, which would tell nothing new."""
+        """Count a failed call. `at_once`: open the breaker now, without waiting for `max_failures`."""
         with self._lock:
             self.failures += 1
             self.why = why
@@ -149,7 +149,7 @@ class Breaker:
 
 
 class Watchdog(Generic[J]):
-    """The jobs that one thread works on. The thread calls `begin` and `end`, the scheduler thread `report`.
+    """Watches the jobs of one thread. The thread calls `begin` and `end`, the serving thread `report`.
 
     `is_stalled`: the jobs were reported and the thread has not returned. Invariant: a job is never reported after its
     `end` returned.
@@ -161,7 +161,7 @@ class Watchdog(Generic[J]):
         self._lock = threading.Lock()
         self._jobs: list[J] = []
         self._token = BreakerToken(0)
-        self._stalls_at_s = math.inf  # without jobs
+        self._stalls_at_s = math.inf  # infinite without jobs
         self.is_stalled = False
 
     @property
@@ -176,12 +176,12 @@ class Watchdog(Generic[J]):
 
     def end(self) -> None:
         with self._lock:
-            self._jobs = []  # which name pages, whose memory may have to be unmapped
+            self._jobs = []  # jobs refer to pages and would keep their memory mapped
             self._stalls_at_s = math.inf
             self.is_stalled = False
 
     def report(self, announce: Callable[[J], None]) -> BreakerToken | None:
-        """Where the jobs are under way for longer than the timeout: announce each, once, and return their token."""
+        """If the jobs take longer than the timeout, announce each once and return their token."""
         with self._lock:
             if self._clock() <= self._stalls_at_s:
                 return None
@@ -193,9 +193,11 @@ class Watchdog(Generic[J]):
 
 
 class SilenceWatch:
-    """Tells a process that says nothing from a machine that stood still: it is late at two looks, `apart_s` apart.
+    """Detects a silent process. A machine that was suspended is no reason: the process must be late at two checks that
+    are at least `apart_s` seconds apart.
 
-    One thread. `heard_s`: when it said something, or was asked, on the clock of `time.monotonic`.
+    One thread. `heard_s`: time of the last message from the process, or of the last request after idling, on the clock
+    `time.monotonic`.
     """
 
     def __init__(self, apart_s: float) -> None:
@@ -208,7 +210,7 @@ class SilenceWatch:
         self._doubted_s = math.inf
 
     def is_too_long(self, enough_s: float) -> bool:
-        """Whether it has said nothing for `enough_s`. To be asked again and again."""
+        """Whether the process has been silent for more than `enough_s`, at two checks. Call it repeatedly."""
         now_s = time.monotonic()
         self._doubted_s = min(self._doubted_s, now_s) if now_s - self.heard_s > enough_s else math.inf
         return now_s - self._doubted_s > self._apart_s

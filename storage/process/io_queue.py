@@ -19,8 +19,8 @@ D = TypeVar("D")
 
 @dataclass(frozen=True, order=True)
 class Queued(Generic[J, D]):
-    """A job on its way. Lower classes go first, within a class those submitted first, which have lower numbers.
-    `num_bytes`: of its pages. `reply`: takes its outcomes, on any thread."""
+    """A queued job. Jobs run by `queue_class`, lowest first, and within a class by `number`, the order of submission.
+    `num_bytes`: bytes of its pages. `reply`: called with each outcome, on any thread."""
 
     queue_class: int
     number: int
@@ -30,7 +30,7 @@ class Queued(Generic[J, D]):
 
 
 class _Worker(NamedTuple, Generic[J, D]):
-    """A thread that does jobs up to `last_class`."""
+    """A thread that runs jobs of classes up to `last_class`."""
 
     thread: threading.Thread
     watchdog: Watchdog[Queued[J, D]]
@@ -38,11 +38,12 @@ class _Worker(NamedTuple, Generic[J, D]):
 
 
 class IoQueue(Generic[J, D]):
-    """Owned by the serving thread; the worker threads `take` jobs and call their `reply`, or `refuse` them.
+    """Queue, threads and breaker. Owned by the serving thread; worker threads `take` jobs and call their `reply`, or
+    `refuse` them.
 
-    Clients bound the number of waiting jobs; `capacity` is what counts as full. `unserved` makes the answer to a job
-    for which the store was not asked. Invariant: every submitted job is answered once, whatever happens to its thread;
-    a job whose thread does not return is announced as `Stalled`.
+    Clients limit the number of waiting jobs; with `capacity` jobs the queue counts as full. `unserved` makes the answer
+    to a job that the store did not get. Invariant: every submitted job is answered once, also if its thread fails; a
+    job whose thread does not return is announced as `Stalled`.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class IoQueue(Generic[J, D]):
         loop: Callable[[Watchdog[Queued[J, D]]], None],
         last_class: float = math.inf,
     ) -> None:
-        """Threads whose `loop` takes jobs up to `last_class`."""
+        """Start threads that run `loop`, which takes jobs of classes up to `last_class`."""
         for _ in range(num_threads):
             watchdog: Watchdog[Queued[J, D]] = Watchdog(self._clock, self._limits.io_timeout_s)
             name = f"hicache-{self._tier}-{self.name}-{len(self._threads)}"
@@ -84,7 +85,7 @@ class IoQueue(Generic[J, D]):
             self._threads.append(_Worker(thread, watchdog, last_class))
 
     def submit(self, job: J, reply: Callable[[Any], None]) -> None:
-        """Queue a job, or refuse it where no thread would do it."""
+        """Queue a job, or refuse it if no thread would run it."""
         num_bytes = sum(page.nbytes for page in job.pages)
         item: Queued[J, D] = Queued(job.queue_class, next(self._order), job, num_bytes, reply)
         if self.refuses(job.queue_class):
@@ -93,13 +94,14 @@ class IoQueue(Generic[J, D]):
         with self._changed:
             heapq.heappush(self._waiting, item)
             self._waiting_bytes += num_bytes
-            self._changed.notify_all()  # not all threads do this one
+            self._changed.notify_all()  # all: a single notified thread might not take this class
 
     def __len__(self) -> int:
         return len(self._waiting)
 
     def take(self, wait_s: float | None = None, last_class: float = math.inf) -> Queued[J, D] | None:
-        """Wait for a job up to `last_class`. None: there was none for `wait_s`, or the queue `is_stopped` without."""
+        """Wait for a job of a class up to `last_class`. None after `wait_s` without a job, or if the queue is stopped
+        and has none."""
 
         def has_one() -> bool:
             return bool(self._waiting) and self._waiting[0].queue_class <= last_class
@@ -113,7 +115,7 @@ class IoQueue(Generic[J, D]):
         return self._stopped
 
     def take_more(self, max_bytes: float) -> list[Queued[J, D]]:
-        """The next waiting jobs, up to `max_bytes` together, without waiting."""
+        """Take the next queued jobs, together at most `max_bytes`, without blocking."""
         with self._changed:
             taken: list[Queued[J, D]] = []
             while self._waiting and (max_bytes := max_bytes - self._waiting[0].num_bytes) >= 0:
@@ -121,12 +123,12 @@ class IoQueue(Generic[J, D]):
             return taken
 
     def fullness(self, full_bytes: int) -> float:
-        """In [0, 1]: the larger of jobs / capacity and waiting bytes / `full_bytes`."""
+        """Fullness in [0, 1]: the larger of jobs / capacity and queued bytes / `full_bytes`."""
         with self._changed:
             return min(1.0, max(len(self._waiting) / self._capacity, self._waiting_bytes / full_bytes))
 
     def refuses(self, queue_class: float = math.inf) -> bool:
-        """Whether a job submitted now would not be done: the breaker is open, or no thread is left for it."""
+        """Whether a job submitted now would not run: the breaker is open, or no thread is left for its class."""
         return self.breaker.refuses() or self._stopped or self._are_stalled(queue_class)
 
     def refuse(self, item: Queued[J, D]) -> None:
@@ -135,7 +137,7 @@ class IoQueue(Generic[J, D]):
         item.reply(self._unserved(item.job))
 
     def look(self) -> None:
-        """Announce what stalled threads work on, and refuse what waits for threads that will not do it. Never blocks.
+        """Announce the jobs of stalled threads, and refuse queued jobs that no thread will run. Never blocks.
 
         A job whose thread does not return in time has two outcomes: `Stalled`, and its answer once no thread uses its
         pages.
@@ -151,11 +153,11 @@ class IoQueue(Generic[J, D]):
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job waits or is under way."""
+        """Whether a job is queued or running."""
         return len(self._waiting) > 0 or any(worker.watchdog.is_working for worker in self._threads)
 
     def stop(self) -> None:
-        """Let the threads finish what is queued, and wait for them."""
+        """Let the threads finish the queued jobs, and wait for them."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
@@ -163,14 +165,14 @@ class IoQueue(Generic[J, D]):
             worker.thread.join()
 
     def numbers(self) -> tuple[float, ...]:
-        """The `QUEUE_NUMBERS` of the shared status, and until when jobs are refused."""
+        """The `QUEUE_NUMBERS` of the shared status, then the time until which jobs are refused."""
         breaker = self.breaker
         counts = breaker.state, breaker.opens, breaker.failures, self._refused, self._stalled
         until_s = math.inf if self._are_stalled() else breaker.refuses_until_s
         return (*counts, len(self._waiting), self._waiting_bytes, until_s)
 
     def _are_stalled(self, queue_class: float = math.inf) -> bool:
-        """All threads that do jobs of the class."""
+        """Whether all threads for a class are stalled."""
         return all(worker.watchdog.is_stalled for worker in self._threads if worker.last_class >= queue_class)
 
     def _pop(self) -> Queued[J, D]:

@@ -1,7 +1,7 @@
-"""Jobs for a store and their outcomes, as an engine, its client and the store process see them.
+"""Jobs for a store and their outcomes, shared by the engine, its client and the store process.
 
-The store owns the bytes of a job's pages from its submission until its answer (`FindDone`, `ReadDone`, `WriteDone`)
-is taken. Every job is answered once. `Stalled` may come before the answer; the bytes still belong to the store then.
+The store owns the bytes of a job's pages from its submission until the engine takes its answer (`FindDone`, `ReadDone`,
+`WriteDone`). Every job is answered once. `Stalled` may precede the answer; then the store still owns the bytes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PageBytes: TypeAlias = npt.NDArray[np.uint8]
 
 
 class PageRows(Sequence[PageBytes]):
-    """The pages `rows` of `memory`, uint8 [num_pages, page_bytes] in one piece, without a view for each."""
+    """The pages `rows` of `memory`, contiguous uint8 `[num_pages, page_bytes]`, without creating a view for each."""
 
     __slots__ = ("memory", "rows")
 
@@ -42,12 +42,12 @@ class PageRows(Sequence[PageBytes]):
         return page
 
 
-FIND = -1  # the `batch` of a ticket's first find, those of others lie below
+FIND = -1  # the `batch` of the first find of a ticket; later finds have lower numbers
 
 
 class ReadClass(enum.IntEnum):
-    """The queue classes of reads, by priority: finds first, which read no page. Lookup: the scheduler waits for it.
-    Urgent: a request waits for it."""
+    """Queue classes of reads, highest priority first. Finds read no page and precede reads. LOOKUP: the scheduler waits
+    for the answer. URGENT: a request waits for it."""
 
     LOOKUP = -1
     URGENT_FIND = 0
@@ -58,7 +58,7 @@ class ReadClass(enum.IntEnum):
 
 @dataclass(frozen=True)
 class FindJob:
-    """How many of `keys`, from the first on, does the store hold without a gap, and which of `others`?"""
+    """Ask how many of `keys`, from the first on, the store has without a gap, and which of `others` it has."""
 
     ticket: int
     keys: tuple[bytes, ...]
@@ -70,7 +70,8 @@ class FindJob:
 
 @dataclass(frozen=True)
 class FindDone:
-    """`others[i]`: whether the store holds that key. `answered`: false when it was not asked or could not tell."""
+    """Answer to a `FindJob`. `num_pages`: number of `keys` without a gap. `others[i]`: whether the store has that key.
+    `answered`: False if the store was not asked or failed."""
 
     ticket: int
     num_pages: int
@@ -83,7 +84,7 @@ class FindDone:
 class ReadJob:
     """Read `keys` into `pages`. `batch` numbers the jobs of a ticket.
 
-    Reading ends when `cancelled` is set or the client's clock has reached `deadline_s`.
+    The store stops reading when `cancelled` is set or the client's clock has reached `deadline_s`.
     """
 
     ticket: int
@@ -97,8 +98,8 @@ class ReadJob:
 
 @dataclass(frozen=True)
 class ReadDone:
-    """`ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, the store was asked for;
-    `seconds`: how long that took, on the store's clock."""
+    """Answer to a `ReadJob`. `ok[i]`: page i holds verified bytes. `asked`: how many pages, from the first on, were
+    requested from the store; `seconds`: duration of that, on the store's clock."""
 
     ticket: int
     batch: int
@@ -109,6 +110,8 @@ class ReadDone:
 
 @dataclass(frozen=True)
 class WriteJob:
+    """Store `pages` under `keys`."""
+
     ticket: int
     keys: tuple[bytes, ...]
     pages: Sequence[PageBytes]
@@ -118,8 +121,8 @@ class WriteJob:
 
 @dataclass(frozen=True)
 class RemoveJob:
-    """Remove `keys`, in the order of the writes around it; None: all pages of the store. Its answer is a `WriteDone`:
-    `ok[i]`, page i was there, and is gone. With one `ok` for all pages."""
+    """Remove `keys`, or all pages of the store if None, in order with the writes before and after. The answer is a
+    `WriteDone`: `ok[i]` if page i was present and is removed; one `ok` for all pages if `keys` is None."""
 
     ticket: int
     keys: tuple[bytes, ...] | None
@@ -130,12 +133,12 @@ class RemoveJob:
 
 @dataclass(frozen=True)
 class WriteDone:
-    """`ok[i]`: page i is in the store, as durable as its durability setting says. `seconds`: the job's share, by pages,
-    of the time that its batch took to write, on the store's clock. `num_new`: pages that the store lacked before; one
-    that does not count its puts is taken to have lacked all.
+    """Answer to a `WriteJob` or `RemoveJob`. `ok[i]`: page i is in the store, as durable as configured. `seconds`: the
+    job's share, by pages, of the time to write its group, on the store's clock. `num_new`: pages that were absent
+    before; all pages if the store does not count puts.
 
-    `removed`: keys that the store was known to lose until then, before `ok` held; those of a group of jobs come with
-    the first. `why`: the fault of the store if it did not take all pages; empty if it has none."""
+    `removed`: keys of pages that the store removed before it stored these; the first answer of a group has all of them.
+    `why`: the fault of the store if it did not store all pages, "" without a fault."""
 
     ticket: int
     ok: tuple[bool, ...]
@@ -148,7 +151,7 @@ class WriteDone:
 
 @dataclass(frozen=True)
 class Stalled:
-    """A thread has worked on this job for longer than `io_timeout_s`. Its answer may come late or never."""
+    """A thread has worked on this job for longer than `io_timeout_s`. Its answer may arrive late or never."""
 
     ticket: int
     batch: int

@@ -20,11 +20,11 @@ _BACKLOG = 64
 
 
 def serve(url: str, path: Path) -> None:
-    """Serve the store of `url` to engines of this user, at a Unix socket, until SIGTERM or SIGINT; then close its
-    stores.
+    """Serve the store of `url` to engines of this user, at the Unix socket `path`, until SIGTERM or SIGINT; then close
+    the stores.
 
-    On a disk each identity has a folder of its own below that of the URL. StoreError for a URL or a path that cannot be
-    used, StoreLocked where another process serves at the path.
+    On a disk each identity has its own subfolder of the URL's folder. StoreError for an invalid URL or path,
+    StoreLocked if another process serves at the path.
     """
     scheme_of(url)
     with _listening(path) as listener:
@@ -37,7 +37,7 @@ def serve(url: str, path: Path) -> None:
 
 
 def _listening(path: Path) -> socket.socket:
-    """A socket in a folder that only this user may enter, made where there is none."""
+    """Listen at a socket with access only for this user; create its folder if it is missing."""
     with contextlib.suppress(FileExistsError):
         path.parent.mkdir(mode=0o700, parents=True)
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -47,7 +47,7 @@ def _listening(path: Path) -> socket.socket:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
                 if not probe.connect_ex(str(path)):
                     raise StoreLocked(f"another process serves a store at {path}; choose another path")
-            path.unlink()  # of a process that was killed
+            path.unlink()  # left behind by a killed process
         listener.bind(str(path))
         listener.listen(_BACKLOG)
     except OSError as error:

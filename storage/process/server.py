@@ -1,11 +1,11 @@
-"""The loop of a store process: clients on sockets, their jobs to the threads of stores, outcomes back.
+"""The loop of a store process: it passes jobs of clients from sockets to the threads of stores, and outcomes back.
 
-One thread runs the loop and owns every connection (`session`). The threads of a store hand outcomes to `Session.post`
-and wake it. Opening and closing a store may take long, so each has a thread of its own. The loop sleeps as long as
-nothing is under way; else it looks for stalled threads every `LOOK_S` seconds, and tells clients that it is alive.
+One thread runs the loop and owns every connection (`session`). The threads of a store pass outcomes to `Session.post`,
+which wakes the loop. Opening or closing a store may take long, so each runs in a new thread. Without jobs the loop
+sleeps. Otherwise it checks for stalled threads every `LOOK_S` seconds, and sends clients the frame ALIVE.
 
-In a process of its own (`__main__`) or in a thread of the client's (`transports.InlineServer`): the same loop, the same
-frames.
+The same loop runs in a separate process (`__main__`) or in a thread of the client's process
+(`transports.InlineServer`), with the same frames.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ _CREDENTIALS = struct.Struct("iII")  # process, user, group
 
 
 class Server:
-    """Serves `stores` to the clients that `add` and `listener` bring. `run` returns after `stop`, and without a
-    listener when the last client has left. `same_process`: clients may name pages by their addresses.
+    """Serves `stores` to clients passed to `add` or accepted by `listener`. `run` returns after `stop`, or, without a
+    listener, when the last client has disconnected. `same_process`: clients may name pages by their addresses.
 
-    What a client sends, and what it brings a store to raise, ends its own connection and nothing else.
+    An invalid frame, or an error of a store caused by a client, ends the connection of this client and no other.
     """
 
     def __init__(
@@ -49,7 +49,7 @@ class Server:
         self._calls: deque[Callable[[], None]] = deque()
         self._later: list[Callable[[], None]] = []
         self._num_left = 0
-        self._why_later = ""  # what was logged of it
+        self._why_later = ""  # the last logged reason of `call_later`
         self._last_look_s = time.monotonic()
         self._woken, self._wakes = socket.socketpair()
         self._woken.setblocking(False)
@@ -61,11 +61,11 @@ class Server:
             self._resume_accepting(listener)
 
     def add(self, connected: socket.socket) -> None:
-        """Before `run`, or on its thread."""
+        """Serve a connected client. Call it before `run`, or on the loop's thread."""
         self._clients.add(Session(self, connected))
 
     def call(self, do: Callable[[], None]) -> None:
-        """Have the loop call `do`, which raises nothing. Any thread."""
+        """Schedule `do`, which must not raise, on the loop's thread. Any thread."""
         self._calls.append(do)
         if not self._is_awake:
             self._is_awake = True
@@ -73,19 +73,20 @@ class Server:
                 self._wakes.send(b"\0")
 
     def call_later(self, do: Callable[[], None], why: str) -> None:
-        """Have the loop call `do`, for which the machine has no room now, when it looks next. On the loop's thread."""
+        """Retry `do` at the next check, because the machine lacks resources now. On the loop's thread."""
         self._later.append(do)
         if why != self._why_later:
             log.warning("%s; it is tried again", why)
             self._why_later = why
 
     def end_clients(self, why: str) -> None:
-        """Every client has ended: do what each has sent, and let it go. On the loop's thread."""
+        """After the engine ended: accept all jobs that each client has sent, then end its session. On the loop's
+        thread."""
         for client in list(self._clients):
             client.hear_out(why)
 
     def stop(self) -> None:
-        """End `run`, for a process that ends after it: a connection whose jobs are under way ends with the process. Any
+        """End `run`, in a process that ends right after: a connection with jobs in flight ends with the process. Any
         thread."""
         self.call(self._stop)
 
@@ -101,7 +102,8 @@ class Server:
                     part.close()
 
     def _step(self) -> None:
-        """What is ready once, so that nothing here refers to a client that has left while the loop sleeps."""
+        """Handle ready sockets and calls once. A separate function, so that no local variable keeps a disconnected
+        client alive while the loop sleeps."""
         is_busy = bool(self._later) or any(client.is_busy for client in self._clients)
         for key, events in self.selector.select(LOOK_S if is_busy else None):
             key.data(events)
@@ -116,8 +118,7 @@ class Server:
             self.look()
 
     def look(self) -> None:
-        """Announce stalled threads, tell clients that the loop is alive, and try what could not be done. On the loop's
-        thread."""
+        """Announce stalled threads, send clients ALIVE, and retry the calls of `call_later`. On the loop's thread."""
         for client in list(self._clients):
             client.look()
         waiting, self._later = self._later, []
@@ -130,7 +131,8 @@ class Server:
         self._clients.discard(client)
 
     def log_left(self, error: Exception) -> None:
-        """Tell that a client is left, and why, ever more seldom: no client fills the log."""
+        """Log why the server drops a client. Only the counts 1, 2, 4, 8 and so on are warnings, so clients cannot fill
+        the log."""
         self._num_left += 1
         level = logging.WARNING if self._num_left.bit_count() == 1 else logging.DEBUG
         log.log(level, "a client of the store process is left: %s (%d so far)", error, self._num_left)
@@ -148,13 +150,13 @@ class Server:
             self._is_accepting = True
 
     def _accept(self, _events: int = 0) -> None:
-        """Take a client that waits. Where descriptors have run out, none is taken until the next look: the listener
-        stays readable, and the loop would do nothing else."""
+        """Accept a waiting client. Without free descriptors, stop accepting until the next check: the listener stays
+        readable, so the loop would otherwise spin."""
         listener = self._listener
         assert listener is not None
         try:
             connected, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):  # it is gone again
+        except (BlockingIOError, ConnectionAbortedError):  # the client has disconnected already
             self._resume_accepting(listener)
             return
         except OSError as error:
@@ -174,7 +176,7 @@ class Server:
 
 
 def user_of(connected: socket.socket) -> int:
-    """The user at the other end of a Unix socket. StoreError where the kernel does not tell."""
+    """User id of the process at the other end of a Unix socket. StoreError if the kernel does not report it."""
     try:
         credentials = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     except OSError as error:

@@ -1,10 +1,10 @@
-"""The threads of one store: one writes, several read, one more looks up; for all clients of the store.
+"""The threads of one store, for all its clients: one writes, several read, and one only answers finds.
 
-The serving thread puts frozen jobs on bounded queues; the thread that does a job hands its outcome to the job's
-`reply`. Finds go before reads, and reads that a request waits for before others. A find waits for no read: readers
-are busy for tenths of a second, and a server that asks what there is delays a prompt meanwhile. Writes that wait at the
-same time are put together. Whatever a store raises becomes a miss or a failed write. A store that fails or stalls is
-not used for a while (see `health`).
+The serving thread puts frozen jobs on bounded queues; the thread that runs a job passes its outcome to the job's
+`reply`. Finds precede reads, and reads that a request waits for precede background reads. A find never waits for a
+read: readers are busy for tenths of a second, and a server that waits for the answer would delay a prompt. Writes that
+are queued at the same time are merged into one `put`. Every error of a store becomes a miss or a failed write. A store
+that fails or stalls is not used until the backoff is over (see `health`).
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from hicache.storage.process.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
-_GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads, and between two looks at them
+_GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads at most, and the interval of its checks
 _LAST_FIND = ReadClass.BACKGROUND_FIND
-_IDLE_S = 10.0  # without a write, after which it is looked whether other stores need space
-_GROUP_BYTES = 256 << 20  # of writes put together: several commits, each compressed during the previous one
+_IDLE_S = 10.0  # time without writes after which the writer checks whether other stores need space
+_GROUP_BYTES = 256 << 20  # bytes of merged writes: several commits, each compressed during the previous one
 _LASTING = {errno.ENOSPC, errno.EDQUOT, errno.EROFS}  # another attempt would fail as well
 
 
@@ -55,12 +55,12 @@ _Write: TypeAlias = Queued[WriteJob | RemoveJob, WriteDone]
 
 
 class StoreService:
-    """Owns the threads of a store. The serving thread calls every method but `close`, and none waits for the medium:
-    only the worker threads do I/O.
+    """Owns the threads of a store. The serving thread calls all methods except `close`, and none of them waits for I/O,
+    which only the worker threads do.
 
-    `owns_store`: `close` closes the store too; else it syncs it, and the store stays open for its owner. `clock`:
-    seconds, those of the jobs' deadlines. `removed`: where the store, in the writer's calls, notes the keys of pages
-    that it loses; None: nobody asks.
+    `owns_store`: `close` also closes the store; otherwise `close` syncs it, and it stays open for its owner. `clock`:
+    seconds; the jobs' deadlines are times of this clock. `removed`: list to which the store appends, during calls of
+    the writer, the keys of pages that it removes; None if no client wants them.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class StoreService:
             raise
 
     def used(self, keys: Sequence[bytes]) -> None:
-        """A request used these pages, in the order of its prompt, whichever tier served them."""
+        """Count pages as used by a request, in the order of its prompt; any tier may have served them."""
         try:
             self.store.touch(keys)
-        except Exception:  # the order of eviction suffers, and nothing else
+        except Exception:  # only the eviction order suffers
             if not self.failed_touches:
                 log.exception(
                     "the store of the %s tier was not told what is used; further failures are counted",
@@ -111,10 +111,10 @@ class StoreService:
         return self.store.page_sizes
 
     def stats(self) -> StoreStats:
-        """Of the store; those before, where it raises."""
+        """Statistics of the store; the previous ones if it raises."""
         try:
             stats = self.store.stats()
-            tuple(map(int, dataclasses.astuple(stats)))  # which raises for what is no number
+            tuple(map(int, dataclasses.astuple(stats)))  # raises if a field is not a number
             self._stats = stats
             self._stats_fail = False
         except Exception:
@@ -125,7 +125,7 @@ class StoreService:
 
     @property
     def note(self) -> bytes:
-        """What clients keep with the store; b"" where it keeps nothing."""
+        """A few bytes that clients store; b"" if the store cannot keep them."""
         return self.store.note if isinstance(self.store, LmdbPageStore) else b""
 
     @note.setter
@@ -135,7 +135,7 @@ class StoreService:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a job waits or is under way."""
+        """Whether a job is queued or running."""
         return self.reads.is_busy or self.writes.is_busy
 
     def look(self) -> None:
@@ -144,12 +144,12 @@ class StoreService:
         self.writes.look()
 
     def numbers(self) -> dict[str, tuple[float, ...]]:
-        """Of both queues, for the shared status."""
+        """The numbers of both queues, for the shared status."""
         return {"reads": self.reads.numbers(), "writes": self.writes.numbers()}
 
     def close(self) -> None:
-        """Finish what is queued, end the threads, close or sync the store; waits for a stalled medium. Not to be called
-        on the serving thread. Raises what closing the store raises."""
+        """Finish the queued jobs, end the threads, and close or sync the store; blocks while the disk stalls. Must not
+        be called on the serving thread. Raises the error of closing the store."""
         if self._owns_store and isinstance(self.store, LmdbPageStore):
             self.store.announce_close()
         self.writes.stop()
@@ -162,7 +162,8 @@ class StoreService:
     # On the threads
 
     def _read_loop(self, watchdog: Watchdog[_Read]) -> None:
-        """A thread that waits refers to no job: its pages keep the memory of an engine that has left."""
+        """Run reads until the queue is stopped. The jobs are local to `_do_read`: a waiting thread must not refer to
+        one, because its pages would keep the memory of a disconnected engine mapped."""
         while self._do_read(watchdog):
             continue
 
@@ -171,7 +172,7 @@ class StoreService:
             continue
 
     def _do_read(self, watchdog: Watchdog[_Read], last_class: float = math.inf) -> bool:
-        """Do the next read up to a class; False where none comes any more."""
+        """Run the next find or read of a class up to `last_class`; False if the queue is stopped and empty."""
         reads = self.reads
         if (item := reads.take(last_class=last_class)) is None:
             return False
@@ -183,7 +184,7 @@ class StoreService:
             answer = unserved_read(job)
             try:
                 answer = self._find(job, token) if isinstance(job, FindJob) else self._read(job, token)
-            except Exception:  # the thread is for the jobs of others too
+            except Exception:  # the thread must go on with the jobs of other clients
                 log.exception("a read of the %s tier failed", self._settings.name)
             watchdog.end()
             item.reply(answer)
@@ -196,7 +197,7 @@ class StoreService:
             continue
 
     def _do_writes(self, watchdog: Watchdog[_Write]) -> bool:
-        """Do the writes that wait; False where none come any more."""
+        """Run the queued writes; False if the queue is stopped and empty."""
         writes = self.writes
         if (first := writes.take(_IDLE_S)) is None:
             if not writes.is_stopped:
@@ -221,7 +222,7 @@ class StoreService:
         return True
 
     def _keep_budget(self, watchdog: Watchdog[_Write]) -> None:
-        """Other stores may need what this one, which writes nothing now, has beyond its share."""
+        """Evict down to the store's share of the budget: without a write, `put` does not do it."""
         token = self.writes.breaker.admit(can_probe=False)
         if token is not None and isinstance(self.store, LmdbPageStore):
             watchdog.begin([], token)
@@ -232,13 +233,14 @@ class StoreService:
             watchdog.end()
 
     def _give_way(self) -> None:
-        """Wait while reads wait, for which requests do; not for long, so that writes come to an end too."""
+        """Delay writes while reads are queued, because requests wait for reads; at most `_GIVES_WAY_S`, so that writes
+        progress too."""
         until_s = time.monotonic() + _GIVES_WAY_S
         while len(self.reads) and time.monotonic() < until_s:
             time.sleep(_LOOK_S)
 
     def _is_void(self, job: ReadJob) -> bool:
-        """Whether the pages are no longer wanted."""
+        """Whether the job was cancelled or its deadline has passed."""
         return job.cancelled.is_set() or self.clock() >= job.deadline_s
 
     def _find(self, job: FindJob, token: BreakerToken) -> FindDone:
@@ -249,7 +251,7 @@ class StoreService:
         return FindDone(job.ticket, num_pages, answered, tuple(others), job.batch)
 
     def _read(self, job: ReadJob, token: BreakerToken) -> ReadDone:
-        """A part at a time, as long as the rest is wanted; pages behind a gap would be useless."""
+        """Read in parts until the job is void or a page is missing: pages after a gap would be useless."""
         ok: list[bool] = []
         begin_s, part_pages = self.clock(), 1
         if job.pages:
@@ -293,7 +295,7 @@ class StoreService:
             raise StoreError("the store still takes no writes")
 
     def _write(self, jobs: list[WriteJob], token: BreakerToken) -> list[WriteDone]:
-        """All jobs in one `put`; each answer tells of the job's own pages."""
+        """Write the pages of all jobs in one `put`; returns one answer for each job."""
         items = [item for job in jobs for item in zip(job.keys, job.pages, strict=True)]
         lag = self.writes.fullness(self._settings.full_bytes)
 
@@ -328,9 +330,9 @@ class StoreService:
     def _ask_to_read(
         self, call: Callable[[], list[bool]], token: BreakerToken, until_s: float = math.inf, *, proves: bool = True
     ) -> tuple[list[bool], bool]:
-        """The answer of a call, empty where it raised, and whether it is one. A store that cannot read answers with
-        misses; its count of read errors in this thread tells them from pages that it does not hold. What brings pages
-        until `until_s` is slow at worst."""
+        """Call the store and report the outcome to the breaker; returns the answers, [] if it raised, and whether they
+        are valid. A store that cannot read answers with misses; its count of read errors in this thread tells them from
+        absent pages. A call with a hit that ends after `until_s` was slow, which is no fault."""
         ok, fault = _answer(
             call, self.store.thread_read_errors, lambda fails: _Fault("the store cannot be read") if fails else None
         )
@@ -340,8 +342,8 @@ class StoreService:
         return ok, fault is None
 
     def _ask_to_write(self, call: Callable[[], list[bool]], token: BreakerToken) -> list[bool]:
-        """The answer of a call, empty where it raised. The count of write errors tells a store that fails from one that
-        is full."""
+        """Call the store and report the outcome to the breaker; returns the answers, [] if it raised. The count of
+        write errors tells a failing store from a full one."""
 
         def fault_of(fails: bool) -> _Fault | None:
             if self.stats().read_only:
@@ -356,21 +358,21 @@ class StoreService:
 def _answer(
     call: Callable[[], list[bool]], num_errors: Callable[[], int], fault_of: Callable[[bool], _Fault | None]
 ) -> tuple[list[bool], _Fault | None]:
-    """What a call of the store answers, empty where it raised, and what is wrong with that. `fault_of`: where it lacks
-    something, by whether the store has counted an error."""
+    """Call the store; returns the answers, [] if it raised, and the fault. `fault_of(has_errors)`: the fault if an
+    answer is False; `has_errors`: whether the store counted an error during the call."""
     try:
         before = num_errors()
         ok = call()
         return ok, None if all(ok) else fault_of(num_errors() > before)
     except (StoreError, OSError) as error:
         return [], _Fault(str(error), lasting=isinstance(error, StoreError) or error.errno in _LASTING)
-    except Exception as error:  # whatever it is, the job must be answered
+    except Exception as error:  # the job must be answered after any error
         log.exception("a store raised an unexpected error")
         return [], _Fault(repr(error))
 
 
 def _tell(breaker: Breaker, token: BreakerToken, fault: _Fault | None, *, proves: bool = True) -> None:
-    """`proves`: success means that the store works."""
+    """Report the outcome of a call to the breaker. `proves`: whether success shows that the store works."""
     if fault is not None:
         breaker.failed(token, fault.why, at_once=fault.lasting)
     elif proves:
@@ -378,7 +380,7 @@ def _tell(breaker: Breaker, token: BreakerToken, fault: _Fault | None, *, proves
 
 
 def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
-    """What a store answered. StoreError unless that is one answer for each that it was asked about."""
+    """The answers of a store as bools. StoreError unless there is one for each item of `asked`."""
     found = [bool(answer) for answer in answers]
     if len(found) != len(asked):
         raise StoreError(f"a store was asked about {len(asked)} pages, and gave {len(found)} answers")
@@ -386,7 +388,7 @@ def _one_each(answers: Iterable[object], asked: Sequence[object]) -> list[bool]:
 
 
 def _emptied(store: PageStore) -> bool:
-    """Remove all pages; whether that is done. False for a store that cannot."""
+    """Remove all pages; whether the store is empty now. False for a store that cannot do this."""
     if not isinstance(store, LmdbPageStore):
         return False
     evict(store, 0)

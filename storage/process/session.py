@@ -1,7 +1,7 @@
-"""One client of a store process: what it sends, the memory that it shares, and what it is told.
+"""One client of a store process: its frames, its shared memory, and the answers to it.
 
-Everything runs on the loop's thread (`server`), but for `post`. Neither the bytes nor the descriptors that come are
-trusted: whatever they lead to ends the session, and nothing beside it.
+Everything except `post` runs on the loop's thread (`server`). Received bytes and descriptors are not trusted: an error
+that they cause ends this session and no other.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from hicache.storage.process.stores import OpenStores
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-OPEN_WITHIN_S = 30.0  # a connection is to ask for its store
-_MAX_DESCRIPTORS = 16  # of one call, and of those that no frame has taken
+OPEN_WITHIN_S = 30.0  # time in which a client must send OPEN
+_MAX_DESCRIPTORS = 16  # received in one call, and received but not yet used by a frame
 _MAX_MEMORIES = 256
-_MAX_UNSENT_BYTES = 16 << 20  # for a client that does not read
+_MAX_UNSENT_BYTES = 16 << 20  # limit for a client that does not read
 
 
 class Loop(Protocol):
-    """What a session has of its `Server`."""
+    """The part of `Server` that a session uses."""
 
     stores: OpenStores
     same_process: bool
@@ -53,31 +53,32 @@ class Loop(Protocol):
 
 
 class Session(Connection):
-    """See the module. The client's memory is mapped until its last job is answered after its end."""
+    """The session of one client. The client's memory stays mapped until the session has ended and its last job is
+    answered."""
 
     def __init__(self, server: Loop, connected: socket.socket) -> None:
         super().__init__(connected)
         self._server = server
-        self._descriptors = deque[int]()  # that came and nobody has taken
+        self._descriptors = deque[int]()  # received, not yet used by a frame
         self._memories: dict[int, ClientMemory] = {}
         self._status: StatusWriter | None = None
         self._service: StoreService | None = None
         self._cancels: dict[tuple[int, int], threading.Event] = {}
         self._outcomes: deque[tuple[Outcome, bool]] = deque()
         self._waits_to_send = False
-        self._num_jobs = 0  # not answered yet
+        self._num_jobs = 0  # jobs not answered yet
         self._ended = self._is_opening = False
         self._open_until_s = time.monotonic() + OPEN_WITHIN_S
         server.selector.register(connected, selectors.EVENT_READ, lambda events: self._try(self._on_ready, events))
 
     @property
     def is_busy(self) -> bool:
-        """Whether it has to be looked at."""
+        """Whether the loop has to call `look` regularly."""
         is_asking = self._status is None or self._is_opening
         return self._num_jobs > 0 or is_asking or (self._service is not None and self._service.is_busy)
 
     def post(self, is_write: bool, done: Outcome) -> None:
-        """Take an outcome from the thread that did the job."""
+        """Queue an outcome for the client; called by the thread that ran the job."""
         self._outcomes.append((done, is_write))
         self._call(self._deliver)
 
@@ -93,13 +94,13 @@ class Session(Connection):
         self._tell(frames.frame(Kind.ALIVE))
 
     def hear_out(self, why: str) -> None:
-        """Take all that the client has sent, which has ended, before its `end`."""
+        """Accept all frames that an ended client has sent, then `end` the session."""
         if not self._ended:
             self._try(self._hear_what_came)
         self.end(why)
 
     def end(self, why: str) -> None:
-        """Listen to the client no more: its reads end, its writes are still done."""
+        """Stop reading from the client: cancel its reads, but still run its writes."""
         if self._ended:
             return
         self._ended = True
@@ -114,8 +115,9 @@ class Session(Connection):
         self._leave()
 
     def _leave(self) -> None:
-        """Close the connection once no thread uses the client's memory: that is what its end tells the client. What is
-        being opened has to be closed by this loop."""
+        """Close the connection once the session has ended and no thread uses the client's memory: to the client, the
+        closed connection means exactly that. A store that is still being opened keeps the session, which must close
+        it."""
         if self._ended and not self._num_jobs:
             self.close()
             for memory in self._memories.values():
@@ -133,7 +135,7 @@ class Session(Connection):
             log.exception("a store could not be closed")
 
     def _try(self, do: Callable[..., None], *arguments: object) -> None:
-        """Whatever it raises ends this client, and no other."""
+        """Call `do`; an error ends this session and no other."""
         try:
             do(*arguments)
         except ConnectionEnded as ended:
@@ -148,10 +150,10 @@ class Session(Connection):
             self._leave()
 
     def _call(self, do: Callable[..., None], *arguments: object) -> None:
-        """On the loop's thread. Any thread."""
+        """Schedule `do` on the loop's thread; any thread may call this."""
         self._server.call(partial(self._try, do, *arguments))
 
-    # What the client says
+    # Frames from the client
 
     def _on_ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
@@ -165,7 +167,7 @@ class Session(Connection):
             continue
 
     def _hear_some(self) -> bool:
-        """Take some of what the client has sent; whether there was anything."""
+        """Receive and handle some frames; whether any bytes had arrived."""
         data = self.take()
         for kind, body in self.frames.feed(data):
             self._hear(kind, body)
@@ -240,7 +242,7 @@ class Session(Connection):
             raise FrameError(f"pages in memory {pages.memory}, which is not shared")
         return self._memories[pages.memory].pages(pages)
 
-    # Beside the loop: what may take long
+    # Slow operations, in other threads
 
     def _open(self, request: object) -> None:
         if self._status is not None:
@@ -252,8 +254,8 @@ class Session(Connection):
         self._aside("open", partial(self._attempt, partial(self._server.stores.acquire, request), self._opened))
 
     def _aside(self, what: str, do: Callable[[], None]) -> None:
-        """A process ends after such a thread, so a store that its engine closed is closed whatever becomes of the
-        engine. In a thread of an engine it is a daemon, as that thread is."""
+        """Run `do` in a new thread. A store process does not exit before this thread has ended, so closing a store
+        completes even if the engine has ended. In an engine's process it is a daemon thread, like the loop's thread."""
         try:
             threading.Thread(target=do, name=f"hicache-store-{what}").start()
         except RuntimeError as error:
@@ -262,7 +264,7 @@ class Session(Connection):
     def _attempt(self, do: Callable[[], T], then: Callable[[T], None]) -> None:
         try:
             result = do()
-        except Exception as error:  # which the client raises
+        except Exception as error:  # sent to the client, which raises it
             log.debug("a store cannot be opened or closed", exc_info=True)
             self._call(self._fail, error)
         else:
@@ -282,7 +284,7 @@ class Session(Connection):
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:
-        """A hint: without it a store copies through memory of its own."""
+        """Announce a client's memory to the store. Without it, the store copies through its own memory."""
         try:
             service.store.register_memory(memory)
         except Exception:
@@ -298,14 +300,14 @@ class Session(Connection):
         self.end("its store is not open")
         self._leave()
 
-    # What the client is told
+    # Frames to the client
 
     def _deliver(self) -> None:
         found, why, outcomes = [], "", [self._outcomes.popleft() for _ in range(len(self._outcomes))]
         if self._service is not None:
             self._note_status(
                 self._service
-            )  # not before it is known what is answered: a client with an answer reads it
+            )  # before the answers are sent: a client with an answer must see the numbers that include it
             why = self._service.writes.breaker.why
         for done, is_write in outcomes:
             if not isinstance(done, Stalled):
@@ -324,7 +326,7 @@ class Session(Connection):
             return
         try:
             self.send(data)
-        except ConnectionEnded:  # it has left, and what it sent before is still to be done
+        except ConnectionEnded:  # the client has disconnected; jobs that it sent before must still run
             self._hear_what_came()
             raise
         if len(self.unsent) > _MAX_UNSENT_BYTES:

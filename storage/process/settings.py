@@ -1,4 +1,4 @@
-"""How the threads of one store work, as a client asks for it."""
+"""Settings of the threads of one store, which a client chooses."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ _MAX_READERS, _MAX_COUNT = 1024, 1 << 62
 
 @dataclass(frozen=True)
 class ServiceSettings:
-    """`readers`: threads that read. `queue_jobs`: how many reads, and how many writes, may wait. `full_bytes`: waiting
-    writes of so many bytes count as a full queue. `part_bytes`: of the pages of one call to the store, between two
-    looks of a reader at whether it should go on; a larger page goes alone. `gives_way`: writes wait while reads do.
-    `name`: of the tier, in logs and threads.
+    """Settings of the threads of one store. `readers`: number of threads that read. `queue_jobs`: maximum number of
+    queued reads, and of queued writes. `full_bytes`: bytes of queued writes that count as a full queue. `part_bytes`:
+    bytes of pages in one call to the store; between calls a reader checks whether the job was cancelled; a larger page
+    is read alone. `gives_way`: writes wait while reads are queued. `name`: the tier, in logs and thread names.
     """
 
     readers: int = 4
     queue_jobs: int = 64
     full_bytes: int = 1 << 40
-    part_bytes: int = 8 << 20  # neighbours are read together
+    part_bytes: int = 8 << 20  # large enough to merge reads of neighbouring slots
     gives_way: bool = False
     name: str = "disk"
     limits: Limits = LIMITS
 
     def __post_init__(self) -> None:
-        """ValueError for what a process cannot serve by."""
+        """Raise ValueError for invalid settings."""
         counts = {"queue_jobs": self.queue_jobs, "full_bytes": self.full_bytes, "part_bytes": self.part_bytes}
         for name, count in {"readers": self.readers, **counts}.items():
             if not isinstance(count, int) or not 1 <= count <= (_MAX_READERS if name == "readers" else _MAX_COUNT):

@@ -1,4 +1,4 @@
-"""The memory that a client shares with its store process, and where pages lie in it."""
+"""Memory that a client shares with its store process, and the locations of pages in it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hicache.storage.process.jobs import PageBytes, PageRows
 
 
 class SharedMemories:
-    """Numbered from 1. `same_process`: pages are named by their addresses, wherever they lie."""
+    """A client's shared memories, numbered from 1. `same_process`: pages are named by address and may lie anywhere."""
 
     def __init__(self, same_process: bool) -> None:
         self._same_process = same_process
@@ -35,13 +35,13 @@ class SharedMemories:
         self._memories.append((descriptor, _address(memory), memory.nbytes))
 
     def send(self, connection: Connection, number: int) -> None:
-        """Pass the memory of this number on."""
+        """Send the memory `number`, with its descriptor, to the process."""
         descriptor, _, num_bytes = self._memories[number - 1]
         connection.send_with(descriptor, frames.memory(number, num_bytes))
 
     def locate(self, pages: Sequence[PageBytes], page_sizes: tuple[int, ...]) -> Pages:
-        """Where the process finds `pages`, which are of one of the sizes and in one memory. StoreError where it does
-        not. `page_sizes`: those of its store; none: any."""
+        """Locations of `pages` for the process. StoreError unless all pages have the same size, one of `page_sizes`,
+        and lie in one shared memory. `page_sizes`: page sizes of the store in bytes; () allows any."""
         if isinstance(pages, PageRows):
             page_bytes, base = pages.memory.shape[1], _address(pages.memory)
             places = [*map(page_bytes.__mul__, pages.rows)]
@@ -60,10 +60,11 @@ class SharedMemories:
 
 
 class ClientMemory:
-    """The first `num_bytes` of the file behind `descriptor`, which a client shares. `data`: all of them, uint8.
+    """Maps the first `num_bytes` of the file of `descriptor`, which a client shares. `data`: the bytes, uint8. Owns the
+    descriptor.
 
-    To touch memory behind the end of its file ends a process (SIGBUS). So the file is sealed: it can become no shorter.
-    Where the kernel seals it not, its length is looked at before each job. Takes the descriptor over.
+    Touching memory after the end of its file ends a process (SIGBUS). So the file is sealed against shrinking. If the
+    kernel cannot seal it, its length is checked before each job.
     """
 
     def __init__(self, descriptor: int, num_bytes: int) -> None:
@@ -85,7 +86,7 @@ class ClientMemory:
             self.close()
 
     def pages(self, pages: Pages) -> tuple[PageBytes, ...]:
-        """FrameError where one ends behind the memory."""
+        """Views of pages. FrameError if a page ends after the end of the memory."""
         memory, num_bytes = self.data, pages.page_bytes
         if any(offset + num_bytes > len(memory) for offset in pages.offsets):
             raise FrameError(f"a page ends behind its memory of {len(memory)} bytes")
@@ -94,7 +95,7 @@ class ClientMemory:
         return tuple(memory[offset : offset + num_bytes] for offset in pages.offsets)
 
     def close(self) -> None:
-        """Look at the file no more. Idempotent. The memory is unmapped with the last page that refers to it."""
+        """Close the descriptor. Idempotent. The memory is unmapped when the last page that refers to it is freed."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -106,8 +107,8 @@ class ClientMemory:
 
 
 def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
-    """Fresh memory that another process can map, and its descriptor, which is the caller's. StoreError where there is
-    none."""
+    """Allocate memory that another process can map; returns its descriptor, which the caller owns, and the memory.
+    StoreError if none is available."""
     try:
         descriptor = memory_file(name, num_bytes)
         try:
@@ -120,7 +121,7 @@ def new_memory(name: str, num_bytes: int) -> tuple[int, PageBuffer]:
 
 
 def page_at(address: int, num_bytes: int) -> PageBytes:
-    """A page of this process, which its owner keeps."""
+    """View of a page at an address of this process; its owner must keep the memory alive."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * num_bytes).from_address(address))
 
 

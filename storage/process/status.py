@@ -1,7 +1,7 @@
-"""Numbers that a store process keeps where its clients see them: one shared page, written by the process alone.
+"""Numbers that a store process shares with its clients: one memory page, which only the process writes.
 
-So `stats` of a client is neither a question nor a wait, and what a job has done is counted before its answer is sent.
-Each number is a float64, written at once: whole numbers are exact up to 2^53.
+So `stats` of a client neither sends a frame nor waits, and the process counts a job before it sends its answer. Each
+number is a float64, written atomically: integers are exact up to 2^53.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _INDEX = {name: i for i, name in enumerate(_NAMES)}
 
 
 class StatusWriter:
-    """The numbers as the process writes them, into the file behind a client's `descriptor`, which it takes over. They
-    are written, not mapped: who touches the memory of a file that was made shorter ends (SIGBUS)."""
+    """Writes the numbers into the file of a client's `descriptor`, which it owns. It does not map the file: touching a
+    map of a file that was truncated would end the process (SIGBUS)."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
@@ -41,20 +41,20 @@ class StatusWriter:
             raise FrameError("the status of a client is no memory of a page")
 
     def write(self, stats: StoreStats, failed_touches: int, queues: Mapping[str, tuple[float, ...]]) -> None:
-        """`queues`: by name, the `QUEUE_NUMBERS`, and until when jobs are refused."""
+        """Write all numbers. `queues`: by name, the `QUEUE_NUMBERS`, then the time until which jobs are refused."""
         numbers = [*map(float, dataclasses.astuple(stats)), failed_touches, *queues["reads"], *queues["writes"]]
         os.pwrite(self._descriptor, array("d", numbers), 0)
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class SharedStatus:
-    """The numbers as a client reads them. `descriptor`: of the memory, to be passed on, until `close`; the numbers can
-    be read after that. StoreError where there is no memory to share."""
+    """Reads the numbers in a client. `descriptor`: of the memory, to be sent to the process, open until `close`; the
+    numbers can be read afterwards too. StoreError if there is no memory to share."""
 
     def __init__(self) -> None:
         self.descriptor, memory = new_memory("hicache-status", mmap.PAGESIZE)
@@ -75,15 +75,15 @@ class SharedStatus:
         return tuple(self._numbers[first : first + len(QUEUE_NUMBERS)].tolist())
 
     def refuses_until_s(self, name: str) -> float:
-        """Until when a job would be refused, on the process's clock; 0 where it would not."""
+        """Time until which a job would be refused, on the process's clock; 0 if it would not."""
         return float(self._numbers[_INDEX[f"{name}_{_REFUSES_UNTIL}"]])
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor. Idempotent."""
         if self.descriptor >= 0:
             os.close(self.descriptor)
             self.descriptor = -1
 
     def clear(self) -> None:
-        """Nobody writes these numbers any more."""
+        """Set all numbers to 0, because no process writes them any more."""
         self._numbers[:] = 0.0

@@ -1,5 +1,5 @@
-"""The stores of one process: opened by what a client asks for, shared by all who ask for the same, closed by the
-last."""
+"""The stores of one process: opened at a client's request, shared by clients with the same request, and closed when the
+last client disconnects."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from hicache.storage.urls import open_store
 
 @dataclass(frozen=True)
 class StoreRequest:
-    """What a client asks for. `url`: see `hicache.storage.urls`; "" at a process that serves one of its own. `key`: of
-    encryption, b"" without. `tells_removed`: answers of writes name the pages that the store lost."""
+    """A client's request for a store. `url`: see `hicache.storage.urls`; "" if the process serves its own URL. `key`:
+    the encryption key, b"" without encryption. `tells_removed`: answers to writes name the pages that the store
+    removed."""
 
     url: str
     identity: Mapping[str, str | int]
@@ -41,7 +42,7 @@ class StoreRequest:
 
     @classmethod
     def unpack(cls, about: dict[str, Any]) -> StoreRequest:
-        """StoreError for what is no request."""
+        """Parse a request. StoreError if it is invalid."""
         try:
             formats = [PageFormat(each["page_bytes"], PageFilter(**each["filter"])) for each in about["formats"]]
             settings = about["settings"]
@@ -53,11 +54,13 @@ class StoreRequest:
 
 
 class OpenStores:
-    """Any thread. `url`: of the store that this process serves, whatever its clients name; "": that which each names.
-    `given`: an object of its owner's process in the place of all; only with `owns_given` it is closed with its client.
+    """The open stores; any thread. `url`: if given, the process serves this URL to all clients; otherwise each client
+    names its URL. `given`: if given, this store object is used for every request; it is closed with its client only if
+    `owns_given`.
 
-    On a disk each identity has a store in a subfolder of its own, and the budget is that of all (`store_folder`). Only
-    where the process serves others too each encryption key has: an engine that lacks its key is told so.
+    On a disk each identity has its own subfolder, and all share the budget (`store_folder`). If the process serves its
+    own URL, each encryption key has its own subfolder too. Otherwise the key does not change the subfolder, and opening
+    a store without its key raises.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class OpenStores:
         self._open: dict[tuple[str, str], _Open] = {}
 
     def acquire(self, about: dict[str, object]) -> StoreService:
-        """The store that a client's OPEN asks for; opened where it is not. Raises StoreError."""
+        """The service of the store that a client requests; opens the store if it is not open. Raises StoreError."""
         request = StoreRequest.unpack(about)
         cipher = PageCipher(request.key) if request.key else None
         identity = identity_with_key(request.identity, cipher if self._url else None)
@@ -88,7 +91,7 @@ class OpenStores:
                 raise StoreLocked("this process is closing the store; try again later")
             found.num_clients += 1
         try:
-            with found.opening:  # which may take long, and holds up no other store
+            with found.opening:  # opening may take long and must not block other stores
                 if found.service is None:
                     found.service = self._opened(url, name, request, cipher)
                 return found.service
@@ -118,7 +121,7 @@ class OpenStores:
             raise
 
     def release(self, service: StoreService) -> None:
-        """A client has left: closes the store after the last one, and raises what closing raises."""
+        """Count a client's end; close the store after the last client. Raises the error of closing the store."""
         at, found = next((at, one) for at, one in list(self._open.items()) if one.service is service)
         with self._lock:
             found.num_clients -= 1

@@ -1,4 +1,4 @@
-"""Where the server of a client runs: in a process of its own, in one of the machine's, or in a thread beside it."""
+"""Connects a client to its server: in a new process, in a process that an operator started, or in a thread."""
 
 from __future__ import annotations
 
@@ -32,10 +32,11 @@ _INSTEAD = (
 
 
 class Transport(ABC):
-    """`same_process`: pages may be named by their addresses. `pid`: of the process that it started; 0 without one.
+    """Starts or finds the server of a client. `same_process`: pages may be named by their addresses. `pid`: id of the
+    process that it started; 0 if there is none.
 
-    The other end closes a connection only when it touches the client's memory no more, and the system does when all
-    threads of a process have ended.
+    The server closes a connection only when it no longer uses the client's memory. If a process ends, the kernel closes
+    it after all its threads have ended.
     """
 
     same_process = False
@@ -43,29 +44,30 @@ class Transport(ABC):
 
     @abstractmethod
     def connect(self) -> socket.socket:
-        """A new server, or one more connection to it. Raises StoreError. What was before must have ended."""
+        """Start a server, or connect to a running one; any earlier connection must have ended. Raises StoreError."""
 
     def has_ended(self) -> bool:
-        """Whether what `connect` started has ended, so that it holds no store. Never blocks."""
+        """Whether the server that `connect` started has ended, so that it has no store open. Never blocks."""
         return True
 
     def end(self) -> None:  # noqa: B027 - a thread cannot be killed, and a served process serves other engines too
         """Kill the process that `connect` started. Never blocks."""
 
     def keep(self, client: object) -> None:  # noqa: B027 - a process has mapped the pages itself
-        """`client` names pages of this process: keep it as long as they may be used."""
+        """Keep `client`, and so the pages of its jobs, alive while the server may use them."""
 
     def look(self) -> None:  # noqa: B027 - a process looks on its own
-        """What stalls by a clock that is set by hand is announced when this returns. Else stalls are announced on their
-        own."""
+        """With a clock set by hand, announce stalled jobs before returning. Otherwise the server announces them
+        itself."""
 
 
 class OwnProcess(Transport):
-    """The program of `__main__`, which ends after this process, and imports from where it does, whatever its folder.
+    """Starts the program of `__main__`, which ends after this process. It uses the import path of this process, in any
+    working directory.
 
-    It is no descendant of this process, nor in its session: a server that kills the process tree of its engine, as vLLM
-    does where a worker takes long to end, or a key at a terminal, leaves it the time to write what it has and to close
-    its store.
+    The program is neither a descendant of this process nor in its session. vLLM kills the process tree of a worker that
+    takes long to end, and Ctrl-C ends a session: in both cases the program still finishes its writes and closes its
+    store.
     """
 
     def __init__(self) -> None:
@@ -82,13 +84,14 @@ class OwnProcess(Transport):
                         self._launch(theirs.fileno(), engine)
                     finally:
                         os.close(engine)
-            except (OSError, ValueError) as error:  # a shell that cannot fork says no number
+            except (OSError, ValueError) as error:  # a shell that cannot fork prints no process id
                 raise StoreUnavailable(f"cannot start the store process {sys.executable}: {error}") from error
             undone.pop_all()
         return ours
 
     def _launch(self, number: int, engine: int) -> None:
-        """The shell between is its parent, and waits until it is watched, so that its number is not that of another."""
+        """Start the program through a shell, its parent, which waits until this process has a pidfd of the program.
+        Until then its process id cannot be reused."""
         imported = f"import sys; sys.path[:] = {_import_path()}; from hicache.storage.process.__main__ import main"
         code = f"{imported}; main({number}, {engine}, {log.getEffectiveLevel()}, {is_json()})"
         with subprocess.Popen(
@@ -104,7 +107,7 @@ class OwnProcess(Transport):
             poller = select.poll()  # select() takes no descriptor from 1024 on
             poller.register(self._watched, select.POLLIN)
             if poller.poll(0):
-                with contextlib.suppress(ChildProcessError):  # an orphan is a child of process 1, which this one may be
+                with contextlib.suppress(ChildProcessError):  # orphans are children of process 1, possibly of this one
                     os.waitid(os.P_PIDFD, self._watched, os.WEXITED | os.WNOHANG)
                 os.close(self._watched)
                 self._watched = -1
@@ -121,7 +124,7 @@ class OwnProcess(Transport):
 
 
 class ServedSocket(Transport):
-    """The process that an operator started: `hicache store serve URL --socket PATH`."""
+    """Connects to the process that an operator started: `hicache store serve URL --socket PATH`."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._path = Path(path)
@@ -147,8 +150,8 @@ class ServedSocket(Transport):
 
 
 class InlineServer(Transport):
-    """The same server in a thread of this process: for stores that are Python objects here, and tiny uses. `clock`: of
-    the server's stores."""
+    """Runs the server in a thread of this process: for stores that are Python objects of this process, and for small
+    uses. `clock`: the clock of the server's stores."""
 
     same_process = True
 
@@ -170,7 +173,7 @@ class InlineServer(Transport):
         return ours
 
     def _run(self, server: Server) -> None:
-        """With a reference to the client: a stalled thread may use the pages of its jobs."""
+        """Run the server. `self` refers to the client, so its pages stay alive while a stalled thread may use them."""
         server.run()
 
     def has_ended(self) -> bool:
@@ -189,7 +192,7 @@ class InlineServer(Transport):
 
 
 def _pidfd_of(pid: int) -> int:
-    """StoreError where the kernel, the profile of a container or this Python has no pidfd_open."""
+    """Open a pidfd. StoreError if the kernel, the seccomp profile of a container or this Python has no pidfd_open."""
     try:
         return os.pidfd_open(pid)
     except (OSError, AttributeError) as error:
@@ -200,8 +203,8 @@ def _pidfd_of(pid: int) -> int:
 
 
 def _import_path() -> list[str]:
-    """Where this process finds modules, and first of all the package that it has: in a checkout another folder of that
-    name may be the working directory."""
+    """Import path of this process, with the folder of its hicache package first: the working directory may contain
+    another folder of that name."""
     package = find_spec("hicache")
     assert package is not None and package.submodule_search_locations
     return [str(Path(package.submodule_search_locations[0]).parent), *sys.path]
