@@ -1,9 +1,9 @@
-"""Device kernels, each with a torch twin that defines what it computes.
+"""Device kernels, each with a torch twin that defines its result.
 
 One operation per file. The entry function takes `kernels`, "triton" or "torch", which its caller chose once for its
 device. Wrong arguments raise `ValueError`. Without Triton the modules import, and a launch raises `ImportError`.
 
-The names below are SGLang's for the kernels themselves; their launch parameters are those of our files.
+The names below are SGLang's names of the kernels; their launch parameters are described in our files.
 """
 
 from hicache.kernels.alloc_decode import alloc_decode_kernel

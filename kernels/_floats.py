@@ -26,7 +26,7 @@ def native_floats(device: torch.device) -> bool:
 def row_scales(x: torch.Tensor, limit: float) -> torch.Tensor:
     """float32 `max(|x|) / limit` over the last dimension, kept; the torch twin of `scale_of`."""
     top = x.abs().amax(-1, keepdim=True).float().clamp(min=MIN_MAGNITUDE)
-    # Over a tensor: by a number, CUDA multiplies with the inverse, which rounds differently.
+    # Divide by a tensor: if the divisor is a number, CUDA multiplies by its inverse, which rounds differently.
     return top / torch.full_like(top, limit)
 
 
@@ -71,7 +71,7 @@ def to_e4m3(x, NATIVE: tl.constexpr):
         size = bits & 0x7FFFFFFF
         # Below 2**-6 values are multiples of 2**-9: adding 2**14 leaves that multiple, rounded, in the last bits.
         small = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-        # Else move the exponent's bias from 127 to 7 and drop 20 bits of the mantissa, rounding by what is added.
+        # Else move the exponent's bias from 127 to 7 and drop 20 bits of the mantissa; the addends round.
         large = (size - 0x3C000000 + 0x7FFFF + ((size >> 20) & 1)) >> 20
         out = (tl.where(size < 0x3C800000, small, large) | ((bits >> 24) & 0x80)).to(tl.uint8)
     return out

@@ -33,9 +33,9 @@ def _locate(
     WIDTH: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):
-    # Program (p * TILES + b, q): page p, tile b of buffer q % BUFFERS of layer q // BUFFERS of the group, so that those
-    # which run together have the same rows of the pool. Returns the tile's first channel in the pool, its bytes, how
-    # many escapes it may have, and its page.
+    # Program (p * TILES + b, q): page p, tile b of buffer q % BUFFERS of layer q // BUFFERS of the group, so that
+    # programs which run concurrently read the same rows of the pool. Returns the tile's first channel in the pool, its
+    # bytes in staging, its maximum number of escapes, and its page.
     # Rows 0 to 2 of the table: offset within a layer of a page, bytes of a tile, escapes of a tile.
     # Row 3 + l: addresses of layer l's buffers.
     layer = (tl.program_id(1) // BUFFERS).to(tl.int64)
@@ -45,13 +45,13 @@ def _locate(
     tile = staging + page * page_stride + layer * layer_stride + tl.load(table + buffer)
     tile += block * tl.load(table + BUFFERS + buffer)
     limit = tl.load(table + 2 * BUFFERS + buffer)
-    # The compiler does not know what is in the table.
+    # Tell the compiler the alignment of values that it cannot know, as they come from a table.
     return tl.multiple_of(pool, ALIGNED), tl.multiple_of(tile, ALIGNED), tl.multiple_of(limit, 16), page
 
 
 @jit
 def _known(row_words, ALIGNED: tl.constexpr):
-    # Unchanged: what `ALIGNED` says of the rows, in a form that the compiler sees.
+    # Returns `row_words` unchanged, in a form that shows the compiler the alignment `ALIGNED`.
     return row_words // (ALIGNED // 4) * (ALIGNED // 4)
 
 
@@ -81,7 +81,7 @@ def _escapes(codes0, codes1, codes2, codes3, BITS: tl.constexpr):
 
 @jit
 def _positions(escaped):
-    # Where the list has the first escape of each lane, for both lanes; and how many there are.
+    # Index in the list of the first escape of each lane, for both lanes, and the number of escapes.
     size: tl.constexpr = escaped.shape[0] * escaped.shape[1]
     count = escaped - ((escaped >> 1) & 0x55555555)
     count = (count & 0x33333333) + ((count >> 2) & 0x33333333)
@@ -94,7 +94,7 @@ def _positions(escaped):
 
 @jit
 def _fractions(even, odd):
-    # Of two parts, the first one's in the low byte of each lane.
+    # Signs and mantissas of two parts, those of the first part in the low byte of each lane.
     low = ((even >> 8) & 0x00800080) | (even & 0x007F007F)
     return low | (odd & 0x80008000) | ((odd & 0x007F007F) << 8)
 
@@ -111,8 +111,8 @@ def _code(bits, largest, BITS: tl.constexpr):
 def _pack_four(
     fractions, largest, pool, slots, row_words, part, WIDTH: tl.constexpr, ROWS: tl.constexpr, BITS: tl.constexpr
 ):
-    # Parts `part` to `part` + 3: their codes. `fractions`: of these on. All loads come before stores, which the
-    # compiler would have to keep in their order, as they may have the same addresses.
+    # Returns the codes of parts `part` to `part` + 3 and stores their fractions at `fractions`. All loads precede the
+    # stores, because the compiler cannot move a load before a store that may have the same address.
     at = tl.arange(0, ROWS)[:, None] * (WIDTH // 2) + tl.arange(0, WIDTH // 2)[None, :]
     bits0 = tl.load(_rows(pool, slots, row_words, part, WIDTH, ROWS))
     bits1 = tl.load(_rows(pool, slots, row_words, part + 1, WIDTH, ROWS))
@@ -154,7 +154,7 @@ def _load_codes(distances, at, plane: tl.constexpr, BITS: tl.constexpr):
 
 @jit
 def _store_escapes(escapes, limit, escaped, pool, slots, row_words, WIDTH: tl.constexpr, ROWS: tl.constexpr):
-    # Returns how many there are.
+    # Stores the exponents of escapes and returns their number.
     size: tl.constexpr = ROWS * (WIDTH // 2)
     parts = tl.reduce(tl.reshape(escaped, [size]), 0, _either)
     num_escapes = 0
@@ -223,7 +223,8 @@ def pack_kernel(
 
 @jit
 def _with_escapes(exponents, list, limit, escaped, first, second):
-    # `exponents`, those of escapes among them; `escaped`: the lowest bit of each lane. Then where the list goes on.
+    # Returns `exponents` with those of escapes replaced from the list, and the next index in the list for both lanes.
+    # `escaped`: the lowest bit of each lane is set if its value is an escape.
     in_first, in_second = (escaped & 1).to(tl.int32), ((escaped >> 16) & 1).to(tl.int32)
     low = tl.load(list + first, mask=(in_first > 0) & (first < limit), other=0).to(tl.uint32)
     high = tl.load(list + second, mask=(in_second > 0) & (second < limit), other=0).to(tl.uint32)

@@ -1,11 +1,11 @@
 """One slot for each request of a decode batch over a paged slot space, in one launch.
 
-Request r holds `seq_lens[r]` tokens, the new one included. With s for that and P for the page size, its slot is
+Request r has s = `seq_lens[r]` tokens, the new one included. With page size P, its slot is
 
     last_loc[r] + 1           where (s - 1) % P > 0: the last page of the request is not full
     free_pages[rank]*P        where (s - 1) % P == 0: a new page; rank counts the earlier requests that need one
 
-For SGLang's callers alone: an engine takes slots request by request.
+Only callers with SGLang's interface use it: an engine takes slots request by request.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ are
 where n counts new pages of the request and `first` those of all earlier requests. `out_indices` is the concatenation of
 the requests' slots. Contract: (last_loc + 1) % P == p % P, and last_loc = -1 without a prefix.
 
-For SGLang's callers alone: an engine takes slots request by request.
+Only callers with SGLang's interface use it: an engine takes slots request by request.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def alloc_extend_kernel(
     TOKENS: tl.constexpr,
     STEP: tl.constexpr,
 ):
-    # Program (r, b) fills [b*TOKENS, (b+1)*TOKENS) of what request r needs.
+    # Program (r, b) fills elements [b*TOKENS, (b+1)*TOKENS) of request r's part of `out_indices`.
     request = tl.program_id(0)
     prefix = tl.load(prefix_lens + request).to(tl.int64)
     seq = tl.load(seq_lens + request).to(tl.int64)

@@ -7,7 +7,7 @@
     buffer element   [0, rank) latent   [rank, rank + rope) rope
     split s of request b    tokens [s * share, min((s + 1) * share, seq_lens[b])), share a multiple of the token block
 
-Sums are float32. Two launches: the first attends within each split, the second adds the splits up by the logarithms of
+Sums are float32. Two launches: the first attends within each split, the second merges the splits by the logarithms of
 their sums. Slots past the end of a sequence are not read.
 """
 
@@ -66,7 +66,7 @@ def _split_kernel(  # noqa: PLR0917 - Triton binds constants by position
     PRECISION: tl.constexpr,
 ):
     # Program (b, g, s): heads [g*HEADS, (g+1)*HEADS) of request b over the tokens of split s.
-    # What products are made of. Triton's interpreter multiplies 16-bit floats as if they were integers.
+    # FACTOR: dtype of the factors of products. Triton's interpreter multiplies 16-bit floats as if they were integers.
     FACTOR: tl.constexpr = tl.float32 if WIDE else q_latent.dtype.element_ty
     b, s, num_splits = tl.program_id(0).to(tl.int64), tl.program_id(2), tl.num_programs(2)
     head = tl.program_id(1) * HEADS + tl.arange(0, HEADS)
@@ -151,8 +151,8 @@ def latent_attention(
 
     `q_latent` `[batch, heads, rank]` and `q_rope` `[batch, heads, rope]` of one dtype; `buffer`
     `[slots, 1, rank + rope]`, a layer of a pool; `req_to_token` int32 `[requests, max_len]`; `rows` and `seq_lens`
-    integers `[batch]`, lengths at most max_len. `num_splits`: of each sequence; None chooses by the batch and max_len
-    alone, so that a CUDA graph may be replayed for any lengths. ValueError names shapes that do not match.
+    integers `[batch]`, lengths at most max_len. `num_splits`: splits of each sequence; None chooses them only by the
+    batch and max_len, so that a CUDA graph can be replayed for any lengths. ValueError names mismatching shapes.
     """
     check_kernels(kernels)
     _check(q_latent, q_rope, buffer, req_to_token, rows, seq_lens)

@@ -1,22 +1,22 @@
-"""Packed pages: bf16 rows of a pool to and from tiles of 12.1 or about 11.4 bits a value, bit for bit.
+"""Packed pages: converts bf16 rows of a pool to and from tiles of 12.1 or about 11.4 bits a value, losslessly.
 
-The exponents of keys and values carry 2.4 to 2.7 of their 8 bits. A tile is the tokens of a page x `w` channels of one
-buffer of one layer, `w` the largest power of two up to 128 that divides the channels. Token 16 t + i is row t of part
-i, and R the number of rows, tokens / 16. A tile has, as bytes, numbers of 16 bits with their low byte first:
+Of the 8 bits of an exponent of keys and values, 2.4 to 2.7 are information. A tile is the tokens of a page x `w`
+channels of one buffer of one layer, `w` the largest power of two up to 128 that divides the channels. Token 16 t + i is
+row t of part i; R = tokens / 16 is the number of rows. A tile has these bytes; 16-bit numbers are little-endian:
 
     top       [w]           the largest exponent of each channel
-    escapes   [E]           exponents of the values that are too far below it, in the order of row, channel, part; what
-                            is left of them means nothing
+    escapes   [E]           exponents of the values that are too far below it, in the order of row, channel, part;
+                            unused bytes are undefined
     fraction  [8][R][w][2]  sign (bit 7) and mantissa (bits 6 to 0) of a value; byte j of [k] is of part 2k + j
     distance  [bits][R][w]  16 bits: bits 4n to 4n + 3 of [k] are the code of part 4k + n. With 3 bits a code, bit
                             4n + 3 of [k] is bit k of the code of part 12 + n
 
 A code is the distance of the value's exponent to the top of its channel, or 2^bits - 1 for an escape. So every pattern
-of 16 bits comes back: zeros, denormals, infinities, and NaNs with what they carry. A tile has a fixed size: E is a
-share of its values, rounded up to 16 bytes. Where more values escape the tile does not fit, and its bytes mean nothing;
-the page is counted, and its owner keeps it as it is.
+of 16 bits is restored: zeros, denormals, infinities, and NaNs with their payload. A tile has a fixed size: E is a share
+of its values, rounded up to 16 bytes. If more values escape, the tile does not fit and its bytes are undefined; the
+kernel counts this in `misfits`, and the caller keeps the page unpacked.
 
-A packed page is `[layer][buffer][tile]`, so one layer of it is contiguous. docs/disk_format.md describes it for others.
+A packed page is `[layer][buffer][tile]`, so a layer of a page is contiguous. docs/disk_format.md has the format too.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from hicache.kernels._pack import pack_kernel, unpack_kernel
 from hicache.kernels._pages import PageTable
 from hicache.kernels._triton import Kernels, cdiv, on_device
 
-_WORD_BYTES = 4  # of two channels
-_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # so that what a tile is made of begins at words
-_PARTS = 16  # of the tokens of a tile
+_WORD_BYTES = 4  # a word has two channels
+_TILE_CHANNELS, _LEAST_CHANNELS = 128, 4  # at least 4, so that each section of a tile starts at a word
+_PARTS = 16  # parts of a tile's tokens
 _ROUND_BYTES = 16
-_WARPS = 4  # of a program
+_WARPS = 4  # warps of a program
 
 
 @dataclass(frozen=True)
 class PackFormat:
-    """`bits` of a code, 3 or 4. `escapes`: the share of the values of a tile that may escape, for each buffer of a
-    layer in turn, the last one for those behind it."""
+    """Format of packed pages. `bits` of a code: 3 or 4. `escapes`: maximum share of escapes among the values of a tile,
+    for each buffer of a layer; the last share also applies to all later buffers."""
 
     bits: int
     escapes: tuple[float, ...]
@@ -53,38 +53,38 @@ class PackFormat:
             raise ValueError(f"escapes={self.escapes}: need at least one share of values, each 0 to 1")
 
     def max_escapes(self, buffer: int, page_tokens: int, width: int) -> int:
-        """Of a tile of so many channels."""
+        """Maximum number of escapes of a tile of `width` channels."""
         share = self.escapes[min(buffer, len(self.escapes) - 1)]
         return cdiv(math.ceil(share * page_tokens * width), _ROUND_BYTES) * _ROUND_BYTES
 
     def tile_bytes(self, buffer: int, page_tokens: int, width: int) -> int:
-        """Of a tile of so many channels."""
+        """Bytes of a tile of `width` channels."""
         values = page_tokens * width
         return width + self.max_escapes(buffer, page_tokens, width) + values + self.bits * values // 8
 
     def buffer_bytes(self, buffer: int, page_tokens: int, channels: int) -> int:
-        """Of one layer of one buffer of a page, whose rows have so many channels, a multiple of 4."""
+        """Bytes of one buffer of one layer of a page; rows have `channels` channels, a multiple of 4."""
         width = tile_channels(channels)
         return channels // width * self.tile_bytes(buffer, page_tokens, width)
 
 
 FOUR_BITS = PackFormat(4, (0.001,))
-"""1.318 times smaller. Of real keys and values 1e-4 to 4e-4 escape, at most 1.4e-3 of a tile, where 16 of 8192 fit."""
+"""Packs 1.318 times. Of real keys and values 1e-4 to 4e-4 escape, at most 1.4e-3 in a tile; 16 of 8192 values fit."""
 THREE_BITS = PackFormat(3, (0.03, 0.05))
-"""1.397 times smaller, for keys and values in this order, of which at most 0.026 and 0.045 of a tile escape."""
+"""Packs 1.397 times; shares for keys, then values. Of real ones at most 0.026 and 0.045 of a tile escape."""
 
 
 def tile_channels(channels: int) -> int:
-    """Of a tile of rows of so many channels: the largest power of two up to 128 that divides them."""
+    """Channels of a tile: the largest power of two up to 128 that divides the channels of a row."""
     return min(_TILE_CHANNELS, channels & -channels)
 
 
 class PagePacker:
     """A `PageMover` whose staging rows, and so host pages, are packed.
 
-    For pools whose buffers all are bfloat16 rows of equal size and stride, one a token, of a multiple of 4 channels,
-    and whose pages have a power of two of tokens, at least 16; others raise ValueError. It has no state between calls,
-    so threads may share it.
+    All buffers of the pool have bfloat16 rows of equal size and stride, one row per token, of a multiple of 4 channels.
+    A page has 16 tokens or a higher power of two. Other pools raise ValueError. It has no state between calls, so
+    threads may share it.
     """
 
     LEAST_TOKENS, LEAST_CHANNELS = _PARTS, _LEAST_CHANNELS
@@ -92,7 +92,7 @@ class PagePacker:
     def __init__(
         self, layer_buffers: Sequence[Sequence[torch.Tensor]], page_tokens: int, kernels: Kernels, format: PackFormat
     ) -> None:
-        """As `PageMover`."""
+        """`layer_buffers`, `page_tokens`, `kernels`: see `PageMover`. `format`: format of the packed pages."""
         self.table = PageTable(layer_buffers, page_tokens, kernels)
         self.page_tokens = page_tokens
         self.format = format
@@ -126,7 +126,7 @@ class PagePacker:
         self._is_aligned = not any(size % _ROUND_BYTES for size in (self._width, self._row_stride * 2, *addresses))
 
     def _table(self, addresses: list[int]) -> torch.Tensor:
-        """See the kernel."""
+        """Build the int64 table of `_locate` (kernels/_pack.py) on the device."""
         buffers, tile = range(self._num_buffers), (self.page_tokens, self._width)
         head = [
             *self._offsets,
@@ -144,7 +144,7 @@ class PagePacker:
         return self.layer_bytes * num_layers
 
     def compile(self) -> None:
-        """Compile what packs and unpacks any number of pages and layers, as `PageMover` does."""
+        """Compile the kernels for any number of pages and layers, like `PageMover.compile`."""
         device = self.table.device
         slots = torch.zeros(self.page_tokens, dtype=torch.int64, device=device)
         staging = torch.empty(1, self.layer_bytes, dtype=torch.uint8, device=device)
@@ -155,13 +155,13 @@ class PagePacker:
         self, slots: torch.Tensor, staging: torch.Tensor, first_layer: int, num_layers: int, misfits: torch.Tensor
     ) -> None:
         """Fill staging `[pages, group_bytes]` uint8 from the rows at `slots`, int64 `[pages * page_tokens]`, and add to
-        `misfits`, int32 `[pages]`, how many tiles of each page do not fit."""
+        `misfits`, int32 `[pages]`, the number of tiles of each page that do not fit."""
         if misfits.dtype != torch.int32 or misfits.shape != staging.shape[:1] or misfits.device != staging.device:
             raise ValueError(f"misfits {tuple(misfits.shape)} of {misfits.dtype}: need int32, one a page, beside them")
         self._move(slots, staging, first_layer, num_layers, misfits)
 
     def scatter(self, staging: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write the rows at `slots` from staging, whose pages fitted. A slot named twice gets one of its rows."""
+        """Write the rows at `slots` from staging, whose pages must fit. A slot named twice gets one of its rows."""
         self._move(slots, staging, first_layer, num_layers, None)
 
     def _move(
@@ -232,7 +232,7 @@ class PagePacker:
 
 def pack_tiles(values: torch.Tensor, tiles: torch.Tensor, bits: int, num_escapes: int) -> torch.Tensor:
     """Pack `values`, int16 `[tiles, tokens, channels]`, the bits of bfloat16, into `tiles`, uint8 `[tiles, bytes]`.
-    Returns int32 `[tiles]`, 1 for those that do not fit."""
+    Returns int32 `[tiles]`, 1 for each tile that does not fit."""
     num_tiles, tokens, channels = values.shape
     wide = values.to(torch.int32) & 0xFFFF
     exponents = (wide >> 7) & 0xFF
@@ -279,7 +279,7 @@ def unpack_tiles(tiles: torch.Tensor, tokens: int, channels: int, bits: int, num
 
 
 def _listed(values: torch.Tensor) -> torch.Tensor:
-    """`[tiles, tokens, channels]` in the order of escapes: `[tiles, row x channel x part]`, in memory of its own."""
+    """Copy `[tiles, tokens, channels]` to the order of escapes: `[tiles, row x channel x part]`."""
     num_tiles, _, channels = values.shape
     return values.view(num_tiles, -1, _PARTS, channels).transpose(2, 3).reshape(num_tiles, -1)
 
@@ -291,16 +291,16 @@ def _by_part(values: torch.Tensor) -> torch.Tensor:
 
 
 def _by_token(parts: torch.Tensor, channels: int) -> torch.Tensor:
-    """The inverse of `_by_part`; the first dimensions behind the tiles may be several."""
+    """The inverse of `_by_part`; the part may be split over several dimensions after the tiles."""
     by_row = parts.reshape(parts.shape[0], _PARTS, -1, channels).transpose(1, 2)
     return by_row.reshape(parts.shape[0], -1, channels)
 
 
 def _shifts(device: torch.device) -> torch.Tensor:
-    """Of the four codes in 16 bits."""
+    """Bit positions of the four codes in 16 bits."""
     return torch.arange(0, 16, 4, dtype=torch.int32, device=device)
 
 
 def _ends(tokens: int, channels: int, num_escapes: int) -> tuple[int, int, int]:
-    """Of tops, escapes and fractions in a tile, whose distances follow."""
+    """Byte offsets of the ends of tops, escapes and fractions in a tile; distances follow."""
     return channels, channels + num_escapes, channels + num_escapes + tokens * channels

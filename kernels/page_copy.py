@@ -1,4 +1,4 @@
-"""Pages between a device pool's scattered rows and a staging buffer in the order of host pages.
+"""Copies pages between a device pool's scattered rows and a staging buffer in the order of host pages.
 
 For a group of layers, staging row p is those layers' part of host page p, `[layer][buffer][row]`; see `kernels._pages`
 for the order of its bytes. Rows are copied in the widest word that divides their sizes, strides and addresses. Buffers
@@ -53,7 +53,7 @@ def _move_kernel(  # noqa: PLR0917 - Triton binds constants by position
     # Row 0 of the table: byte offsets within a layer of a page. Row 1 + l: addresses of layer l's buffers.
     address = tl.load(table + (1 + first_layer + layer) * BUFFERS + buffer)
     pool = address.to(tl.pointer_type(staging.dtype.element_ty))
-    if ALIGNED_16:  # the compiler does not know what is in the table, nor the strides
+    if ALIGNED_16:  # tell the compiler the alignment of addresses and strides, which it cannot know
         pool = tl.multiple_of(pool, 16)
         page_stride, layer_stride = page_stride // 2 * 2, layer_stride // 2 * 2
     pool_row = pool + at[:, None] * row_stride + column[None, :]
@@ -107,8 +107,8 @@ class PageMover:
         return self.table.ends[end] - self.table.ends[first_layer]
 
     def compile(self) -> None:
-        """Compile what moves any number of pages, of any layers where these are uniform, else of one at a time, for
-        staging at a multiple of 16 bytes. The row of slot 0 is written with its own bytes."""
+        """Compile the kernels for any number of pages, and for staging aligned to 16 bytes: for groups of any layers if
+        the layers are uniform, otherwise for each single layer. Writes the rows of slot 0 with their own bytes."""
         slots = torch.zeros(self.page_tokens, dtype=torch.int64, device=self.table.device)
         for layer in range(1 if self.uniform else self.num_layers):
             staging = torch.empty(1, self.group_bytes(layer, 1), dtype=torch.uint8, device=self.table.device)

@@ -1,11 +1,11 @@
 """Attention over paged keys and values in torch, and conversions between contiguous and paged sequences.
 
-It defines what a paged attention kernel computes. It is slow: it gathers the keys and values of the whole batch.
+It defines the result of a paged attention kernel. It is slow, because it gathers the keys and values of all requests.
 
     contiguous   [tokens, ...row]               token t at t
     paged        [num_pages, page_size, ...row]  token t at [page_table[t // page_size], t % page_size]
 
-For SGLang's callers alone.
+Only callers with SGLang's interface use it.
 """
 
 from __future__ import annotations

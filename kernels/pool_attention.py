@@ -1,4 +1,4 @@
-"""Causal attention over the slots of a pool: keys and values are read where they lie, behind a cached prefix or none.
+"""Causal attention over the slots of a pool: keys and values are read in place, with or without a cached prefix.
 
     sequence s has `lengths[s]` tokens; the last n_s = query_starts[s + 1] - query_starts[s] of them are queries
     query t of s is at position p = lengths[s] - n_s + t; it sees the keys at [0, p], with a window those at
@@ -10,8 +10,8 @@
 
 One program computes BLOCK_ROWS rows, the query heads of one key head for successive tokens, over one split of the keys
 that these rows see. Row r of a sequence is token r // group, head r % group of the key head's group. A second kernel
-merges the splits by their log-sum-exps. Splits are for passes with few rows, as in decoding; their number is fixed at
-the launch, so that a CUDA graph serves every length.
+merges the splits by their log-sum-exps. Several splits are used in passes with few rows, as in decoding; their number
+is fixed at the launch, so that a CUDA graph serves every length.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ class PoolQueries:
 
 @dataclass(frozen=True)
 class AttentionRule:
-    """What a layer attends to, and how it scores. `scale`: of the dot products. `window`: keys that a query sees, its
-    own included; 0: all. `softcap`: 0: none. `sinks`: [query heads], None: none. `chunk`: a query sees keys of its own
-    chunk of as many positions; 0: all. A layer has a window or chunks, not both."""
+    """Mask and scores of a layer. `scale`: factor of the dot products. `window`: number of keys that a query sees, its
+    own included; 0: all. `softcap`: 0: none. `sinks`: [query heads], None: none. `chunk`: a query sees the keys of its
+    own chunk of `chunk` positions; 0: all. A layer has a window or chunks, not both."""
 
     scale: float
     window: int = 0
@@ -297,7 +297,7 @@ def _attend_triton(
 
 
 def _tile(num_rows: int, dim: int, dtype: torch.dtype) -> tuple[int, int, int, int]:
-    """(rows, keys, warps, stages) of a program, by what fits the shared memory of a multiprocessor."""
+    """(rows, keys, warps, stages) of a program, limited by the shared memory of a multiprocessor."""
     row_bytes = dim * dtype.itemsize
     if row_bytes > 512:  # heads of 512, or of 256 in float32
         return min(32, power_of_two(max(16, num_rows))), 16, 4, 1

@@ -8,12 +8,12 @@ The result is as if all rows were read before any is written. Targets are distin
             its threads, and stores the tile. No other program accesses that tile.
     many    a row is at risk if its source is another row's target. `_mark` writes i at every target; `_save` copies the
             rows at risk, usually none, to staging; `_copy` then reads each row from the pool or from staging. Buffers
-            are processed in groups that bound the staging size, usually all in one group.
+            are processed in groups that limit the staging size, usually in a single group.
 
 The table of addresses, row sizes and strides is on the device, so buffers may differ in row size. All addressing is
 int64, in the widest word that divides all rows.
 
-For SGLang's callers alone: `move_kv_cache` uses it.
+Only callers with SGLang's interface use it, through `move_kv_cache`.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ import torch
 
 from hicache.kernels._triton import WORDS, Kernels, cdiv, check_kernels, jit, power_of_two, tl, widest_word
 
-FEW_BYTES = 64 << 10  # of one program's rows: 32 registers per thread at 16 warps
+FEW_BYTES = 64 << 10  # maximum bytes of one program's rows: 32 registers per thread at 16 warps
 STAGING_BYTES = 128 << 20
 _WORDS_PER_PROGRAM = 2048
 _MAX_COLS = 256
 SCAN_ROWS = 256  # rows that a program scans for rows at risk: few programs, as there are usually none
-_SAVE_SPLITS = 64  # programs that share the buffers of such a block
+_SAVE_SPLITS = 64  # maximum number of programs that share the buffers of a scanned block
 
 
 def tile_bytes_for(stride_bytes: int) -> int:
@@ -189,7 +189,7 @@ class TiledCopy:
             self._stamps = torch.zeros(slots.pop(), dtype=torch.int64, device=self._device)
 
     def move(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Rows at slots `source` to slots `target`, int32 or int64 `[n]`. ValueError if shapes or devices do not match.
+        """Copy rows at slots `source` to slots `target`, int32 or int64 `[n]`. ValueError for mismatching arguments.
 
         A slot that is the target of two rows gets one of them.
         """

@@ -1,7 +1,7 @@
-"""Lists of ids from pinned CPU memory to the device, read over the link by a kernel.
+"""Uploads lists of ids from pinned CPU memory to the device: a kernel reads them over the link.
 
-A copy would queue for the copy engine, perhaps for milliseconds behind a load; a kernel's reads run beside it.
-`IdUploader` owns the pinned memory that they read.
+A copy would wait for the copy engine, possibly for milliseconds until a load has ended; a kernel reads concurrently
+with it. `IdUploader` owns the pinned memory that the kernel reads.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def upload(source: torch.Tensor, target: torch.Tensor, kernels: Kernels) -> None
 
 @dataclass
 class _PinnedSlot:
-    """Pinned memory for ids; `read` is recorded behind the kernel that reads them."""
+    """Pinned memory for ids; the event `read` is recorded after the kernel that reads them."""
 
     ids: torch.Tensor
     read: torch.cuda.Event
@@ -49,7 +49,7 @@ class _PinnedSlot:
 class IdUploader:
     """Uploads lists of ids to one device without waiting for it. Used by one thread.
 
-    Owns as many pinned slots as were ever unread at the same time.
+    Owns pinned slots, and allocates a new one only when all others are still unread.
     """
 
     def __init__(self, device: torch.device, kernels: Kernels) -> None:
@@ -58,17 +58,17 @@ class IdUploader:
         self._pinned: list[_PinnedSlot] = []
 
     def compile(self) -> None:
-        """Compile what uploads lists of any length."""
+        """Compile the kernel for lists of any length."""
         self(torch.zeros(1, dtype=torch.int64))
 
     @property
     def num_pinned(self) -> int:
-        """Pinned slots that it owns."""
+        """Number of pinned slots."""
         return len(self._pinned)
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        """`ids`, int64 `[n]`, on the device: queued on the current stream, and valid in its order. Ids on the device
-        are returned unchanged. RuntimeError when no memory can be pinned."""
+        """Upload `ids`, int64 `[n]`, on the current stream; the result is valid for later work on it. Ids on the device
+        are returned unchanged. RuntimeError if no memory can be pinned."""
         if ids.device.type != "cpu":
             return ids
         slot = self._free_slot(len(ids))
@@ -79,7 +79,7 @@ class IdUploader:
         return uploaded
 
     def _free_slot(self, num_ids: int) -> _PinnedSlot:
-        """A slot that was read, enlarged when it is too small; else a new one."""
+        """A slot whose ids were read, enlarged if it is too small; otherwise a new slot."""
         for slot in self._pinned:
             if slot.read.query():
                 if len(slot.ids) < num_ids:

@@ -1,10 +1,10 @@
-"""Pages between a device pool's scattered rows and pinned host pages, without a staging buffer.
+"""Copies pages between a device pool's scattered rows and pinned host pages, without a staging buffer.
 
     load     row slots[p*page_tokens + i*span] // span of a buffer = its row i of host page pages[p]
     store    the reverse
 
-For many small pieces, each of which would cost the copy engine a call. The kernel reads and writes host memory over the
-link. It runs few programs, as these occupy processors that the model computes on, with many bytes in flight each.
+Used for many small pieces, each of which would need a call of the copy engine. The kernel accesses host memory over the
+link. It runs few programs, because they occupy multiprocessors that the model uses; each has many bytes in flight.
 
 The rows of one launch are cut into pieces of at most COLS words, numbered in the order of host pages:
 
@@ -27,8 +27,8 @@ from hicache.kernels._triton import WORDS, cdiv, jit, power_of_two, tl
 from hicache.kernels.page_copy import PageMover
 
 _NUM_WARPS = 16
-_ACCESSES = 4  # of a thread per tile, of 16 bytes if all is aligned: 32 KiB in flight in each program
-# No more pieces in a tile than threads in a program: each thread locates its own pieces without waiting for others.
+_ACCESSES = 4  # accesses of a thread per tile, of 16 bytes if all is aligned: 32 KiB in flight in each program
+# Fewer pieces in a tile than threads in a program: each thread locates its own pieces without synchronisation.
 MAX_PIECES = 16 * _NUM_WARPS
 _MIN_PIECE_BYTES, _MAX_PIECE_BYTES = 128, 2048
 MAX_INDEX = 1 << 29  # maximum pieces of a launch, whose numbers the kernel computes in 32 bits
@@ -181,8 +181,8 @@ class ZeroCopyMover:
         ]
 
     def compile(self) -> None:
-        """Compile what copies any number of pages and layers. Host page 0 is written with the row of slot 0, and that
-        with its own bytes."""
+        """Compile the kernels for any number of pages and layers. Writes host page 0 from the rows of slot 0, and these
+        with their own bytes."""
         page, slots = (
             torch.zeros(n, dtype=torch.int64, device=self._table.device) for n in (1, self._mover.page_tokens)
         )
@@ -195,7 +195,7 @@ class ZeroCopyMover:
         self._copy(pages, slots, first_layer, num_layers, load=True)
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None:
-        """Write those layers of the host pages from the rows at `slots`: the inverse of `load`. Pages are distinct."""
+        """Write these layers of the host pages from the rows at `slots`: the inverse of `load`. Pages are distinct."""
         self._copy(pages, slots, first_layer, num_layers, load=False)
 
     def _copy(self, pages: torch.Tensor, slots: torch.Tensor, first_layer: int, num_layers: int, *, load: bool) -> None:

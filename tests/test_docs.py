@@ -173,15 +173,15 @@ def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
 
 
 def test_the_table_of_kernels_is_complete() -> None:
-    """Each kernel has a row with the test that compares it, and says that no engine runs it where its module says that
-    it is for callers of SGLang's names alone."""
+    """Each kernel has a row with the test that compares it. The row says that no engine runs the kernel if its module
+    says that only callers with SGLang's interface use it."""
     table = (ROOT / "docs/architecture.md").read_text().partition("## The kernels")[2].partition("\n## ")[0]
     found = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| `(.*)` \|$", table, re.MULTILINE)
     rows = {kernel: (engine, test) for kernel, engine, test in found}
     modules = {path.stem: path.read_text() for path in (ROOT / "kernels").glob("[!_]*.py")}
     assert rows.keys() == modules.keys()
     for kernel, (engine, test) in rows.items():
-        assert (engine == "no") == ("For SGLang's callers alone" in modules[kernel]), kernel
+        assert (engine == "no") == ("Only callers with SGLang's interface use it" in modules[kernel]), kernel
         assert kernel in (ROOT / test).read_text(), test
 
 
