@@ -1,4 +1,4 @@
-"""Answers to a few prompts with `Scheduler`: streamed, by priority, within a deadline, through device and host.
+"""Answers a few prompts with `Scheduler`: with streaming, priorities and a deadline, over device and host.
 
 python examples/serve_offline.py
 """

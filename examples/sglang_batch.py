@@ -1,15 +1,15 @@
-"""Serves a batch the way SGLang does, on the pool's device, and compares every generated token with plain attention.
+"""Serves a batch like SGLang, on the pool's device, and compares every generated token with plain attention.
 
 python examples/sglang_batch.py
 
     prefill      match_prefix, inc_lock_ref; for each chunk alloc_for_extend, a forward pass, cache_unfinished_req
     decode       alloc_for_decode, a forward pass over one token of each request
     retraction   out of slots: move_kv_cache gathers 8192 tokens of all layers, which are copied to pinned memory;
-                 release_kv_cache(is_insert=False). Later alloc_for_extend, and the way back
+                 release_kv_cache(is_insert=False). Later alloc_for_extend, and the reverse copy
     end          release_kv_cache
 
 The model has random weights and attention layers only. A pass writes keys and values at the slots that the allocator
-returned, and `pool_attention` reads them by the request table. The engine of hicache takes no part.
+returned, and `pool_attention` reads them by the request table. The engine of hicache is not used.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class Request:
 
 @dataclass
 class Batch:
-    """The argument of `alloc_for_extend` and `alloc_for_decode`. `prefix_lens`: of an extend alone."""
+    """The argument of `alloc_for_extend` and `alloc_for_decode`. `prefix_lens`: only for an extend."""
 
     reqs: list[Request]
     tree_cache: RadixCache
@@ -139,7 +139,7 @@ class Batch:
 
 
 class PlainAttention:
-    """Keys and values of each request one after the other, apart from the pool; attention over them by torch.
+    """Contiguous keys and values of each request, in memory outside the pool, and torch's attention over them.
 
     `worst`: the largest relative difference of any result of `compare`, on the device.
     """
@@ -152,7 +152,7 @@ class PlainAttention:
         self.worst = torch.zeros((), device=device)
 
     def begin(self, req: Request, cached_len: int) -> None:
-        """Take the first `cached_len` tokens from an earlier request that begins with the same tokens."""
+        """Copy the first `cached_len` tokens from an earlier request that begins with the same tokens."""
         kv, prefix = torch.empty(self._shape, dtype=self._dtype, device=self._device), req.tokens(0, cached_len)
         if cached_len:
             earlier = next(other for other in self._kept if other.tokens(0, cached_len) == prefix)
@@ -173,7 +173,8 @@ class PlainAttention:
 
 
 class Server:
-    """Prefill before decode, one chunked prompt at a time, the last admitted request retracted first: as SGLang does.
+    """Schedules like SGLang: prefill before decode, one chunked prompt at a time, the last admitted request retracted
+    first.
 
     The pool has `num_tokens` slots for requests and `copy_tokens` more, through which retracted requests are copied.
     With `plain`, every pass is compared with plain attention. One thread.
@@ -212,17 +213,17 @@ class Server:
         self.waiting: deque[Request] = deque()
         self.running: list[Request] = []
         self.retracted: deque[Request] = deque()
-        self.chunked: Request | None = None  # its prompt is computed in part
+        self.chunked: Request | None = None  # the request whose prompt is partly computed
         self.counts = dict.fromkeys(("cached", "prefilled", "generated", "retracted", "restored"), 0)
 
     def serve(self, requests: Sequence[Request]) -> None:
-        """Serve requests to their ends."""
+        """Serve requests until all have ended."""
         self.waiting.extend(requests)
         while self.waiting or self.running or self.retracted or self.chunked:
             self.step()
 
     def step(self) -> None:
-        """One pass: of prompts if there are any that fit, else over one token of each running request."""
+        """Run one pass: over prompts if any fit, else over one token of each running request."""
         if self.retracted and self.chunked is None and self._admit(self.retracted[0]):
             self._restore(self.retracted.popleft())
         if batch := self._next_prefill():
@@ -231,7 +232,7 @@ class Server:
             self._decode()
 
     def _next_prefill(self) -> list[Request]:
-        """The prompts of the next pass; the last may be computed in part."""
+        """The prompts of the next pass; the last one may be computed partly."""
         batch = [] if self.chunked is None else [self.chunked]
         budget = self.chunk_tokens - sum(self._num_left(req) for req in batch)
         while self.waiting and budget > 0 and not self.retracted and len(batch) < self.table.available_size():
@@ -245,7 +246,8 @@ class Server:
         return len(req.origin_input_ids) - len(req.prefix_indices)
 
     def _admit(self, req: Request, batch: Sequence[Request] = ()) -> bool:
-        """Match and lock the request's prefix, if its other tokens fit with those of `batch` and a page of each."""
+        """Match and lock the request's prefix, if its other tokens fit beyond those of `batch` and one more page for
+        each request."""
         num_tokens = len(req.origin_input_ids) if req.host_kv is None else req.kv_committed_len
         asked = req.tokens(0, num_tokens - 1 if req.host_kv is None else num_tokens)
         match = self.tree.match_prefix(MatchPrefixParams(RadixKey(asked)))
@@ -313,7 +315,7 @@ class Server:
     def _forward(
         self, batch: list[Request], starts: list[int], ends: list[int], slots: torch.Tensor, rows: torch.Tensor
     ) -> list[int]:
-        """A pass over tokens [start, end) of each request, whose slots are `slots`. The next token of each."""
+        """Run a pass over tokens [start, end) of each request, at `slots`; returns the next token of each."""
         device, counts = self.model.device, [end - start for start, end in zip(starts, ends, strict=True)]
         query_starts = F.pad(torch.tensor(counts).cumsum(0), (1, 0))
         tokens = [token for req, *span in zip(batch, starts, ends, strict=True) for token in req.tokens(*span)]
@@ -348,8 +350,8 @@ class Server:
         queries: PoolQueries,
         out: torch.Tensor,
     ) -> None:
-        """Compare the last token of each request, after which a token is generated: with plain attention, and with the
-        definition of paged attention over the request's pages."""
+        """Compare the output for the last token of each request with plain attention, and with
+        `paged_attention_forward` over the request's pages."""
         assert self.plain is not None
         last, lens = [end - 1 for end in bounds[1:]], []
         for req, start, *span in zip(batch, starts, bounds, bounds[1:], strict=False):
@@ -363,14 +365,14 @@ class Server:
         self.plain.compare(out[last], by_pages[:, 0])
 
     def _retract(self, req: Request) -> None:
-        """Copy a request's keys and values to the CPU and free its slots; the tree keeps what it shares."""
+        """Copy a request's keys and values to the CPU and free its slots; the tree keeps its own."""
         req.host_kv = self.to_cpu(self.table.req_to_token[req.req_pool_idx, : req.kv_committed_len].long())
         release_kv_cache(req, self.tree, is_insert=False)
         self.retracted.append(req)
         self.counts["retracted"] += 1
 
     def _restore(self, req: Request) -> None:
-        """Give an admitted request its row and slots again, and copy what the tree no longer has."""
+        """Allocate row and slots for an admitted request, and copy back the tokens that the tree no longer has."""
         end, start = req.kv_committed_len, len(req.prefix_indices)
         assert req.host_kv is not None
         slots, _, _ = alloc_for_extend(Batch([req], self.tree, torch.tensor([end]), [start]))
@@ -381,7 +383,8 @@ class Server:
         self.counts["restored"] += 1
 
     def to_cpu(self, slots: torch.Tensor) -> torch.Tensor:
-        """Rows of all layers at `slots`, [2 * layers, n, kv_heads, dim] in CPU memory, pinned on CUDA. Waits."""
+        """Copy the rows of all layers at `slots` to CPU memory, [2 * layers, n, kv_heads, dim], pinned on CUDA. Waits
+        for the device."""
         on_cuda = self.pool.device.type == "cuda"
         shape = (len(self.buffers), len(slots), *self.buffers[0].shape[1:])
         host = torch.empty(shape, dtype=self.buffers[0].dtype, pin_memory=on_cuda)
@@ -395,7 +398,7 @@ class Server:
         return host
 
     def from_cpu(self, host: torch.Tensor, slots: torch.Tensor) -> None:
-        """Write the rows that `to_cpu` returned to `slots`, one each. Waits for the device."""
+        """Write rows that `to_cpu` returned to `slots`, one to each. Waits for the device."""
         for start in range(0, len(slots), len(self.staging)):
             part = slots[start : start + len(self.staging)]
             for rows, buffer in zip(host, self.buffers, strict=True):
@@ -419,7 +422,7 @@ class Server:
 
 
 def to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From CPU memory, pinned on the way, so that the host does not wait."""
+    """Copy from CPU memory, pinned first, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
 
 

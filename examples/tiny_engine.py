@@ -1,4 +1,4 @@
-"""The engine in 150 lines: a tree has the pages on the device, a table by page key those on the host.
+"""The engine in 150 lines: a tree has the pages on the device, a table by page key the pages on the host.
 
 python examples/tiny_engine.py
 """
@@ -30,11 +30,11 @@ class TreeNode:
     last_use: int = 0
 
     def path(self) -> list[TreeNode]:
-        """It and those above it, deepest first. `hicache/tree/node.py: TreeNode.path`"""
+        """The node and its ancestors, deepest first. `hicache/tree/node.py: TreeNode.path`"""
         return [] if self.parent is None else [self, *self.parent.path()]
 
     def lock(self, change: int = 1) -> None:
-        """Somebody needs the prefix that ends here, or no longer (-1).
+        """Lock the prefix that ends at this node, or unlock it (-1).
         `hicache/tree/core.py: RadixTree.lock`"""
         for node in self.path():
             node.locks += change
@@ -50,12 +50,12 @@ class TierPages:
         self.held: OrderedDict[bytes, int] = OrderedDict()  # the least recently used page is the first
 
     def held_end(self, keys: list[bytes], start: int) -> int:
-        """The end of the held pages that begin with `start`.
+        """Index after the consecutive pages from `start` on that are on the host.
         `hicache/flow/located.py: Located.host_end`"""
         return next((at for at in range(start, len(keys)) if keys[at] not in self.held), len(keys))
 
     def reserve(self, key: bytes, keep: set[bytes]) -> int | None:
-        """A page to write to; None if no page is free or evictable. Evicts no page of `keep`.
+        """Reserve a page to write to; None if no page is free or evictable. Evicts no page of `keep`.
         `hicache/pages/states.py: TierPages.reserve`"""
         if not self.free and (victim := next((at for at in self.held if at not in keep), None)):
             self.free.append(self.held.pop(victim))
@@ -65,12 +65,12 @@ class TierPages:
         return self.in_flight[key]
 
     def landed(self, key: bytes) -> None:
-        """The copy of a page has ended: requests find it from now on.
+        """End the copy of a page: requests find it from now on.
         `hicache/pages/states.py: TierPages.landed`"""
         self.held[key] = self.in_flight.pop(key)
 
     def use(self, keys: list[bytes]) -> None:
-        """A request used these pages; the end of a prompt is evicted first.
+        """Count the pages of a request as used; the end of a prompt is evicted first.
         `hicache/pages/states.py: TierPages.use`"""
         for key in reversed(keys):
             if key in self.held:
@@ -79,8 +79,8 @@ class TierPages:
 
 @dataclass(eq=False)
 class Lease:
-    """What a request holds: positions [0, tree_len) have slots of the tree, locked through `node`, and those behind
-    them slots of its own. `hit`: tokens that came from device and host. `hicache/flow/lease.py: Lease`"""
+    """The slots of a request: positions [0, tree_len) have the tree's slots, locked through `node`; later positions
+    have the request's own. `hit`: tokens found on device and host. `hicache/flow/lease.py: Lease`"""
 
     tokens: np.ndarray
     keys: list[bytes]
@@ -103,12 +103,12 @@ class TinyEngine:
         self.copies: deque[tuple[TreeNode, int]] = deque()  # to the host, in flight
 
     def admit(self, tokens: np.ndarray) -> Lease | None:
-        """A lease; None, and nothing has changed, where the device has no room.
+        """Admit a request; None, without any change, if the device has too few free slots.
         `hicache/flow/admit.py: Admit.acquire`
 
         [0, device_end)          pages on the device: locked
         [device_end, host_end)   pages on the host: loaded
-        [host_end, ...)          to be computed: the last token at least, for its logits
+        [host_end, ...)          to be computed: at least the last token, for its logits
         """
         keys = self.hasher.chain(self.hasher.seed("tenant"), tokens)
         cacheable = keys[: (len(tokens) - 1) // PAGE]
@@ -127,7 +127,7 @@ class TinyEngine:
         return lease
 
     def match(self, keys: list[bytes]) -> tuple[TreeNode, torch.Tensor]:
-        """The end of the longest prefix on the device, and its slots.
+        """The last node of the longest prefix on the device, and the prefix's slots.
         `hicache/tree/core.py: RadixTree.match`"""
         node, slots = self.root, [self.root.slots]
         for key in keys:
@@ -138,7 +138,7 @@ class TinyEngine:
         return node, torch.cat(slots)
 
     def load(self, lease: Lease, end: int) -> None:
-        """Host to device: positions [tree_len, end).
+        """Load positions [tree_len, end) from host to device.
         `hicache/flow/restore.py: Restore.submit_load` submits the copies and returns;
         each layer of the forward pass waits for its own."""
         for start in range(lease.tree_len, end, PAGE):
@@ -146,20 +146,20 @@ class TinyEngine:
             self.share(lease, start)
 
     def commit(self, lease: Lease) -> None:
-        """All tokens are computed: others may hit their whole pages.
+        """Give the complete pages of computed tokens to the tree, where other requests find them.
         `hicache/flow/commit.py: Commit.commit`"""
         for start in range(lease.tree_len, len(lease.keys) * PAGE, PAGE):
             self.share(lease, start)
         self.backup(lease.node)
 
     def share(self, lease: Lease, start: int) -> None:
-        """The lease's page at `start` becomes the tree's. `hicache/tree/core.py: RadixTree.insert`"""
+        """Give the lease's page at `start` to the tree. `hicache/tree/core.py: RadixTree.insert`"""
         key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
         node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
         if node.slots is not ours:  # another request was first: its slots are used, and ours are free
             lease.slots[start : start + PAGE] = node.slots
             self.free += ours.tolist()
-        node.locks += 1  # those above it have the lease's lock already
+        node.locks += 1  # its ancestors already have the lease's lock
         lease.node, lease.tree_len = node, start + PAGE
 
     def backup(self, node: TreeNode) -> None:
@@ -175,7 +175,7 @@ class TinyEngine:
                 self.copies.append((at, page))
 
     def poll(self) -> None:
-        """The copies have ended: requests find their pages from now on.
+        """Finish the copies: requests find their pages from now on.
         `hicache/engine.py: CacheEngine.poll`"""
         while self.copies:
             node, page = self.copies.popleft()
@@ -184,15 +184,15 @@ class TinyEngine:
             node.lock(-1)
 
     def evictable(self) -> list[TreeNode]:
-        """What nobody has locked, parents first.
-        `hicache/tree/core.py: RadixTree.evictable` has counted it."""
+        """The unlocked nodes, parents first.
+        `hicache/tree/core.py: RadixTree.evictable` keeps a count instead."""
         nodes = [*self.root.children.values()]
         for node in nodes:
             nodes.extend(node.children.values())
         return [node for node in nodes if not node.locks]
 
     def evict(self, num_slots: int) -> None:
-        """Until so many are free, the leaf used longest ago leaves; an engine's order knows which that is.
+        """Evict the least recently used leaf until `num_slots` are free; an engine keeps an order of its nodes.
         `hicache/flow/backup.py: DeviceEviction.make_available`"""
         while len(self.free) < num_slots:
             victim = min((node for node in self.evictable() if not node.children), key=lambda node: node.last_use)
@@ -201,9 +201,9 @@ class TinyEngine:
             self.free += victim.slots.tolist()
 
     def release(self, lease: Lease) -> None:
-        """The request ends: its prefix was used, its own slots are free.
+        """End a request: count its prefix as used, and free its own slots.
         `hicache/flow/commit.py: Commit.release`"""
-        for node in lease.node.path():  # the deepest is the oldest
+        for node in lease.node.path():  # the deepest node becomes the least recently used
             node.last_use = next(self.clock)
         lease.node.lock(-1)
         self.pages.use(lease.keys)
@@ -211,13 +211,13 @@ class TinyEngine:
 
 
 def kv_of(tokens: np.ndarray) -> torch.Tensor:
-    """What a model would compute `[tokens, ROW]`: numbers that depend on every token so far."""
+    """Stands for a model's keys and values, `[tokens, ROW]`: each row depends on all tokens so far."""
     sums = torch.from_numpy(np.cumsum(tokens * np.arange(1, len(tokens) + 1)))
     return sums[:, None] * torch.arange(1.0, ROW + 1)
 
 
 def serve(engine: TinyEngine, name: str, tokens: np.ndarray) -> None:
-    """One request, from its arrival to its end."""
+    """Serve one request, from its arrival to its end."""
     lease, truth = engine.admit(tokens), kv_of(tokens)
     assert lease is not None, "nobody else holds anything"
     start = sum(lease.hit)

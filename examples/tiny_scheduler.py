@@ -17,16 +17,16 @@ CHUNK_TOKENS, NEW_TOKENS = 64, 16
 
 def serve(engine: CacheEngine, runner: ModelRunner, prompts: dict[str, np.ndarray]) -> dict[str, list[int]]:
     """Greedy answers of NEW_TOKENS tokens to all prompts, by name."""
-    waiting, running, answers = deque(prompts), {}, {}  # running: name -> (lease, tokens so far, those in the cache)
+    waiting, running, answers = deque(prompts), {}, {}  # running: name -> (lease, tokens so far, tokens in the cache)
     for name, tokens in prompts.items():
-        engine.prefetch(name, tokens)  # pages on disk come to the host meanwhile
+        engine.prefetch(name, tokens)  # reads pages from disk to the host in the background
     while waiting or running:
-        engine.poll()  # what was copied in the meantime is used from here on
+        engine.poll()  # finishes copies, so that requests find their pages
         while waiting:
             try:
                 lease = engine.acquire(CacheRequest(waiting[0], prompts[waiting[0]]))
             except ResourceExhausted:
-                break  # no slots, or its prefetch is in flight: in a later step
+                break  # no slots, or its prefetch is in flight: retry in a later step
             running[waiting.popleft()] = (lease, list(prompts[lease.request_id]), lease.cached_len)
         chunks: list[Chunk] = []
         for lease, tokens, start in list(running.values()):
@@ -34,13 +34,13 @@ def serve(engine: CacheEngine, runner: ModelRunner, prompts: dict[str, np.ndarra
             try:
                 engine.extend(lease, max(0, end - lease.length))
             except OutOfSlots:
-                continue  # sits this step out; a real scheduler would preempt somebody
+                continue  # skips this step; a real scheduler would preempt another request
             chunks.append(Chunk(lease, np.array(tokens), start, end))
         if not chunks:
             continue
         for chunk, logits in zip(chunks, runner.forward(chunks), strict=True):
             lease, tokens, name = chunk.lease, chunk.tokens.tolist(), chunk.lease.request_id
-            engine.commit(lease, chunk.tokens[: chunk.end])  # whole pages are shared, and backed up
+            engine.commit(lease, chunk.tokens[: chunk.end])  # shares complete pages, and backs them up
             if chunk.end == len(tokens):
                 tokens.append(int(logits.argmax()))
             running[name] = (lease, tokens, chunk.end)
