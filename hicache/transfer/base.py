@@ -1,10 +1,10 @@
-"""The contract of a transfer backend: copies between device slots and host pages, submitted now, finished later.
+"""The contract of a transfer backend: asynchronous copies between device slots and host pages.
 
-`load` (host to device) goes layer by layer and reports each layer to the counter under its load id; `store` (device to
-host) reports only its end. Both return at once, and the rest of a copy may be queued as somebody waits for it or asks
-for its state. Operations complete in submission order within a direction. The caller lets nobody else use slots and
-pages, and writes to no tensor that names them, until the operation is done. A failed operation sets `error`; the bytes
-of its destination are undefined then.
+`load` (host to device) copies layer by layer and reports each layer to the counter under its load id; `store` (device
+to host) reports only its end. Both return at once. The rest of a copy may be queued later, when a caller waits for it
+or asks for its state. Operations complete in submission order within a direction. Until the operation is done, the
+caller keeps slots and pages from other uses and does not write to the tensors that name them. A failed operation sets
+`error`; then the bytes of its destination are undefined.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 class TransferOp(Protocol):
     """One submitted copy. `error` is meaningful once `done()`.
 
-    `is_undelayed`: neither earlier work on the device nor the host held the copy up: `seconds` shows the speed of the
-    link.
+    `is_undelayed`: neither earlier work on the device nor the host delayed the copy, so `seconds` shows the speed of
+    the link.
 
-    `misfits`: of a store of packed pages, once `done()`, the positions of those that do not fit, ascending; the bytes
-    of these host pages mean nothing.
+    `misfits`: for a store of packed pages, once `done()`: the indices of the pages that do not fit, ascending. The
+    bytes of these host pages are undefined.
     """
 
     num_bytes: int
@@ -33,23 +33,23 @@ class TransferOp(Protocol):
     def misfits(self) -> Sequence[int]: ...
 
     def done(self) -> bool:
-        """Whether source and destination may be used by others; never blocks."""
+        """Whether source and destination may be used again; never blocks."""
 
     def wait(self) -> None:
         """Block until `done()`."""
 
     def wait_outcome(self) -> None:
-        """Block until `error` is final; at once when a submitted copy cannot fail any more."""
+        """Block until `error` is final; returns at once if the copy can no longer fail."""
 
     def seconds(self) -> float:
-        """How long the copy took, once done."""
+        """Duration of the copy, once done."""
 
 
 class TransferBackend(Protocol):
-    """Owned by the scheduler thread; owns its streams or threads.
+    """Copies pages; owns its streams or threads. Called by the scheduler thread.
 
-    `rest`, where pages are packed: the second places of those that are raw (`hicache.transfer.placed`), int64 CPU
-    [p].
+    `rest`, if the pool's pages are packed: int64 CPU [p], the second host page of each page that is raw
+    (`hicache.transfer.placed`).
     """
 
     def load(
@@ -57,25 +57,25 @@ class TransferBackend(Protocol):
     ) -> TransferOp:
         """Copy host `pages` (int64 CPU [p]) to device `slots` (int64 [p * page_tokens]), reporting layers of `load_id`.
 
-        Waits, on the device, for the work that is queued on the current stream and may use the slots. `rest`: 0 for
-        packed pages; None: all are.
+        The copy waits, on the device, for work queued on the current stream, which may use the slots. `rest`: 0 for a
+        packed page; None if all pages are packed.
         """
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None = None) -> TransferOp:
         """Copy device `slots` to host `pages`, after the work queued on the current stream, which wrote the slots.
 
-        `rest`: all pages are stored raw; None: none is.
+        `rest`: if given, all pages are stored raw; if None, all are packed, if the pool packs pages.
         """
 
     def stats(self) -> dict[str, float]:
-        """The measured rates of the link and the number of copies by method. Always the same names."""
+        """The measured rates of the link and the number of copies by method, always under the same names."""
 
     def start(self) -> None:
-        """Before the first copy: whatever these would wait for once, like compilers."""
+        """Do the slow one-time work, for example compile kernels, before the first copy."""
 
     def close(self) -> None:
         """Finish submitted operations, then release streams or threads."""
 
     def abandon(self, deadline_s: float) -> None:
-        """End copies early; return when none runs, or at `deadline_s` of `time.monotonic`. Any thread, copy threads
-        included."""
+        """Abort copies; return when none runs, or at `deadline_s`, a time of `time.monotonic`. Called by any thread,
+        including a copy thread."""

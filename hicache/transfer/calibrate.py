@@ -1,8 +1,8 @@
 """Measures the cost of each copy method between a device and the engine's own host pages, before their first use.
 
-Copies of two widths give two equations, for the cost of a byte and that of a piece. Each copy is queued behind other
-work, so that the device time does not include the host's time to issue it, which is measured apart. The pages are
-written to; all of them are free at that time.
+Copies of two widths give two equations for two unknowns: the costs of a byte and of a piece. Each copy is queued behind
+other work, so that the device time does not include the host's time to issue it, which is measured separately. The
+copies write to pages; all pages are free at that time.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from hicache.transfer.plan import ASSUMED, MIN_PIECE_BYTES, CopyCost, LinkDirect
 log = logging.getLogger(__name__)
 
 _BYTES = 32 << 20
-_MIN_BYTES = 8 << 20  # of a copy: smaller copies would show latency only
-_WIDER = 8  # times the narrow pieces
+_MIN_BYTES = 8 << 20  # minimum size of a copy: smaller ones would show only latency
+_WIDER = 8  # width of the wide pieces, as a multiple of the narrow ones
 _SAMPLES = 7
 
 
 def measured_rates(
     host: torch.Tensor, buffer: torch.Tensor, layer_bytes: int, zero_copy: ZeroCopyMover | None, mover: PageMover
 ) -> Rates:
-    """The rates between host pages `[pages, page_bytes]` and `buffer`, device memory that nobody uses.
+    """Measure the rates between host pages `[pages, page_bytes]` and `buffer`, unused device memory.
 
-    `layer_bytes`: of the widest layer of a page; `zero_copy` copies without staging, between the buffers of `mover`
-    (None: nothing does).
-    The assumed rates when there are too few pages to measure, or when a measurement fails, which is logged.
+    `layer_bytes`: bytes of the widest layer of a page. `zero_copy` copies between host pages and the buffers of `mover`
+    without staging (None: not possible). Returns the assumed rates if there are too few pages to measure, or if a
+    measurement fails, which is logged.
     """
     layers = -(-MIN_PIECE_BYTES // layer_bytes)  # narrower pieces are avoided, and their costs differ
     widths = [min(times * layers * layer_bytes, host.shape[1]) for times in (1, _WIDER)]
@@ -82,8 +82,8 @@ class _Link:
         return LinkDirection(strided, batched, CopyCost(self._pieces[1][1] * self._page_bytes / zero_copy_s))
 
     def seconds(self, *copies: Callable[[], None]) -> list[tuple[float, float]]:
-        """Of each copy, timed in turns, the minimum seconds on the device and of issuing on the host: other work on the
-        machine only ever adds to them."""
+        """Time copies in turns; returns for each the minimum seconds on the device and of issuing on the host. The
+        minimum, because other work on the machine can only add time."""
         found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
             for turn in range(_SAMPLES + 1):

@@ -1,7 +1,7 @@
-"""Calls of the copy engine on plain addresses: a strided copy, a batch of copies, and loads into slots that are runs.
+"""Calls of the copy engine on plain addresses: a strided copy, a batch of copies, and loads into consecutive slots.
 
-The batch is the driver's own call on numpy arrays; the Python binding takes lists and converts them page by page. To
-slots that are runs the copy engine writes itself, without staging and scattering:
+The batch calls the driver directly with numpy arrays; the Python binding takes lists and converts them page by page. If
+the slots of a run of pages are consecutive, the copy engine writes to them without staging and scattering:
 
     run        k host pages with consecutive ids, k * page_tokens consecutive slots
     one call   a buffer of one layer of a run: k rows of the host, a page apart, to k * rows adjacent rows of the pool
@@ -35,7 +35,7 @@ _STREAM_ORDER, _ANY_ORDER = 1, 3  # CUmemcpySrcAccessOrder
 
 
 class _Attributes(ctypes.Structure):
-    """CUmemcpyAttributes: the order in which the source may be read, and hints of where both sides are."""
+    """CUmemcpyAttributes: the order in which the source may be read, and hints to the locations of both sides."""
 
     _fields_ = (
         ("src_access_order", ctypes.c_int),
@@ -46,7 +46,7 @@ class _Attributes(ctypes.Structure):
 
 
 def need_bindings() -> None:
-    """ConfigError when the bindings of the CUDA runtime are missing."""
+    """Raise ConfigError if the bindings of the CUDA runtime are missing."""
     if cudart is None:
         raise ConfigError("the CUDA backend needs the package cuda-bindings: pip install cuda-bindings")
 
@@ -54,7 +54,7 @@ def need_bindings() -> None:
 def copy_strided(
     dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int
 ) -> None:
-    """Queue a 2-D copy of `rows` rows of `width` bytes. TransferError when it is refused."""
+    """Queue a 2-D copy of `rows` rows of `width` bytes. TransferError if CUDA refuses it."""
     kind = cudart.cudaMemcpyKind.cudaMemcpyHostToDevice if up else cudart.cudaMemcpyKind.cudaMemcpyDeviceToHost
     _raise_on(int(cudart.cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, width, rows, kind, stream)[0]))
 
@@ -65,9 +65,11 @@ def can_batch() -> bool:
 
 
 def copy_batched(dst: Addresses, src: Addresses, width: int, any_order: bool, stream: int) -> None:
-    """Queue a copy of `width` bytes from each address of `src` to the same index of `dst`. TransferError when refused.
+    """Queue a copy of `width` bytes from each address of `src` to the address in `dst` at the same index. TransferError
+    if the driver refuses it.
 
-    `any_order`: sources may be read in any order, and before work queued earlier; only for sources that nobody writes.
+    `any_order`: sources may be read in any order, and before work queued earlier; only for sources that no queued work
+    writes.
     """
     call = batch_call()
     assert call is not None
@@ -83,7 +85,7 @@ def copy_batched(dst: Addresses, src: Addresses, width: int, any_order: bool, st
 
 @lru_cache(maxsize=1)
 def batch_call() -> Callable[..., int] | None:
-    """The driver's cuMemcpyBatchAsync_v2, where it has one."""
+    """The driver's cuMemcpyBatchAsync_v2, None if it has none."""
     try:
         call = ctypes.CDLL("libcuda.so.1").cuMemcpyBatchAsync_v2
     except (OSError, AttributeError):
@@ -97,7 +99,7 @@ def batch_call() -> Callable[..., int] | None:
 
 @dataclass(frozen=True)
 class SlotRuns:
-    """Runs of pages whose slots are runs too, and the first slot of each."""
+    """Runs of pages with consecutive slots, and the first slot of each."""
 
     pages: PageRuns
     first_slot: Ids
@@ -112,10 +114,10 @@ class SlotRuns:
 
 
 class UnstagedCopier:
-    """Copies runs of host pages `[pages, page_bytes]` to the buffers of a mover's pool. Holds no state of any copy."""
+    """Copies runs of host pages `[pages, page_bytes]` to the buffers of a mover's pool. Keeps no state of copies."""
 
     def __init__(self, mover: PageMover, host: torch.Tensor, rows_per_chunk: int, device_page_tokens: int) -> None:
-        """`device_page_tokens`: of the allocator's pages, within which slots are adjacent and in order."""
+        """`device_page_tokens`: tokens of an allocator page, within which slots are consecutive."""
         self._page_tokens = mover.page_tokens
         self._rows_per_chunk = rows_per_chunk
         self._block = math.gcd(device_page_tokens, mover.page_tokens)
@@ -123,15 +125,15 @@ class UnstagedCopier:
         self._pitch = host.stride(0)
         self._table = mover.table
         segments = [segment for layer in self._table.segments for segment in layer]
-        # Copy calls for a run, over all layers, and bytes of the smallest row of a copy, a buffer of a layer of a page.
+        # Copy calls for a run over all layers; bytes of the smallest row of a copy (one buffer of one layer of a page).
         self.num_buffers = len(segments)
         self.piece_bytes = min(s.page_bytes for s in segments)
         self._span = max(s.span for s in segments)
-        # A page is one row of a copy only where its rows in the pool are adjacent.
+        # A page is one row of a copy only if its rows in the pool are adjacent.
         self._can_copy = all(s.rows.stride(0) == s.row_bytes and self._span % s.span == 0 for s in segments)
 
     def runs(self, pages: Ids, slots: Ids) -> SlotRuns | None:
-        """`pages` and `slots` [p * page_tokens] as runs; None unless the slots of a page are adjacent and in order."""
+        """Divide `pages`, `slots` [p * page_tokens] into runs; None unless the slots of each page are consecutive."""
         if not self._can_copy or not len(pages):
             return None
         block, page = self._block, self._page_tokens
@@ -149,7 +151,7 @@ class UnstagedCopier:
         return SlotRuns(found, first[found.position])
 
     def load(self, runs: SlotRuns, layer: int, stream: int) -> None:
-        """Queue one layer (dense index) of all runs. TransferError when a copy is refused."""
+        """Queue one layer (dense index) of all runs. TransferError if CUDA refuses a copy."""
         for buffer in self._table.segments[layer]:
             address, host_address = buffer.rows.data_ptr(), self._host_address + self._table.ends[layer] + buffer.offset
             for page, num_pages, slot in runs.copies:

@@ -1,9 +1,9 @@
-"""Which layers of a load have arrived, so that a forward pass can start before its whole prefix is on the device.
+"""Tracks which layers of a load have arrived, so that a forward pass can start before its complete prefix is loaded.
 
-A load records an event after each layer. The pool's getters call `wait_until(layer)`, which orders the consumer behind
+A load records an event after each layer. The pool's getters call `wait_until(layer)`, which makes the consumer wait for
 that layer of the loads that its batch depends on: on CUDA the current stream (never the host), on the CPU the calling
-thread. A load must be submitted before the forward that consumes it; an event that was never recorded counts as done.
-So where a load is queued in steps, `wait_until` first has the layer queued (`queue_on_demand`).
+thread. A load must be submitted before the forward that consumes it, because an event that was never recorded counts as
+done. If a load is queued in steps, `wait_until` first queues the layer (`queue_on_demand`).
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ import torch
 from hicache.errors import TransferError
 
 NUM_PRODUCERS = 3
-_TIMED_LOADS = 4  # one load in so many is timed: an event more for each layer of the pass that waits for it
+_TIMED_LOADS = 4  # one load of every 4 is timed, which needs another event for each layer that a pass waits for
 
 
 class CudaLayerEvents:
     """The events of one producer: one CUDA event per layer, reused by later loads.
 
-    `reached`: of a timed load, by layer, when the consuming stream came to wait for it.
+    `_reached`: for a timed load, by layer, an event recorded when the consuming stream started to wait for the layer.
     """
 
     def __init__(self, num_layers: int) -> None:
@@ -36,24 +36,24 @@ class CudaLayerEvents:
         self._error: Exception | None = None
 
     def begin(self) -> None:
-        """A new load takes this producer, which is not finished until the load's last layer."""
+        """Start a new load on this producer, which is finished when the load's last layer has arrived."""
         self._submitted = False
         self._error = None
         self._reached = {}
         self._num_loads += 1
 
     def record(self, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Layer (dense index) has arrived, in the order of `stream` (None: the current stream), or of this thread."""
+        """Record that a layer (dense index) has arrived, in the order of `stream` (None: the current stream)."""
         self._events[layer].record(stream)
         self._submitted = layer == len(self._events) - 1
 
     def fail(self, error: Exception) -> None:
-        """The load ended early; `wait` raises `error`."""
+        """End the load with `error`, from which `wait` raises TransferError."""
         self._error = error
         self._submitted = True
 
     def wait(self, layer: int) -> None:
-        """Order the current stream behind the layer, or block the current thread. Raises the error of `fail`."""
+        """Make the current stream wait for the layer. TransferError if the load failed."""
         if self._error is not None:
             raise _failed_load(self._error) from self._error
         stream, event = torch.cuda.current_stream(), self._events[layer]
@@ -65,10 +65,10 @@ class CudaLayerEvents:
 
     @property
     def exposed_s(self) -> float | None:
-        """How long the consuming stream stood still for the load, once it has finished; None where it was not timed."""
+        """Seconds that the consuming stream waited for the load, once it has finished; None if it was not timed."""
         if not self._is_timed:
             return None
-        # What the stream has not reached by now never waited.
+        # The load has finished: for layers that the stream has not reached yet, it never waits.
         reached = {layer: event for layer, event in self._reached.copy().items() if event.query()}
         waits_ms = [float(event.elapsed_time(self._events[layer])) for layer, event in reached.items()]
         return sum(max(0.0, wait_ms) for wait_ms in waits_ms) / 1e3
@@ -82,7 +82,8 @@ class CudaLayerEvents:
 
 
 class CpuLayerEvents:
-    """The same contract with a condition: `record` runs on the copying thread, `wait` on the consumer's."""
+    """Like `CudaLayerEvents`, with a condition: the copying thread calls `record`, and `wait` blocks the consumer's
+    thread."""
 
     def __init__(self, num_layers: int) -> None:
         self._condition = threading.Condition()
@@ -120,7 +121,7 @@ class CpuLayerEvents:
 
 
 class LayerSink(Protocol):
-    """What a transfer backend reports the layers of its loads to; `LayerTransferCounter` says what each call means."""
+    """Receives a transfer backend's reports on its loads; `LayerTransferCounter` documents the calls."""
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None: ...
 
@@ -151,8 +152,8 @@ class LayerTransferCounter:
         self._owner = [-1] * producers
         self._next = 0
         self._consumed: tuple[tuple[int, LayerEvents], ...] = ()
-        self._queues: dict[int, Callable[[int], None]] = {}  # of loads whose last layer is not queued yet
-        # Of failed loads: kept when their producers carry other loads, until `forget`.
+        self._queues: dict[int, Callable[[int], None]] = {}  # for loads whose last layer is not queued yet
+        # Errors of failed loads, until `forget`, also if their producers have other loads by then.
         self._failures: dict[int, Exception] = {}
         self._failed: Exception | None = None
 
@@ -170,34 +171,34 @@ class LayerTransferCounter:
         return self._owner[slot]
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None:
-        """Until a load's last layer is recorded or it fails, `wait_until` calls `queue(layer)`, which records at least
-        the layers up to that one, or fails the load."""
+        """Make `wait_until` call `queue(layer)` until the load's last layer is recorded or it fails. `queue(layer)`
+        records at least the layers up to `layer`, or fails the load."""
         self._queues[load_id] = queue
 
     def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Layer (dense index) of a load has arrived; see `CudaLayerEvents.record`."""
+        """Record that a layer (dense index) of a load has arrived; see `CudaLayerEvents.record`."""
         self._events(load_id).record(layer, stream)
         if layer == self.num_layers - 1:
             self._queues.pop(load_id, None)
 
     def fail(self, load_id: int, error: Exception) -> None:
-        """A load ended early: `wait_until` raises for its consumers, until `forget`."""
+        """End a load with an error: `wait_until` raises for its consumers until `forget`."""
         self._failures[load_id] = error
         self._queues.pop(load_id, None)
         self._events(load_id).fail(error)
 
     def exposed_s(self, load_id: int) -> float | None:
-        """How long consumers stood still for a load that has finished; None where it was not timed, or its producer has
-        begun another load."""
+        """Seconds that consumers waited for a finished load; None if it was not timed, or its producer has another load
+        by now."""
         slot = load_id % len(self._ring)
         return self._ring[slot].exposed_s if self._owner[slot] == load_id else None
 
     def forget(self, load_id: int) -> None:
-        """No batch will consume this load again."""
+        """Drop the error of a load that no batch will consume again."""
         self._failures.pop(load_id, None)
 
     def set_consumer(self, load_ids: int | Iterable[int]) -> None:
-        """The loads that the next forward depends on; none or -1: it waits for no load."""
+        """Set the loads that the next forward depends on; with none or -1 it waits for no load."""
         ids = (load_ids,) if isinstance(load_ids, int) else tuple(load_ids)
         live = [i for i in ids if i >= 0 and self._owner[i % len(self._ring)] == i]
         self._consumed = tuple((i, self._events(i)) for i in live)
@@ -205,7 +206,7 @@ class LayerTransferCounter:
 
     @contextmanager
     def consuming(self, load_ids: Iterable[int]) -> Iterator[None]:
-        """`set_consumer` for the duration, for work that is queued beside the forward and depends on other loads."""
+        """Apply `set_consumer` within the block, for work that depends on other loads than the forward."""
         before = self._consumed, self._failed
         self.set_consumer(load_ids)
         try:
@@ -214,7 +215,7 @@ class LayerTransferCounter:
             self._consumed, self._failed = before
 
     def wait_until(self, layer: int) -> None:
-        """Order the consumer behind `layer` (dense index) of every consumed load. TransferError when one failed."""
+        """Make the consumer wait for `layer` (dense index) of every consumed load. TransferError if one failed."""
         if self._failed is not None:
             raise _failed_load(self._failed) from self._failed
         for load_id, events in self._consumed:
@@ -224,7 +225,7 @@ class LayerTransferCounter:
             events.wait(layer)
 
     def wait_all(self) -> None:
-        """Order the consumer behind the last layer, and so behind all: for forwards that call no getter."""
+        """Make the consumer wait for the last layer, and so for all: for forwards that call no getter."""
         self.wait_until(self.num_layers - 1)
 
     def _events(self, load_id: int) -> LayerEvents:
@@ -234,7 +235,7 @@ class LayerTransferCounter:
 
 
 class LayerRoutes:
-    """For pools whose layers arrive by several transfers: the counter of each layer.
+    """The counter of each layer, for pools whose layers are loaded by several transfers.
 
     `routes[position]`: the counter of a layer of the pool, and the layer's dense index in that counter.
     """

@@ -1,7 +1,7 @@
-"""The CPU backend: the same contract as the CUDA backend with two threads in place of its streams.
+"""The CPU backend: the same contract as the CUDA backend, with two threads instead of streams.
 
-One thread loads, one stores. The device tier is ordinary memory, so bytes that a forward has written before it returned
-need no fence; the threads provide latency and overlap.
+One thread loads, one stores. The device tier is ordinary memory, so bytes that a forward wrote before it returned need
+no fence. The threads imitate the latency and overlap of streams.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from hicache.transfer.plan import intervals
 log = logging.getLogger(__name__)
 
 _JOIN_S = 30.0
-_GROUP_BYTES = 1 << 20  # of one page, gathered at once
+_GROUP_BYTES = 1 << 20  # bytes of one page that are gathered at a time
 
 
 class _Abandoned(TransferError):
-    """The engine of this copy is gone. Not worth a warning."""
+    """The engine of this copy is closed; logged without a warning."""
 
 
 class CpuOp:
@@ -38,13 +38,13 @@ class CpuOp:
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = num_bytes
         self.error: Exception | None = None
-        self.is_undelayed = True  # its time begins when the worker takes it
+        self.is_undelayed = True  # `seconds` is measured from the start of its work
         self.misfits: list[int] = []
         self._seconds = 0.0
         self._ended = threading.Event()
 
     def run(self, copy: Callable[[], None]) -> None:
-        """On the worker thread: copy, and keep the error."""
+        """Run the copy on the worker thread and keep its error."""
         start = time.perf_counter()
         try:
             copy()
@@ -94,8 +94,8 @@ class Worker:
 
 
 class CpuTransfer:
-    """See `TransferBackend`. `host`: uint8 [pages, page_bytes]; `mover` knows the device buffers, `packer` packs their
-    pages."""
+    """A `TransferBackend` on the CPU. `host`: uint8 [pages, page_bytes]; `mover` copies from and to the device buffers,
+    `packer`, if given, packs their pages."""
 
     def __init__(
         self, host: torch.Tensor, mover: PageMover, counter: LayerSink, packer: PagePacker | None = None
@@ -139,7 +139,7 @@ class CpuTransfer:
                         of_kind.mover.scatter(self._staged(of_kind, layer), of_kind.slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
-                op.error = error  # before its consumers raise, who may then ask for it
+                op.error = error  # set before `fail`, because consumers that raise may read it
                 self._counter.fail(load_id, TransferError(str(error)))
                 raise
 
@@ -168,7 +168,7 @@ class CpuTransfer:
         return op
 
     def _staged(self, pages: PageCopy, layer: int) -> torch.Tensor:
-        """Their bytes of a layer: uint8 [pages, bytes]."""
+        """Copy the host bytes of one layer of `pages`: uint8 [pages, bytes]."""
         found = []
         for place in pages.places:
             start, stop = place.within(pages.mover.ends[layer], pages.mover.ends[layer + 1])

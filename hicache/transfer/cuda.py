@@ -2,11 +2,12 @@
 
     ring of buffers   copy waits for `free` -> copies -> records `filled` -> kernel waits -> scatters -> records `free`
 
-Up, layers are queued in order with an event behind each: some when a load is submitted, the others before a forward
-waits for them or when somebody asks for the state of a copy (`LoadQueue`). Down is the reverse, at lower stream
-priority, queued in steps when somebody asks for the state of a store and no load waits for its first layer, so that
-loads and forwards do not queue up behind a long store. No call here waits for the device, allocates staging memory or
-loops over pages in Python. Measurements and the reasons for each choice: docs/performance.md.
+Loads ("up") are queued layer by layer, with an event after each layer: some layers when a load is submitted, the others
+before a forward waits for them, or when a caller asks for the state of a copy (`LoadQueue`). Stores ("down") run in
+reverse, at lower stream priority. Their steps are queued when a caller asks for the state of a store and no load waits
+for its first layer, so that loads and forwards do not wait for a long store. No call here waits for the device,
+allocates staging memory or loops over pages in Python. Measurements and the reasons for each choice:
+docs/performance.md.
 """
 
 from __future__ import annotations
@@ -36,16 +37,17 @@ from hicache.transfer.streams import Buffer, Chunk, CudaOp, QueuedCopy, StreamPa
 
 log = logging.getLogger(__name__)
 
-_MAX_LAST_BYTES = 32 << 20  # of the last chunk of a load, whose scatter of 20 us overlaps no copy
-_STEPS_AT_ONCE = 2  # of a store: while they run, a load submitted right after it brings its first layer
-_SUBMIT_S = 1.5e-3  # of the host, for steps of loads in one call: less than a long load's first layer takes
-_AHEAD = 4  # layers that are queued when a forward waits for the first of them
+_MAX_LAST_BYTES = 32 << 20  # maximum last chunk of a load: its scatter of 20 us overlaps no copy
+_STEPS_AT_ONCE = 2  # steps queued when a store is submitted; a load submitted right after it is hardly delayed
+_SUBMIT_S = 1.5e-3  # host time for steps of loads in one call: less than the first layer of a long load takes
+_AHEAD = 4  # layers queued ahead of the layer that a forward waits for
 _ENDED = object()
 
 
 class CudaTransfer:
-    """See `TransferBackend`. `host`: pinned uint8 [pages, page_bytes]; pages may lie apart. `staging_bytes` is shared
-    by both directions. `packer` packs the pages of `mover`'s pool: then all of them go through staging."""
+    """A `TransferBackend` on CUDA. `host`: pinned uint8 [pages, page_bytes]; pages need not be adjacent. Both
+    directions share `staging_bytes`. `packer`, if given, packs the pages of `mover`'s pool; then all copies use
+    staging."""
 
     def __init__(
         self,
@@ -83,14 +85,14 @@ class CudaTransfer:
             is_packed=packer is not None,
         )
         with torch.cuda.device(self._device):
-            # Down, groups are wide and chunks short; up, a layer of many pages at a time takes the fewest calls.
+            # Stores have wide groups and short chunks. Loads need fewest calls with one layer of many pages at a time.
             self.up = StreamPair(staging_bytes * 3 // 4, self._device, -1, widest_raw, self._mover)
             self.down = StreamPair(staging_bytes // 4, self._device, 0, widest_raw, self._mover)
         buffer = self.up.ring[0].bytes
         self._rates = measured_rates(host, buffer, widest, self._zero_copy, mover)
         self._loads = LoadQueue()
-        self._stores: deque[Iterator[None]] = deque()  # each queues one step at a time
-        self._first_layer = torch.cuda.Event()  # of the latest load; never recorded counts as arrived
+        self._stores: deque[Iterator[None]] = deque()  # each iterator queues one step of a store when resumed
+        self._first_layer = torch.cuda.Event()  # arrival of the first layer of the latest load; unrecorded: arrived
         self._counts = {"unstaged": 0, "strided": 0, "batched": 0, "zero_copy": 0, "delayed": 0}
 
     def start(self) -> None:
@@ -108,8 +110,8 @@ class CudaTransfer:
             stream.synchronize()
 
     def abandon(self, deadline_s: float) -> None:
-        """The remaining steps are never queued. Streams cannot be stopped; the memory that they use is about to be
-        released, so this waits for them."""
+        """Drop all steps that are not queued. Streams cannot be stopped, and the caller is about to release the memory
+        that they use, so this waits for them until `deadline_s`."""
         for load_id in self._loads.clear():
             self._counter.fail(load_id, TransferError("the engine of this load is gone"))
         self._stores.clear()
@@ -151,11 +153,11 @@ class CudaTransfer:
         return [stream for pair in (self.up, self.down) for stream in (pair.copy, pair.kernel)]
 
     def _queue_load(self, load_id: int, layer: int = sys.maxsize - _AHEAD) -> None:
-        """Queue a load and those before it, as far as a forward needs it that waits for `layer` now."""
+        """Queue all earlier loads, and this load up to `_AHEAD` layers after `layer`, which a forward waits for."""
         self._loads.queue_layers(load_id, layer + _AHEAD)
 
     def _issue_load(self, load_id: int, force: bool) -> None:
-        """Queue all of a load; without `force` some steps of the first loads, and of stores."""
+        """With `force` queue all steps of a load; otherwise some steps of the first loads, and of stores."""
         if force:
             self._queue_load(load_id)
         else:
@@ -179,7 +181,7 @@ class CudaTransfer:
     def _load_steps(
         self, op: CudaOp, copies: Sequence[PageCopy], load_id: int, behind: torch.cuda.Event
     ) -> Iterator[int]:
-        """Queues a group of layers each time it is resumed. `behind`: the end of work that may still use the slots."""
+        """Queue a group of layers each time it is resumed. `behind`: the end of work that may still use the slots."""
         pair = self.up
         pair.kernel.wait_event(behind)
         try:
@@ -194,8 +196,8 @@ class CudaTransfer:
             log.warning("a load could not be queued: %s", error)
             op.error = error
             self._counter.fail(load_id, error)
-            op.began(pair.copy)  # unless it began before
-        pair.kernel.wait_stream(pair.copy)  # which wrote to the pool itself, or may still read host pages
+            op.began(pair.copy)  # needed if the failure came before `began`
+        pair.kernel.wait_stream(pair.copy)  # it may write to the pool directly, or still read host pages
         op.ended(pair.kernel)
 
     def _record(self, load_id: int, first: int, end: int, stream: torch.cuda.Stream) -> None:
@@ -207,14 +209,14 @@ class CudaTransfer:
             self._first_layer.record(stream)
 
     def _plan(self, pair: StreamPair, copies: Sequence[PageCopy], num_runs: int, slot_runs: int = 0) -> Plan:
-        """For the next power of two of each number, so that remembered plans are used often."""
+        """Choose a plan. Counts are rounded up to powers of two, so that cached plans are reused often."""
         up, has_raw = pair is self.up, len(copies[-1].places) > 1
         shape = self._shape(
             num_pages=next_power_of_two(sum(copy.num_pages for copy in copies)),
             num_runs=next_power_of_two(num_runs) if can_batch() else 1,
             slot_runs=next_power_of_two(slot_runs),
         )
-        # A raw page fits a buffer where two packed ones do.
+        # A raw page needs at most as much of a buffer as two packed pages.
         buffer_bytes = pair.buffer_bytes // 2 if has_raw else pair.buffer_bytes
         return choose(self._rates.up if up else self._rates.down, shape, buffer_bytes, up=up)
 
@@ -226,7 +228,7 @@ class CudaTransfer:
             max_steps -= 1
 
     def _store_steps(self, op: CudaOp, copy: PageCopy, ready: torch.cuda.Event) -> Iterator[None]:
-        """Queues one step of a store each time it is resumed. `ready`: the end of the work that wrote the slots."""
+        """Queue one step of a store each time it is resumed. `ready`: the end of the work that wrote the slots."""
         pair = self.down
         pair.kernel.wait_event(ready)
         op.began(pair.kernel)
@@ -235,7 +237,7 @@ class CudaTransfer:
         except Exception as error:  # noqa: BLE001 - kept in `op.error`, which the backup flow counts
             log.warning("a store could not be queued: %s", error)
             op.error = error
-        # Stores end in submission order, whatever their methods.
+        # Makes stores end in submission order with any mixture of methods.
         pair.copy.wait_stream(pair.kernel)
         op.ended(pair.copy)
 
@@ -257,7 +259,7 @@ class CudaTransfer:
             op.bring_misfits(store.misfits, pair.copy)
 
     def _direct_steps(self, load: QueuedCopy, load_id: int) -> Iterator[int]:
-        """Queues a group of layers each time it is resumed, which are written to their slots without staging."""
+        """Queue a group of layers each time it is resumed, written to their slots without staging."""
         pair, plan = self.up, load.plan
         for first, end in plan.groups:
             if first:
@@ -274,8 +276,8 @@ class CudaTransfer:
             self._record(load_id, first, end, pair.copy if plan.method == "unstaged" else pair.kernel)
 
     def _staged_steps(self, loads: Sequence[QueuedCopy], load_id: int) -> Iterator[int]:
-        """Queues a group of layers each time it is resumed. The copy of each chunk comes before the kernels of the one
-        ahead of it, so that the link does not wait while the host launches these."""
+        """Queue a group of layers each time it is resumed. The copy of each chunk is queued before the scatter kernel
+        of the previous chunk, so that the link does not wait while the host launches that kernel."""
         chunks = self._chunks_of_groups(loads)
         following = next(chunks, None)
         if following is None:  # there are no pages
@@ -300,7 +302,7 @@ class CudaTransfer:
                 yield Chunk(load, first, end, start, stop, at == len(spans))
 
     def _queue_copy(self, chunk: Chunk) -> Buffer:
-        """Queue its copy into a staging buffer, which is returned."""
+        """Queue the copy of a chunk into a staging buffer, and return the buffer."""
         pair = self.up
         buffer = pair.next()
         pair.copy.wait_event(buffer.free)
@@ -309,10 +311,10 @@ class CudaTransfer:
         return buffer
 
     def _queue_scatter(self, chunk: Chunk, buffer: Buffer) -> None:
-        """Queue what moves it from its buffer to its slots."""
+        """Queue the kernel that scatters a chunk from its buffer to its slots."""
         pair, (load, first, end, start, stop, _) = self.up, chunk
         with torch.cuda.stream(pair.kernel):
-            load.slots = pair.upload(load.slots)  # once, behind the first copies, which do not need them
+            load.slots = pair.upload(load.slots)  # uploaded once, after the first copies, which do not need them
             pair.kernel.wait_event(buffer.filled)
             staging = load.staged(buffer, first, end, start, stop)
             load.pages.mover.scatter(staging, load.slots_of(start, stop), first, end - first)
@@ -336,8 +338,8 @@ class CudaTransfer:
         buffer.free.record(pair.copy)
 
     def _chunks(self, copy: QueuedCopy, pair: StreamPair, first: int, end: int) -> list[tuple[int, int]]:
-        """Chunks of pages that fit a staging buffer. Down, they have at most the configured chunk of tokens. Up, the
-        last chunks of the last layers get smaller, because their scatter overlaps no copy."""
+        """Chunks of pages that fit a staging buffer. Chunks of stores have at most the configured tokens. For loads,
+        the last chunks of the last layers get smaller, because their scatter overlaps no copy."""
         num_pages, ends = copy.pages.num_pages, copy.pages.mover.ends
         if copy.plan.method == "zero_copy":
             return [(0, num_pages)]
@@ -349,7 +351,7 @@ class CudaTransfer:
         return chunks if ends[end] < ends[-1] else tapered(chunks, _MAX_LAST_BYTES // width)
 
     def _copy(self, pair: StreamPair, buffer: Buffer, chunk: Chunk) -> None:
-        """Queue the copy of a chunk from (up) or to (down) the places of its pages, which may share a layer."""
+        """Queue the copy of a chunk from (up) or to (down) the places of its pages; a layer may lie in two places."""
         copy, first, end, start, stop, _ = chunk
         up, pitch, stream, ends = pair is self.up, self._host.stride(0), pair.copy.cuda_stream, copy.pages.mover.ends
         width = ends[end] - ends[first]
@@ -363,7 +365,7 @@ class CudaTransfer:
                 on_host = host_address + place.ids[start:stop] * pitch
                 in_buffer = address + np.arange(stop - start) * width
                 dst, src = (in_buffer, on_host) if up else (on_host, in_buffer)
-                # Up, nobody writes the source pages: the engine may read them in any order, which is faster.
+                # No work writes the source pages of a load, so the copy engine may read them in any order (faster).
                 copy_batched(dst, src, until - begin, up, stream)
                 continue
             for page, rows, position in runs.within(start, stop):

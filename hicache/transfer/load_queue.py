@@ -1,9 +1,9 @@
 """Loads that are queued on the device in steps, so that `load` returns before all of their layers are queued.
 
-A copy of scattered pages takes the host about half a microsecond a page and layer: 10 ms for 512 pages of 32 layers,
-in which it launches no forward. So `load` queues what takes a millisecond or two. The rest follows while the forward is
-launched, each layer before a stream waits for it, and whenever somebody asks for the state of a copy. The link takes
-several times as long for a layer as the host, so it stays busy. Decision 029 has the figures.
+Queueing a copy of scattered pages takes the host about half a microsecond per page and layer: 10 ms for 512 pages of 32
+layers, during which it launches no forward. So `load` queues steps for only a millisecond or two. The other layers are
+queued while the forward is launched, each before a stream waits for it, and whenever a caller asks for the state of a
+copy. For each layer the link needs several times as long as the host, so it stays busy. Decision 029 has the figures.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 @dataclass(eq=False)
 class _Load:
-    """`steps` queues some layers each time it is resumed, and yields how many are queued, unless all are."""
+    """One load. `steps` queues some layers each time it is resumed; it yields how many layers are queued, and ends when
+    all are."""
 
     load_id: int
     steps: Iterator[int]
@@ -25,10 +26,12 @@ class _Load:
 
 
 class LoadQueue:
-    """Loads with layers that are not queued yet, in submission order: all of one come before the first of the next.
+    """Loads with layers that are not queued yet, in submission order: a load starts after all layers of the previous
+    one are queued.
 
-    For the scheduler's thread and the one that launches forwards; without loads nothing takes the lock, which the
-    collector may ask for again within a step. Steps do not raise: they end their load themselves.
+    Used by the scheduler thread and the thread that launches forwards. Without loads no call takes the lock. The lock
+    is reentrant, because the garbage collector may call this object within a step. Steps do not raise: they fail their
+    load.
     """
 
     def __init__(self) -> None:
@@ -41,7 +44,7 @@ class LoadQueue:
             self._loads.append(_Load(load_id, steps))
 
     def queue_some(self, seconds: float) -> None:
-        """Queue steps for so long, at least one."""
+        """Queue steps for about `seconds`, at least one step."""
         if not self._loads:
             return
         with self._lock:
@@ -52,7 +55,7 @@ class LoadQueue:
                     break
 
     def queue_layers(self, load_id: int, num_layers: int) -> None:
-        """Queue the loads before this one, and at least so many of its own layers (all, where it has fewer)."""
+        """Queue all earlier loads, and at least `num_layers` layers of this load, or all if it has fewer."""
         if not self._loads:
             return
         with self._lock:
@@ -62,17 +65,17 @@ class LoadQueue:
                 self._step()
 
     def clear(self) -> list[int]:
-        """Forget all steps that are left; returns the ids of their loads."""
+        """Drop all remaining steps; returns the ids of their loads."""
         with self._lock:
             ids = [load.load_id for load in self._loads]
             self._loads.clear()
         return ids
 
     def _step(self) -> None:
-        """One step of the first load, which leaves with its last one."""
+        """Queue one step of the first load; remove the load after its last step."""
         load = self._loads[0]
         num_queued = next(load.steps, None)
         if num_queued is not None:
             load.num_queued = num_queued
-        elif self._loads and self._loads[0] is load:  # nobody cleared the queue meanwhile
+        elif self._loads and self._loads[0] is load:  # false if the step called `clear`
             self._loads.popleft()

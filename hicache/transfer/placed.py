@@ -1,11 +1,12 @@
-"""Where the pages of a copy are on the host, and what moves them between staging and slots.
+"""Host locations of the pages of a copy, and the mover between staging and slots.
 
-A page of a pool whose pages are packed is one packed page in one place, or, where it does not fit that, raw in two:
+In a pool with packed pages, a page that fits is packed in one place (one host page). A page that does not fit is raw in
+two places:
 
     first place    bytes [0, place_bytes) of the raw page
-    second place   the others
+    second place   the other bytes
 
-Raw pages travel by layers, as packed ones do: a forward waits for none of them longer than for its own layer.
+Raw pages are copied by layers, like packed ones, so a forward waits only for its own layer.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ Ids = npt.NDArray[np.int64]
 
 
 class Place(NamedTuple):
-    """Host pages `ids` that hold the bytes [start, end) of each page of a copy, from their own first byte on."""
+    """Host pages `ids`: each starts with the bytes [start, end) of one page of a copy."""
 
     ids: Ids
     start: int
     end: int
 
     def within(self, begin: int, stop: int) -> tuple[int, int]:
-        """Of the bytes [begin, stop) of a page, those that are here: half-open, empty where none is."""
+        """Intersection of the bytes [begin, stop) of a page with this place: half-open, possibly empty."""
         first = max(begin, self.start)
         return first, max(first, min(stop, self.end))
 
 
 @dataclass(frozen=True)
 class PageCopy:
-    """Pages that are moved alike: `mover` moves them between staging and `slots`, int64 `[pages * page_tokens]`."""
+    """Pages with the same mover, which moves them between staging and `slots`, int64 `[pages * page_tokens]`."""
 
     mover: PageMover | PagePacker
     places: tuple[Place, ...]
@@ -56,10 +57,10 @@ class PageCopy:
 
 
 class PagePlaces:
-    """Makes the copies of one pool. `packer` packs its pages; None: all are raw, in one place each."""
+    """Makes the copies of one pool. `packer` packs its pages; None: all pages are raw, in one place each."""
 
     def __init__(self, mover: PageMover, packer: PagePacker | None) -> None:
-        """Raises ConfigError where two places do not hold a raw page."""
+        """Raises ConfigError if two places are too small for a raw page."""
         self._raw = mover
         self.mover = packer or mover
         self.movers = (mover,) if packer is None else (packer, mover)
@@ -71,7 +72,7 @@ class PagePlaces:
             )
 
     def to_load(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor | None) -> list[PageCopy]:
-        """The pages of a load, at most one copy of packed ones and one of raw ones. `rest`: see `TransferBackend`."""
+        """Copies of a load: at most one of packed pages and one of raw pages. `rest`: see `TransferBackend`."""
         if rest is None or not rest.any():
             return [self._whole(pages, slots)]
         by_page, copies = slots.view(len(pages), -1), list[PageCopy]()
@@ -100,7 +101,7 @@ def gather(
     num_layers: int,
     misfits: torch.Tensor | None,
 ) -> None:
-    """Fill staging from the rows at `slots`; pages that do not fit count in `misfits` where they are packed."""
+    """Fill staging from the rows at `slots`. If pages are packed, `misfits` counts the tiles that do not fit."""
     if isinstance(mover, PageMover):
         mover.gather(slots, staging, first_layer, num_layers)
     else:

@@ -1,16 +1,16 @@
-"""How a copy is split and which method it takes: groups of layers, chunks of pages, copy engine or kernel.
+"""Plans a copy: its groups of layers and its method. "Up" is host to device, "down" device to host.
 
 Four methods copy between host pages and the device:
 
-    unstaged   up, where slots are runs: a 2-D copy by the copy engine to its final place, per run and buffer of a layer
+    unstaged   up, for consecutive slots: a 2-D copy by the copy engine to the slots, per run and buffer of a layer
     strided    a 2-D copy by the copy engine into a staging buffer, per run of contiguous pages
     batched    one call of the copy engine for a list of scattered pages, into a staging buffer
     zero_copy  a kernel with few blocks that reads or writes pinned memory itself: no staging, no call per page
 
 Their costs per byte and per piece (the part of one page that is copied at once) are measured by
-`hicache.transfer.calibrate`, or assumed (`ASSUMED`). Layers that are too narrow travel in groups. Up, the first groups
-are small, because a forward starts when its first layer has arrived. The first copy waits for this arithmetic: plans
-are remembered, and lists of pages see few operations.
+`hicache.transfer.calibrate`, or assumed (`ASSUMED`). Layers that are too narrow are copied in groups. Up, the first
+groups are small, because a forward starts when its first layer has arrived. A copy waits for this arithmetic, so plans
+are cached, and lists of pages are processed in few numpy operations.
 """
 
 from __future__ import annotations
@@ -29,18 +29,18 @@ Method = Literal["unstaged", "strided", "batched", "zero_copy"]
 
 # The maximum cost of pieces, as a share of the time of their bytes: on the device by direction, and on the host.
 MAX_UP_SHARE = 0.015
-MAX_DOWN_SHARE = 0.005  # down, no forward waits for the first layer
-MAX_ISSUE_SHARE = 0.03  # of the host, for pieces and for steps of a store
-MAX_UP_ISSUE_SHARE = 0.25  # of a load, which is queued in steps: a forward waits longer for a group than for the host
-STEP_S = 100e-6  # of the host, for one group of one chunk: events, a kernel launch, a copy call
+MAX_DOWN_SHARE = 0.005  # lower, because no forward waits for the first layer of a store
+MAX_ISSUE_SHARE = 0.03  # on the host, for pieces and steps of a store
+MAX_UP_ISSUE_SHARE = 0.25  # on the host, for a load: it is queued in steps, so a forward waits more for the link
+STEP_S = 100e-6  # host time for one group of one chunk: events, a kernel launch, a copy call
 LAUNCH_S = 30e-6
-CALL_S = 5e-6  # of the host, for one strided copy
-STAGING_BYTES_PER_S = 1.9e12  # of a kernel between staging and slots, which shares memory bandwidth with the forward
-ZERO_COPY_SHARE = 0.05  # of its time, what a forward beside it loses to its blocks: 8 of them slow matmuls by 9 %
+CALL_S = 5e-6  # host time for one strided copy
+STAGING_BYTES_PER_S = 1.9e12  # rate of a kernel between staging and slots; it takes memory bandwidth from the forward
+ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward loses: 8 blocks slow matmuls by 9 %
 MIN_CHUNK_PAGES = 8
 MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy
-WIDE_PIECE_BYTES = 256 << 10  # narrower rows still lose half a percent, which only the first group may
-MAX_UP_GROUP_BYTES = 1 << 20  # of one page: a forward waits for a whole group
+WIDE_PIECE_BYTES = 256 << 10  # narrower rows lose half a percent, which is accepted only for the first group
+MAX_UP_GROUP_BYTES = 1 << 20  # limit for the bytes of a page in a group, because a forward waits for complete groups
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class CopyCost:
 
 @dataclass(frozen=True, eq=False)
 class LinkDirection:
-    """The costs in one direction. Compared by identity: it is part of the key of remembered plans."""
+    """The costs in one direction. Compared by identity, because it is part of the key of cached plans."""
 
     strided: CopyCost
     batched: CopyCost
@@ -69,7 +69,7 @@ class Rates:
     down: LinkDirection
 
     def stats(self) -> dict[str, float]:
-        """By direction, method and unit: `up_strided_bytes_per_second`."""
+        """Costs by direction, method and unit, such as `up_strided_bytes_per_second`."""
         found: dict[str, float] = {}
         for name, direction in (("up", self.up), ("down", self.down)):
             for method, cost in vars(direction).items():
@@ -88,24 +88,24 @@ ASSUMED = Rates(
 
 @dataclass(frozen=True)
 class Plan:
-    """`groups`: half-open intervals of layers that travel together, in order."""
+    """Method and groups of a copy. `groups`: half-open intervals of layers that are copied together, in order."""
 
     method: Method
     groups: tuple[tuple[int, int], ...]
 
     @property
     def is_staged(self) -> bool:
-        """Whether a kernel moves what was copied between a staging buffer and its slots."""
+        """Whether the copy uses a staging buffer, from which or to which a kernel moves the rows of the slots."""
         return self.method in ("strided", "batched")
 
 
 @dataclass(frozen=True)
 class Shape:
-    """What is copied. `layer_bytes`: of one layer of one page; `grouped`: whether layers may travel together.
+    """Sizes of a copy. `layer_bytes`: bytes of one layer of one page. `grouped`: layers may be copied together.
 
-    `slot_runs`: the number of runs of pages whose slots are runs too, 0 when there are none or they are not known;
-    `num_buffers`: of all layers; `piece_bytes`: of the smallest buffer in one page; `is_packed`: pages are packed
-    between staging and slots, so no kernel copies without staging.
+    `slot_runs`: number of runs of pages with consecutive slots, 0 if unknown or if the slots of some page are not
+    consecutive. `num_buffers`: buffers of all layers. `piece_bytes`: bytes of the smallest buffer in one page.
+    `is_packed`: pages are packed between staging and slots, so copying without staging is impossible.
     """
 
     layer_bytes: int
@@ -125,7 +125,7 @@ class Shape:
 
 @lru_cache(maxsize=1024)
 def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: bool) -> Plan:
-    """The cheapest plan. `buffer_bytes`: of a staging buffer; `up`: a forward waits for the layers in their order."""
+    """Choose the cheapest plan. `buffer_bytes` of a staging buffer. `up`: a forward waits for the layers in order."""
     strided_s = shape.num_runs * CALL_S + shape.num_pages * direction.strided.piece_s
     batched_s = shape.num_pages * max(direction.batched.issue_s, direction.batched.piece_s)
     method: Method = "strided" if strided_s <= batched_s else "batched"
@@ -152,8 +152,8 @@ def choose(direction: LinkDirection, shape: Shape, buffer_bytes: int, *, up: boo
 
 
 def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float, issue_share: float) -> int:
-    """Layers that travel together: the smallest power of two whose pieces cost at most `share` of the time of their
-    bytes on the device and `issue_share` on the host, at most what fits."""
+    """Number of layers in a group: the smallest power of two whose pieces cost at most `share` of the time of their
+    bytes on the device and `issue_share` on the host, limited by the staging buffer."""
     max_group = max(1, min(shape.num_layers, buffer_bytes // (MIN_CHUNK_PAGES * shape.layer_bytes)))
     group = 1
     while group < max_group:
@@ -166,8 +166,8 @@ def group_size(cost: CopyCost, shape: Shape, buffer_bytes: int, share: float, is
 
 
 def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, issue_share: float) -> int:
-    """`group`, doubled while issuing the steps takes the host too long, wider groups need fewer steps, and a page of
-    them fits a buffer."""
+    """Double `group` while issuing the steps takes the host too long, a wider group needs fewer steps, and a page of it
+    fits a buffer."""
     link_s = shape.num_layers * shape.num_pages * shape.layer_bytes / cost.bytes_per_s
 
     def steps(group: int) -> int:
@@ -180,7 +180,7 @@ def fewer_steps(group: int, cost: CopyCost, shape: Shape, buffer_bytes: int, iss
 
 
 def growing(first: int, group: int, num_layers: int, *, shrink: bool) -> list[int]:
-    """Group sizes that double from `first` layers up to `group`; with `shrink` they halve again towards the end."""
+    """Group sizes that double from `first` layers to `group`; with `shrink` they are halved again towards the end."""
     prefix, size, left, ends = [], first, num_layers, 2 if shrink else 1
     while size < group and left >= ends * size:
         prefix.append(size)
@@ -201,7 +201,7 @@ def intervals(total: int, step: int) -> list[tuple[int, int]]:
 
 
 def tapered(chunks: list[tuple[int, int]], max_last: int) -> list[tuple[int, int]]:
-    """The intervals, with the last one halved again and again until it has at most `max_last` (or 1) pages."""
+    """Halve the last interval repeatedly, until the last part has at most `max_last` pages (but at least 1)."""
     if not chunks:
         return []
     *found, (start, stop) = chunks
@@ -213,7 +213,7 @@ def tapered(chunks: list[tuple[int, int]], max_last: int) -> list[tuple[int, int
 
 @dataclass(frozen=True)
 class PageRuns:
-    """`pages` as runs of contiguous ids; `position[i]` is where run i begins in `pages`."""
+    """`pages` as runs of contiguous ids; run i begins at index `position[i]` of `pages`."""
 
     pages: Ids
     position: Ids
@@ -246,8 +246,8 @@ class PageRuns:
 
 
 def page_runs(pages: Ids, rows_per_chunk: int, also: npt.NDArray[np.bool_] | None = None) -> PageRuns:
-    """Split `pages` into runs: a new one begins where an id does not follow its predecessor or lies in another pinned
-    chunk, and where `also` [pages - 1] says so of a page and the next."""
+    """Split `pages` into runs of consecutive ids within one pinned chunk. `also`, bool [pages - 1]: if also[i] is True,
+    a run begins at page i + 1 as well."""
     if not len(pages):
         return PageRuns(pages, pages)
     later = pages[1:]
@@ -267,20 +267,20 @@ def _consecutive(sizes: list[int], num_layers: int) -> tuple[tuple[int, int], ..
 
 
 def _zero_copy_s(cost: CopyCost, shape: Shape) -> float:
-    """Until the last byte has arrived, and what a forward loses."""
+    """Seconds until the last byte has arrived, plus the time that a forward loses."""
     launches = 1 if shape.grouped else shape.num_layers
     return (1 + ZERO_COPY_SHARE) * shape.num_bytes / cost.bytes_per_s + launches * LAUNCH_S
 
 
 def _unstaged_s(cost: CopyCost, shape: Shape) -> float:
-    """Link and host one after the other, because a forward is launched behind the calls."""
+    """Seconds on the link plus seconds on the host, because a forward is launched after the copy calls."""
     pieces_s = shape.num_pages * shape.num_buffers * cost.piece_s
     return shape.num_bytes / cost.bytes_per_s + pieces_s + shape.slot_runs * shape.num_buffers * CALL_S
 
 
 def _staged_s(cost: CopyCost, shape: Shape, groups: tuple[tuple[int, int], ...], buffer_bytes: int) -> float:
-    """Until the last byte has arrived: the maximum of link and issuing host, then the first step, which overlaps
-    nothing, and the device memory bandwidth that the forward loses."""
+    """Seconds until the last byte has arrived: the maximum of link and host, plus the first step, which overlaps no
+    copy, plus the time that a forward loses to the staging kernel."""
     link_s = host_s = 0.0
     for first, end in groups:
         width = (end - first) * shape.layer_bytes

@@ -1,4 +1,4 @@
-"""What the CUDA backend is made of: operations on its streams, and a direction's streams with their staging buffers."""
+"""Parts of the CUDA backend: operations on streams, and the streams and staging buffers of one direction."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ _RING = 3
 
 @dataclass
 class QueuedCopy:
-    """A copy that is being queued. Kernels need `slots` on the device; `plan.method` uses `runs`, those of each place,
-    or `slot_runs`, or neither. `misfits`: of a store of packed pages, int32 `[pages]` on the device."""
+    """A copy that is being queued. Kernels need `slots` on the device. Depending on `plan.method`, the copy uses `runs`
+    (one for each place), or `slot_runs`, or neither. `misfits`: for a store of packed pages, int32 `[pages]` on the
+    device."""
 
     plan: Plan
     pages: PageCopy
@@ -37,13 +38,13 @@ class QueuedCopy:
         return buffer.bytes[: num_pages * width].view(num_pages, width)
 
     def slots_of(self, start: int, stop: int) -> torch.Tensor:
-        """Of the pages [start, stop)."""
+        """Slots of the pages [start, stop)."""
         page_tokens = self.pages.mover.page_tokens
         return self.slots[start * page_tokens : stop * page_tokens]
 
 
 class Chunk(NamedTuple):
-    """Layers [first, end) of the pages [start, stop) of a copy. `is_last`: of these layers, in the whole load."""
+    """Layers [first, end) of the pages [start, stop) of a copy. `is_last`: the last chunk of these layers in a load."""
 
     copy: QueuedCopy
     first: int
@@ -54,10 +55,10 @@ class Chunk(NamedTuple):
 
 
 class CudaOp:
-    """A copy on the streams: done when its last event is. Keeps `slots` alive, which streams may still read.
+    """A copy on the streams, done when its last event is. Keeps `slots` alive, which streams may still read.
 
-    `issue(force)` queues steps of copies, with `force` all of this one; whoever asks for the state of an operation
-    calls it.
+    `issue(force)` queues steps of copies, with `force` all steps of this one. The methods that return the state of the
+    operation call it.
     """
 
     def __init__(self, num_bytes: int, slots: Sequence[torch.Tensor], issue: Callable[[bool], None]) -> None:
@@ -67,14 +68,14 @@ class CudaOp:
         self._slots = slots
         self._issue = issue
         self._begin = torch.cuda.Event(enable_timing=True)
-        self._end: torch.cuda.Event | None = None  # until the whole copy is queued
-        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None  # by page, on the host and on the device
+        self._end: torch.cuda.Event | None = None  # None until the copy is completely queued
+        self._counts: tuple[torch.Tensor, torch.Tensor] | None = None  # misfits by page, on the host and on the device
 
     def began(self, stream: torch.cuda.Stream) -> None:
         self._begin.record(stream)
 
     def bring_misfits(self, counts: torch.Tensor, stream: torch.cuda.Stream) -> None:
-        """`counts`, int32 `[pages]` on the device, of what does not fit: queue their copy to the host on `stream`."""
+        """Queue the copy of misfit counts, int32 `[pages]` on the device, to the host on `stream`."""
         on_host = torch.empty(len(counts), dtype=counts.dtype, pin_memory=True)
         with torch.cuda.stream(stream):
             on_host.copy_(counts, non_blocking=True)
@@ -82,7 +83,7 @@ class CudaOp:
 
     @property
     def misfits(self) -> list[int]:
-        """Once done."""
+        """Indices of the pages that do not fit, once done."""
         found: list[int] = [] if self._counts is None else self._counts[0].nonzero().flatten().tolist()
         return found
 
@@ -92,7 +93,7 @@ class CudaOp:
 
     @property
     def is_queued(self) -> bool:
-        """Whether all of it is on the streams."""
+        """Whether all steps are queued on the streams."""
         return self._end is not None
 
     def done(self) -> bool:
@@ -105,7 +106,7 @@ class CudaOp:
         self._end.synchronize()
 
     def wait_outcome(self) -> None:
-        """A copy can fail only while it is queued."""
+        """Queue all steps: a copy can fail only while it is queued."""
         if self._end is None:
             self._issue(True)
 
@@ -121,13 +122,13 @@ class Buffer:
         self.bytes = torch.empty(num_bytes, dtype=torch.uint8, device=device)
         self.address = self.bytes.data_ptr()
         self.filled = torch.cuda.Event()
-        self.free = torch.cuda.Event()  # never recorded counts as free
+        self.free = torch.cuda.Event()  # an unrecorded event means free
 
 
 class StreamPair:
     """One direction: a copy stream, a kernel stream and a ring of staging buffers between them.
 
-    Used by one thread at a time, which may be another one for the other direction.
+    Used by one thread at a time; the other direction may be used by another thread concurrently.
     """
 
     def __init__(
