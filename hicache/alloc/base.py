@@ -27,7 +27,7 @@ CpuCopy = list[list[tuple[torch.Tensor, ...]]]
 
 
 class SlotStore(Protocol):
-    """What an allocator asks of the pool behind it."""
+    """The methods of a pool that its allocator calls."""
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy: ...
 
@@ -36,7 +36,7 @@ class SlotStore(Protocol):
 
 @dataclass(frozen=True)
 class AllocatorState:
-    """A snapshot of the free list. Its tensors are never written, so it outlives later calls."""
+    """A snapshot of the free list. Its tensors are never written, so it stays valid after later calls."""
 
     free_pages: torch.Tensor
     release_pages: torch.Tensor
@@ -45,21 +45,22 @@ class AllocatorState:
 class BaseTokenToKVPoolAllocator(ABC):
     """Allocates slots of a pool, all that were requested or none, and frees them.
 
-    Called by the scheduler thread only; needs no lock. `free_pages` and `release_pages` are int64 page ids on
-    `device` (slot ids where the page is one token) and are replaced, never written in place. `free_pages` is allocated
-    from the front. Freed pages are merged when an allocation is short: with `need_sort` they wait in `release_pages`,
-    and all free pages are sorted then, which restores long contiguous runs; without, they follow in `free_pages`.
+    Called only by the scheduler thread, so it needs no lock. `free_pages` and `release_pages` are int64 page ids on
+    `device` (slot ids if a page is one token); they are replaced, never written in place. Pages are allocated from the
+    front of `free_pages`. Freed pages are merged when an allocation finds too few free pages. With `need_sort` they are
+    kept in `release_pages` until then, and merging sorts all free pages, which restores long contiguous runs. Without
+    `need_sort` they are appended to `free_pages`.
 
-    Freed pages are stored in parts that are joined on access: a free costs no more than the pages it frees.
+    Freed pages are stored in parts that are joined on access, so the cost of a free depends only on the freed pages.
 
     A custom allocator defines `clear`, `alloc` and `free`, with any free list; the other methods use `free_pages` and
     `release_pages`.
 
-    Freeing what is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1; elsewhere finding it
-    would make the host wait for the device, and `check()` finds it.
+    Freeing a slot that is not allocated raises `DoubleFree` on CPU tensors and with HICACHE_DEBUG=1. Otherwise
+    detecting it would make the host wait for the device, and only `check()` detects it.
 
-    For SGLang's callers alone: `alloc_extend`, `alloc_decode`, free groups, `backup_state`, `merge_and_sort_free`,
-    CPU copies, `get_stats`, `check_memory_pressure`, `debug_print`.
+    Only callers with SGLang's interface use `alloc_extend`, `alloc_decode`, free groups, `backup_state`,
+    `merge_and_sort_free`, CPU copies, `get_stats`, `check_memory_pressure` and `debug_print`.
     """
 
     def __init__(
@@ -71,7 +72,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         kvcache: SlotStore | None,
         need_sort: bool,
     ) -> None:
-        """`size` in tokens, page 0 not counted, rounded down to whole pages. ConfigError below one page."""
+        """`size`: tokens without page 0, rounded down to a multiple of the page size. ConfigError below one page."""
         if page_size < 1 or size < page_size:
             raise ConfigError(f"size={size} holds no page of page_size={page_size}; raise device_tokens")
         self.size = size
@@ -91,18 +92,19 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @abstractmethod
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` slots, int64, or None when short; None changes nothing, 0 is an empty tensor."""
+        """Allocate `need_size` slots, int64; None, without any change, if fewer are free. 0 gives an empty tensor."""
 
     def alloc_extend(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """Slots for new tokens of sequences, in their last page and in new ones. NotImplementedError without pages."""
+        """Allocate slots for new tokens of sequences, in their last page and in new pages. NotImplementedError if the
+        allocator has no pages."""
         raise self._has_no_pages()
 
     def alloc_decode(self, *args: Any, **kwargs: Any) -> torch.Tensor | None:
-        """One more slot for each sequence. NotImplementedError without pages."""
+        """Allocate one more slot for each sequence. NotImplementedError if the allocator has no pages."""
         raise self._has_no_pages()
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free slots; in a group, when the group ends. Copies what it keeps. Raises DoubleFree."""
+        """Free slots; within a group, when the group ends. Copies the ids that it keeps. Raises DoubleFree."""
         if not free_index.numel():
             return
         if self._group is not None:
@@ -111,15 +113,15 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._apply_free(free_index)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """As `free`, for the slots of consecutive tokens of one sequence, the first of them at `first_position`.
+        """Free the slots of consecutive tokens of one sequence, the first token at `first_position`.
 
-        Also for several such runs one after the other, where each is whole pages. A paged allocator then counts the
-        freed pages from the lengths alone.
+        `slots` may also be several concatenated runs, if each is complete pages. A paged allocator then computes the
+        number of freed pages from the lengths.
         """
         self.free(slots)
 
     def free_pages_of(self, pages: torch.Tensor) -> None:
-        """Free pages by id, each named once; in a group, when the group ends. Keeps the tensor. Raises DoubleFree."""
+        """Free distinct pages by id; within a group, when the group ends. Keeps the tensor. Raises DoubleFree."""
         if self._group is not None:
             self._group.append(pages * self.page_size)
         else:
@@ -139,9 +141,9 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._apply_free(joined(group))
 
     def available_size(self) -> int:
-        """Tokens that can be allocated now, from lengths that the host knows.
+        """Number of tokens that can be allocated now.
 
-        Waits for the device only while the number of pages of an earlier `free` is still being counted there.
+        Waits for the device only if it is still counting the pages of an earlier `free`.
         """
         self._settle()
         return (self._free_pages.numel() + self._num_released) * self.page_size
@@ -162,7 +164,7 @@ class BaseTokenToKVPoolAllocator(ABC):
 
     @property
     def release_pages(self) -> torch.Tensor:
-        """Freed ids that wait to be sorted, in the order of the frees; without `need_sort` there are none."""
+        """Freed ids that are not merged yet, in the order of the frees; always empty without `need_sort`."""
         if not self.need_sort or not self._released:
             return self._free_pages.new_empty(0)
         if len(self._released) > 1:
@@ -175,7 +177,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._num_released = pages.numel()
 
     def clear(self) -> None:
-        """Free everything, and drop the frees of an open group."""
+        """Free all pages, and drop the frees of an open group."""
         self.free_pages = torch.arange(1, self.num_pages + 1, dtype=torch.int64, device=self.device)
         self._released = []
         self._num_released = 0
@@ -183,12 +185,12 @@ class BaseTokenToKVPoolAllocator(ABC):
         self._mark_owned()
 
     def backup_state(self) -> AllocatorState:
-        """A snapshot for `restore_state`, valid however often and whatever is called in between."""
+        """Take a snapshot for `restore_state`, which stays valid after any calls and restores."""
         self._settle()
         return AllocatorState(self.free_pages, self.release_pages)
 
     def restore_state(self, state: AllocatorState) -> None:
-        """Go back to a snapshot: what was allocated since then is free again."""
+        """Restore a snapshot: pages allocated since then are free again."""
         self.free_pages = state.free_pages
         self.release_pages = state.release_pages
         if self._owned is not None:
@@ -213,7 +215,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         return pool_stats(self.num_pages * self.page_size, self.available_size(), self.page_size)
 
     def check_memory_pressure(self) -> Pressure:
-        """How full the pool is: "critical" above 0.95 in use, "high" above 0.85, "medium" above 0.7, else "low"."""
+        """Classify the utilisation: "critical" above 0.95, "high" above 0.85, "medium" above 0.7, else "low"."""
         return memory_pressure(self.get_stats()["utilization"])
 
     def debug_print(self) -> str:
@@ -223,7 +225,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         )
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a free id out of range or there twice, or free and allocated."""
+        """Raise InvariantError with all violations: free ids out of range, duplicate, or allocated."""
         self._settle()
         free = torch.cat((self.free_pages, self.release_pages)).cpu()
         violations = []
@@ -244,7 +246,8 @@ class BaseTokenToKVPoolAllocator(ABC):
             raise InvariantError(type(self).__name__, violations)
 
     def _take(self, num_pages: int) -> torch.Tensor | None:
-        """Page ids from the front of the free list, a copy; None when short, which changes nothing."""
+        """Allocate page ids from the front of the free list, as a copy; None, without any change, if too few are
+        free."""
         if not self._reserve(num_pages):
             return None
         front, self._free_pages = self._free_pages.split_with_sizes((num_pages, self._free_pages.numel() - num_pages))
@@ -254,7 +257,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         return pages
 
     def _reserve(self, num_pages: int) -> bool:
-        """Whether `_free_pages` has `num_pages`, after merging where that is necessary and sufficient."""
+        """Whether `_free_pages` has `num_pages`, after merging if that is necessary and sufficient."""
         if num_pages < 0:
             raise ShapeError(f"{num_pages} pages were asked for; ask for 0 or more")
         if num_pages <= self._free_pages.numel():
@@ -266,7 +269,7 @@ class BaseTokenToKVPoolAllocator(ABC):
         return True
 
     def _merge(self) -> None:
-        """Append the released pages to the free ones, all in ascending order with `need_sort`."""
+        """Append the released pages to the free pages; with `need_sort`, sort all of them."""
         if self._released:
             pages = joined((self._free_pages, *self._released))
             self._free_pages = ascending(pages) if self.need_sort else pages
@@ -274,7 +277,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._num_released = 0
 
     def _drop_front(self, pages: torch.Tensor) -> None:
-        """Pages from the front of the free list are allocated now."""
+        """Mark pages from the front of the free list as allocated."""
         if self._owned is not None:
             self._owned.take(pages)
         self._free_pages = self._free_pages[pages.numel() :]
@@ -283,22 +286,22 @@ class BaseTokenToKVPoolAllocator(ABC):
         return NotImplementedError(f"{type(self).__name__} has no pages; use alloc, or a paged allocator")
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids of `slots`, in a tensor of their own."""
+        """The page ids of `slots`, in a new tensor."""
         raise NotImplementedError(f"{type(self).__name__} inherits free; it has to define _pages_of")
 
     def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
-        """The page ids of consecutive tokens' slots from a page's start, in a tensor of their own."""
+        """The page ids of slots of consecutive tokens that begin at a page's start, in a new tensor."""
         return self._pages_of(slots)
 
     def _apply_free(self, slots: torch.Tensor) -> None:
         """Free the pages of slots."""
         self._give(self._pages_of(slots))
 
-    def _settle(self) -> None:  # noqa: B027  (most have nothing to apply)
+    def _settle(self) -> None:  # noqa: B027  (most allocators have nothing to apply)
         """Apply frees whose pages are still being counted on the device."""
 
     def _give(self, pages: torch.Tensor) -> None:
-        """Free page ids and keep the tensor. Checks them before it changes anything, where checks are on."""
+        """Free page ids and keep the tensor. If checks are on, check the ids before any change."""
         if self._owned is not None:
             self._owned.give(pages)
         self._released.append(pages)
@@ -307,7 +310,7 @@ class BaseTokenToKVPoolAllocator(ABC):
             self._released = [joined(self._released)]
 
     def _mark_owned(self) -> None:
-        """Derive from the free list which pages are allocated."""
+        """Derive the allocated pages from the free list, if checks are on."""
         if self.device.type == "cpu" or self._debug:
             self._owned = OwnedPages(self.num_pages, self.page_size, joined((self._free_pages, *self._released)))
 

@@ -1,6 +1,6 @@
-"""Operations on ids in host memory by numpy, on one thread.
+"""Operations on ids, which run on one thread by numpy if the ids are in host memory.
 
-torch splits work on ten thousand ids over its threads, and waits milliseconds for them to wake on a busy machine.
+torch divides work on ten thousand ids among its threads; on a busy machine, waking them takes milliseconds.
 """
 
 from __future__ import annotations
@@ -13,27 +13,27 @@ Ids = npt.NDArray[np.int64]
 
 
 def ascending(ids: torch.Tensor) -> torch.Tensor:
-    """The ids in ascending order. On the host by merging runs, of which there are few: parts were freed in order."""
+    """Sort ids. On the host by a stable sort, which merges runs: there are few, because parts are freed in order."""
     if not ids.is_cpu:
         return ids.sort().values
     return torch.from_numpy(np.sort(ids.numpy(), kind="stable"))
 
 
 def slots_of(pages: torch.Tensor, page_size: int, offsets: torch.Tensor) -> torch.Tensor:
-    """All slots of pages, in page order. `offsets`: 0 to `page_size`, on the pages' device."""
+    """All slots of pages, in page order. `offsets`: int64 [0, 1, ..., `page_size` - 1], on the pages' device."""
     if not pages.is_cpu:
         return (pages[:, None] * page_size + offsets).reshape(-1)
     return torch.from_numpy((pages.numpy()[:, None] * page_size + offsets.numpy()).reshape(-1))
 
 
 def are_runs(slots: torch.Tensor, page_size: int) -> bool:
-    """Whether `slots`, on the host, are runs of `page_size` slots of one page each; the last may be shorter."""
+    """Whether `slots`, on the host, are runs of `page_size` slots, each run of one page; the last may be shorter."""
     pages: Ids = slots.numpy() // page_size
     return bool((pages == np.repeat(pages[::page_size], page_size)[: len(pages)]).all())
 
 
 def distinct(pages: torch.Tensor, page_size: int) -> torch.Tensor:
-    """The distinct ids among the pages of slots, ascending. On the host, slots of whole pages are not sorted."""
+    """The distinct ids among the page ids of slots, ascending. Fast on the host if the slots are complete pages."""
     if not pages.is_cpu:
         found: torch.Tensor = pages.unique()
         return found

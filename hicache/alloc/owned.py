@@ -1,4 +1,4 @@
-"""Which pages are allocated: one flag a page, by which a double free is found before it changes anything."""
+"""Flags of the allocated pages, which detect a double free before any state changes."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from hicache.errors import DoubleFree
 
 
 class OwnedPages:
-    """Flags of pages 1..num_pages of one allocator. Kept on the CPU, and elsewhere in debug mode: the checks read them,
-    which waits for a device."""
+    """Flags of pages 1..num_pages of one allocator. Used on the CPU, and on other devices only in debug mode, because
+    the checks read the flags, which waits for the device."""
 
     def __init__(self, num_pages: int, page_size: int, free: torch.Tensor) -> None:
-        """All pages but those of `free` are allocated."""
+        """Mark all pages except `free` as allocated."""
         self._page_size = page_size
         self.flags = torch.ones(num_pages + 1, dtype=torch.bool, device=free.device)
         self.flags[0] = False
@@ -22,14 +22,14 @@ class OwnedPages:
         self._on_host = self.flags.numpy() if free.device.type == "cpu" else None
 
     def take(self, pages: torch.Tensor) -> None:
-        """Pages were allocated."""
+        """Mark pages as allocated."""
         if self._on_host is None:
             self.flags[pages] = True
         else:
             self._on_host[pages.numpy()] = True
 
     def give(self, pages: torch.Tensor) -> None:
-        """Pages are freed. DoubleFree, which changes nothing, where one is not allocated or is named twice."""
+        """Mark pages as free. DoubleFree, without any change, if a page is not allocated or named twice."""
         if self._on_host is None:
             self._check(pages)
             self.flags[pages] = False

@@ -1,4 +1,4 @@
-"""The allocator of pages: an extend or a decode fills the last page of its sequence before it takes another."""
+"""The allocator of pages: an extend or a decode fills the last page of its sequence before it allocates another."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from hicache.kernels.alloc_extend import alloc_extend
 
 
 def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The distinct ids, ascending, at the front of a tensor as long as `ids`, and the index `[1]` of the last of them.
+    """The distinct ids, ascending, at the front of a tensor as long as `ids`, and the index `[1]` of the last one.
 
-    Like `unique`, but no size depends on data, so the host need not wait. What follows the last is undefined.
+    Like `unique`, but no size depends on data, so the host need not wait. Elements after the last one are undefined.
     """
     ascending = ids.sort().values
     rank = torch.zeros_like(ascending)
     torch.cumsum(ascending[1:] != ascending[:-1], 0, out=rank[1:])
-    # Equal ids have one rank, so whichever of them lands there is right.
+    # Equal ids have the same rank, so any of them may be written there.
     return torch.empty_like(ascending).scatter_(0, rank, ascending), rank[-1:]
 
 
@@ -32,8 +32,8 @@ def distinct_first(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 class _Tally:
     """Freed pages that are being counted on the device.
 
-    `pages` int64 `[tokens]` holds `count` distinct ids, ascending, at its front; `count` int64 `[1]` is in pinned
-    memory and valid once `counted` has been reached.
+    `pages` int64 `[tokens]` has `count` distinct ids, ascending, at its front; `count` int64 `[1]` is in pinned memory
+    and valid once the event `counted` is reached.
     """
 
     pages: torch.Tensor
@@ -42,7 +42,7 @@ class _Tally:
 
     @classmethod
     def of(cls, pages: torch.Tensor) -> _Tally:
-        """The distinct ids of `pages`, at least one, found by launches whose sizes the host knows."""
+        """Start to count the distinct ids of `pages` (at least one), by launches whose sizes do not depend on data."""
         distinct, last = distinct_first(pages)
         count = torch.empty(1, dtype=torch.int64, pin_memory=True)
         count.copy_(last + 1, non_blocking=True)
@@ -61,10 +61,10 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
 
     A page belongs to one sequence, which fills it in order. Scheduler thread only.
 
-    `free` takes any tokens of a page, some or all, and never waits for the device. On CUDA the number of distinct pages
-    is counted on the device and copied to the host asynchronously; only `available_size`, `check`, a snapshot or an
-    allocation that would otherwise be short waits for it. `free_run` knows the tokens' positions in their sequence, and
-    so counts their pages from lengths.
+    `free` accepts any tokens of a page, some or all, and never waits for the device. On CUDA the distinct pages are
+    counted on the device, and the count is copied to the host asynchronously. Only `available_size`, `check`, a
+    snapshot or an allocation that would otherwise fail waits for it. `free_run` knows the positions of tokens in their
+    sequence, so it computes the number of pages from lengths.
     """
 
     def clear(self) -> None:
@@ -77,18 +77,19 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return torch.arange(self.page_size, dtype=torch.int64, device=self.device)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """All slots of `need_size / page_size` pages, in page order. ShapeError unless that is a whole number."""
+        """Allocate `need_size / page_size` pages; returns all their slots, in page order. ShapeError if `need_size` is
+        not a multiple of the page size."""
         if need_size % self.page_size:
             raise ShapeError(f"{need_size} tokens are no whole pages of page_size={self.page_size}")
         pages = self.alloc_pages(need_size // self.page_size)
         return None if pages is None else self.pages_to_tokens(pages)
 
     def alloc_pages(self, num_pages: int) -> torch.Tensor | None:
-        """Ids of `num_pages` pages, int64 `[num_pages]`, or None and no change. `free` their slots."""
+        """Allocate pages; returns int64 `[num_pages]`, or None, without any change. Free them by their slots."""
         return self._take(num_pages)
 
     def pages_to_tokens(self, pages: torch.Tensor) -> torch.Tensor:
-        """The slots of pages int64 `[n]` in their order, int64 `[n * page_size]`."""
+        """The slots of `pages`, int64 `[n]`, in order: int64 `[n * page_size]`."""
         return slots_of(pages, self.page_size, self._offsets)
 
     def alloc_extend(
@@ -100,13 +101,13 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
-        """Slots int64 `[extend_num_tokens]` for the tokens of each request from its prefix to its sequence length.
+        """Allocate slots for the tokens of each request from its prefix length to its sequence length; returns int64
+        `[extend_num_tokens]`, or None, without any change, if pages are short.
 
-        Integer tensors `[requests]`; lengths in tokens, on the device and on the CPU. `last_loc` is the slot of the
-        prefix's last token, -1 without one: (last_loc + 1) % page_size == prefix_len % page_size. None when pages
-        are short, checked before the launch. One launch writes them; no wait for the device. ShapeError where lengths
-        disagree. InvariantError if a `last_loc` does not end its prefix; on CUDA outside debug mode an assertion of the
-        device, after which the process cannot use the device.
+        Integer tensors `[requests]`; lengths in tokens, on the device and on the CPU. `last_loc`: slot of the prefix's
+        last token, -1 without a prefix: (last_loc + 1) % page_size == prefix_len % page_size. One launch, no wait for
+        the device. ShapeError if lengths disagree. InvariantError if a `last_loc` does not end its prefix; on CUDA
+        outside debug mode this is an assertion of the device, after which the process cannot use the device.
         """
         prefix, seq = prefix_lens_cpu.numpy(), seq_lens_cpu.numpy()
         new_tokens = seq - prefix
@@ -130,10 +131,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """One slot a request, int64 `[requests]`; `seq_lens` count the new token, `last_loc` is the token before it.
+        """Allocate one slot for each request; returns int64 `[requests]`, or None, without any change, if pages are
+        short.
 
-        None when pages are short, checked before the launch. One launch writes them; no wait for the device. A wrong
-        `last_loc` is refused as by `alloc_extend`.
+        `seq_lens` count the new token; `last_loc` is the slot of the token before it. One launch, no wait for the
+        device. A wrong `last_loc` is an error as in `alloc_extend`.
         """
         seq = seq_lens_cpu.numpy()
         if seq.min(initial=1) < 1:
@@ -150,9 +152,9 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return out
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """As `free`, and nothing waits for the device later: see the base. Raises DoubleFree.
+        """Free a run of slots, without any later wait for the device; see the base class. Raises DoubleFree.
 
-        The same as `free` where `first_position` is within a page, which tokens before it may share.
+        If `first_position` is within a page, whose earlier tokens may be freed too, this is the same as `free`.
         """
         if first_position % self.page_size:
             self.free(slots)
@@ -168,7 +170,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def free_group_end(self) -> None:
         runs, self._group_runs = self._group_runs, []
         if runs and self._group:
-            # Single tokens of the group may be of a run's pages: each page is freed once.
+            # Single tokens of the group may lie in pages of a run; passing both as slots frees each page once.
             self._group.extend(pages * self.page_size for pages in runs)
         elif runs:
             self._give(torch.cat(runs))
@@ -193,7 +195,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 self._give(tally.distinct())
 
     def _pages_of(self, slots: torch.Tensor) -> torch.Tensor:
-        """Each page once, ascending. On CUDA this waits for the device, which finds their number."""
+        """The distinct pages of slots, ascending. On CUDA this waits for the device, which counts them."""
         return distinct(slots.to(torch.int64) // self.page_size, self.page_size)
 
     def _pages_of_run(self, slots: torch.Tensor) -> torch.Tensor:
@@ -207,7 +209,7 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return -(-lens // self.page_size)
 
     def _check_run(self, slots: torch.Tensor) -> None:
-        # On the host, or in debug mode; elsewhere the comparison would wait for the device.
+        # Called only on the host or in debug mode, because the comparison would wait for the device.
         if slots.device.type == "cpu" and are_runs(slots, self.page_size):
             return
         pages = slots // self.page_size
@@ -218,11 +220,11 @@ class PagedTokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             )
 
     def _check_last_loc(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> None:
-        """Refuse a `last_loc` whose offset in its page is not that of its prefix's last token: new tokens would get
-        slots of another sequence.
+        """Raise if the offset of a `last_loc` in its page differs from the offset of its prefix's last token: new
+        tokens would get slots of another sequence.
 
-        InvariantError on the CPU and in debug mode. On CUDA the device asserts it, by five small launches per batch.
-        The host does not wait, and no later kernel runs if the assertion fails.
+        InvariantError on the CPU and in debug mode. On CUDA the device asserts it, by five small launches per batch:
+        the host does not wait, and no later kernel runs if the assertion fails.
         """
         ends = (prefix_lens - last_loc) % self.page_size == 1 % self.page_size
         if self.device.type == "cuda" and not self._debug:

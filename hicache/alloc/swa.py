@@ -1,10 +1,10 @@
-"""The allocator of models with sliding windows: maps each full slot to a window slot, for layers of either kind.
+"""The allocator of models with sliding windows: full slots for full layers, mapped to window slots for window layers.
 
-    full slots     what callers allocate, keep and free
+    full slots     callers allocate, keep and free these
     window slots   full slot s is mapped to full_to_swa_index_mapping[s]; 0: unmapped
 
-Whole pages are mapped: the slots of a full page are mapped to those of one window page, at the same offsets. Owns the
-full allocator, the window allocator and the mapping.
+Complete pages are mapped: the slots of a full page are mapped to the slots of one window page, at the same offsets.
+Owns the full allocator, the window allocator and the mapping.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ from hicache.metrics import PoolStats
 
 
 class WindowStore(SlotStore, Protocol):
-    """What this allocator asks of its pool: to read the mapping, which the allocator goes on writing in place."""
+    """The methods of a pool that this allocator calls. The pool reads the registered mapping, which the allocator keeps
+    writing in place."""
 
     def register_mapping(self, full_to_swa_index_mapping: torch.Tensor) -> None: ...
 
@@ -41,10 +42,10 @@ class SWAAllocatorState(AllocatorState):
 class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     """Allocates from `full_attn_allocator` and `swa_attn_allocator` together. Scheduler thread only.
 
-    An allocation comes from both or from neither. `free_swa` frees window slots alone, and a later `free` of the same
-    full slots frees what is left. The mapping is read when a free is requested, also within a group: by the time the
-    group is applied it may describe another owner's slots. Finding the slots that are still mapped makes the host wait
-    for the device. `free_pages` and `release_pages` are the full allocator's.
+    An allocation takes slots from both or from neither. `free_swa` frees only window slots; a later `free` of the same
+    full slots frees the rest. The mapping is read when a free is requested, also within a group, because it may map the
+    slots for another owner by the time the group ends. Finding the slots that are still mapped makes the host wait for
+    the device. `free_pages` and `release_pages` are those of the full allocator.
     """
 
     def __init__(
@@ -57,7 +58,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         kvcache: WindowStore | None,
         need_sort: bool,
     ) -> None:
-        """`size` and `size_swa` in tokens, page 0 not counted. ConfigError where either is below one page."""
+        """`size` and `size_swa` in tokens, without page 0. ConfigError if either is below one page."""
 
         def allocator_of(tokens: int) -> TokenToKVPoolAllocator | PagedTokenToKVPoolAllocator:
             if page_size == 1:
@@ -71,7 +72,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         )
         num_pages = size // page_size
         self._mapping_by_page = self.full_to_swa_index_mapping[: (num_pages + 1) * page_size].view(-1, page_size)
-        # The first window slot of every page; on the CPU by numpy, which reads a few of them much faster.
+        # The first window slot of every page; a numpy view on the CPU, because numpy reads a few elements much faster.
         self._first_on_host = self._mapping_by_page[:, 0].numpy() if self._mapping_by_page.is_cpu else None
         self.size_swa = size_swa
         self._num_unmapped = 0
@@ -86,15 +87,16 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.swa_attn_allocator.available_size()
 
     def available_size(self) -> int:
-        """Tokens that can be allocated now: the minimum of both allocators."""
+        """Number of tokens that can be allocated now: the minimum of both allocators."""
         return min(self.full_available_size(), self.swa_available_size())
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
-        """Window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots, and -1 stays -1."""
+        """Window slots of full slots, int64 in the shape of `loc`: 0 for unmapped slots; -1 stays -1."""
         return translate_slots(self.full_to_swa_index_mapping, loc, self._kernels)
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` full slots, each mapped to a window slot; None when either allocator is short. As the base's."""
+        """Allocate `need_size` full slots, each mapped to a new window slot; None, without any change, if either
+        allocator is short."""
         if need_size > self.available_size():
             return None
         full, swa = self.full_attn_allocator.alloc(need_size), self.swa_attn_allocator.alloc(need_size)
@@ -109,9 +111,10 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         last_loc: torch.Tensor,
         extend_num_tokens: int,
     ) -> torch.Tensor | None:
-        """As the paged allocator's, from both allocators; `last_loc` are full slots.
+        """Allocate from both allocators, as `PagedTokenToKVPoolAllocator.alloc_extend`; `last_loc` are full slots.
 
-        Where a prefix ends within a page, the last token must still be mapped: new tokens fill the rest of its page.
+        If a prefix ends within a page, its last token must still be mapped, because new tokens fill the rest of its
+        page.
         """
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if isinstance(full, TokenToKVPoolAllocator) or isinstance(swa, TokenToKVPoolAllocator):
@@ -127,7 +130,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     def alloc_decode(
         self, seq_lens: torch.Tensor, seq_lens_cpu: torch.Tensor, last_loc: torch.Tensor
     ) -> torch.Tensor | None:
-        """As the paged allocator's, from both allocators; see `alloc_extend`."""
+        """Allocate from both allocators, as `PagedTokenToKVPoolAllocator.alloc_decode`; see `alloc_extend`."""
         full, swa = self.full_attn_allocator, self.swa_attn_allocator
         if isinstance(full, TokenToKVPoolAllocator) or isinstance(swa, TokenToKVPoolAllocator):
             return self.alloc(seq_lens_cpu.numel())
@@ -139,7 +142,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self._mapped(full_slots, swa.alloc_decode(seq_lens, seq_lens_cpu, last_window_slots))
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free full slots and the window slots they are mapped to, if `free_swa` did not before. Raises DoubleFree."""
+        """Free full slots, and their window slots if they are still mapped. Raises DoubleFree."""
         if not free_index.numel():
             return
         pages = self._pages_of(free_index)
@@ -147,7 +150,7 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._free_windows(pages)
 
     def free_run(self, slots: torch.Tensor, first_position: int = 0) -> None:
-        """As the base's: full pages are counted from lengths; window pages are found in the mapping."""
+        """Free a run of slots; see the base class. The window pages are looked up in the mapping."""
         if first_position % self.page_size:
             self.free(slots)
         elif slots.numel():
@@ -156,7 +159,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
             self._free_windows(pages)
 
     def free_swa(self, free_index: torch.Tensor) -> None:
-        """Free the window slots of full slots, whole pages of them; the full slots stay allocated, unmapped."""
+        """Free the window slots of full slots, which must be complete pages. The full slots stay allocated,
+        unmapped."""
         if not free_index.numel():
             return
         pages = self._pages_of(free_index)
@@ -165,9 +169,9 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         self._free_windows(pages)
 
     def alloc_window(self, full_slots: torch.Tensor) -> bool:
-        """Map unmapped full slots, whole pages of them, to new window slots; False when window slots are short.
+        """Map unmapped full slots, complete pages, to new window slots; False if window slots are short.
 
-        On the CPU and in debug mode InvariantError where one is mapped already.
+        On the CPU and in debug mode InvariantError if one is mapped already.
         """
         if full_slots.numel() > self.swa_available_size():
             return False
@@ -177,11 +181,11 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return True
 
     def move_window(self, from_slots: torch.Tensor, to_slots: torch.Tensor) -> None:
-        """Map full slots `to_slots` to the window slots of `from_slots`, one to one and whole pages of both;
-        `from_slots` are unmapped then.
+        """Map full slots `to_slots` to the window slots of `from_slots`, one to one, and unmap `from_slots`. Both are
+        complete pages.
 
-        No wait for the device. On the CPU and in debug mode InvariantError where one of `from_slots` is unmapped or one
-        of `to_slots` is mapped. ShapeError where their numbers or offsets within pages differ.
+        No wait for the device. On the CPU and in debug mode InvariantError if one of `from_slots` is unmapped or one of
+        `to_slots` is mapped. ShapeError if their numbers or offsets within pages differ.
         """
         if from_slots.numel() != to_slots.numel():
             raise ShapeError(f"window slots of {from_slots.numel()} full slots for {to_slots.numel()} others")
@@ -195,15 +199,15 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         mapping[from_slots] = 0
 
     def unmap(self, full_slots: torch.Tensor) -> torch.Tensor:
-        """The window slots of mapped full slots, whole pages of them, which are unmapped then: the caller's, until
-        `free_unmapped`. No wait for the device."""
+        """Unmap full slots, complete pages, and return their window slots, which the caller owns until it passes them
+        to `free_unmapped`. No wait for the device."""
         window_slots = self.full_to_swa_index_mapping[full_slots]
         self.full_to_swa_index_mapping[full_slots] = 0
         self._num_unmapped += full_slots.numel()
         return window_slots
 
     def free_unmapped(self, window_slots: torch.Tensor) -> None:
-        """Free what `unmap` returned."""
+        """Free window slots that `unmap` returned."""
         self.swa_attn_allocator.free_run(window_slots)
         self._num_unmapped -= window_slots.numel()
 
@@ -248,7 +252,8 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return f"full: {self.full_attn_allocator.debug_print()}; swa: {self.swa_attn_allocator.debug_print()}"
 
     def check(self) -> None:
-        """Raise InvariantError with all violations of both allocators and of the mapping. Not within a free group."""
+        """Raise InvariantError with all violations of both allocators and of the mapping. Not valid within a free
+        group."""
         violations: list[str] = []
         for name, allocator in (("full", self.full_attn_allocator), ("swa", self.swa_attn_allocator)):
             try:
@@ -297,9 +302,9 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
         return self.full_attn_allocator._pages_of(slots)
 
     def _free_windows(self, pages: torch.Tensor) -> None:
-        """Free the window pages of full pages, each named once, where they have them.
+        """Free the window pages of distinct full pages that are mapped.
 
-        A full page is mapped from its first slot on, and as a whole to one window page.
+        A full page is mapped completely, to one window page, if its first slot is mapped.
         """
         if self._first_on_host is None:
             window_slots = self.translate_loc_from_full_to_swa(pages * self.page_size)
@@ -314,15 +319,15 @@ class SWATokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
                 ids, firsts = ids[firsts > 0], firsts[firsts > 0]
             pages, window_pages = torch.from_numpy(ids), torch.from_numpy(firsts // self.page_size)
         self.swa_attn_allocator.free_pages_of(window_pages)
-        # By torch, which counts the writes: the pool keeps its last translation until then.
+        # Written by torch, which counts writes: the pool reuses its last translation until the count changes.
         self._mapping_by_page[pages] = 0
 
     def _last_window_slots(self, last_loc: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-        """Window slots of the prefixes' last tokens; -1 for a prefix of whole pages: its last slot is not needed, and
-        may be outside the window.
+        """Window slots of the prefixes' last tokens; -1 for a prefix of complete pages, whose last slot is not needed
+        and may be outside the window.
 
         If new tokens would fill the rest of a window page that was freed: InvariantError on the CPU and in debug mode;
-        on CUDA the slot is -1 too, which the window allocator refuses.
+        on CUDA the slot is also -1, which fails the window allocator's assertion.
         """
         window_slots = self.translate_loc_from_full_to_swa(last_loc)
         needed = prefix_lens % self.page_size != 0
@@ -360,7 +365,7 @@ def _pages(lens: torch.Tensor, page_size: int) -> torch.Tensor:
 
 
 def _grown(prefix_lens_cpu: torch.Tensor, seq_lens_cpu: torch.Tensor, extend_num_tokens: int) -> int:
-    """The tokens by which all sequences grow. ShapeError where the caller's sum is another, or one shrinks."""
+    """Number of new tokens of all sequences. ShapeError if it differs from `extend_num_tokens`, or one shrinks."""
     new_tokens = seq_lens_cpu - prefix_lens_cpu
     if int(new_tokens.sum()) != extend_num_tokens or (new_tokens < 0).any():
         raise ShapeError(f"extend_num_tokens={extend_num_tokens}, but the lengths grow by {new_tokens.tolist()}")

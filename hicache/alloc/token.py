@@ -1,7 +1,7 @@
-"""The allocator of single slots: each slot is free or allocated by itself.
+"""The allocator of single slots: each slot is allocated and freed separately.
 
-On CUDA small allocations are views of a block of 1024 ids that was copied from the free list, which saves each of them
-a launch. What is returned shares 8 KiB of storage with its neighbours, and none with the free list.
+On CUDA small allocations are views of a block of 1024 ids copied from the free list, which saves a launch for each
+allocation. The returned tensors share 8 KiB of storage with neighbouring allocations, but none with the free list.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import torch
 from hicache.alloc.base import BaseTokenToKVPoolAllocator, SlotStore
 
 _BLOCK_IDS = 1024
-_SMALL_IDS = 256  # larger allocations are copied by themselves
+_SMALL_IDS = 256  # larger allocations are copied separately
 
 
 class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
@@ -27,7 +27,8 @@ class TokenToKVPoolAllocator(BaseTokenToKVPoolAllocator):
     ) -> None:
         super().__init__(size, 1, dtype, device, kvcache, need_sort)
         self._blocks = self.device.type == "cuda" and not self._debug
-        # The free list whose front equals the rest of the block. When `_free_pages` is another, the block is stale.
+        # The free list whose front equals the rest of the block. If `_free_pages` is another tensor, the block is
+        # stale.
         self._block_of: torch.Tensor | None = None
         self._block = self._free_pages[:0]
         self._used = 0

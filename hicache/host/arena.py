@@ -1,8 +1,8 @@
-"""One block of CPU memory, pinned once, from which all host pages are cut.
+"""One block of CPU memory, pinned once, that is divided into all host pages.
 
 Owns the mapping and its registration with CUDA. Threads near the GPU touch the memory in parallel before it is pinned:
-finding and clearing pages is the slow part, and the driver does it with one thread. Memory is pinned in chunks of whole
-rows. A copy must not cross the end of a chunk, because CUDA registers each chunk on its own.
+allocating and clearing memory pages is the slow part, and the driver does it with a single thread. Memory is pinned in
+chunks of complete rows. A copy must not cross the end of a chunk, because CUDA registers each chunk separately.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from hicache.storage.memory import memory_file, usable_cpus
 log = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 30
-TOUCH_BYTES = 32 << 20  # what a thread touches at a time: whole huge pages, and many more pieces than threads
+TOUCH_BYTES = 32 << 20  # bytes that a thread touches at a time: complete huge pages, and many more pieces than threads
 
 
 class CudaRegistry:
@@ -44,33 +44,33 @@ class CudaRegistry:
         return cpus_near(pci_address(self._device), usable_cpus())
 
     def register(self, address: int, num_bytes: int) -> str | None:
-        """Page-lock `[address, address + num_bytes)`; None, or why it cannot be locked."""
+        """Page-lock `[address, address + num_bytes)`; returns None, or the reason for the failure."""
         return self._call(self._cudart.cudaHostRegister, address, num_bytes, 0)
 
     def unregister(self, address: int) -> str | None:
-        """Undo the registration that began at `address`; None, or why it cannot be undone."""
+        """Undo the registration that began at `address`; returns None, or the reason for the failure."""
         return self._call(self._cudart.cudaHostUnregister, address)
 
     def allocate(self, num_bytes: int) -> int:
-        """Address of fresh page-locked memory, for `free`; 0 when there is none."""
+        """Allocate page-locked memory; returns its address, to be passed to `free`, or 0 if there is none."""
         address = ctypes.c_void_p()
         with torch.cuda.device(self._device):
-            # cudaHostAlloc, which torch has for powers of two alone.
+            # Not through torch, which allocates pinned memory only in powers of two.
             ctypes.CDLL("libcuda.so.1").cuMemHostAlloc(ctypes.byref(address), ctypes.c_size_t(num_bytes), 0)
         return address.value or 0
 
     def free(self, address: int) -> None:
-        """Give back what `allocate` gave."""
+        """Free memory of `allocate`."""
         with torch.cuda.device(self._device):
             ctypes.CDLL("libcuda.so.1").cuMemFreeHost(ctypes.c_void_p(address))
 
     def _call(self, function: Callable[..., Any], *arguments: int) -> str | None:
-        # Under the engine's device: a call under another device would create a context there, which takes memory.
+        # With the engine's device current: a call with another one would create a context there, which takes memory.
         with torch.cuda.device(self._device):
             status = function(*arguments)
             if int(status) == 0:
                 return None
-            # CUDA reports the error of a failed call at this thread's next kernel launch too; let that be this one.
+            # CUDA reports the error of a failed call again at this thread's next kernel launch; launch one here.
             try:
                 torch.ones(1, device=self._device)
             except RuntimeError as error:
@@ -79,9 +79,9 @@ class CudaRegistry:
 
 
 class PinnedRows:
-    """Page-locks `data`, uint8 [rows, row_bytes] in one piece, in chunks of `rows_per_chunk` whole rows.
+    """Page-locks `data`, contiguous uint8 [rows, row_bytes], in chunks of `rows_per_chunk` complete rows.
 
-    The memory is the caller's: private, or shared with other processes, each of which locks it for its own GPUs. Unlock
+    The caller owns the memory: private, or shared with other processes, each of which locks it for its own GPUs. Unlock
     it with `close` before it is unmapped. OutOfMemory names `setting`.
     """
 
@@ -98,9 +98,9 @@ class PinnedRows:
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         registry = CudaRegistry(device) if registry is None else registry
         pinned: list[int] = []
-        # Also when this is dropped without a close: memory that is unmapped while registered cannot be used again.
+        # Unpins also if the object is freed without `close`: memory unmapped while registered cannot be used again.
         self._data, self._unpin = data, weakref.finalize(self, _unregister, registry, pinned)
-        self._unpin.atexit = False  # the driver does it faster
+        self._unpin.atexit = False  # at exit the driver unpins faster
         try:
             for first in range(0, rows, self.rows_per_chunk):
                 start = data.data_ptr() + first * row_bytes
@@ -122,13 +122,13 @@ class PinnedRows:
 
 
 class PinnedArena:
-    """`rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], zeros, page-locked when `pin`.
+    """CPU memory for `rows` rows of `row_bytes` bytes: `data` is uint8 [rows, row_bytes], zeros, page-locked if `pin`.
 
-    Row r lies in chunk r // `rows_per_chunk`. Without `pin` memory is taken as it is written; with it, all memory is
-    taken when the constructor returns, and a forked child does not see it. Built and closed by the engine's thread;
-    transfer streams and disk readers copy into it. An OutOfMemory names `setting`.
+    Row r lies in chunk r // `rows_per_chunk`. Without `pin` the system allocates memory when it is first written. With
+    `pin` all memory is allocated when the constructor returns, and a forked child cannot access it. Built and closed by
+    the engine's thread; transfer streams and disk readers copy into it. An OutOfMemory names `setting`.
 
-    `shared`: a store process may map the memory too, from `descriptor` (else -1), which `close` closes.
+    `shared`: a store process may map the memory too, from `descriptor` (otherwise -1), which `close` closes.
     """
 
     def __init__(
@@ -147,20 +147,21 @@ class PinnedArena:
         require(total, setting)
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         self.descriptor = _memory_file(total, setting) if shared else -1
-        # Also when this is dropped without a close, as by an engine that cannot be built: its memory stays taken else.
+        # Closes the file also if the object is freed without `close`, for example because building the engine failed;
+        # otherwise its memory would stay allocated.
         self._forget = weakref.finalize(self, _close_file, self.descriptor)
         mapping = _map(total, setting, self.descriptor)
         self.data = torch.frombuffer(mapping, dtype=torch.uint8)[:total].view(rows, row_bytes)
         self._pins: PinnedRows | None = None
         if pin:
-            # After a fork the next write to a page would copy it, and leave the device with the page as it was.
+            # After a fork the next write to a memory page would copy it, and the GPU would keep using the old page.
             mapping.madvise(mmap.MADV_DONTFORK)
             registry = CudaRegistry(device) if registry is None else registry
             touch(self.data.view(-1).numpy(), registry.near())
             self._pins = PinnedRows(self.data, setting=setting, registry=registry, chunk_bytes=chunk_bytes)
 
     def close(self) -> None:
-        """Unpin. Idempotent. The memory itself is released with the last tensor that refers to it."""
+        """Unpin. Idempotent. The memory is released when the last tensor that refers to it is freed."""
         if self._pins is not None:
             self._pins.close()
         self._forget()
@@ -168,20 +169,21 @@ class PinnedArena:
 
 
 def allocate_pinned(rows: int, row_bytes: int, *, setting: str, registry: CudaRegistry) -> torch.Tensor:
-    """uint8 [rows, row_bytes] that CUDA allocates page-locked, for where it cannot lock memory that is there. No other
-    process can map it; the last tensor that refers to it releases it. OutOfMemory names `setting`."""
+    """Allocate uint8 [rows, row_bytes] that is page-locked by CUDA, for systems where CUDA cannot lock existing memory.
+    No other process can map it. It is released when the last tensor that refers to it is freed. OutOfMemory names
+    `setting`."""
     num_bytes = rows * row_bytes
     require(num_bytes, setting)
     address = registry.allocate(num_bytes)
     if not address:
         raise OutOfMemory(f"CUDA cannot allocate {num_bytes} bytes of CPU memory; lower {setting}")
     memory = (ctypes.c_uint8 * num_bytes).from_address(address)
-    weakref.finalize(memory, registry.free, address).atexit = False  # the driver does it faster
+    weakref.finalize(memory, registry.free, address).atexit = False  # at exit the driver frees faster
     return torch.frombuffer(memory, dtype=torch.uint8).view(rows, row_bytes)
 
 
 def touch(memory: npt.NDArray[np.uint8], cpus: frozenset[int]) -> None:
-    """Write a zero to every page of fresh `memory`, uint8 [bytes], from threads on `cpus` (empty: anywhere)."""
+    """Write a zero to every memory page of new `memory`, uint8 [bytes], from threads on `cpus` (empty: on any)."""
     pieces = [memory[start : start + TOUCH_BYTES] for start in range(0, len(memory), TOUCH_BYTES)]
     run_near(_touch_piece, pieces, cpus)
 
@@ -191,7 +193,7 @@ def _touch_piece(piece: npt.NDArray[np.uint8]) -> None:
 
 
 def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:
-    """Fresh zeros; private without a descriptor, because shared memory seldom has huge pages."""
+    """Map zeros; private memory without a descriptor, because shared memory seldom has huge pages."""
     flags = mmap.MAP_SHARED if descriptor >= 0 else mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
     try:
         mapping = mmap.mmap(descriptor, max(num_bytes, 1), flags=flags)
@@ -203,7 +205,7 @@ def _map(num_bytes: int, setting: str, descriptor: int) -> mmap.mmap:
 
 
 def _memory_file(num_bytes: int, setting: str) -> int:
-    """OutOfMemory names `setting`."""
+    """Create a file in memory and return its descriptor. OutOfMemory names `setting`."""
     try:
         return memory_file("hicache-host", max(num_bytes, 1))
     except OSError as error:
@@ -216,8 +218,8 @@ def _close_file(descriptor: int) -> None:
 
 
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
-    """As many rows as fit in `chunk_bytes`, rounded so that a chunk ends where a page of the system ends: CUDA locks
-    whole pages of the system and refuses a page that another chunk has locked."""
+    """Number of rows that fit in `chunk_bytes`, rounded so that a chunk ends at the end of a memory page: CUDA locks
+    complete memory pages and refuses a page that another chunk has locked."""
     whole = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
     return max(1, chunk_bytes // (row_bytes * whole)) * whole
 

@@ -1,4 +1,4 @@
-"""How much memory this process may still take: that of the machine, limited by its cgroups, minus a reserve.
+"""Memory that this process can still allocate: the machine's free memory, limited by cgroups, minus a reserve.
 
 Paths are parameters: tests describe a machine by a tree of files.
 """
@@ -12,17 +12,17 @@ from pathlib import Path, PurePosixPath
 from hicache.errors import OutOfMemory
 
 RESERVE_BYTES = 1 << 30
-_FREE_RESERVE = 8  # of what is free, 1/8 is left by a tier that takes the rest
+_FREE_RESERVE = 8  # a tier of size "free" leaves 1/8 of the free memory
 PROC = Path("/proc")
 CGROUP = Path("/sys/fs/cgroup")
 
 
 @dataclass(frozen=True)
 class _Controller:
-    """What one generation of cgroups calls its memory files.
+    """Names of the memory files of one generation of cgroups.
 
-    `reclaimable`: fields of `memory.stat`, over the whole subtree, of cached file pages. They count as usage, and the
-    kernel drops them before it refuses an allocation.
+    `reclaimable`: fields of `memory.stat`, summed over the subtree, with cached file pages. These count as usage, but
+    the kernel drops them before it refuses an allocation.
     """
 
     limits: tuple[str, ...]
@@ -36,10 +36,10 @@ _V1 = _Controller(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_i
 
 
 def available_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
-    """Bytes that can be taken now without swapping: the minimum of what the machine and our cgroups have left.
+    """Bytes that can be allocated now without swapping: the minimum of the machine's and our cgroups' free memory.
 
-    `cgroup` is where the file systems of version 2, or the controllers of version 1, are mounted. OSError when `proc`
-    does not say how much memory is free.
+    `cgroup`: mount point of the file system of version 2, or of the controllers of version 1. OSError if `proc` does
+    not report the free memory.
     """
     limits = [_meminfo(proc / "meminfo", "MemAvailable")]
     for group, files in _groups(proc / "self" / "cgroup", cgroup):
@@ -51,7 +51,7 @@ def require(asked_bytes: int, setting: str, available: int | None = None) -> Non
     """Raise `OutOfMemory` naming `setting` unless `asked_bytes` and the reserve fit in `available` (None: read now)."""
     try:
         free = available_bytes() if available is None else available
-    except OSError:  # a container without /proc: the system refuses what it has not
+    except OSError:  # a container without /proc: the later allocation fails if there is too little memory
         return
     if asked_bytes + RESERVE_BYTES > free:
         raise OutOfMemory(
@@ -61,8 +61,8 @@ def require(asked_bytes: int, setting: str, available: int | None = None) -> Non
 
 
 def free_bytes(setting: str, available: int, minimum: int = 1) -> int:
-    """Bytes of a tier that takes what is free: `available` less an eighth, or `RESERVE_BYTES` where that is more, for
-    the system and what the server takes later. `OutOfMemory` names `setting` where fewer than `minimum` remain."""
+    """Size in bytes of a tier with size "free": `available` minus an eighth, at least minus `RESERVE_BYTES`, which are
+    left to the system and later allocations. `OutOfMemory` names `setting` if fewer than `minimum` bytes remain."""
     found = available - max(RESERVE_BYTES, available // _FREE_RESERVE)
     if found < minimum:
         raise OutOfMemory(
@@ -94,16 +94,16 @@ def _groups(membership: Path, cgroup: Path) -> Iterator[tuple[Path, _Controller]
 
 
 def _chain(root: Path, path: str) -> Iterator[Path]:
-    """The group at `path` below `root` and its parents, `root` left out."""
+    """The group at `path` below `root` and its parents, without `root`."""
     parts = [part for part in PurePosixPath(path).parts if part != "/"]
-    if ".." in parts:  # outside of what this namespace shows
+    if ".." in parts:  # outside this namespace
         return
     for depth in range(len(parts), 0, -1):
         yield root.joinpath(*parts[:depth])
 
 
 def _left(group: Path, files: _Controller) -> Iterator[int]:
-    """What each limit of one group has left, with cached file pages counted as free; empty without a limit."""
+    """Bytes left below each limit of one group, with cached file pages counted as free; empty without a limit."""
     used = _number(group / files.usage)
     if used is None:
         return
@@ -123,7 +123,7 @@ def _meminfo(path: Path, field: str) -> int:
 
 
 def _fields(path: Path) -> dict[str, int]:
-    """Lines of `name number`; empty where there is no such file."""
+    """Parse lines of `name number`; empty if the file does not exist."""
     try:
         pairs = [line.split() for line in path.read_text().splitlines()]
     except OSError:

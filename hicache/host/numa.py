@@ -1,8 +1,8 @@
-"""Which CPUs are on the NUMA node of a GPU, and threads that run there.
+"""Finds the CPUs on the NUMA node of a GPU, and runs threads there.
 
 Memory belongs to the NUMA node whose CPU touches it first. A pinned copy from another node shares the link between
-sockets, so the arena's pages are first touched near the GPU that will read them. Where the machine does not tell the
-node, no CPU is preferred; that is not an error.
+sockets, so the arena's memory is first touched near the GPU that will read it. If the machine does not report the node,
+no CPU is preferred; that is not an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 
 
 def pci_address(device: torch.device) -> str | None:
-    """Where a CUDA device sits, as sysfs writes it (`0000:dc:00.0`); None where this version of torch does not tell."""
+    """PCI address of a CUDA device in the format of sysfs (`0000:dc:00.0`); None if this torch does not report it."""
     properties: Any = torch.cuda.get_device_properties(device)
     try:
         domain, bus, slot = properties.pci_domain_id, properties.pci_bus_id, properties.pci_device_id
@@ -36,7 +36,8 @@ def pci_address(device: torch.device) -> str | None:
 def cpus_near(address: str | None, allowed: Collection[int], sys: Path = SYS) -> frozenset[int]:
     """The `allowed` CPUs on the node of the PCI device at `address`; empty for no preference.
 
-    No preference: there is one node only, the device or its node (-1) is unknown, or none of its CPUs is allowed.
+    There is no preference if the machine has a single node, if the device or its node (-1) is unknown, or if none of
+    its CPUs is allowed.
     """
     nodes = sys / "devices" / "system" / "node"
     if address is None or len(list(nodes.glob("node[0-9]*"))) < 2:
@@ -59,9 +60,9 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collection[int]) -> None:
-    """Call `work` on every item from new threads, bound to `cpus` (empty: anywhere).
+    """Call `work` on every item from new threads, bound to `cpus` (empty: to none).
 
-    Returns when all are done; raises the first error. The affinity of all other threads stays as it is.
+    Returns when all are done; raises the first error. The affinity of other threads does not change.
     """
     items = list(items)
     num_threads = max(1, min(MAX_THREADS, len(items), len(cpus or usable_cpus())))
@@ -71,7 +72,7 @@ def run_near(work: Callable[[Item], object], items: Iterable[Item], cpus: Collec
 
 
 def _bind(cpus: Collection[int]) -> None:
-    """Bind the calling thread (0 stands for it); without CPUs, do nothing."""
+    """Bind the calling thread to `cpus`; do nothing if there are none."""
     if not cpus:
         return
     try:

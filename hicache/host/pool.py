@@ -1,8 +1,8 @@
 """The free list of host pages.
 
-A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never handed
-out. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. Only `check` costs
-more for a larger pool.
+A page is one row of the arena, `[layer][buffer][token][row]` (see `hicache.layout`); page 0 is a sink and never
+allocated. Allocation prefers one contiguous run, because the copy engine moves a run in one strided copy. The cost of
+all methods except `check` does not depend on the size of the pool.
 """
 
 from __future__ import annotations
@@ -31,9 +31,8 @@ class FreeRuns:
         marks[page] == 0   allocated
         marks[page] < 0    free; the first and the last page of a run of free pages hold minus its length
 
-    The first and the last entry belong to no page that is ever free; all others are free at first. Used by the pool
-    alone. The lengths that occur are few: n of them need n * (n + 1) / 2 free pages, so a million pages have at most
-    1413.
+    The first entry (the sink) and the last one are never free; all others are free at first. Only the pool uses it.
+    There are few different lengths: n lengths need n * (n + 1) / 2 free pages, so a million pages have at most 1413.
     """
 
     def __init__(self, marks: Marks) -> None:
@@ -45,10 +44,10 @@ class FreeRuns:
         self._add(1, self.num_free)
 
     def take(self, num_pages: int) -> Pages:
-        """Allocate `num_pages` pages in the fewest possible runs; returns them ascending. So many must be free.
+        """Allocate `num_pages` pages, which must be free, in the fewest possible runs; returns them ascending.
 
-        Best fit: the shortest run that holds all, so that long runs stay whole. Where there is none, the longest run,
-        and for the rest again the shortest run that holds it.
+        Best fit: take the shortest run with enough pages, so that long runs are not divided. If no run has enough, take
+        the longest run, and repeat for the remaining pages.
         """
         assert 0 <= num_pages <= self.num_free, num_pages
         runs: list[Run] = []
@@ -69,7 +68,7 @@ class FreeRuns:
         return pages
 
     def give(self, pages: Pages) -> None:
-        """Free allocated pages, ascending and distinct; their runs are joined with the free runs that they touch."""
+        """Free allocated pages, ascending and distinct; their runs are merged with adjacent free runs."""
         self._marks[pages] = -1
         self.num_free += len(pages)
         first = np.flatnonzero(np.diff(pages, prepend=-1) != 1)
@@ -82,7 +81,7 @@ class FreeRuns:
             self._add(start - before, before + length + behind)
 
     def check(self) -> list[str]:
-        """Where the pages, the runs by length and the number of free pages disagree."""
+        """Violations: disagreements of the marks, the runs by length and the number of free pages."""
         found = []
         free = self._marks < 0
         edges = np.flatnonzero(np.diff(free.astype(np.int8), prepend=0, append=0))
@@ -113,12 +112,12 @@ class FreeRuns:
 
 
 class HostPagePool:
-    """`host_bytes` of pages of `page_tokens` tokens.
+    """Allocates host pages of `page_tokens` tokens from `host_bytes` of memory.
 
-    Owned by the scheduler thread; the bytes of a page belong to whoever the flows handed it to. `device` is the GPU
-    near which the memory should lie (None: the current one), `setting` what an error about the size names. `shared`: a
-    store process may map the pages too. `page_bytes`: of packed pages; None: they are as `layout` has them. ConfigError
-    when not one page fits, OutOfMemory when the machine has less memory.
+    Owned by the scheduler thread; the flow that allocated a page owns its bytes. `device`: the GPU near which the
+    memory should lie (None: the current one). `setting`: the setting that errors about the size name. `shared`: a store
+    process may map the pages too. `page_bytes`: size of a page if pages are packed; None: the size by `layout`.
+    ConfigError if not a single page fits, OutOfMemory if the machine has less memory.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class HostPagePool:
             )
         rows = self.num_pages + 1
         self.arena = PinnedArena(rows, self.page_bytes, pin=pin, setting=setting, device=device, shared=shared)
-        # One entry a page and one behind the last: see `FreeRuns`.
+        # One entry for each page and one after the last: see `FreeRuns`.
         self._marks: Marks = np.empty(self.num_pages + 2, dtype=np.int32)
         self._free = FreeRuns(self._marks)
 
@@ -157,14 +156,14 @@ class HostPagePool:
         return self._free.num_free
 
     def alloc(self, num_pages: int) -> list[int] | None:
-        """`num_pages` page ids, ascending, in the fewest possible runs; `None` when fewer are free."""
+        """Allocate `num_pages` pages in the fewest possible runs; returns ascending ids, or None if fewer are free."""
         if num_pages > self._free.num_free:
             return None
         ids: list[int] = self._free.take(num_pages).tolist()
         return ids
 
     def free(self, pages: Sequence[int]) -> None:
-        """Give pages back. DoubleFree, and nothing is freed, when one is free, foreign or named twice."""
+        """Free pages. DoubleFree, without freeing any, if a page is free, foreign or named twice."""
         if not len(pages):
             return
         ids: Pages = np.sort(np.asarray(pages, dtype=np.int64))
@@ -188,7 +187,7 @@ class HostPagePool:
 
 
 def _pages_of(runs: list[Run]) -> Pages:
-    """The pages of some runs, in their order."""
+    """The pages of runs, in order."""
     if len(runs) == 1:
         return np.arange(runs[0][0], runs[0][0] + runs[0][1], dtype=np.int64)
     starts, lengths = np.array(runs, dtype=np.int64).reshape(-1, 2).T
