@@ -1,6 +1,6 @@
 """Device pools for Ascend NPUs: MHA and MLA in page-major order, one tensor each, written by the vendor's operation.
 
-Without an NPU the kernels of the other pools store the same bytes. The only module that uses `torch_npu`.
+Without an NPU, the kernels of the other pools store the same bytes. This is the only module that uses `torch_npu`.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def npu_operations(device: torch.device) -> ModuleType | None:
 
 
 class _NpuPool(RowPool):
-    """A pool of whole pages that the vendor's operations can write."""
+    """A pool of complete pages, which the vendor's operations can write."""
 
     @property
     def num_slots(self) -> int:
@@ -89,7 +89,7 @@ class AscendTokenToKVPool(_NpuPool):
         return self._as_read(self.k_buffer[self._wait_for(layer_id)])
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """Values, likewise."""
+        """Values of a layer, `[pages, page_size, head_num, head_dim]`, after waiting for it."""
         return self._as_read(self.v_buffer[self._wait_for(layer_id)])
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:

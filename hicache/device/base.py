@@ -1,7 +1,7 @@
 """The contract of device pools, and the methods that follow from a layout of per-token rows.
 
-A pool owns its tensors and declares their `PoolLayout`; which slots are free is the allocator's business. Slots
-[0, page_size) are the sink for padding.
+A pool owns its tensors and declares their `PoolLayout`; the allocator tracks which slots are free. Slots [0, page_size)
+are the sink for padding.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ class SlotRows(Protocol):
 
 @dataclass(frozen=True)
 class SlotSpace:
-    """The rows that one set of slots addresses: what host pool, transfer engine and codec know of a pool.
+    """The rows that one set of slots addresses: the interface of a pool to the host pool, transfer engine and codec.
 
     `name`: the component that the slots belong to. `layer_buffers(layer_id)` returns `[num_slots, ...row]` tensors in
-    the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one space; a pool with several is
-    transferred space by space, each with its own slots.
+    the order of `layout.specs_of(layer_id)`, without waiting. Most pools have one space. If a pool has several, each is
+    transferred separately, with its own slots.
     """
 
     name: str
@@ -67,7 +67,7 @@ class SlotSpace:
 
 
 def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> CpuCopy:
-    """The rows `indices` of every buffer: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
+    """Copy rows `indices` of every buffer: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
     device = layers[0][0].device
     pinned = device.type == "cuda"
     copy: CpuCopy = []
@@ -86,7 +86,8 @@ def rows_to_cpu(layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -
 
 
 def rows_from_cpu(copy: CpuCopy, layers: Sequence[tuple[SlotRows, ...]], indices: torch.Tensor) -> None:
-    """Write what `rows_to_cpu` returned to as many rows. ShapeError where the counts differ. Waits for the device."""
+    """Write rows that `rows_to_cpu` returned to rows `indices`. ShapeError if their numbers differ. Waits for the
+    device."""
     parts = indices.split(COPY_CHUNK_TOKENS)
     if len(copy) != len(layers):
         raise ShapeError(f"a copy of {len(copy)} layers for a pool of {len(layers)}")
@@ -106,8 +107,8 @@ class KVCache(ABC):
 
     Called by the scheduler thread and by the model's forward; the transfer engine reads `layer_buffers`. Layer ids
     are global, [start_layer, end_layer]. fp8 is stored as uint8 (`store_dtype`) and viewed as fp8 on read. Inputs are
-    never modified. `mem_usage` is in GiB. For SGLang's callers alone: `get_kv_buffer`, `store_kv`, `load_kv`,
-    `load_cpu_copy`, `move_kv_cache`, `get_contiguous_buf_infos`.
+    never modified. `mem_usage` is in GiB. Only callers with SGLang's interface use `get_kv_buffer`, `store_kv`,
+    `load_kv`, `load_cpu_copy`, `move_kv_cache` and `get_contiguous_buf_infos`.
     """
 
     mem_usage: float
@@ -131,7 +132,7 @@ class KVCache(ABC):
         self.layer_num = layer_num
         self.store_dtype = torch.uint8 if dtype in _FP8 else dtype
         self.device = torch.device(device)
-        # With an index, as tensors report it: cuda:0 where `device` is cuda.
+        # The device with its index, as tensors report it: cuda:0 if `device` is cuda.
         self._tensor_device = torch.empty(0, device=self.device).device
         self._kernels = kernel_choice(self.device)
         self.enable_memory_saver = enable_memory_saver
@@ -146,7 +147,7 @@ class KVCache(ABC):
     @property
     @abstractmethod
     def layout(self) -> PoolLayout:
-        """What this pool stores, by global layer id."""
+        """The layout of this pool's buffers, by global layer id."""
 
     @abstractmethod
     def layer_buffers(self, layer_id: int) -> tuple[torch.Tensor, ...]:
@@ -170,7 +171,8 @@ class KVCache(ABC):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. ShapeError names both sides."""
+        """Store `[tokens, heads, dim]` at slots `loc [tokens]`, divided by the scales. ShapeError names the given and
+        the expected shape."""
 
     @property
     def layer_ids(self) -> tuple[int, ...]:
@@ -179,18 +181,19 @@ class KVCache(ABC):
 
     @property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """What is transferred to the tiers below, one entry for each set of slots."""
+        """The slot spaces that are transferred to lower tiers, one for each set of slots."""
         return (SlotSpace(FULL, self.layout, self.size + self.page_size, self.device, self.layer_buffers),)
 
     def get_kv_buffer(self, layer_id: int) -> tuple[torch.Tensor, torch.Tensor]:
         return self.get_key_buffer(layer_id), self.get_value_buffer(layer_id)
 
     def store_kv(self, layer_id: int, indices: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
-        """`set_kv_buffer` by the id of a layer."""
+        """Call `set_kv_buffer` with a layer id."""
         self.set_kv_buffer(layer_id, indices, k, v)
 
     def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at slots `indices [tokens]`, new tensors `[tokens, heads, dim]`, after waiting."""
+        """Keys and values at slots `indices [tokens]`, new tensors `[tokens, heads, dim]`, after waiting for the
+        layer."""
         self._check_loc(indices)
         k, v = self.get_kv_buffer(layer_id)
         return k[indices], v[indices]
@@ -200,12 +203,12 @@ class KVCache(ABC):
         self.layer_transfer_counter = counter
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """The rows at slots `indices`: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
+        """Copy rows at slots `indices`: `[layer][chunk of 8192](buffers)`, pinned on CUDA. Waits for the device."""
         self._wait_all()
         return rows_to_cpu([self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
-        """Write what `get_cpu_copy` returned to as many slots, which may be others. Waits for the device."""
+        """Write a copy of `get_cpu_copy` to the same number of slots, possibly other ones. Waits for the device."""
         rows_from_cpu(kv_cache_cpu, [self._slot_rows(layer_id) for layer_id in self.layer_ids], indices)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Computes the `size` of a pool, in tokens, from a device's memory and a layout.
 
-For SGLang's callers alone: the sizes of an engine come from `build/sizing.py`.
+Only callers with SGLang's interface use it: `build/sizing.py` computes the sizes of an engine.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ def plan_capacity(
     reserve_ratio: float | None = None,
     max_requests: int = 0,
 ) -> int:
-    """Tokens that a pool of `layout` can hold on a device of `total_bytes` together with a model of `model_bytes`.
+    """Number of tokens of a pool of `layout` on a device of `total_bytes` that also has a model of `model_bytes`.
 
     Exactly one of two settings determines the bytes of the cache:
 
         mem_fraction_static   total_bytes * mem_fraction_static - model_bytes     (the rest is for activations)
         reserve_ratio         (total_bytes - model_bytes) * (1 - reserve_ratio)
 
-    Page 0 and the states (rows per request) of `max_requests` requests and the sink are deducted, and the result is
-    whole device pages. ConfigError on invalid settings, OutOfMemory with the numbers and the setting if no page fits.
+    Page 0 and the states (rows per request) of `max_requests` requests and the sink are deducted. The result is a
+    multiple of the device page. ConfigError for invalid settings; OutOfMemory, with the numbers and the setting, if no
+    page fits.
     """
     budget, setting = _budget(total_bytes, model_bytes, mem_fraction_static, reserve_ratio)
     page = layout.device_page_size

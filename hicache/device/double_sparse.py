@@ -11,7 +11,7 @@ from hicache.kernels.store_kv import Scale, store_rows
 
 
 class DoubleSparseTokenToKVPool(RowPool):
-    """Of layer `start_layer + i`: `k_buffer[i]`, `v_buffer[i]` `[size + page_size, head_num, head_dim]` and
+    """Layer `start_layer + i` has `k_buffer[i]`, `v_buffer[i]` `[size + page_size, head_num, head_dim]` and
     `label_buffer[i]` `[size + page_size, head_num, heavy_channel_num]`, zero-filled, in `store_dtype`."""
 
     def __init__(
@@ -28,7 +28,7 @@ class DoubleSparseTokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        """ConfigError for sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(head_num=head_num, head_dim=head_dim, heavy_channel_num=heavy_channel_num)
         self.head_num = head_num
@@ -59,8 +59,9 @@ class DoubleSparseTokenToKVPool(RowPool):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """As the base's, with the labels of the keys, `[tokens, head_num, heavy_channel_num]`, stored without scaling:
-        tokens are selected by the order of their labels, which no scale changes. ShapeError without labels."""
+        """Store keys, values and labels of the keys, `[tokens, head_num, heavy_channel_num]`. Labels are not scaled,
+        because tokens are selected by the order of their labels, which a scale does not change. ShapeError without
+        labels."""
         expected = (loc.numel(), self.head_num, self.heavy_channel_num)
         if not isinstance(cache_label, torch.Tensor):
             raise ShapeError(

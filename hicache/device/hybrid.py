@@ -25,7 +25,7 @@ from hicache.layout import PoolLayout
 class HybridLinearKVPool(MappedKVPool):
     """Keys and values of `full_attention_layer_ids`, under their global ids, and the states of `mamba_pool`.
 
-    `layout` and CPU copies cover the attention layers; `slot_spaces` includes the state pool's.
+    `layout` and CPU copies cover the attention layers; `slot_spaces` includes the slot spaces of the state pool.
     """
 
     full_kv_pool: MHATokenToKVPool | MLATokenToKVPool
@@ -49,7 +49,7 @@ class HybridLinearKVPool(MappedKVPool):
     ) -> None:
         """With `use_mla` rows are latent, of `kv_lora_rank` and `qk_rope_head_dim`; head sizes are ignored.
 
-        ConfigError on transposing, on layers that are missing or named twice, and on a missing MLA size.
+        ConfigError for `enable_kvcache_transpose`, for missing or duplicate layers, and for a missing MLA size.
         """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")
@@ -76,23 +76,23 @@ class HybridLinearKVPool(MappedKVPool):
 
     @cached_property
     def slot_spaces(self) -> tuple[SlotSpace, ...]:
-        """The space of token slots, and that of states if there is a state pool."""
+        """The slot space of tokens, and the slot space of states if there is a state pool."""
         return (*super().slot_spaces, *(self.mamba_pool.slot_spaces if self.mamba_pool else ()))
 
     def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
-        """As `MLATokenToKVPool`'s. ConfigError if the pool was built with use_mla=False."""
+        """Call `MLATokenToKVPool.set_mla_kv_buffer`. ConfigError if the pool was built with use_mla=False."""
         self._latent().set_mla_kv_buffer(self._transfer_full_attention_id(layer), loc, k_nope, k_rope)
 
     def get_mla_kv_buffer(
         self, layer: LayerRef, loc: torch.Tensor, dst_dtype: torch.dtype | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `MLATokenToKVPool`'s, after waiting for the layer."""
+        """Call `MLATokenToKVPool.get_mla_kv_buffer` after waiting for the layer."""
         dense_id = self._transfer_full_attention_id(layer)
         self._wait(self.layer_ids[dense_id])
         return self._latent().get_mla_kv_buffer(dense_id, loc, dst_dtype)
 
     def _transfer_full_attention_id(self, layer: LayerRef) -> int:
-        """The dense id of a global one; ShapeError, a ValueError, lists the attention layers."""
+        """Dense id of a global layer id; ShapeError (a ValueError) lists the attention layers."""
         return self._inner(layer if isinstance(layer, int) else layer.layer_id)[1]
 
     def _unknown(self, layer_id: int) -> ShapeError:

@@ -5,9 +5,9 @@
     request.mamba_pool_idx          the running state
     request.mamba_checkpoint_idx    with the extra buffer: a second state, the last checkpoint
 
-The two states alternate: at a checkpoint the running state becomes the checkpoint; its bytes are copied to the other,
-the running state from then on. So a checkpoint is overwritten only after a newer one is complete. Owns the mapping and
-the state pool.
+The two states alternate: at a checkpoint the running state becomes the checkpoint, and its bytes are copied to the
+other state, which becomes the running one. So a checkpoint is overwritten only after a newer one is complete. Owns the
+mapping and the state pool.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 
 
 class HybridRequest(TableRequest, Protocol):
-    """What the table requires of a request: attributes for its row and its states (0-dim tensors on the pool's device).
+    """Attributes of a request that the table uses: its row and its states (0-dim tensors on the pool's device).
 
     `mamba_checkpoint_idx` is used only if the table has the extra buffer.
     """
@@ -35,10 +35,10 @@ class HybridRequest(TableRequest, Protocol):
 class HybridReqToTokenPool(ReqToTokenPool):
     """A `ReqToTokenPool` with a `MambaPool` of `mamba_size` states. Scheduler thread only.
 
-    `alloc` takes a row and zeroed states for each request, all or none, and a request keeps what it has; for a number,
-    it takes rows alone, whose state is the sink. Rows and states are freed separately: `free` frees the row,
-    `free_mamba_cache` the states, except those that the request donated and set to None.
-    For SGLang's callers alone: `free_mamba_cache`, `take_checkpoint`.
+    `alloc` allocates a row and zeroed states for each request, all or none; a request keeps the row and states that it
+    already has. If called with a number, `alloc` allocates only rows, whose state is the sink. Rows and states are
+    freed separately: `free` frees the row, `free_mamba_cache` the states, except states that the request donated and
+    set to None. Only callers with SGLang's interface use `free_mamba_cache` and `take_checkpoint`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self.req_index_to_mamba_index_mapping = torch.zeros(size + 1, dtype=torch.int64, device=self.device)
         self._mapping_on_host = self.req_index_to_mamba_index_mapping.numpy() if self.device.type == "cpu" else None
 
-    # Narrower than the base: a request of a hybrid model has attributes for its states.
+    # Accepts a narrower type than the base: a request of a hybrid model has attributes for its states.
     def _take_for(self, requests: Sequence[HybridRequest]) -> list[int] | None:  # type: ignore[override]
         if not requests:
             return []
@@ -101,7 +101,8 @@ class HybridReqToTokenPool(ReqToTokenPool):
             self._map([request.req_pool_idx], states[0].new_zeros(1))
 
     def checkpoint(self, requests: Sequence[HybridRequest]) -> None:
-        """Make each request's running state its checkpoint and continue in its other state. No wait, no allocation.
+        """Make each request's running state its checkpoint, and its other state a copy that is the running state. No
+        wait for the device, no allocation.
 
         Each request has a row and two states, and is named once. ConfigError without the extra buffer.
         """
@@ -119,7 +120,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
         self._map(rows, other)
 
     def take_checkpoint(self, request: HybridRequest) -> torch.Tensor | None:
-        """The state `[1]` of the last checkpoint, owned by the caller from now on; the request gets another. None if no
+        """Transfer the state `[1]` of the last checkpoint to the caller; the request gets another state. None if no
         state is free."""
         self._need_extra_buffer()
         taken = _stack([request.mamba_checkpoint_idx])
@@ -172,7 +173,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
             return
         index = torch.tensor(rows, dtype=torch.int64)
         if self.device.type == "cuda":
-            # From pageable memory the host would wait for the copy.
+            # Pinned, because the host would wait for a copy from pageable memory.
             index = index.pin_memory().to(self.device, non_blocking=True)
         self.req_index_to_mamba_index_mapping[index] = states
 
@@ -182,7 +183,7 @@ class HybridReqToTokenPool(ReqToTokenPool):
 
 
 def _stack(states: Sequence[torch.Tensor | None]) -> torch.Tensor:
-    """0-dim ids as one tensor `[n]`."""
+    """Stack 0-dim ids to a tensor `[n]`."""
     held = [state.reshape(()) for state in states if state is not None]
     if len(held) != len(states):
         raise ShapeError(f"{len(states) - len(held)} of {len(states)} requests have no state; alloc them first")

@@ -3,7 +3,8 @@
     state 0           the sink for padding, never allocated
     states [1, size]  each free or allocated, never both
 
-Unlike slots of tokens, states are allocated by their pool, for the request table. Owns the tensors and the free list.
+Unlike slots of tokens, states are allocated by the pool itself, for the request table. Owns the tensors and the free
+list.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ class Mamba2StateShape:
         state_size: int,
         conv_kernel: int,
     ) -> Mamba2StateShape:
-        """The shapes on one of `tp_world_size` ranks. A group that heads of several ranks share is stored by each.
+        """Compute the shapes on one of `tp_world_size` ranks. If heads of several ranks share a group, each rank stores
+        it.
 
         The window holds the last conv_kernel - 1 inputs of x, B and C: intermediate_size + 2 * n_groups * state_size
         channels. ConfigError unless heads, channels and groups split evenly over the ranks.
@@ -63,7 +65,7 @@ class Mamba2StateShape:
 
 @dataclass(frozen=True)
 class Mamba2CacheParams:
-    """What a Mamba pool stores: the shapes, the global ids of the layers, and the dtypes.
+    """Contents of a Mamba pool: the shapes, the global ids of the layers, and the dtypes.
 
     The default of `temporal_dtype` is HICACHE_MAMBA_SSM_DTYPE, or float32 if that is unset.
     """
@@ -78,7 +80,7 @@ class Mamba2CacheParams:
 
     @property
     def layout(self) -> PoolLayout:
-        """Rows per request: conv0, conv1, ..., temporal in each layer. A page is one state."""
+        """Layout with rows per request: conv0, conv1, ..., temporal in each layer. A page is one state."""
         layers = tuple(self.layers)
         conv = [
             BufferSpec(f"conv{i}", self.conv_dtype, shape, "request", layers) for i, shape in enumerate(self.shape.conv)
@@ -100,7 +102,8 @@ class MambaState:
 
 @dataclass(frozen=True)
 class SpeculativeMambaState(MambaState):
-    """Also the states after each draft token, `[..., drafts, ...]`, to restore after a rejected draft."""
+    """A `MambaState` with the states after each draft token, `[..., drafts, ...]`, to restore after a rejected
+    draft."""
 
     intermediate_ssm: torch.Tensor
     intermediate_conv_window: list[torch.Tensor]
@@ -119,8 +122,8 @@ class MambaPool:
 
     Ids are int64 tensors on `device`. `free_slots` is replaced, never written in place, and allocated from the front.
     Only `check`, CPU copies and, with HICACHE_DEBUG=1, the checks of frees and copies wait for the device. Kernels run
-    on the current stream, which should be the one that uses the states.
-    For SGLang's callers alone: speculative states and CPU copies.
+    on the current stream, which should be the stream that uses the states.
+    Only callers with SGLang's interface use speculative states and CPU copies.
     """
 
     def __init__(
@@ -132,7 +135,7 @@ class MambaPool:
         speculative_num_draft_tokens: int | None = None,
         enable_memory_saver: bool = False,
     ) -> None:
-        """With `speculative_num_draft_tokens`, draft buffers for `spec_state_size` requests; 0 means all."""
+        """With `speculative_num_draft_tokens`, allocate draft buffers for `spec_state_size` requests; 0 means all."""
         if size < 1 or spec_state_size < 0 or (speculative_num_draft_tokens or 1) < 1:
             raise ConfigError(
                 f"size={size}, spec_state_size={spec_state_size}, "
@@ -150,7 +153,7 @@ class MambaPool:
             self.mamba_cache = self._allocate(spec_state_size or size, speculative_num_draft_tokens)
         self._tensors = (*self.mamba_cache.conv, self.mamba_cache.temporal)
         self.free_slots: torch.Tensor
-        self._owned: set[int] | None  # states that are allocated, where calls are checked
+        self._owned: set[int] | None  # the allocated states; None if calls are not checked
         self.mem_usage = sum(x.nbytes for x in self._all_tensors()) / (1 << 30)
         self.clear()
 
@@ -180,24 +183,24 @@ class MambaPool:
         self.layer_transfer_counter = counter
 
     def compile(self) -> None:
-        """Compile what clears and copies any number of states; state 0 is cleared."""
+        """Compile the kernels that clear and copy any number of states; clears state 0."""
         sink = torch.zeros(1, dtype=torch.int64, device=self.device)
         clear_states(self._tensors, sink, self._kernels)
         copy_states(self._tensors, sink, sink, self._kernels)
 
     def available_size(self) -> int:
-        """States that can be allocated now."""
+        """Number of states that can be allocated now."""
         return self.free_slots.numel()
 
     def alloc(self, need_size: int) -> torch.Tensor | None:
-        """`need_size` zeroed states, or None and no change when too few are free."""
+        """Allocate `need_size` zeroed states; None, without any change, if too few are free."""
         slots = self._take(need_size)
         if slots is not None:
             clear_states(self._tensors, slots, self._kernels)
         return slots
 
     def free(self, free_index: torch.Tensor) -> None:
-        """Free states. Copies the ids. DoubleFree changes nothing (on CPU tensors, or with HICACHE_DEBUG=1)."""
+        """Free states. Copies the ids. On CPU tensors, or with HICACHE_DEBUG=1, DoubleFree, without any change."""
         slots = free_index.reshape(-1).to(torch.int64)
         if not slots.numel():
             return
@@ -206,7 +209,7 @@ class MambaPool:
         self.free_slots = torch.cat((self.free_slots, slots))
 
     def fork_from(self, src_index: torch.Tensor) -> torch.Tensor | None:
-        """New states with the contents of states `src_index` (int64, any shape); None when too few are free."""
+        """Allocate states and copy states `src_index` (int64, any shape) to them; None if too few are free."""
         src = src_index.reshape(-1)
         slots = self._take(src.numel())
         if slots is not None:
@@ -229,12 +232,13 @@ class MambaPool:
         self._owned = set() if self._check_calls else None
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """States `indices` as `[layer][chunk](buffers)` in the layout's order, pinned on CUDA. Waits for the device."""
+        """Copy states `indices`: `[layer][chunk](buffers)` in the layout's order, pinned on CUDA. Waits for the
+        device."""
         self._wait_all()
         return rows_to_cpu([self.layer_buffers(layer_id) for layer_id in self.layers], indices.reshape(-1))
 
     def load_cpu_copy(self, mamba_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
-        """Write what `get_cpu_copy` returned to as many states, which may be others. Waits for the device."""
+        """Write a copy of `get_cpu_copy` to the same number of states, possibly other ones. Waits for the device."""
         rows_from_cpu(mamba_cache_cpu, [self.layer_buffers(i) for i in self.layers], indices.reshape(-1))
 
     def check(self) -> None:

@@ -19,8 +19,8 @@ from hicache.layout import PoolLayout
 class MappedKVPool(KVCache):
     """Layers of inner pools under global ids.
 
-    A transfer counter is registered here, not with the inner pools: `wait_until` gets the position of the layer in
-    `layer_ids`.
+    A transfer counter is registered with this pool, not with the inner pools: `wait_until` gets the index of the layer
+    in `layer_ids`.
     """
 
     def __init__(
@@ -78,13 +78,13 @@ class MappedKVPool(KVCache):
         return pool.load_kv(dense_id, self._slots_of_layer(layer_id, indices))
 
     def get_cpu_copy(self, indices: torch.Tensor) -> CpuCopy:
-        """Rows of all layers in order of their ids, each layer's at its pool's slots of `indices`."""
+        """Copy rows of all layers in order of their ids; each layer is read at its inner pool's slots of `indices`."""
         self._wait_all()
         copies = {pool: iter(pool.get_cpu_copy(self._slots_in(pool, indices))) for pool in self._pools}
         return [next(copies[pool]) for pool, _ in self._layers.values()]
 
     def load_cpu_copy(self, kv_cache_cpu: CpuCopy, indices: torch.Tensor) -> None:
-        """Write what `get_cpu_copy` returned to as many slots, which may be others."""
+        """Write a copy of `get_cpu_copy` to the same number of slots, possibly other ones."""
         if len(kv_cache_cpu) != self.layer_num:
             raise ShapeError(f"a copy of {len(kv_cache_cpu)} layers for a pool of {self.layer_num}")
         for pool in self._pools:
@@ -92,17 +92,17 @@ class MappedKVPool(KVCache):
             pool.load_cpu_copy([rows for (owner, _), rows in owners if owner is pool], self._slots_in(pool, indices))
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """Copy slots in every layer, each at its pool's slots; sources and targets may overlap."""
+        """Copy slots in every layer, at the slots of its inner pool; sources and targets may overlap."""
         self._wait_all()
         for pool in self._pools:
             pool.move_kv_cache(self._slots_in(pool, tgt_loc), self._slots_in(pool, src_loc))
 
     def _slots_in(self, pool: KVCache, slots: torch.Tensor) -> torch.Tensor:
-        """The slots of an inner pool that belong to `slots` of this one."""
+        """Translate slots of this pool to slots of an inner pool."""
         return slots
 
     def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
-        """`_slots_in` of the layer's pool, for a store of this layer."""
+        """Translate slots of this pool to slots of the layer's inner pool, to store this layer."""
         return loc
 
     def _spans_of(self, layer_id: int) -> tuple[int, ...]:
@@ -124,13 +124,13 @@ class MappedKVPool(KVCache):
 
 
 def with_layer_ids(layout: PoolLayout, layer_ids: Sequence[int]) -> PoolLayout:
-    """`layout` of dense layers 0, 1, ... with `layer_ids[dense]` in their place."""
+    """Replace the dense layer ids 0, 1, ... of `layout` by `layer_ids[dense]`."""
     buffers = (replace(b, layers=tuple(layer_ids[dense] for dense in b.layers)) for b in layout.buffers)
     return replace(layout, buffers=tuple(buffers))
 
 
 def ascending(layer_ids: Sequence[int], name: str) -> tuple[int, ...]:
-    """The ids in ascending order. ConfigError if there is none, or one is negative or named twice."""
+    """Sort layer ids. ConfigError if there are none, or one is negative or duplicate."""
     ordered = tuple(sorted(layer_ids))
     if not ordered or ordered[0] < 0 or len(set(ordered)) != len(ordered):
         raise ConfigError(f"{name}={list(layer_ids)}: name at least one layer, each once, with ids from 0")

@@ -1,7 +1,7 @@
 """Allocates device memory for pools and tables: in the memory saver's region, from a custom pool, or from torch.
 
-Owns the process's NVLink memory pools, one per device. The only module that uses `torch_memory_saver` and Mooncake's
-allocator.
+Owns the process's NVLink memory pools, one per device. This is the only module that uses `torch_memory_saver` and
+Mooncake's allocator.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from hicache.errors import ConfigError, OutOfMemory
 
 @contextmanager
 def allocation_region(enable_memory_saver: bool) -> Iterator[None]:
-    """Allocate in the memory saver's region, whose memory can be paused, if `enable_memory_saver`; else as usual."""
+    """If `enable_memory_saver`, allocate in the memory saver's region, whose memory can be paused."""
     if not enable_memory_saver:
         yield
         return
@@ -46,7 +46,8 @@ def custom_pool_region(device: torch.device) -> Iterator[None]:
 
 @cache
 def nvlink_pool(device: torch.device) -> Any:
-    """The `torch.cuda.MemPool` over Mooncake's NVLink allocator, built once: it must outlive its tensors."""
+    """The `torch.cuda.MemPool` over Mooncake's NVLink allocator. Built once and kept, as it must outlive its
+    tensors."""
     try:
         from mooncake.allocator import NVLinkAllocator
     except ImportError as error:
@@ -60,7 +61,7 @@ def nvlink_pool(device: torch.device) -> Any:
 def allocate_zeros(
     shapes: list[tuple[int, ...]], dtype: torch.dtype, device: torch.device, setting: str = "device_tokens"
 ) -> list[torch.Tensor]:
-    """Zero-filled tensors, all or none. OutOfMemory names the bytes needed, the bytes free and `setting`."""
+    """Allocate zero-filled tensors, all or none. OutOfMemory names the bytes needed, the bytes free and `setting`."""
     needed = sum(torch.Size(shape).numel() for shape in shapes) * dtype.itemsize
     free = None
     if device.type == "cuda":
@@ -90,7 +91,8 @@ class LazyLayers:
         return len(self._layers)
 
     def __getitem__(self, index: int) -> tuple[torch.Tensor, ...]:
-        """ConfigError where a layer is first used within a CUDA graph capture, OutOfMemory where it does not fit."""
+        """The buffers of a layer. ConfigError if a layer is first used within a CUDA graph capture, OutOfMemory if it
+        does not fit."""
         buffers = self._layers[index]
         if buffers is None:
             if self._device.type == "cuda" and torch.cuda.is_current_stream_capturing():

@@ -42,7 +42,7 @@ class MHATokenToKVPool(RowPool):
         enable_kv_cache_copy: bool = False,
         lazy: bool = False,
     ) -> None:
-        """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        """ConfigError for sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self.head_num = head_num
         self.head_dim = head_dim
@@ -61,7 +61,7 @@ class MHATokenToKVPool(RowPool):
         on_cuda = self.device.type == "cuda"
         self._alt_stream = torch.cuda.Stream(self.device) if on_cuda and enable_alt_stream else None
         if enable_kv_cache_copy and self._kernels == "triton" and not lazy:
-            self._mover  # noqa: B018  (prepared now, not at the first move)
+            self._mover  # noqa: B018  (builds it now, not at the first move)
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
         if self._alt_stream is None or not torch.cuda.is_current_stream_capturing():
@@ -77,7 +77,8 @@ class MHATokenToKVPool(RowPool):
         current.wait_stream(self._alt_stream)
 
     def move_kv_cache(self, tgt_loc: torch.Tensor, src_loc: torch.Tensor) -> None:
-        """As the base's; the Triton kernels take one launch for all layers, or a few launches for many tokens."""
+        """Copy slots `src_loc` to `tgt_loc` in every layer; they may overlap. The Triton kernels need one launch for
+        all layers, or a few launches for many tokens."""
         if self._kernels == "torch":
             super().move_kv_cache(tgt_loc, src_loc)
             return

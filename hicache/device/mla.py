@@ -35,7 +35,7 @@ class MLATokenToKVPool(RowPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """ConfigError on sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
+        """ConfigError for sizes below 1 or a missing memory saver; OutOfMemory names `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         self._positive(kv_lora_rank=kv_lora_rank, qk_rope_head_dim=qk_rope_head_dim)
         self.kv_lora_rank = kv_lora_rank
@@ -46,7 +46,7 @@ class MLATokenToKVPool(RowPool):
         self._further = rest
 
     def _row_dim(self) -> int:
-        """Elements of a row."""
+        """Number of elements of a latent row."""
         return self.kv_lora_rank + self.qk_rope_head_dim
 
     def _arrange(self, latent: torch.Tensor) -> torch.Tensor:
@@ -54,7 +54,7 @@ class MLATokenToKVPool(RowPool):
         return latent
 
     def _further_rows(self) -> list[Row]:
-        """What a layer stores in addition to the latent rows."""
+        """Kinds of rows that a layer stores in addition to the latent rows."""
         return []
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
@@ -70,8 +70,8 @@ class MLATokenToKVPool(RowPool):
         k_scale: Scale = None,
         v_scale: Scale = None,
     ) -> None:
-        """Store whole rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. They contain the values; `cache_v`
-        and `v_scale` are ignored."""
+        """Store complete rows `cache_k [tokens, 1, rank + rope]`, divided by `k_scale`. They contain the values;
+        `cache_v` and `v_scale` are ignored."""
         index = self._index(layer)
         self._check_loc(loc)
         rows, scale = self._storable(cache_k, (loc.numel(), 1, self.kv_cache_dim), k_scale, "cache_k")
@@ -101,7 +101,7 @@ class MLATokenToKVPool(RowPool):
         store_rows(rows, self._as_read(self._stored[index][0]), loc, self._kernels, scale)
 
     def _store_parts(self, index: int, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:
-        """Parts `[tokens, 1, ...]` of `store_dtype`."""
+        """Store parts `[tokens, 1, ...]` of `store_dtype`."""
         set_latent(nope, rope, self._stored[index][0], loc, self._kernels)
 
     def _part(self, rows: torch.Tensor, loc: torch.Tensor, dim: int, name: str) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The device pool of sparse latent attention: MLA's rows, and fp8 index keys with scales, by which tokens are selected.
+"""The device pool of sparse latent attention: MLA's rows, and fp8 index keys with scales, which select tokens.
 
 The index keys and scales of a device page share one row of bytes (see `hicache.kernels.nsa`).
 """
@@ -26,7 +26,7 @@ from hicache.kernels.nsa import (
 
 @dataclass(frozen=True)
 class _SlotsInPages:
-    """Rows by slot of a view `part`, `[pages, page_size, ...item]`."""
+    """Access by slot to the rows of a view `part`, `[pages, page_size, ...item]`."""
 
     part: torch.Tensor
 
@@ -63,7 +63,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         start_layer: int | None = None,
         end_layer: int | None = None,
     ) -> None:
-        """`kv_cache_dim`: elements of a latent row if it is wider than its two parts; `set_kv_buffer` stores whole
+        """`kv_cache_dim`: elements of a latent row if it is wider than its two parts; `set_kv_buffer` stores complete
         rows. ConfigError unless `index_head_dim` is 128, the number of elements that share a scale."""
         if index_head_dim != KEY_BYTES:
             raise ConfigError(f"index_head_dim={index_head_dim}: index keys are quantised in blocks of {KEY_BYTES}")
@@ -105,7 +105,8 @@ class NSATokenToKVPool(MLATokenToKVPool):
         return gather_index_keys(buffer, page_indices, seq_len, self.page_size, self._kernels)
 
     def get_index_k_scale_continuous(self, layer_id: int, seq_len: int, page_indices: torch.Tensor) -> torch.Tensor:
-        """Their scales: uint8 `[seq_len, 4]`, to be viewed as float32."""
+        """The scales of the index keys of a sequence's first `seq_len` tokens: uint8 `[seq_len, 4]`, to be viewed as
+        float32. ShapeError if the pages hold fewer tokens."""
         buffer = self._pages_of(layer_id, seq_len, page_indices)
         return gather_index_scales(buffer, page_indices, seq_len, self.page_size, self._kernels)
 
@@ -113,7 +114,7 @@ class NSATokenToKVPool(MLATokenToKVPool):
         self, layer_id: LayerRef, loc: torch.Tensor, index_k: torch.Tensor, index_k_scale: torch.Tensor
     ) -> None:
         """Store quantised index keys: `index_k` float8_e4m3fn (or its bytes) `[tokens, 128]`, `index_k_scale` float32
-        `[tokens]` or `[tokens, 1]`. ShapeError names what is given and what is expected."""
+        `[tokens]` or `[tokens, 1]`. ShapeError names the given and the expected shapes."""
         index, count = self._index(layer_id), loc.numel()
         self._check_loc(loc)
         if tuple(index_k.shape) != (count, KEY_BYTES) or index_k.dtype not in (torch.float8_e4m3fn, torch.uint8):

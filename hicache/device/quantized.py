@@ -32,8 +32,8 @@ class QuantizedLayer(NamedTuple):
 class QuantizedKVCache(RowPool):
     """Keys and values of `dtype`, kept in 8 bits: `kv_dtype` "int8" (scale max|x| / 127) or "fp8" (e4m3, max|x| / 448).
 
-    `get_key_buffer`, `get_value_buffer` and `get_kv_buffer` dequantise a whole layer into new tensors; `load_kv`
-    dequantises the given slots, and `get_quantized_buffer` serves kernels that dequantise themselves.
+    `get_key_buffer`, `get_value_buffer` and `get_kv_buffer` dequantise a complete layer into new tensors; `load_kv`
+    dequantises the given slots; `get_quantized_buffer` is for kernels that dequantise themselves.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class QuantizedKVCache(RowPool):
         end_layer: int | None = None,
         kv_dtype: Literal["int8", "fp8"] = "int8",
     ) -> None:
-        """ConfigError on sizes below 1, an unknown `kv_dtype` or a `dtype` of 8 bits; OutOfMemory names
+        """ConfigError for sizes below 1, an unknown `kv_dtype` or a `dtype` of 8 bits; OutOfMemory names
         `device_tokens`."""
         super().__init__(size, page_size, dtype, layer_num, device, enable_memory_saver, start_layer, end_layer)
         if kv_dtype not in _STORED:
@@ -83,7 +83,7 @@ class QuantizedKVCache(RowPool):
         return dequantise_kv([layer.k], [layer.k_scale], None, self.dtype, self._kernels)[0]
 
     def get_value_buffer(self, layer_id: int) -> torch.Tensor:
-        """All values, likewise."""
+        """All values `[slots, heads, dim]` of a layer, dequantised into a new tensor of `dtype`."""
         layer = self.get_quantized_buffer(layer_id)
         return dequantise_kv([layer.v], [layer.v_scale], None, self.dtype, self._kernels)[0]
 
@@ -91,7 +91,7 @@ class QuantizedKVCache(RowPool):
         return self._read(layer_id, None)
 
     def load_kv(self, layer_id: int, indices: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """As the base's, gathered and dequantised to `dtype` in one launch."""
+        """Keys and values at slots `indices [tokens]`, gathered and dequantised to `dtype` in one launch."""
         self._check_loc(indices)
         return self._read(layer_id, indices)
 

@@ -1,4 +1,4 @@
-"""The request table: for each running request, the slot of every token of it.
+"""The request table: the slot of every token of each running request.
 
     row 0           the sink for padding, never allocated
     rows [1, size]  one for each request; columns [0, req_lens[row]) hold slots
@@ -18,7 +18,7 @@ from hicache.errors import ConfigError, DoubleFree, InvariantError, ShapeError
 
 
 class TableRequest(Protocol):
-    """What the table requires of a request: an attribute for its row."""
+    """The attribute of a request that the table uses: its row."""
 
     req_pool_idx: int | None
 
@@ -26,9 +26,10 @@ class TableRequest(Protocol):
 class ReqToTokenPool:
     """Rows of `req_to_token`, int32 `[size + 1, max_context_len]` on `device`. Scheduler thread only.
 
-    `free_slots` lists the free rows, the next one last. `req_lens`, int32 `[size + 1]` on the CPU, is the number of
-    slots that `set_token_loc` wrote. `generation[row]` is incremented when the row is freed: a reader that stored it
-    can tell whether the row was reused. For SGLang's callers alone: `set_token_loc` and `req_lens`.
+    `free_slots` lists the free rows; the last one is allocated next. `req_lens`, int32 `[size + 1]` on the CPU, is the
+    number of slots that `set_token_loc` wrote. `generation[row]` is incremented when the row is freed: a reader that
+    stored it can detect that the row was reused. Only callers with SGLang's interface use `set_token_loc` and
+    `req_lens`.
     """
 
     def __init__(
@@ -42,7 +43,7 @@ class ReqToTokenPool:
         with allocation_region(enable_memory_saver):
             (self.req_to_token,) = allocate_zeros([(size + 1, max_context_len)], torch.int32, self.device)
         self.req_lens = torch.zeros(size + 1, dtype=torch.int32)
-        self._lens = self.req_lens.numpy()  # one element is written many times faster than by torch
+        self._lens = self.req_lens.numpy()  # numpy writes a single element many times faster than torch
         self.generation = [0] * (size + 1)
         self._taken = [False] * (size + 1)
         self.free_slots = list(range(size, 0, -1))
@@ -61,11 +62,11 @@ class ReqToTokenPool:
     def alloc(
         self, need_size: int | Sequence[TableRequest] | None = None, reqs: Sequence[TableRequest] | None = None
     ) -> int | list[int] | None:
-        """`need_size` rows, or a row for each request; None, and no change, when too few are free.
+        """Allocate `need_size` rows, or a row for each request; None, without any change, if too few are free.
 
-        Requests are either argument; with both, `need_size` is their number (else ShapeError). A request that has a row
-        (`req_pool_idx`) keeps it; InvariantError if that row is not allocated. Without arguments: one row, -1 if none
-        is free.
+        Either argument may be the requests; if both are given, `need_size` must be their number (else ShapeError). A
+        request that has a row (`req_pool_idx`) keeps it; InvariantError if that row is not allocated. Without
+        arguments: returns one row, -1 if none is free.
         """
         if isinstance(need_size, Sequence):
             need_size, reqs = None, need_size
@@ -79,7 +80,8 @@ class ReqToTokenPool:
         return rows[0] if rows else -1
 
     def free(self, what: int | Sequence[int] | TableRequest) -> None:
-        """Free a row, several, or a request's, whose `req_pool_idx` becomes None. DoubleFree changes nothing."""
+        """Free one row, several rows, or a request's row, whose `req_pool_idx` becomes None. DoubleFree, without any
+        change, for a row that is not allocated."""
         if isinstance(what, int):
             self._free([what])
         elif isinstance(what, Sequence):
@@ -93,13 +95,13 @@ class ReqToTokenPool:
     def write(
         self, indices: tuple[int | torch.Tensor, slice | int | torch.Tensor] | list[int], values: torch.Tensor
     ) -> None:
-        """`req_to_token[indices] = values`: slots for (row, slice), tensors of rows and positions, or whole rows."""
-        # A slice takes values of any integer type; other indices take those of the table's alone.
+        """`req_to_token[indices] = values`: slots for (row, slice), tensors of rows and positions, or complete rows."""
+        # With a slice, torch accepts values of any integer type; with other indices, only of the table's type.
         is_slice = isinstance(indices, tuple) and isinstance(indices[1], slice)
         self.req_to_token[indices] = values if is_slice else values.to(torch.int32)
 
     def set_token_loc(self, req_idx: int, start: int, kv_indices: torch.Tensor) -> None:
-        """Write the slots of tokens [start, start + n) of a row and set its length. ShapeError past the end."""
+        """Write the slots of tokens [start, start + n) of a row and set its length. ShapeError beyond the columns."""
         end = start + kv_indices.numel()
         if not self._holds(req_idx):
             raise ShapeError(f"row {req_idx} is not allocated; rows are 1..{self.size}")
@@ -117,7 +119,7 @@ class ReqToTokenPool:
         self.free_slots = list(range(self.size, 0, -1))
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: a row free twice, free and allocated, or neither; row 0 in use."""
+        """Raise InvariantError with all violations: rows free twice, free and allocated, or neither; row 0 in use."""
         violations = []
         free = set(self.free_slots)
         if len(free) != len(self.free_slots):

@@ -1,4 +1,4 @@
-"""Base of the pools whose layers all store the same kinds of rows: one tensor for each kind, described by a layout."""
+"""Base of pools whose layers all store the same kinds of rows: one tensor for each kind, described by a layout."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.layout import BufferSpec, Per, PoolLayout
 
 @dataclass(frozen=True)
 class Row:
-    """One kind of row: what a token, or a device page, stores in every layer under `name`."""
+    """One kind of row, which a token, or a device page, has in every layer, under `name`."""
 
     name: str
     dtype: torch.dtype
@@ -38,8 +38,8 @@ class KVRows(NamedTuple):
 class RowPool(KVCache):
     """A pool whose layers all store the rows that its constructor passed to `_build`.
 
-    The first kind of row holds keys, the second values, unless a subclass overrides the getters. Also validates what is
-    stored: shapes, dtypes and devices always, slots with HICACHE_DEBUG=1 outside CUDA graph capture.
+    The first kind of row holds keys, the second values, unless a subclass overrides the getters. The pool validates the
+    arguments of stores: shapes, dtypes and devices always, slots with HICACHE_DEBUG=1 outside CUDA graph capture.
     """
 
     _layout: PoolLayout
@@ -73,7 +73,7 @@ class RowPool(KVCache):
         self._store(index, loc, self._storable_kv(cache_k, cache_v, loc.numel(), k_scale, v_scale))
 
     def _store(self, index: int, loc: torch.Tensor, rows: KVRows) -> None:
-        """Store rows divided by their scales in a layer, by dense index. Converted in the launch, and clamped to the
+        """Store rows divided by their scales in a layer (dense index). The kernel converts them, and clamps them to the
         range of fp8."""
         k_buffer, v_buffer = (self._as_read(buffer) for buffer in self._stored[index][:2])
         store_kv(rows.k, rows.v, k_buffer, v_buffer, loc, self._kernels, rows.k_scale, rows.v_scale)
@@ -88,7 +88,7 @@ class RowPool(KVCache):
         return tensors
 
     def _build_lazily(self, rows: Sequence[Row]) -> LazyLayers:
-        """As `_build`, but each layer is allocated at its first use and counted in `mem_usage` then."""
+        """Like `_build`, but each layer is allocated, and counted in `mem_usage`, at its first use."""
 
         def allocate() -> tuple[torch.Tensor, ...]:
             buffers = tuple(tensor[0] for tensor in self._allocate(rows, 1))
@@ -96,7 +96,7 @@ class RowPool(KVCache):
             return buffers
 
         with allocation_region(self.enable_memory_saver):
-            pass  # raises now, not at the first store, if the package is missing
+            pass  # if the package is missing, raise now instead of at the first store
         self._describe(rows)
         self.mem_usage = 0.0
         self._stored = layers = LazyLayers(self.layer_num, self.device, allocate)
@@ -113,7 +113,7 @@ class RowPool(KVCache):
         return [block.view(row.dtype).view(shape) for block, row, shape in zip(blocks, rows, shapes, strict=True)]
 
     def _declare(self, rows: Sequence[Row], tensors: Sequence[torch.Tensor]) -> None:
-        """Declare `tensors`, each `[layers, slots or pages, ...row]`, as what this pool stores."""
+        """Use `tensors`, each `[layers, slots or pages, ...row]`, as the buffers of this pool."""
         self._describe(rows)
         self._stored = tuple(zip(*(tensor.unbind(0) for tensor in tensors), strict=True))
         self.mem_usage = sum(tensor.nbytes for tensor in tensors) / (1 << 30)
@@ -125,28 +125,28 @@ class RowPool(KVCache):
 
     @property
     def num_slots(self) -> int:
-        """Slots of each layer, those of page 0 included."""
+        """Number of slots of each layer, including page 0."""
         return self.size + self.page_size
 
     @property
     def num_pages(self) -> int:
-        """Device pages that hold `size` tokens, and page 0."""
+        """Number of device pages for `size` tokens, plus page 0."""
         return -(-self.size // self.page_size) + 1
 
     def _positive(self, **sizes: int) -> None:
-        """ConfigError unless every size is at least 1."""
+        """Raise ConfigError unless every size is at least 1."""
         if min(sizes.values()) < 1:
             listed = ", ".join(f"{name}={value}" for name, value in sizes.items())
             raise ConfigError(f"{listed} must all be at least 1")
 
     def _wait_for(self, layer: LayerRef) -> int:
-        """The dense index of a layer, after waiting for it."""
+        """Wait for a layer and return its dense index."""
         index = self._index(layer)
         self._wait(index + self.start_layer)
         return index
 
     def _check_rows(self, rows: torch.Tensor, expected: tuple[int, ...], name: str) -> None:
-        """ShapeError unless `rows` are floats of that shape on the pool's device."""
+        """Raise ShapeError unless `rows` are floats of shape `expected` on the pool's device."""
         if tuple(rows.shape) != expected or not rows.is_floating_point() or rows.device != self._tensor_device:
             raise ShapeError(
                 f"{name} is {tuple(rows.shape)} of {rows.dtype} on {rows.device}, the pool takes {expected} of "
@@ -156,10 +156,11 @@ class RowPool(KVCache):
     def _storable(
         self, rows: torch.Tensor, expected: tuple[int, ...], scale: Scale, name: str
     ) -> tuple[torch.Tensor, Scale]:
-        """Rows `[tokens, heads, dim]` and a scale that the store kernels accept; `rows` itself is not modified.
+        """Convert rows `[tokens, heads, dim]` and a scale to a form that the store kernels accept; `rows` itself is not
+        modified.
 
-        Each row is contiguous, and float32 if the kernels do not convert its dtype. The scale is one number: `rows` is
-        divided here by a larger one, for example of one number per head.
+        Returned rows are contiguous, and float32 if the kernels do not convert their dtype. The returned scale is one
+        number or None: rows are divided here by a scale with more elements, for example one number per head.
         """
         self._check_rows(rows, expected, name)
         if isinstance(scale, torch.Tensor):
@@ -176,13 +177,13 @@ class RowPool(KVCache):
     def _storable_kv(
         self, cache_k: torch.Tensor, cache_v: torch.Tensor, num_tokens: int, k_scale: Scale, v_scale: Scale
     ) -> KVRows:
-        """Keys and values of `num_tokens` tokens as `_storable` returns them, of one dtype, and their scales."""
+        """Apply `_storable` to keys and values of `num_tokens` tokens; both returned tensors have the same dtype."""
         k, k_scale = self._storable(cache_k, (num_tokens, *self._rows[0].shape), k_scale, "cache_k")
         v, v_scale = self._storable(cache_v, (num_tokens, *self._rows[1].shape), v_scale, "cache_v")
         return KVRows(k, v, k_scale, v_scale) if k.dtype == v.dtype else KVRows(k.float(), v.float(), k_scale, v_scale)
 
     def _as_stored(self, rows: torch.Tensor, expected: tuple[int, ...], scale: Scale, name: str) -> torch.Tensor:
-        """`rows / scale` in `store_dtype`, for operations that only copy; `rows` itself is not modified."""
+        """Convert `rows / scale` to `store_dtype`, for operations that only copy; `rows` itself is not modified."""
         return self._converted(*self._storable(rows, expected, scale, name))
 
     def _converted(self, rows: torch.Tensor, scale: Scale) -> torch.Tensor:

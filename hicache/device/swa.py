@@ -33,11 +33,11 @@ class _Translation:
 
 
 class SWAKVPool(MappedKVPool):
-    """`full_kv_pool` for the layers of full attention, `swa_kv_pool` for those with a window, under global layer ids.
+    """`full_kv_pool` for layers with full attention, `swa_kv_pool` for layers with a window, under global layer ids.
 
-    Callers pass full slots; window layers translate them. In a forward that writes its layers in ascending order the
-    first window layer translates `loc` and the others reuse the result. `layers_mapping[layer_id]` is (dense id,
-    whether it is a window layer). There are two layouts, one for each of the two `slot_spaces`.
+    Callers pass full slots; window layers translate them. In a forward that writes its layers in ascending order, the
+    first window layer translates `loc` and the other window layers reuse the result. `layers_mapping[layer_id]` is
+    (dense id, whether it is a window layer). Each of the two `slot_spaces` has its own layout.
     """
 
     def __init__(
@@ -60,9 +60,9 @@ class SWAKVPool(MappedKVPool):
         swa_head_dim: int | None = None,
         swa_v_head_dim: int | None = None,
     ) -> None:
-        """`swa_head_num`, `swa_head_dim`, `swa_v_head_dim`: of the window layers, where they differ from the full ones.
+        """`swa_head_num`, `swa_head_dim`, `swa_v_head_dim`: sizes of window layers, if they differ from full layers.
 
-        ConfigError on layer ids that are missing, named twice or of both kinds, and on transposing.
+        ConfigError for layer ids that are missing, duplicate or of both kinds, and for `enable_kvcache_transpose`.
         """
         if enable_kvcache_transpose:
             raise ConfigError("enable_kvcache_transpose=True: keys and values are stored by token; set it to False")
@@ -124,7 +124,7 @@ class SWAKVPool(MappedKVPool):
         self.full_to_swa_index_mapping = full_to_swa_index_mapping
 
     def compile(self) -> None:
-        """Compile what translates any number of slots."""
+        """Compile the kernel that translates any number of slots."""
         self.translate_loc_from_full_to_swa(torch.zeros(1, dtype=torch.int64, device=self._tensor_device))
 
     def translate_loc_from_full_to_swa(self, loc: torch.Tensor) -> torch.Tensor:
@@ -139,8 +139,8 @@ class SWAKVPool(MappedKVPool):
     def _slots_of_layer(self, layer_id: int, loc: torch.Tensor) -> torch.Tensor:
         """The window slots of a window layer, 0 (the sink) for unmapped slots.
 
-        The first window layer always translates, so that a CUDA graph captures the translation. A later layer does if
-        `loc` is another tensor, or if `loc` or the mapping was written since.
+        The first window layer always translates, so that a CUDA graph captures the translation. A later layer
+        translates only if `loc` is another tensor, or if `loc` or the mapping was written since.
         """
         if not self.layers_mapping[layer_id][1]:
             return loc
@@ -154,5 +154,5 @@ class SWAKVPool(MappedKVPool):
 
 
 def _version(x: torch.Tensor) -> int:
-    """How often `x` was written in place; 0 for tensors of inference mode, which do not count."""
+    """Number of in-place writes to `x`; 0 for tensors of inference mode, which do not count writes."""
     return 0 if x.is_inference() else x._version
