@@ -1,1 +1,1 @@
-"""Benchmarks: one module each, run with `hicache bench run NAME`; `hicache.bench.common` is what they share."""
+"""Benchmarks: one module each, run with `hicache bench run NAME`; `hicache.bench.common` has the code they share."""

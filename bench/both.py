@@ -1,16 +1,19 @@
-"""Computing and loading at once, beside the better of the two, through the reference scheduler; 8B geometry on CUDA.
+"""Computing and loading concurrently, compared with the faster of the two, by the reference scheduler; 8B geometry on
+CUDA.
 
-    equal, slow3, ...  first token of a prompt on a store whose rate is that of computing it, or 3 or 10 times slower or
-                       faster; `freezes`: one that stands still after a quarter
-    neighbours         time per output token of streams beside such a request, over that beside one that waits
+    equal, slow3, ...  first token of a prompt on a store with the rate of computing, or 3 or 10 times slower or faster;
+                       `freezes`: the store hangs after a quarter of the prompt
+    neighbours         time per output token of streams during such a request, over that during a request that only
+                       waits for its load
     eight              eight such requests at once: until the last has its token
     restart            first token after a restart, from a real disk, over computing
-    sessions           sessions of agents over a store as fast as our disk, over the rule that chooses: mean first token
+    sessions           sessions of agents with a store as fast as our disk, over the rule that chooses one of the two:
+                       mean first token
 
-The store is in memory and sleeps (`throttled.py`), so its rate is what the case says, and no prompt is computed to fill
-it. Loading all and both are measured in turns, computing before them and, where a per cent counts, beside them, in one
-process. On a CPU nothing is computed, passes sleep as long as a fifth of what a GPU takes (`sleeping_runner.py`), and
-there are no targets.
+The store is in memory and sleeps (`throttled.py`), so the case sets its rate, and no prompt is computed to fill it. All
+is measured in one process. Loading and both ways are measured in turns. Computing is measured before them, and again in
+turns with them in cases where one per cent matters. On a CPU nothing is computed, passes sleep for a fifth of a GPU's
+time (`sleeping_runner.py`), and there are no targets.
 """
 
 from __future__ import annotations
@@ -48,8 +51,9 @@ PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of prompts and of a pass, seconds that the samples of a rate take at least, samples of other parts,
-    requests at once, tokens and steps of streams beside, and sessions."""
+    """Sizes of all parts. `short`, `long`: tokens of prompts; `chunk`: tokens of a pass; `least_s`: minimum seconds of
+    all samples of a rate; `samples` of other parts; `num_at_once`: concurrent requests; `stream`, `steps`: tokens of
+    the prompt and of the answer of a stream."""
 
     short: int
     long: int
@@ -64,15 +68,15 @@ class Sizes:
 
 _SESSIONS = SessionSizes(Scale(requests=56, block_tokens=8, longest=32_000), 43_008, 34_816, 8192, 8, (1, 8, 32))
 REAL = Sizes(32768, 98304, 8192, 4.0, 2, 8, 1024, 512, _SESSIONS)
-# On a CPU passes sleep, for a fifth of what a GPU takes.
+# On a CPU passes sleep for a fifth of a GPU's time.
 ASLEEP, _SPEED = Sizes(32768, 98304, 8192, 0.0, 1, 4, 1024, 512, _SESSIONS), 5.0
-_DISK_TOKEN_S = 92e-6  # of ours, 1.43 GB/s, where a token takes 128 KiB; computing one of 98 304 takes 76
+_DISK_TOKEN_S = 92e-6  # our disk: 1.43 GB/s, 128 KiB per token; computing one of 98 304 tokens takes 76e-6 s
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A case: how many times as long as computing the store takes, and what it is compared with; computing is measured
-    beside it where a per cent counts."""
+    """A case. `slowdown`: time of loading over time of computing. `ways`: the ways that it is compared with. `target`:
+    if above 1, computing is also measured in turns with it. `freezes`: the store hangs after a quarter."""
 
     name: str
     slowdown: float
@@ -83,7 +87,7 @@ class Rate:
 
     @property
     def beside(self) -> tuple[Way, ...]:
-        """What is measured in turns with both."""
+        """The ways that are measured in turns with "both"."""
         return tuple(way for way in self.ways if way == "load" or self.target > 1)
 
 
@@ -119,7 +123,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 class _Asleep(Served):
-    """Its model sleeps."""
+    """A `Served` whose model sleeps instead of computing."""
 
     def scheduler(self, max_running: int = 32, **settings: Any) -> Scheduler:
         runner = SleepingRunner(self.engine, self.served.vocab, _SPEED)
@@ -127,7 +131,7 @@ class _Asleep(Served):
 
 
 class _Case:
-    """A served model over a throttled disk that has prompts."""
+    """A served model with a throttled store that has the pages of prompts."""
 
     def __init__(self, served: Served, store: ThrottledStore, known: Sequence[Tokens]) -> None:
         self.served = served
@@ -145,20 +149,21 @@ class _Case:
         return f"{way} {self._number}"
 
     def forget(self) -> None:
-        """All but the store forgets the prompts."""
+        """Remove the prompts from all tiers except the store."""
         self.served.engine.flush()
         self.served.engine.reset(["device", "host"])
         sync(self.served.engine.pool.device)
 
     def request(self, tokens: Tokens, way: Way, num_new: int = 1) -> Request:
-        """To be submitted at once. One that loads waits for all of it, one that computes finds nothing."""
+        """A request to be submitted now. With `way` "load" it waits for its complete prefix; with "compute" it finds
+        none."""
         name = self.name(way)
         if way == "load":
             self.served.engine.prefetch(name, tokens, mode="wait_complete")
         return Request(name, tokens, num_new, namespace=name if way == "compute" else "")
 
     def seconds(self, prompts: Sequence[Tokens], way: Way) -> float:
-        """Until all have their tokens."""
+        """Seconds until all requests have their tokens."""
         self.forget()
         scheduler, begin_s = self.served.scheduler(), time.perf_counter()
         for tokens in prompts:
@@ -170,7 +175,7 @@ class _Case:
         return time.perf_counter() - begin_s
 
     def set_rate(self, known: Sequence[Tokens], seconds: float) -> None:
-        """The store takes so long for these prompts, and the engine sees that, by a part of one."""
+        """Make the store take `seconds` for prompts `known`, and read a part of one, so that the engine measures it."""
         self.store.bytes_per_s = sum(len(tokens) for tokens in known) * self.token_bytes / seconds
         self.forget()
         engine, name = self.served.engine, self.name("load")
@@ -216,7 +221,7 @@ class _Both:
         self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
 
     def restart(self) -> None:
-        """A new engine is built over the same store, and nothing of the store is in the kernel's memory."""
+        """Build a new engine over the same store, whose files are not in the kernel's page cache."""
         sizes, store = self._sizes, Path(tempfile.mkdtemp(prefix="hicache-both-", dir=self._folder or None))
         (tokens,) = prompts(1, sizes.long, self._served.vocab, seed=3)
         budget = 2 * len(tokens) * self._served.token_bytes
@@ -239,8 +244,8 @@ class _Both:
         self._report_case("restart", measured, computed_s, 0.7, note)
 
     def sessions(self) -> None:
-        """In one engine, whose tiers and store have nothing when a run begins. The store takes what is written, and is
-        as fast as a disk of ours."""
+        """Run all sessions in one engine, whose tiers and store are empty when a run begins. The store keeps written
+        pages, and is as fast as our disk."""
         sizes, token_bytes = self._sizes.sessions, self._served.token_bytes
         turns = generated_turns(sizes.scale)
         settings: dict[str, Any] = {
@@ -260,7 +265,7 @@ class _Both:
     # Inside
 
     def _rate(self, case: _Case, rate: Rate, tokens: Tokens, computed: list[float]) -> None:
-        """`computed`: samples of computing the prompt, to which those of this case are added."""
+        """Measure a case. `computed`: samples of computing the prompt; samples of this case are appended."""
         case.set_rate([tokens], percentile(computed, 50) * rate.slowdown)
         taken: dict[Way, list[float]] = {way: [] for way in (*rate.beside, "both")}
         taken["compute"] = computed
@@ -277,7 +282,8 @@ class _Both:
         self._report_case(rate.name, taken["both"], best_s, rate.target, note)
 
     def _session_run(self, case: _Case, turns: Sequence[Turn], clients: int, beside: bool) -> SessionRun:
-        """`beside`: computing and loading at once, else the rule chooses. Nothing is known to any tier at first."""
+        """Serve the turns, with empty tiers at first. `beside`: compute and load concurrently; if False, the rule
+        chooses one of the two."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
         prefetcher.overlap.is_wanted = beside
@@ -287,7 +293,7 @@ class _Both:
         return serve_turns(scheduler, turns, self._sizes.sessions, clients)
 
     def _token_s(self, case: _Case, tokens: Tokens, way: Way) -> float:
-        """Seconds of an output token of four streams while a request beside them gets its first."""
+        """Seconds per output token of four streams while another request waits for its first token."""
         case.forget()
         sizes, times = self._sizes, list[float]()
         scheduler = case.served.scheduler()

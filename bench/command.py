@@ -2,7 +2,7 @@
 
 Finds the benchmarks (modules of this package with `NAME`, `DESCRIPTION`, `add_arguments` and `run`), parses, runs,
 writes the result file and prints a table. `run all` runs each that this machine can run, with its defaults; `run small`
-some of them, on little data, in a few minutes.
+runs some of them with little data, in a few minutes.
 
 May import every module of the package; loads the benchmarks by name.
 """
@@ -37,14 +37,14 @@ SETS: dict[str, dict[str, list[str]]] = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Wrong arguments of a benchmark are one line, as all errors of the command line are."""
+    """Reports wrong arguments of a benchmark in one line, like all errors of the command line."""
 
     def error(self, message: str) -> NoReturn:
         raise BenchUnavailable(f"{message}; '{self.prog} --help' lists the arguments")
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The commands of `hicache bench` and their flags."""
+    """Add the commands of `hicache bench` and their flags."""
     commands = parser.add_subparsers(dest="bench_command", metavar="COMMAND", required=True)
     commands.add_parser("list", help="name and description of every benchmark", allow_abbrev=False)
     named = "a name from the list; small: a few minutes on any machine; all: each that this machine can run"
@@ -56,7 +56,8 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """0: done, 1: `compare` found a regression. Raises a HiCacheError or an OSError for wrong input."""
+    """Run a command. Returns 0, or 1 if `compare` found a regression. Raises HiCacheError or OSError for wrong
+    input."""
     if flags.bench_command == "compare":
         return compare_command(flags)
     benches, broken = find_benches()
@@ -68,7 +69,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def find_benches() -> tuple[dict[str, BenchModule], dict[str, str]]:
-    """The benchmarks by name, and the modules that cannot be imported here with what they lack.
+    """The benchmarks by name, and the modules that cannot be imported here, with the import error.
 
     A module with some of the four parts but not all is a mistake and raises TypeError; one with none is a helper.
     """
@@ -102,7 +103,7 @@ def _device(text: str) -> torch.device:
 
 
 def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.ArgumentParser:
-    """The arguments of one benchmark: its own, and the three that all have."""
+    """Parser for the arguments of one benchmark: its own, and three that all benchmarks have."""
     parser = _Parser(prog=f"hicache bench run {module.NAME}", description=module.DESCRIPTION)
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", type=_device, default=torch.device(default), help=f"default: {default}")
@@ -114,7 +115,7 @@ def bench_parser(module: BenchModule, results: Path = RESULTS) -> argparse.Argum
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:
-    """The command that repeats a run: `--out` is left out, since it does not change what is measured."""
+    """The command that repeats a run, without `--out`, which does not change the measurement."""
     kept: list[str] = []
     skip = False
     for argument in arguments:
@@ -131,7 +132,7 @@ def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESUL
     try:
         module.run(args, report)
     except AssertionError:
-        print_report(report)  # no file is written: show what was measured until then
+        print_report(report)  # no file is written, so show the cases measured so far
         raise
     path = report.write(args.out)
     print_report(report)
@@ -139,7 +140,7 @@ def run_one(module: BenchModule, arguments: Sequence[str], results: Path = RESUL
 
 
 def print_report(report: Report) -> None:
-    """The cases of a result, then what their notes say."""
+    """Print the cases of a result, then their notes."""
     rows = []
     for c in report.cases:
         verdict = {None: "", True: " met", False: " MISSED"}[c.met]
@@ -174,7 +175,7 @@ def _run(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], b
 
 
 def _run_set(name: str, arguments: Sequence[str], benches: dict[str, BenchModule], broken: dict[str, str]) -> None:
-    """Each benchmark of a set, or each of all. A set's own sizes go to a folder of their own."""
+    """Run each benchmark of a set, or all. Results of a set are written to its own folder, as its sizes differ."""
     members = SETS.get(name, {member: [] for member in sorted({**benches, **broken})})
     results = RESULTS / name if name in SETS else RESULTS
     for member in members:

@@ -1,9 +1,9 @@
-"""The harness of every benchmark: what is measured, beside which ceiling, on what machine, and where that is kept.
+"""The harness of every benchmark: cases with their ceilings, the machine, and the result files.
 
 A benchmark is a module of this package with `NAME`, `DESCRIPTION`, `add_arguments(parser)` and `run(args, report)`;
-`args.device` is a torch.device. It times its variants and the raw copies that bound them with `interleave`, so that
-ceiling and case see the same conditions, and hands `Case`s to the report. GB/s are 1e9 bytes a second of payload: bytes
-that had to move, each counted once. Where copies go both ways, both directions count.
+`args.device` is a torch.device. It times its variants, and the raw copies that bound them, with `interleave`, so that
+ceiling and case are measured under the same conditions, and adds `Case`s to the report. GB/s are 1e9 bytes per second
+of payload: each byte that must move counts once. If copies run in both directions, both count.
 
 Owns the result files, `bench/results/<bench>-<machine>.json`. Imports torch and numpy.
 """
@@ -38,15 +38,15 @@ Timer = Callable[[Callable[[], object]], float]
 
 
 class BenchUnavailable(HiCacheError):
-    """This benchmark cannot run here; the message says what it needs."""
+    """This benchmark cannot run here; the message names the requirement."""
 
 
 class ResultError(HiCacheError):
-    """A result file cannot be used for what was asked; the message names the file and the remedy."""
+    """A result file cannot be used for the command; the message names the file and the remedy."""
 
 
 class BenchModule(Protocol):
-    """What a module of `bench` has to be listed and run."""
+    """The names that a module of `bench` must define to be listed and run."""
 
     NAME: str
     DESCRIPTION: str
@@ -76,7 +76,7 @@ def gb_per_s(num_bytes: int, seconds: Sequence[float]) -> list[float]:
 class Case:
     """One measured number. `value`, `ceiling` and the percentiles are in `unit`; `ratio` is value over ceiling.
 
-    The target speaks of the ratio: at least the target where higher is better, at most where lower is.
+    The target applies to the ratio: at least the target if higher is better, at most if lower is better.
     """
 
     name: str
@@ -113,9 +113,10 @@ class Case:
         target: float | None = None,
         note: str = "",
     ) -> Case:
-        """The case of `values`, all in `unit`: its value is their median. A number measured once is a list of one.
+        """Build a case of `values`, all in `unit`, whose value is their median. A number measured once is a list of
+        one.
 
-        `ceiling`: also what was measured beside them, whose median counts.
+        `ceiling`: a number, or the samples of the ceiling, whose median counts.
         """
         median = percentile(values, 50)
         if isinstance(ceiling, Sequence):
@@ -137,7 +138,7 @@ class Case:
 
     @property
     def met(self) -> bool | None:
-        """Whether the ratio reaches the target; None where there is no target."""
+        """Whether the ratio reaches the target; None without a target."""
         if self.target is None or self.ratio is None:
             return None
         return self.ratio >= self.target if self.better == "higher" else self.ratio <= self.target
@@ -165,7 +166,7 @@ class Report:
         return cls(bench, machine_name(device), software(device), commit or commit_of(ROOT), date, command)
 
     def add(self, case: Case) -> Case:
-        """Keep a case; a name twice raises ValueError. Returns what was kept: a missed target is noted."""
+        """Add a case, with a note if it misses its target; returns it. ValueError for a duplicate name."""
         if any(case.name == other.name for other in self.cases):
             raise ValueError(f"case {case.name} is there already")
         if case.met is False and "missed" not in case.note:
@@ -188,8 +189,8 @@ class Report:
         beside_bytes: int | None = None,
         **about: Any,
     ) -> Case:
-        """Add GB/s of runs that moved `num_bytes`. `beside`: seconds of the runs that bound them, which moved as many
-        bytes, or `beside_bytes`."""
+        """Add GB/s of runs that moved `num_bytes`. `beside`: seconds of the runs that bound them, which moved
+        `beside_bytes`, or `num_bytes` if that is None."""
         if beside is not None:
             about["ceiling"] = gb_per_s(beside_bytes or num_bytes, beside)
         return self.case(name, gb_per_s(num_bytes, seconds), "GB/s", **about)
@@ -208,7 +209,7 @@ class Report:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Report:
-        """The report a result file holds. Raises ValueError for another schema or for missing or unknown fields."""
+        """Parse the report of a result file. Raises ValueError for another schema, or missing or unknown fields."""
         fields = dict(values) if isinstance(values, Mapping) else {}
         found = fields.pop("schema", None)
         if found != SCHEMA:
@@ -222,7 +223,7 @@ class Report:
             raise ValueError(f"not a result of schema {SCHEMA}: {error}") from error
 
     def write(self, folder: Path = RESULTS) -> Path:
-        """Write `<bench>-<machine>.json` into `folder`; an earlier file of that name is replaced as a whole."""
+        """Write `<bench>-<machine>.json` into `folder`, replacing an earlier file of that name atomically."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.bench}-{self.machine}.json"
         text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
@@ -231,7 +232,7 @@ class Report:
 
 
 def read_report(path: Path) -> Report:
-    """Read a result file back. ResultError where it is none."""
+    """Read a result file. ResultError if it is not a valid one."""
     try:
         return Report.from_json(json.loads(path.read_text(encoding="utf-8")))
     except (ValueError, RecursionError) as error:
@@ -239,7 +240,7 @@ def read_report(path: Path) -> Report:
 
 
 def wall_timer(sync: Callable[[], object] | None = None) -> Timer:
-    """Seconds of the host's clock; `sync` is called before the clock starts and before it stops."""
+    """Make a timer by the host's clock; it calls `sync` before the clock starts and before it stops."""
 
     def measure(run: Callable[[], object]) -> float:
         if sync is not None:
@@ -254,10 +255,10 @@ def wall_timer(sync: Callable[[], object] | None = None) -> Timer:
 
 
 def cuda_timer(device: torch.device, stream: torch.cuda.Stream | None = None) -> Timer:
-    """Seconds between two events on the device's current stream; the queue is empty when the first is recorded.
+    """Make a timer by two events on the device's current stream, whose queue is empty when the first is recorded.
 
-    A run that uses other streams must make the current one wait for them before it returns. With a `stream`, runs are
-    on that, beside what others do meanwhile.
+    A run that uses other streams must make the current stream wait for them before it returns. With a `stream`, runs
+    use this stream, concurrently with work on other streams.
     """
 
     def measure(run: Callable[[], object]) -> float:
@@ -275,13 +276,13 @@ def cuda_timer(device: torch.device, stream: torch.cuda.Stream | None = None) ->
 
 
 def timer_for(device: torch.device) -> Timer:
-    """Events on CUDA, the host's clock elsewhere."""
+    """Make a timer: by events on CUDA, by the host's clock elsewhere."""
     return cuda_timer(device) if device.type == "cuda" else wall_timer()
 
 
 @contextmanager
 def no_collection() -> Iterator[None]:
-    """Without the garbage collector, as in timeit."""
+    """Switch off the garbage collector within the block, as timeit does."""
     gc.collect()
     gc.disable()
     try:
@@ -298,9 +299,10 @@ def interleave(
     sync: Callable[[], object] | None = None,
     timer: Timer | None = None,
 ) -> dict[str, list[float]]:
-    """Seconds of each variant, `samples` runs each, in turns: a b c a b c …, after `warmup` such rounds unmeasured.
+    """Time `samples` runs of each variant in turns (a b c a b c …), after `warmup` rounds that are not timed; returns
+    the seconds of each variant.
 
-    The host's clock is read, with `sync` around each run, unless a `timer` is given; giving both raises ValueError.
+    Uses the host's clock, with `sync` around each run, unless a `timer` is given; giving both raises ValueError.
     """
     if samples < 1 or warmup < 0:
         raise ValueError(f"samples={samples} must be at least 1 and warmup={warmup} at least 0")
@@ -319,9 +321,10 @@ def interleave(
 def in_turns(
     rounds: Mapping[str, Callable[[int], Mapping[str, float]]], *, samples: int, warmup: int
 ) -> dict[tuple[str, str], list[float]]:
-    """By variant and part: seconds that the rounds of each variant say their parts took, in turns.
+    """Run the rounds of each variant in turns; returns seconds by variant and part. Each round returns the seconds of
+    its parts.
 
-    A round is given its number; those below 0 are the `warmup` first, which do not count.
+    A round gets its number as argument. The first `warmup` rounds, with numbers below 0, do not count.
     """
     seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
     for turn in range(-warmup, samples):
@@ -334,7 +337,7 @@ def in_turns(
 
 @dataclass(frozen=True)
 class RawCopy:
-    """A plain copy to be timed as a ceiling: one call of `run` fills `targets`, `num_bytes` of payload in all."""
+    """A plain copy to time as a ceiling: one call of `run` fills `targets`, in total `num_bytes` of payload."""
 
     run: Callable[[], object]
     targets: tuple[torch.Tensor, ...]
@@ -345,10 +348,11 @@ class RawCopy:
 
 
 def raw_copies(device: torch.device, num_bytes: int = 256 << 20) -> dict[str, RawCopy]:
-    """The plain copies that bound a transfer; put them among the variants of `interleave`.
+    """The plain copies that bound a transfer, to be used as variants of `interleave`.
 
-    CPU: `memcpy`, well past the caches by default, with torch's threads, and `memcpy_1thread`. CUDA: `up` and `down`
-    between pinned and device memory, `both` at once (twice the payload), and `device`, within device memory.
+    CPU: `memcpy`, by default much larger than the caches, with torch's threads, and `memcpy_1thread`. CUDA: `up` and
+    `down` between pinned and device memory, `both` concurrently (twice the payload), and `device`, within device
+    memory.
     """
     if device.type not in ("cpu", "cuda"):
         raise BenchUnavailable(f"no raw copies are known for {device.type}; use --device cpu or cuda")

@@ -1,10 +1,10 @@
-"""Two results of the same benchmarks, before and after a change: what moved, and whether that is more than noise.
+"""Compares two results of the same benchmarks, before and after a change, and tells changes from noise.
 
     change    after / before - 1, of the medians
-    noise     the intervals from p10 to p90 of both overlap; of a case that was measured once nothing is known about its
-              noise, and the threshold decides alone
+    noise     the intervals from p10 to p90 of both overlap; the noise of a case that was measured once is unknown, so
+              only the threshold decides
     regressed the change is for the worse by more than the threshold, and the intervals do not overlap
-    improved  the same for the better
+    improved  the change is for the better by more than the threshold, and the intervals do not overlap
 
 Results are paired by benchmark and machine, cases by name. May import bench.common.
 """
@@ -28,7 +28,7 @@ Verdict = Literal["regressed", "improved", "noise", "same", "only before", "only
 
 @dataclass(frozen=True)
 class Change:
-    """A case before and after; one of them may be missing. `threshold`: a share, 0.05 for 5 %."""
+    """A case before and after the change; one of them may be missing. `threshold`: a share, 0.05 for 5 %."""
 
     name: str
     before: Case | None
@@ -37,13 +37,13 @@ class Change:
 
     @property
     def comparable(self) -> bool:
-        """Whether the case is on both sides, in one unit."""
+        """Whether both results have the case, in the same unit."""
         a, b = self.before, self.after
         return a is not None and b is not None and (a.unit, a.better) == (b.unit, b.better)
 
     @property
     def relative(self) -> float | None:
-        """after / before - 1, infinite from zero; None where the two cannot be compared."""
+        """after / before - 1, infinite if before is zero; None if the two cannot be compared."""
         if self.before is None or self.after is None or not self.comparable:
             return None
         difference = self.after.value - self.before.value
@@ -53,7 +53,7 @@ class Change:
 
     @property
     def overlap(self) -> bool | None:
-        """Whether the intervals from p10 to p90 overlap; None where a side was measured once or cannot be compared."""
+        """Whether the intervals from p10 to p90 overlap; None if one was measured once or they cannot be compared."""
         a, b = self.before, self.after
         if a is None or b is None or not self.comparable or min(a.samples, b.samples) < 2:
             return None
@@ -74,14 +74,14 @@ class Change:
 
 
 def changes(before: Report, after: Report, threshold: float) -> list[Change]:
-    """Each case of either result, in the order of `before`, then those that are new. `threshold`: a share."""
+    """All cases of both results, in the order of `before`, followed by new cases. `threshold`: a share."""
     old = {case.name: case for case in before.cases}
     new = {case.name: case for case in after.cases}
     return [Change(name, old.get(name), new.get(name), threshold) for name in [*old, *(n for n in new if n not in old)]]
 
 
 def pairs(before: Path, after: Path, across_machines: bool) -> list[tuple[Report, Report]]:
-    """The results to compare, of two files or of two folders. ResultError where nothing can be paired."""
+    """Pair the results of two files or of two folders. ResultError if there is no pair."""
     if before.is_dir() != after.is_dir():
         raise ResultError(f"{before} and {after}: give two result files or two folders of them")
     old, new = _results(before, across_machines), _results(after, across_machines)
@@ -98,7 +98,7 @@ def pairs(before: Path, after: Path, across_machines: bool) -> list[tuple[Report
 
 
 def _results(place: Path, across_machines: bool) -> dict[tuple[str, str], Report]:
-    """By benchmark and machine, or by benchmark alone."""
+    """Read results, by benchmark and machine, or only by benchmark."""
     paths = sorted(place.glob("*.json")) if place.is_dir() else [place]
     if not paths:
         raise ResultError(f"{place} has no result files; `hicache bench run NAME --out {place}` writes one")
@@ -133,7 +133,7 @@ def _percent(text: str) -> float:
 
 
 def compare_command(flags: argparse.Namespace) -> int:
-    """Print a table for each pair of results and a last line that sums up; returns 1 where a case regressed."""
+    """Print a table for each pair of results and a summary line; returns 1 if a case regressed."""
     found = pairs(flags.before, flags.after, flags.across_machines)
     everything: list[Change] = []
     for before, after in found:

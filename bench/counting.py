@@ -1,4 +1,4 @@
-"""The functions that a piece of work calls in this thread, recorded by a profile hook. No clock takes part.
+"""Records the functions that a piece of work calls in this thread, by a profile hook, without any clock.
 
 A helper of benchmarks; tests of costs import it. Imports nothing of the package.
 """

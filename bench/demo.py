@@ -1,7 +1,7 @@
-"""The demo as a benchmark: how much sooner the first token comes, and what each tier contributed.
+"""The demo as a benchmark: time to first token, and the hits of each tier.
 
-The ceiling of the time to first token is that of computing the same prompts without any cache, in the same process; the
-target is a third of it. May import bench.common and hicache.serving.
+The ceiling of the time to first token is the time of computing the same prompts without a cache, in the same process;
+the target is a third of it. May import bench.common and hicache.serving.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def record(outcome: Outcome, report: Report) -> None:
-    """The cases of one demo."""
+    """Add the cases of one demo to the report."""
     later = [turn for turn in outcome.turns if turn.number]
     again = [turn.recomputed.ttft_s * 1e3 for turn in later if turn.recomputed is not None]
     compared = f"{sum(len(turn.cached.tokens) for turn in outcome.turns)} tokens compared"

@@ -1,12 +1,12 @@
 """The device tier's kernels and allocators, as shares of a plain device copy or of an empty launch in the same rounds.
 
     bytes   fused store, moves, gathers and scatters of an 8B model's pool (bench.device_bytes)
-    slots   allocations and frees against an empty kernel and a fill of the result, on the device and, as `host_us`,
-            in the caller's time
-    batch   prefill, decode, retraction and restoration as SGLang's callers make them, against plain attention over
-            contiguous keys and values and against plain copies (bench.device_batch)
+    slots   allocations and frees against an empty kernel and a fill of the result; `host_us`: time of the caller
+    batch   prefill, decode, retraction and restoration as SGLang's callers do them, against plain attention over
+            contiguous keys and values, and against plain copies (bench.device_batch)
 
-What was computed is compared outside the timing, and what must not wait is run once where torch raises if it does.
+Results are compared outside the timing. Calls that must not wait for the device also run once in a mode in which torch
+raises if they do.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _empty_kernel(x):  # type: ignore[no-untyped-def]
 
 @contextlib.contextmanager
 def no_wait(device: torch.device) -> Iterator[None]:
-    """Torch raises where it would make the host wait for the device."""
+    """Make torch raise, within the block, if it would make the host wait for the device."""
     if device.type != "cuda":
         yield
         return
@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     device: torch.device = args.device
     samples = args.samples or (30 if device.type == "cuda" else 5)
     torch.manual_seed(0)
-    here = PARTS if ROOT is not None else PARTS[:-1]  # the batch is an example, which is in a clone only
+    here = PARTS if ROOT is not None else PARTS[:-1]  # the batch is an example, which only a clone has
     if args.only:
         report.bench = f"{NAME}-{args.only}"  # a part does not replace the results of all
     for part in (args.only,) if args.only else here:
@@ -79,7 +79,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _baseline(out: torch.Tensor) -> Run:
-    """An empty launch, where kernels are launched at all, and a fill of the result."""
+    """An empty launch, on devices with kernels, and a fill of the result."""
     on_cuda = out.device.type == "cuda"
 
     def run() -> None:
@@ -94,7 +94,7 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
     """Device time of the kernels that write slots, against an empty kernel and writing the result."""
     kernels, on_cuda = kernel_choice(device), device.type == "cuda"
     free = torch.randperm(1 << 16, device=device) + 1
-    # 64 requests that grow from nothing by 4096 tokens, and 256 at all places of a page, each in a page of its own.
+    # 64 requests that grow from 0 to 4096 tokens, and 256 requests at all offsets within a page, each in its own page.
     no_prefix, none, whole = (torch.full((64,), n, device=device) for n in (0, -1, 4096))
     before = torch.arange(256, device=device) + 1000
     after, last = before + 1, (torch.arange(256, device=device) + 100_000) * PAGE + (before - 1) % PAGE
@@ -116,7 +116,7 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
 
 
 def _measure_host(report: Report, samples: int, device: torch.device) -> None:
-    """The caller's time of an allocator's call: the mean of 100 in a row."""
+    """Time an allocator's call in the caller: the mean of 100 calls in a row."""
     token, seconds = TokenToKVPoolAllocator(1 << 20, torch.bfloat16, device, None, True), []
     with no_wait(device):
         token.alloc(128)
@@ -133,7 +133,7 @@ def _measure_host(report: Report, samples: int, device: torch.device) -> None:
 
 
 def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
-    """The caller's time of one group of frees: 256 and 64 requests of 4096 tokens, as runs and as tokens."""
+    """Time one group of frees in the caller: 64 and 256 requests of 4096 tokens, as runs and as tokens."""
     for requests in (64, 256):
         allocator = PagedTokenToKVPoolAllocator(2 * requests * 4096, PAGE, torch.bfloat16, device, None, True)
         slots = allocator.alloc(requests * 4096)

@@ -1,11 +1,11 @@
-"""The batch of `examples/sglang_batch.py` in the bench `device`: served the way SGLang does, against plain attention.
+"""The batch of `examples/sglang_batch.py` in the bench `device`: served like SGLang, against plain attention.
 
-The ceiling is the same model with attention by torch over keys and values that lie one after the other: nothing is
-allocated, matched or cached. On CUDA the geometry is that of an 8B model in bfloat16, with attention layers alone.
-First the requests are served in a pool that is too small for all, so that one is retracted, and every generated token
-is compared with plain attention; a difference is an error, and no figure.
+The ceiling is the same model with torch's attention over contiguous keys and values, without allocating, matching or
+caching. On CUDA the geometry is an 8B model's in bfloat16, with only attention layers. First the requests are served in
+a pool that is too small for all, so that one is retracted, and every generated token is compared with plain attention;
+a difference is an error.
 
-    prefill            prompt tokens of all requests, in chunks       whole prompts, causal
+    prefill            prompt tokens of all requests, in chunks       complete prompts, causal
     decode             one step of all requests                       the same step
     retract, restore   twice `copy_tokens`, by tiled copies           plain copies between pinned and device memory
 """
@@ -38,7 +38,7 @@ class BatchShape:
 
     @property
     def checked_tokens(self) -> int:
-        """New tokens of each request that is compared: its last page is filled, and another is needed."""
+        """New tokens of each request in the comparison: they fill its last page and need another one."""
         return self.page_size + 4
 
 
@@ -69,7 +69,7 @@ class _Batches:
         )  # fmt: skip
 
     def requests(self, new_tokens: int) -> list[Any]:
-        """Prompts that no request had before."""
+        """Requests with new random prompts."""
         size = (self.shape.requests, self.shape.prompt_len)
         prompts = torch.randint(0, self.geometry.vocab, size, generator=self._generator).tolist()
         return [self.example["Request"](prompt, new_tokens) for prompt in prompts]
@@ -84,10 +84,10 @@ def measure_batch(report: Report, samples: int, device: torch.device) -> None:
 
 
 def _check(batches: _Batches) -> None:
-    """Serve with a retraction, each generated token compared."""
+    """Serve the requests with a retraction, and compare each generated token."""
     shape = batches.shape
     plain = batches.example["PlainAttention"](batches.geometry, batches.max_len, batches.device, shape.dtype)
-    # Admission reserves the prompt of each request and one page more. Decoding takes a second page.
+    # Admission reserves the prompt of each request and one more page. Decoding needs a second page.
     pages = shape.requests * (shape.prompt_len // shape.page_size + 1)
     server = batches.server(pages * shape.page_size, plain)
     server.serve(batches.requests(shape.checked_tokens))
@@ -142,7 +142,7 @@ def _measure_decode(report: Report, batches: _Batches, samples: int) -> None:
 
 
 def _measure_copies(report: Report, batches: _Batches, samples: int) -> None:
-    """Retraction and restoration of a request in scattered pages, in copies of `copy_tokens`."""
+    """Measure retraction and restoration of a request in scattered pages, in copies of `copy_tokens`."""
     shape, device = batches.shape, batches.device
     num_tokens = 2 * shape.copy_tokens
     server = batches.server(2 * num_tokens)

@@ -1,8 +1,8 @@
-"""Device-memory traffic of the bench `device`: rows and pages moved by kernels, beside a plain copy.
+"""Device-memory traffic of the bench `device`: rows and pages moved by kernels, compared with a plain copy.
 
-A kernel's time is the device's: the queue is held by a sleep while the host fills it, so that launches cost what they
-cost in a busy stream. Bytes are the mean of what is read and written, so that a copy within device memory is the
-ceiling of all. What was computed is compared outside the timing.
+Times are measured on the device: a sleep blocks the stream while the host fills its queue, so that launches cost as
+much as in a busy stream. Bytes are the mean of bytes read and written, so that a copy within device memory is the
+ceiling of all cases. Results are compared outside the timing.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ ROW_BYTES = HEADS * DIM * 2
 TOKEN_BYTES = 2 * LAYERS * ROW_BYTES
 SIZES = {"2mib": 2 << 20, "64mib": 64 << 20, "512mib": 512 << 20}
 TILES = (128, 256, 512)
-_SLEEP_CYCLES = 400_000  # per run: at least 0.2 ms, longer than the host takes to queue it
+_SLEEP_CYCLES = 400_000  # per run: at least 0.2 ms, longer than the host needs to queue the run
 
 Run = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One thing to time: `run` moves `num_bytes`; `verify` raises where the result is wrong. `target`: from 64 MiB."""
+    """An operation to time: `run` moves `num_bytes`; `verify` raises if the result is wrong. `target`: for sizes from
+    64 MiB on."""
 
     run: Run
     num_bytes: int
@@ -40,7 +41,8 @@ class Variant:
 
 
 def queued_timer(device: torch.device, repeat: int) -> Timer:
-    """Device seconds of one of `repeat` runs in a row, all queued before the first begins; else the host's clock."""
+    """Make a timer: mean device seconds of `repeat` runs, all queued before the first begins; on a CPU, by the host's
+    clock."""
     if device.type != "cuda":
         return wall_timer()
 
@@ -59,7 +61,7 @@ def queued_timer(device: torch.device, repeat: int) -> Timer:
 
 
 def measure_bytes(report: Report, samples: int, device: torch.device, tiles: bool) -> None:
-    """`tiles`: moves also with tiles of each of `TILES` bytes."""
+    """Measure all sizes. `tiles`: also measure moves with tiles of each size of `TILES`, in bytes."""
     for size, num_bytes in SIZES.items():
         if device.type == "cuda" or size == "2mib":
             _measure(report, size, num_bytes, samples, device, tiles)
@@ -86,7 +88,8 @@ def _measure(report: Report, size: str, num_bytes: int, samples: int, device: to
 
 
 def _paged_slots(num_tokens: int, size: int, device: torch.device) -> torch.Tensor:
-    """Slots of `num_tokens` tokens in pages of 64 in random order, page 0 left out; fewer than a page are random."""
+    """Slots of `num_tokens` tokens in pages of 64 in random order, without page 0; if `num_tokens` is not a multiple of
+    64, single random slots."""
     if num_tokens % PAGE:
         return torch.randperm(size, device=device)[:num_tokens] + PAGE
     pages = torch.randperm(size // PAGE, device=device)[: num_tokens // PAGE] + 1
@@ -99,7 +102,7 @@ def _expect(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
-    """K and V of one layer, stored as they are, and converted to fp8 with scales."""
+    """Stores of K and V of one layer, without conversion, and converted to fp8 with scales."""
     kernels, tokens = kernel_choice(device), num_bytes // (2 * ROW_BYTES)
     slots = _paged_slots(tokens, 2 * tokens, device)
     k, v = (torch.randn(tokens, HEADS, DIM, dtype=torch.bfloat16, device=device) for _ in range(2))
@@ -120,7 +123,7 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
     return {
         "store": Variant(lambda: store_kv(k, v, plain[0], plain[1], slots, kernels), num_bytes, verify_plain),
-        # Half of the bytes that a copy would write: the mean of what is read and written.
+        # It writes half of the bytes of a copy; the mean of bytes read and written is 3/4.
         "store_fp8": Variant(
             lambda: store_kv(k, v, fp8[0], fp8[1], slots, kernels, scale, scale), num_bytes * 3 // 4, verify_fp8
         ),
@@ -128,7 +131,7 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
 
 
 def _pool_variants(num_bytes: int, device: torch.device, tiles: bool) -> dict[str, Variant]:
-    """Moves within a pool of all layers, and pages between it and staging in host-page order."""
+    """Moves within a pool of all layers, and copies of pages between the pool and staging in host-page order."""
     kernels, tokens = kernel_choice(device), num_bytes // TOKEN_BYTES
     size = max(4 * tokens, 8 * PAGE)
     pool = MHATokenToKVPool(size, PAGE, torch.bfloat16, HEADS, DIM, LAYERS, device, False)
@@ -150,13 +153,13 @@ def _pool_variants(num_bytes: int, device: torch.device, tiles: bool) -> dict[st
     variants = {
         name: Variant(run, num_bytes, verify_move, 0.85 if name == "move" else None) for name, run in moves.items()
     }
-    # The front half of a ring takes the place of its back half and the other way round: every row is at risk.
+    # The halves of a ring change places: every row is at risk.
     ring = order[2 * tokens : 3 * tokens]
     shifted = ring.roll(tokens // 2)
     swap = TiledCopy(buffers, kernels)
     variants["move_overlapping"] = Variant(lambda: swap.move(shifted, ring), num_bytes, lambda: None, None)
 
-    # Below a whole page of all layers: one page, and as many layers as give the bytes.
+    # For sizes below one page of all layers: one page of fewer layers.
     num_pages = max(1, tokens // PAGE)
     layers = num_bytes // (num_pages * PAGE * 2 * ROW_BYTES)
     slots = _paged_slots(num_pages * PAGE, size, device)

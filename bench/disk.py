@@ -1,15 +1,15 @@
-"""The disk tier: cold reads, compressed reads, writes and lookups through the store, beside raw I/O of the same bytes.
+"""The disk tier: cold reads, compressed reads, writes and lookups of the store, against raw I/O of the same bytes.
 
     cold.<size>        random, incompressible pages of 8 MiB, 2 MiB and 128 KiB, 8 threads, caches dropped before each
-                       round; the ceiling, raw.<size>, is the same pages of the same file by O_DIRECT, one a call
-    compressed.8mib    the same with compressible synthetic KV: bytes of pages a second over those of raw.8mib
-    pack.<filter>      bytes of a page of it over bytes stored
-    write.*, read.*    writes alone and beside readers, and these (bench.disk_writes)
+                       round; the ceiling, raw.<size>, is the same pages of the same file by O_DIRECT, one per call
+    compressed.8mib    compressible synthetic KV: bytes of pages per second, over raw.8mib
+    pack.<filter>      bytes of a page of synthetic KV over bytes stored
+    write.*, read.*    writes alone, and writes and reads concurrently (bench.disk_writes)
     contains, open     in a store of a million small pages
-    pipeline           documents from disk to device through an engine, beside its slowest leg (bench.disk_pipeline)
+    pipeline           documents from disk to device through an engine, over its slowest leg (bench.disk_pipeline)
 
-A thread reads documents of 8 MiB in a random order, each in one call. Rounds come in a random order. A round is cold
-when the kernel read all its bytes from the medium; the note tells the share that it read.
+A thread reads documents of 8 MiB in a random order, each in one call. Rounds are in random order. A round is cold if
+the kernel read all its bytes from the disk; the note has the share that it read.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ NAME = "disk"
 DESCRIPTION = "disk tier: cold reads, compressed reads, writes and lookups, against raw I/O of the same bytes"
 
 THREADS = 8
-CHANNELS = 1024  # of a token of synthetic KV, bf16
-DOCUMENT_BYTES = 8 << 20  # of one call
+CHANNELS = 1024  # channels of a token of synthetic KV, bf16
+DOCUMENT_BYTES = 8 << 20  # bytes read by one call
 CONTAINS_MS, OPEN_S = 2.0, 1.0
 _SMALL_PAGE = 256
-_NUM_KINDS = 8  # of pages, which differ in their first bytes beside
+_NUM_KINDS = 8  # different page contents; in addition, the first 8 bytes of each page are its number
 _Fetch: TypeAlias = Callable[[range, PageBuffer], None]
 _Reader: TypeAlias = Callable[[], AbstractContextManager[_Fetch]]
-# Virtual disks give credit for the time in which they were used less: what always follows the same round of reads gains
-# or loses by it, up to a third.
+# Virtual disks grant credit for idle time: a case that always follows the same round of reads would gain or lose up to
+# a third by it.
 _ROUNDS_PER_SAMPLE = 2
 
 
 @dataclass(frozen=True)
 class _Case:
-    """`num_pages` of one size in a store of their own, whose reads reach `target` of the raw reads `beside`."""
+    """`num_pages` of one size in a separate store; reads should reach `target` times the rate of the raw reads
+    `beside`."""
 
     name: str
     page_bytes: int
@@ -117,7 +118,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def synthetic_kv(rng: np.random.Generator, page_bytes: int) -> PageBuffer:
-    """bf16 rows whose channels have scales of their own and change slowly from token to token, as keys do."""
+    """bf16 rows like keys: each channel has its own scale and changes slowly from token to token."""
     tokens = page_bytes // 2 // CHANNELS
     scale = np.exp(rng.normal(0, 1, CHANNELS)).astype(np.float32)
     noise = rng.standard_normal((tokens, CHANNELS), dtype=np.float32)
@@ -145,7 +146,7 @@ def _open_small(path: Path, budget_bytes: int) -> LmdbPageStore:
 
 
 def _reads(report: Report, folder: Path, cases: Sequence[_Case], samples: int) -> None:
-    """Cold reads of all kinds, and raw reads, in turns."""
+    """Measure cold reads of all cases, and raw reads, in turns."""
     readers: dict[str, tuple[_Case, _Reader]] = {}
     kept: dict[str, PageBuffer] = {}
     for case in cases:
@@ -197,8 +198,8 @@ def _fill(path: Path, case: _Case, pages: Sequence[PageBuffer]) -> None:
 
 
 def _timed(path: Path, reader: _Reader, order: Sequence[range], buffers: Sequence[PageBuffer]) -> tuple[float, int]:
-    """Seconds of reading all documents in `THREADS` threads, each to a buffer of its own, nothing of them cached, and
-    the bytes that the medium gave."""
+    """Read all documents with empty caches in `THREADS` threads, each into its own buffer; returns the seconds, and the
+    bytes read from the disk."""
     with reader() as fetch, ThreadPoolExecutor(THREADS) as threads:
         _warm_up(threads, partial(fetch, order[0]), buffers)
         drop_caches(path)
@@ -211,7 +212,7 @@ def _timed(path: Path, reader: _Reader, order: Sequence[range], buffers: Sequenc
 
 
 def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
-    """The compression ratio of synthetic KV under each filter."""
+    """Report the compression ratio of synthetic KV under each filter."""
     for page_filter in (PageFilter(), PageFilter("byte_shuffle", 2)):
         codec = PageCodec(PageFormat(len(pages[0]), page_filter), bytes(16), 1)
         buffer = memoryview(bytearray(codec.max_payload_bytes))
@@ -220,7 +221,7 @@ def _compression(report: Report, pages: Sequence[PageBuffer]) -> None:
 
 
 def _warm_up(threads: Executor, fetch: Callable[[PageBuffer], None], buffers: Sequence[PageBuffer]) -> None:
-    """Each thread reads once, after which it has its memory, like the threads of an engine, which live as long."""
+    """Let each thread read once, so that it has allocated its memory, like the long-lived threads of an engine."""
     together = threading.Barrier(THREADS, timeout=60)
 
     def read(buffer: PageBuffer) -> None:
@@ -262,7 +263,8 @@ def _raw_reader(path: Path, case: _Case) -> Iterator[_Fetch]:
 
 
 def compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[range]) -> None:
-    """The last document of each thread is the one it asked for; its pages made like `like` are so to the last byte."""
+    """Raise AssertionError unless each thread's buffer has its last document, and pages with the content of `like`
+    equal it."""
     for t, buffer in enumerate(buffers):
         document = order[t::THREADS][-1]
         for i, page in zip(document, buffer.reshape(len(document), -1), strict=True):
@@ -273,13 +275,13 @@ def compare(buffers: Sequence[PageBuffer], like: PageBuffer, order: Sequence[ran
 
 
 def _bytes_read() -> int:
-    """Bytes that the medium gave this process so far."""
+    """Bytes that this process has read from the disk so far."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["read_bytes"])
 
 
 def _large_store(report: Report, folder: Path, num_pages: int) -> None:
-    """The time to open a store of many small pages and to look up 1 000 keys, and the memory that opening takes."""
+    """Measure the time to open a store of many small pages and to look up 1 000 keys, and the memory of opening."""
     page = np.arange(_SMALL_PAGE, dtype=np.uint8)
     sizes = {"small": num_pages // 100, "middle": num_pages // 16, "large": num_pages}
     opened_s: dict[str, list[float]] = {}
@@ -312,7 +314,7 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
 
 
 def _contains(report: Report, store: LmdbPageStore, count: int) -> None:
-    """Once: half of the keys are there."""
+    """Measure `contains`, once, with half of the keys present."""
     if any(case.name == "contains.1000" for case in report.cases):
         return
     rng = np.random.default_rng(3)

@@ -1,11 +1,11 @@
-"""Documents from disk to device through an engine, as a share of the speed of the slowest leg.
+"""Documents from disk to device through an engine, as a share of the rate of the slowest leg.
 
-    disk leg    prefetch every document, waiting until the host has it
+    disk leg    prefetch every document, until the host has all of them
     link leg    load every document from the host
-    pipeline    both: a document is admitted, and loaded, as soon as the host has it, while others are still read
+    pipeline    both: a document is admitted and loaded when the host has it, while others are still read
 
-Each round begins with a fresh engine over the same store and empty caches, in the engine and in the kernel; legs and
-pipeline take turns in going first, for the bandwidth of a disk may drift. One layer of each loaded document is compared
+Each round begins with a new engine over the same store and empty caches, in the engine and in the kernel. Legs and
+pipeline alternate in order, because the bandwidth of a disk may drift. One layer of each loaded document is compared
 with the computed one, outside the timing. A helper of the disk bench.
 """
 
@@ -35,7 +35,7 @@ _ROUNDS_PER_SAMPLE = 2  # the bandwidth of a virtual disk varies by a tenth from
 
 
 def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens: int, samples: int) -> None:
-    """`pipeline` over the slower of the two legs, timed in turns. `tokens`: of a document, whole pages."""
+    """Measure `pipeline` over the slower of the two legs, in turns. `tokens` of a document: a multiple of the page."""
     documents = DOCUMENTS
     prompts = [np.random.default_rng(10 + d).integers(1, 1 << 20, tokens + 1) for d in range(documents)]
     config = EngineConfig(
@@ -68,7 +68,7 @@ def measure_pipeline(report: Report, folder: Path, device: torch.device, tokens:
 
 @contextmanager
 def _engine(config: EngineConfig) -> Iterator[CacheEngine]:
-    gc.collect()  # a closed engine's memory goes with its cycles of references, and two of them may not fit
+    gc.collect()  # frees a closed engine, which is in reference cycles: memory may not suffice for two engines
     with build_engine(config, GEOMETRY) as engine:
         yield engine
 
@@ -90,7 +90,7 @@ def _fill(config: EngineConfig, prompts: list[np.ndarray]) -> list[torch.Tensor]
 
 
 def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Tensor], kind: Kind) -> dict[str, float]:
-    """Seconds of each leg, one after the other, or of the pipeline."""
+    """Measure seconds of both legs, in sequence, or of the pipeline."""
     assert config.disk is not None
     found: dict[str, float] = {}
     drop_caches(Path(config.disk.path))
@@ -123,7 +123,7 @@ def _round(config: EngineConfig, prompts: list[np.ndarray], truth: list[torch.Te
 
 
 def _touch(engine: CacheEngine) -> None:
-    """Take all memory of host and device before the clock starts, as pinning does."""
+    """Touch all memory of host and device before the clock starts, as pinning would."""
     host = engine.inspect.context.full.host
     assert host is not None
     host.bytes_of.zero_()
@@ -133,7 +133,7 @@ def _touch(engine: CacheEngine) -> None:
 
 
 def _compare(engine: CacheEngine, leases: list[tuple[int, Lease]], truth: list[torch.Tensor]) -> None:
-    """AssertionError unless every document came whole from the disk and its last layer is as stored."""
+    """Raise AssertionError unless every document was read completely from the disk and its last layer is as stored."""
     for d, lease in leases:
         if lease.hit.disk != len(truth[d]):
             raise AssertionError(f"document {d}: {lease.hit} of {len(truth[d])} tokens")

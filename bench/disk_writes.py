@@ -1,13 +1,13 @@
-"""Group commits of new pages into a fresh store, beside the same bytes into a fresh file, in turns.
+"""Group commits of new pages into a new store, compared with the same bytes into a new file, in turns.
 
     write.alone           durability `relaxed`; the ceiling, write.raw, is a plain file written by O_DIRECT, in blocks
                           of a page, with a fdatasync after each group
-    write.commit          the same with durability `commit`
-    write.beside_readers  `relaxed`, while 4 threads read other pages; the same ceiling, of writing alone
-    read.beside_writer    these reads; the ceiling is reading without the writer
-    *.raw.beside_*        both for a plain file that is written and read by O_DIRECT: what the medium gives
+    write.commit          durability `commit`; the same ceiling
+    write.beside_readers  `relaxed`, while 4 threads read other pages; the ceiling is writing without readers
+    read.beside_writer    reads of these 4 threads; the ceiling is reading without the writer
+    *.raw.beside_*        both for a plain file written and read by O_DIRECT: the limits of the disk
 
-Pages are aligned and in huge pages, as those of a host pool are. A helper of the disk bench.
+Pages are aligned and in huge memory pages, like those of a host pool. A helper of the disk bench.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
 from hicache.storage.base import Durability
 
 ALONE_S = 1.0
-_GROUP_BYTES = 56 << 20  # of one commit of a store of 4 GiB or more
+_GROUP_BYTES = 56 << 20  # bytes of one commit of a store of 4 GiB or more
 _GROUPS_PER_PUT = 4
 _BLOCK_BYTES = 4096
 _READERS = 4
 
 
 def measure_writes(report: Report, folder: Path, page_bytes: int, num_pages: int, samples: int) -> None:
-    """All cases; `num_pages` are written each time."""
+    """Measure all cases; each writes `num_pages`."""
     per_group = max(1, _GROUP_BYTES // page_bytes)
     pages = _aligned_pages(per_group, page_bytes)
     variants: dict[str, Callable[[], AbstractContextManager[_Target]]] = {
@@ -72,7 +72,7 @@ def measure_writes(report: Report, folder: Path, page_bytes: int, num_pages: int
 
 
 class _Mixed(NamedTuple):
-    """Seconds of writing beside readers, whose GB/s alone, and beside the writer."""
+    """Seconds of writing during reads, and the GB/s of reads alone and during writing."""
 
     write_s: float
     alone: float
@@ -81,8 +81,8 @@ class _Mixed(NamedTuple):
 
 @dataclass(frozen=True)
 class _Target:
-    """What is written and read. `write` writes all pages, again under other keys for each salt; `read` reads one of
-    those with salt 0."""
+    """A store or file to write and read. `write(salt)` writes all pages, under other keys for each salt; `read` reads
+    one page of salt 0."""
 
     write: Callable[[int], None]
     read: Callable[[int, PageBuffer], None]
@@ -95,7 +95,7 @@ class _Target:
 
 
 def _beside(target: _Target, num_pages: int, page_bytes: int) -> _Mixed:
-    """Readers alone, and then beside a writer."""
+    """Measure readers alone, and then concurrently with a writer."""
     rates, written = list[float](), list[float]()
     for work in (lambda: time.sleep(ALONE_S), lambda: written.append(target.timed_write(1))):
         drop_caches(target.path)
@@ -119,7 +119,7 @@ def _read_until(
 ) -> None:
     rng = np.random.default_rng(which)
     (page,) = host_pages(1, page_bytes)
-    while not (counts[which] and done.is_set()):  # one at least, however short the time is
+    while not (counts[which] and done.is_set()):  # at least one read
         target.read(int(rng.integers(num_pages)), page)
         counts[which] += 1
 

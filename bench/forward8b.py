@@ -1,14 +1,14 @@
-"""The forward that transfers hide behind: matrix work and attention of an 8B model's geometry, over the true pool.
+"""The forward pass that overlaps transfers: matrix products and attention of an 8B model's geometry, over a real pool.
 
-Keys and values go into the pool and are read from it through its getters, which wait for their layer, so what the
-transfer brings is what attention reads. A helper of the overlap bench, no model: no embedding, no rotary positions, no
-logits, and one set of random weights for all layers. Those are 436 MB at 8B, far more than any cache holds, so each
-layer reads them from memory as it would read its own.
+Keys and values are stored in the pool and read through its getters, which wait for their layer, so attention reads the
+bytes that the transfer wrote. A helper of the overlap bench, not a model: no embedding, no rotary positions, no logits,
+and one set of random weights for all layers. The weights are 436 MB at 8B, much larger than any cache, so each layer
+reads them from memory as it would read its own.
 
     attention   tokens [0, P + S) at `slots`: P of the prefix, S new; query i sees [0, P + i]
 
-Where the slots are one run, attention reads the pool in place, as a paged kernel would; else rows are gathered first.
-May import torch and hicache.
+If the slots are one run, attention reads the pool in place, like a paged kernel; otherwise rows are gathered first. May
+import torch and hicache.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ TINY = ForwardShape(layers=4, hidden=64, heads=4, kv_heads=2, head_dim=16, mlp=1
 
 @dataclass(frozen=True)
 class Suffix:
-    """S new tokens over a prefix, with all that does not depend on the layer.
+    """S new tokens over a prefix, with all data that does not depend on the layer.
 
-    `x` [S, hidden]; `loc` int64 [S]: slots of the new tokens; `slots` int64 [P + S]: of all, in order; `start`: the
-    first of them where they are one run and are read in place, else None; `mask`: which keys a query sees; `gathered`:
-    room for keys and values [P + S, kv_heads, head_dim], where they are gathered.
+    `x` [S, hidden]; `loc` int64 [S]: slots of the new tokens; `slots` int64 [P + S]: slots of all tokens, in order;
+    `start`: the first slot if all are one run and are read in place, else None; `mask`: which keys a query sees;
+    `gathered`: buffers for gathered keys and values [P + S, kv_heads, head_dim], empty if read in place.
     """
 
     x: torch.Tensor
@@ -65,7 +65,7 @@ class Suffix:
 class Forward:
     """`layers` of norm, attention, norm and gated MLP over one pool; x [S, hidden] in, [S, hidden] out.
 
-    Work goes to the current stream and nothing here waits for the device. The same inputs give the same bits.
+    Work is queued on the current stream, and no call waits for the device. The same inputs give the same bits.
     """
 
     def __init__(self, shape: ForwardShape, pool: KVCache, prefix_slots: torch.Tensor, new_slots: torch.Tensor) -> None:
@@ -88,9 +88,10 @@ class Forward:
         self._down = weight(shape.mlp, shape.hidden)
 
     def suffix(self, num_tokens: int, *, gather: bool = False) -> Suffix:
-        """A batch of `num_tokens` new tokens, the same at every call; `gather` has even one run of slots gathered.
+        """A batch of `num_tokens` new tokens, the same at every call. `gather`: gather rows even if the slots are one
+        run.
 
-        ValueError where there are fewer new slots. Waits for the device.
+        ValueError if there are fewer new slots. Waits for the device.
         """
         if not 0 < num_tokens <= len(self._new_slots):
             raise ValueError(f"{num_tokens} new tokens for {len(self._new_slots)} slots")
@@ -106,7 +107,7 @@ class Forward:
         return Suffix(x, loc, slots, start, self._mask(num_tokens, len(slots)), gathered)
 
     def suffix_at(self, slots: torch.Tensor, x: torch.Tensor) -> Suffix:
-        """The batch of `x` [S, hidden] over `slots`, int64 [P + S] on the CPU. Nothing waits for the device."""
+        """A batch of `x` [S, hidden] over `slots`, int64 [P + S] on the CPU. Does not wait for the device."""
         start = int(slots[0]) if bool((slots.diff() == 1).all()) else None
         rows = (len(slots), self.shape.kv_heads, self.shape.head_dim)
         gathered = tuple(x.new_empty(rows) for _ in range(2 if start is None else 0))
@@ -116,7 +117,7 @@ class Forward:
 
     @torch.inference_mode()
     def __call__(self, suffix: Suffix) -> torch.Tensor:
-        """What the last layer leaves of `suffix.x`, a new tensor; new keys and values are in the pool afterwards."""
+        """Compute all layers on `suffix.x`; returns a new tensor. The new keys and values are stored in the pool."""
         x = suffix.x
         with self._flash():
             for layer in self._pool.layer_ids:
@@ -126,7 +127,8 @@ class Forward:
         return x
 
     def _attention(self, layer: int, suffix: Suffix, x: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] to [S, heads * head_dim]. Projection and store come before the first wait for the layer."""
+        """Attention of one layer: [S, hidden] to [S, heads * head_dim]. Projection and store precede the first wait for
+        the layer."""
         row = (self.shape.kv_heads, self.shape.head_dim)
         q, k, v = (x @ self._qkv).split(self._widths, dim=1)
         self._pool.set_kv_buffer(layer, suffix.loc, k.unflatten(1, row), v.unflatten(1, row))
@@ -146,15 +148,16 @@ class Forward:
         return suffix.gathered[which]
 
     def _mask(self, num_queries: int, num_keys: int) -> torch.Tensor:
-        """Aligned at the last query and key. On CUDA a mark for the flash kernel, which needs no mask in memory."""
+        """Causal mask aligned at the last query and key. On CUDA a marker for the flash kernel, which needs no mask in
+        memory."""
         if self._pool.device.type == "cuda":
-            from torch.nn.attention.bias import causal_lower_right  # here, for it takes seconds
+            from torch.nn.attention.bias import causal_lower_right  # imported here, because that takes seconds
 
             return causal_lower_right(num_queries, num_keys)
         return torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
 
     def _flash(self) -> AbstractContextManager[None]:
-        """On CUDA the flash kernel or an error: any other would write out a mask of S x (P + S)."""
+        """On CUDA, allow only the flash kernel: any other kernel would need a mask of S x (P + S) in memory."""
         if self._pool.device.type == "cuda":
             return sdpa_kernel(SDPBackend.FLASH_ATTENTION)
         return nullcontext()

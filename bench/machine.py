@@ -1,4 +1,4 @@
-"""What a result was measured on: the machine, the software, the commit. Imports torch."""
+"""Names the machine, software and commit of a result. Imports torch."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ import torch
 import hicache
 
 _ABOVE = Path(__file__).resolve().parent.parent
-# The repository these benches run from; None where they are installed without it.
+# The repository that the benchmarks run from; None if they are installed without it.
 ROOT = _ABOVE if (_ABOVE / "pyproject.toml").is_file() else None
 RESULTS = Path("bench-results") if ROOT is None else ROOT / "bench" / "results"
 
 
 def machine_name(device: torch.device) -> str:
-    """`nvidia-h200`, or `cpu-8core` with the cores this process may use."""
+    """Name of the machine: `nvidia-h200`, or `cpu-8core` with the cores that this process may use."""
     if device.type == "cuda":
         return re.sub(r"[^a-z0-9]+", "-", torch.cuda.get_device_name(device).lower()).strip("-")
     cores = len(os.sched_getaffinity(0)) if platform.system() == "Linux" else os.cpu_count()
@@ -28,7 +28,7 @@ def machine_name(device: torch.device) -> str:
 
 
 def software(device: torch.device) -> dict[str, str]:
-    """Versions that decide a result; what is not installed is left out."""
+    """Versions of the software that affects a result; packages that are not installed are left out."""
     versions = {"python": platform.python_version(), "hicache": hicache.__version__}
     for name in ("torch", "triton", "numpy", "lmdb", "zstandard"):
         try:
@@ -62,7 +62,7 @@ def commit_of(folder: Path | None) -> str:
 
 
 def _output(command: list[str], folder: Path) -> str | None:
-    """What a program prints, or None where it is missing or fails."""
+    """Output of a program; None if it is missing or fails."""
     try:
         done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, subprocess.TimeoutExpired):

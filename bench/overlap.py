@@ -1,11 +1,11 @@
-"""How much of a load overlaps with the forward that needs it, and how much it slows the GPU's own work.
+"""How much of a load overlaps with the forward that needs it, and how much it slows other work of the GPU.
 
-A prefix lies on the host; S new tokens are computed over it by a forward of the 8B geometry (bench.forward8b) while the
-transfer brings the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
-idle device: each half alone, both with an event per layer, and the control: both with one wait for all layers before
-the forward, which cannot overlap. `beside` is the resident forward beside the same load without waiting for it: the
-cost of sharing the machine. Outputs are compared outside the timing (bench.stage). Forwards run on a stream of their
-own, as those of servers do.
+A prefix lies on the host. A forward of the 8B geometry (bench.forward8b) computes S new tokens over it while the
+transfer loads the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
+idle device: each half alone; both with an event per layer; and the control, both with one wait for all layers before
+the forward, which cannot overlap. `beside` is a forward over the resident prefix, concurrently with the same load but
+without waiting for it: the cost of sharing the machine. Outputs are compared outside the timing (bench.stage).
+Forwards run on a separate stream, as in servers.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 """
@@ -50,13 +50,13 @@ OVERLAP_TARGET = 0.965
 AGED_TARGET = 0.95
 LONG_COMPUTE = 1.2  # compute time over load time from which a load should add no time
 
-_BUSY_CYCLES = 60_000_000  # 30 ms of device time and more: ten times what a submission may take
-_SHARE_OF_LOAD = 0.9  # matmuls beside a load end before it does
+_BUSY_CYCLES = 60_000_000  # at least 30 ms of device time: ten times the limit for a submission
+_SHARE_OF_LOAD = 0.9  # duration of concurrent matmuls as a share of the load's, so that they end first
 
 
 @dataclass(frozen=True)
 class Order:
-    """An order of pages, and how its cases are named."""
+    """An order of pages, and the names of its cases."""
 
     layout: Layout
     prefix: str = "overlap."
@@ -91,7 +91,8 @@ class Overlap:
         return percentile(self.together, 50)
 
     def hidden(self, runs: Sequence[float]) -> list[float]:
-        """The share of the shorter half that each run hid: 1 is all of it, 0 none; below 0 it took longer than both."""
+        """The share of the shorter half that each run hid: 1 all of it, 0 none; below 0 the run took longer than both
+        halves in sequence."""
         return [(self.load + self.compute - run) / min(self.load, self.compute) for run in runs]
 
     def report(self, report: Report, order: Order, *, target: bool) -> None:
@@ -110,7 +111,8 @@ class Overlap:
 
 
 def report_host_prefix(report: Report, overlaps: Sequence[Overlap], order: Order, *, target: bool) -> None:
-    """What a prefix on the host adds to the shortest forward that computes clearly longer than its load, if any."""
+    """Report the time that a prefix on the host adds to the shortest forward that takes clearly longer than its
+    load."""
     o = min((o for o in overlaps if o.compute >= LONG_COMPUTE * o.load), key=lambda o: o.num_tokens, default=None)
     if o is None:
         return
@@ -131,7 +133,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    """The full geometry on CUDA; elsewhere a tiny one, which shows only that the bench works."""
+    """Run with the full geometry on CUDA, and elsewhere with a tiny one, which only tests the benchmark."""
     device: torch.device = args.device
     on_cuda = device.type == "cuda"
     samples = args.samples or (20 if on_cuda else 3)
@@ -147,14 +149,14 @@ def run(args: argparse.Namespace, report: Report) -> None:
     shape, orders = FULL if on_cuda else TINY, [o for o in ORDERS if o.layout.name in (args.orders or o.layout.name)]
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         for order in orders:
-            # Of scattered pages, the lengths that are measured in more ways than one.
+            # Scattered pages are measured with fewer lengths.
             lengths = [s for s in suffixes if s in RANDOM_SUFFIXES] or suffixes[:1]
             with closing(Stage(shape, order.layout, prefix_tokens, device)) as stage:
                 _stage(report, stage, samples, order, lengths if order.layout.scattered else suffixes)
 
 
 def _stage(report: Report, stage: Stage, samples: int, order: Order, lengths: Sequence[int]) -> None:
-    """All cases of one order of pages."""
+    """Measure all cases of one order of pages."""
     _submit(report, stage, samples, order)
     if not order.layout.scattered:
         _during_load(report, stage, samples)
@@ -163,7 +165,7 @@ def _stage(report: Report, stage: Stage, samples: int, order: Order, lengths: Se
 
 
 def measure_overlap(report: Report, stage: Stage, samples: int, order: Order, num_tokens: int) -> Overlap:
-    """Report what a load hides of a forward of `num_tokens` new tokens, or the other way round."""
+    """Measure and report the overlap of a load and a forward of `num_tokens` new tokens."""
     steps = stage.steps(stage.forward.suffix(num_tokens))
     seconds = interleave(steps, samples=samples, warmup=1, timer=step_timer(stage.sync))
     load, compute = (percentile(seconds[name], 50) for name in ("load", "compute"))
@@ -180,7 +182,7 @@ def _overlap(report: Report, stage: Stage, samples: int, order: Order, lengths: 
 
 
 def _submit(report: Report, stage: Stage, samples: int, order: Order) -> None:
-    """Host time of `backend.load` with the device busy: by the rig's backend, and by one of the default staging."""
+    """Time `backend.load` on the host with a busy device: for the rig's backend, and for one with default staging."""
     rig, name = stage.rig, order.submit(stage.rig.tokens)
     _time_submit(report, stage, rig.backend, rig.counter, samples, name, strict=stage.device.type == "cuda")
     if order.layout.scattered:
@@ -206,7 +208,7 @@ def _time_submit(
     *,
     strict: bool,
 ) -> None:
-    """Also the host time until all layers are queued, part of which passes while the forward is launched.
+    """Time submissions, and the host time until all layers are queued, part of which overlaps the forward's launch.
 
     `strict`: there is a target, and a submission that waited for the device is an AssertionError.
     """
@@ -221,7 +223,7 @@ def _time_submit(
         op = backend.load(rig.pages, rig.chosen, load_id)
         elapsed = time.perf_counter() - start
         idle = end is not None and end.query()
-        if on_cuda:  # elsewhere a copy ends before its outcome is known
+        if on_cuda:  # on a CPU this would wait for the end of the copy
             op.wait_outcome()
         whole = time.perf_counter() - start
         op.wait()
@@ -240,7 +242,8 @@ def _time_submit(
 
 
 def _occupy(device: torch.device) -> torch.cuda.Event:
-    """Keep the idle device busy on the current stream for longer than a submission may take; the event is its end."""
+    """Keep the idle device busy on the current stream for longer than a submission may take; returns an event at the
+    end of that work."""
     torch.cuda.synchronize(device)
     torch.cuda._sleep(_BUSY_CYCLES)
     end = torch.cuda.Event()
@@ -249,7 +252,7 @@ def _occupy(device: torch.device) -> torch.cuda.Event:
 
 
 def _during_load(report: Report, stage: Stage, samples: int) -> None:
-    """How much a load at full speed slows matmuls, and attention over a long prefix."""
+    """Measure how much a load at full speed slows matmuls, and attention over a long prefix."""
     on_cuda = stage.device.type == "cuda"
     side, heads, tokens = (8192, 32, 2048) if on_cuda else (128, 4, 16)
     make = partial(torch.randn, device=stage.device, dtype=torch.bfloat16)
@@ -264,8 +267,8 @@ def _during_load(report: Report, stage: Stage, samples: int) -> None:
 def beside_load(
     report: Report, stage: Stage, samples: int, name: str, what: str, work: Callable[[], object], target: float | None
 ) -> None:
-    """`work`, back to back on a stream of its own, alone and within a load at full speed; on CUDA also within plain
-    copies of as long."""
+    """Time `work`, repeated on a separate stream, alone and during a load at full speed; on CUDA also during plain
+    copies of the same duration."""
     on_cuda = stage.device.type == "cuda"
     clock = cuda_timer(stage.device, torch.cuda.Stream(stage.device)) if on_cuda else wall_timer()
 
@@ -280,7 +283,7 @@ def beside_load(
 
     def beside_load() -> float:
         _, op = stage.submit()
-        if on_cuda:  # elsewhere a copy ends before its outcome is known
+        if on_cuda:  # on a CPU this would wait for the end of the copy
             op.wait_outcome()
         seconds = seconds_of(count)
         outlasted.append(not op.done())
@@ -305,7 +308,7 @@ def beside_load(
 
 
 class _Copies:
-    """Plain copies to the device, back to back on a stream of their own, for about so long."""
+    """Plain copies to the device, repeated on a separate stream for about `seconds`."""
 
     def __init__(self, device: torch.device, seconds: float) -> None:
         self._copy = raw_copies(device)["up"]

@@ -1,17 +1,17 @@
-"""Packed pages: what they gain on the link, in host memory and on disk, and until the first token.
+"""The gain of packed pages on the link, in host memory, on disk, and in time to first token.
 
-    load.*, store, both   raw bytes a second through the transfer backend, over a plain copy
-    load.1, load.8        loads of an eighth of that: one alone, eight at a time
+    load.*, store, both   raw bytes per second through the transfer backend, over a plain copy
+    load.1, load.8        loads of an eighth of the tokens: one alone, eight concurrently
     capacity.host, .disk  tokens in a host tier of one size, bytes of a store, over those of raw pages
-    overlap               new tokens over a prefix that is loaded meanwhile, layer by layer, as in the overlap bench
-    decode                steps of a batch over KV that stays on the device, back to back within a load; on CUDA each
-                          is a captured graph, as servers have it, so that launching it is no part of the figure
+    overlap               a forward over a prefix that is loaded layer by layer, as in the overlap bench
+    decode                steps of a batch over KV on the device, repeated during a load; on CUDA each step is a
+                          captured graph, as in servers, so that launches do not count
     disk.processor        processor time of a GiB from disk to first tokens, over zstd's (bench.packed_engine)
     ttft.*                time to the first token of a prompt on the host, over the same without packing
 
-8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values have the exponents of a real
-model (bench.packed_sample). What a case compares is measured in one process, in turns; bytes are
-compared outside the timing. On a CPU sizes are tiny, and there are no targets.
+8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values have the exponents of a real model
+(bench.packed_sample). Sides of a case are measured in one process, in turns; bytes are compared outside the timing. On
+a CPU sizes are tiny, and there are no targets.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ Seconds = Mapping[str, Sequence[float]]
 
 @dataclass(frozen=True)
 class Sizes:
-    """In tokens, but for the numbers of rounds and `documents`."""
+    """Sizes in tokens, except `documents` and the numbers of rounds (`samples`, `disk_samples`, `ttft_samples`)."""
 
     samples: int
     disk_samples: int
@@ -110,7 +110,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     }
     if args.only:
         report.bench = "-".join([NAME, *args.only])  # a part does not replace the results of all
-    # Forwards run on a stream of their own, as those of servers do.
+    # Forwards run on a separate stream, as in servers.
     with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
         for name in args.only or PARTS:
             start = time.perf_counter()
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 def measure_transfers(
     report: Report, shape: ForwardShape, sample: KvSample, device: torch.device, tokens: int, samples: int
 ) -> None:
-    """`tokens`: of a load, a multiple of eight pages."""
+    """Measure transfers. `tokens` of a load: a multiple of eight pages."""
     make = partial(Rig, shape.geometry, tokens=tokens, device=device, sample=sample)
     with closing(make(CONTIGUOUS)) as raw:
         with ExitStack() as rigs:
@@ -139,7 +139,7 @@ def measure_transfers(
 
 
 def _copies(device: torch.device, num_bytes: int) -> dict[str, RawCopy]:
-    """Plain copies by direction: of pinned memory on CUDA, of memory elsewhere."""
+    """Plain copies by direction: of pinned memory on CUDA, of ordinary memory elsewhere."""
     found = raw_copies(device, num_bytes)
     return found if device.type == "cuda" else dict.fromkeys(("up", "down", "both"), found["memcpy"])
 
@@ -150,7 +150,7 @@ def _timed(variants: Mapping[str, Run], device: torch.device, samples: int) -> S
 
 
 def _report(report: Report, case: str, rig: Rig, seconds: Seconds, names: Sequence[str], copy: RawCopy) -> None:
-    """`names`: of the variant, of the same without packing, and of the plain copies."""
+    """Report a case. `names`: of the packed variant, the variant without packing, and the plain copy."""
     packed, raw, plain = names
     unpacked = percentile(gb_per_s(rig.num_bytes, seconds[raw]), 50)
     note = f"raw bytes a second; without packing {unpacked:.1f} GB/s; the ceiling is a plain copy of raw bytes"
@@ -188,7 +188,7 @@ def _random(report: Report, pool: KVCache, make: Callable[..., Rig], samples: in
 
 
 def _concurrent(report: Report, raw: Rig, packed: Rig, samples: int) -> None:
-    """Loads of an eighth of the tokens: one alone, and eight that are submitted at once."""
+    """Measure loads of an eighth of the tokens: one alone, and eight submitted concurrently."""
     device, num_bytes = raw.pool.device, raw.num_bytes // CONCURRENT
     copy = _copies(device, num_bytes)["up"]
     for count in (1, CONCURRENT):
@@ -208,7 +208,7 @@ def _concurrent(report: Report, raw: Rig, packed: Rig, samples: int) -> None:
 
 
 def _unfit(report: Report, packed: Rig, samples: int) -> None:
-    """Half of the tokens, of which no page fits when packed: each lies raw in two places."""
+    """Measure loads and stores of half of the tokens, of which no page fits when packed: each is raw in two places."""
     half, device, on_cuda = len(packed.pages) // 2, packed.pool.device, packed.pool.device.type == "cuda"
     pages, rest, slots = packed.pages[:half], packed.pages[half : 2 * half], packed.chosen[: half * PAGE]
     copies, num_bytes = _copies(device, _copy_bytes(device)), half * packed.pool.layout.page_bytes(PAGE)
@@ -259,7 +259,7 @@ def _repeat(run: Run, count: int) -> None:
 
 
 def _loads(rig: Rig, count: int) -> None:
-    """Submit loads as producers get free, as an engine does, and wait for all."""
+    """Submit loads when producers are free, as an engine does, and wait for all."""
     pages, slots = rig.pages.chunk(CONCURRENT), rig.chosen.chunk(CONCURRENT)
     ops: list[TransferOp] = []
     for part in range(count):
@@ -273,7 +273,7 @@ def _loads(rig: Rig, count: int) -> None:
 
 
 def _capacity(report: Report, pool: KVCache, page_bytes: int, sample: KvSample) -> None:
-    """Tokens that a host tier of one size holds: pages that do not fit take two places."""
+    """Report the tokens that a host tier of one size holds; pages that do not fit need two places."""
     packed, raw = (
         HostPagePool(pool.layout, PAGE, _CAPACITY_BYTES, pin=False, page_bytes=size) for size in (page_bytes, None)
     )
@@ -294,7 +294,7 @@ def _copy_bytes(device: torch.device) -> int:
 def measure_forwards(
     report: Report, shape: ForwardShape, sample: KvSample, device: torch.device, tokens: int, samples: int, new: int
 ) -> None:
-    """`tokens`: of the prefix. `new`: tokens of the forward that overlaps its load."""
+    """Measure forwards. `tokens` of the prefix; `new`: tokens of the forward that overlaps its load."""
     with closing(Stage(shape, CONTIGUOUS, tokens, device, kv_packing="4", sample=sample)) as stage:
         measure_overlap(report, stage, samples, Order(CONTIGUOUS, "packed.overlap.", target=OVERLAP_TARGET), new)
         _decode(report, stage, samples)

@@ -1,13 +1,12 @@
-"""Packed pages under whole engines: first tokens from the host, and from the disk with what that costs the processor.
+"""Packed pages in complete engines: first tokens from the host and from the disk, with the processor time.
 
-    ttft.<length>     from the request to the first token, its prefix on the host and new tokens to compute, over the
-                      same without packing
-    capacity.disk     bytes of the store, over those of raw pages that are not compressed
-    disk.processor    processor time a GiB of raw KV, of engine and store process, from empty caches to the first token
+    ttft.<length>     time to first token of a request with its prefix on the host, over the same without packing
+    capacity.disk     bytes of the store, over those of raw pages without compression
+    disk.processor    processor time of engine and store process per GiB of raw KV, from empty caches to the first token
                       of each document, over that of raw pages with zstd
 
-Engines with and without packing take turns; what they loaded is compared with what was stored, outside the timing. A
-helper of the bench of packed pages.
+Engines with and without packing alternate; loaded bytes are compared with the stored ones, outside the timing. A helper
+of the bench of packed pages.
 """
 
 from __future__ import annotations
@@ -42,13 +41,13 @@ TTFT_TARGET, DISK_TARGET, PROCESSOR_TARGET = 0.82, 1 / 1.28, 0.25
 Tokens: TypeAlias = npt.NDArray[np.int64]
 _PACKINGS: tuple[KvPacking, KvPacking] = ("4", "off")
 _SPARE_PAGES = 8
-_MISFITS_SHARE = 0.03  # of host pages, for those that do not fit
-_POLL_S, _STEP_S = 2e-4, 1e-3  # until a token is there; of the loop while pages are read
+_MISFITS_SHARE = 0.03  # additional host pages, for pages that do not fit
+_POLL_S, _STEP_S = 2e-4, 1e-3  # intervals of polling: for a token; while pages are read
 
 
 @dataclass(frozen=True)
 class Setup:
-    """What all engines of a case have in common. `new`: tokens that each request computes."""
+    """The settings that all engines of a case share. `new`: tokens that each request computes."""
 
     shape: ForwardShape
     sample: KvSample
@@ -57,11 +56,11 @@ class Setup:
 
     @property
     def token_bytes(self) -> int:
-        """Of raw KV."""
+        """Bytes of raw KV per token."""
         return 2 * self.shape.layers * self.shape.kv_heads * self.shape.head_dim * torch.bfloat16.itemsize
 
     def config(self, tokens: int, kv_packing: KvPacking, disk: DiskConfig | None = None) -> EngineConfig:
-        """Of an engine whose device and host have room for `tokens`."""
+        """Configuration of an engine whose device and host each hold `tokens`."""
         config = EngineConfig(
             device_tokens=tokens,
             page_size=PAGE,
@@ -72,7 +71,7 @@ class Setup:
             dtype="bfloat16",
             kv_packing=kv_packing,
             model_id="bench",
-            write_policy="write_through",  # the host has what the device forgets
+            write_policy="write_through",  # so that the host has all pages that are evicted from the device
             prefill_tokens_per_s=0,
             prefetch_mode="wait_complete",
             prefetch_host_share=1.0,
@@ -85,12 +84,12 @@ class Setup:
         return np.random.default_rng(number).integers(0, 1 << 17, tokens)
 
     def prompt(self, document: Tokens) -> Tokens:
-        """It, and new tokens."""
+        """A document, followed by `new` tokens."""
         return np.concatenate([document, np.arange(1 << 17, (1 << 17) + self.new)])
 
 
 class Server:
-    """An engine, and the forward that makes first tokens of what it holds."""
+    """An engine, and a forward that computes first tokens over its KV."""
 
     def __init__(self, setup: Setup, engine: CacheEngine) -> None:
         self.setup = setup
@@ -100,17 +99,17 @@ class Server:
         self._x = torch.randn(setup.new, setup.shape.hidden, device=setup.device, dtype=engine.pool.dtype)
         host = engine.inspect.context.full.host
         if host is not None and setup.device.type != "cuda":
-            host.bytes_of.zero_()  # so that no case pays for taking its memory, as pinning does
+            host.bytes_of.zero_()  # touches its memory before the timing, as pinning would
 
     def store(self, document: Tokens) -> None:
-        """Have its keys and values on the device, on their way to the tiers below."""
+        """Commit a document with the sample's keys and values; the engine copies them to the lower tiers."""
         lease = self.engine.acquire(CacheRequest("store", self.setup.prompt(document)))
         self.setup.sample.fill(self.engine.pool, lease.slots_of(0, len(document)))
         self.engine.commit(lease, document)
         self.engine.release(lease)
 
     def first_token(self, name: str, document: Tokens) -> Lease:
-        """Admit its prompt and wait for a token. Waiting takes no processor."""
+        """Admit a document's prompt and wait for its first token, without processor time while waiting."""
         lease = self.engine.acquire(CacheRequest(name, self.setup.prompt(document)))
         self.engine.begin_forward([lease])
         suffix = self._forward.suffix_at(lease.held_slots(0, lease.length), self._x)
@@ -124,14 +123,14 @@ class Server:
         return lease
 
     def finish(self, lease: Lease, document: Tokens, held: int) -> None:
-        """Compare what the lease got with what was stored, and end it. `held`: tokens that the tier in question had."""
+        """Compare the lease's KV with the stored KV, and release it. `held`: tokens that the measured tier had."""
         if held != len(document):
             raise AssertionError(f"{lease.hit}, where a tier had all {len(document)} tokens")
         self.setup.sample.require(self.engine.pool, lease.slots_of(0, len(document)))
         self.engine.release(lease)
 
     def from_host(self, document: Tokens) -> float:
-        """Seconds to the first token, nothing of it on the device."""
+        """Seconds to the first token, with an empty device tier."""
         self.engine.flush()
         if not self.engine.reset(("device",)):
             raise AssertionError("the device could not be emptied")
@@ -152,13 +151,13 @@ class Server:
 
 @contextmanager
 def _serving(setup: Setup, config: EngineConfig) -> Iterator[Server]:
-    gc.collect()  # a closed engine's memory goes with its cycles of references, and two of them may not fit
+    gc.collect()  # frees a closed engine, which is in reference cycles: memory may not suffice for two engines
     with build_engine(config, setup.shape.geometry) as engine:
         yield Server(setup, engine)
 
 
 def measure_ttft(report: Report, setup: Setup, lengths: Sequence[int], samples: int) -> None:
-    """`lengths`: of prefixes on the host, whole pages."""
+    """Measure times to first token. `lengths`: tokens of prefixes on the host, multiples of the page."""
     longest, on_cuda = max(lengths), setup.device.type == "cuda"
     document = setup.document(0, longest)
     with ExitStack() as opened:
@@ -186,7 +185,7 @@ def measure_ttft(report: Report, setup: Setup, lengths: Sequence[int], samples: 
 
 
 def _room(setup: Setup, tokens: int) -> int:
-    """Slots for a prompt of so many tokens and what it computes, in whole pages."""
+    """Slots for a prefix of `tokens` and the tokens computed after it, a multiple of the page."""
     return (tokens + setup.new + 2 * PAGE) // PAGE * PAGE
 
 
@@ -196,7 +195,8 @@ def _room(setup: Setup, tokens: int) -> int:
 def measure_disk(
     report: Report, setup: Setup, folder: Path | None, num_documents: int, tokens: int, samples: int
 ) -> None:
-    """`folder`: on the disk to measure; None: a temporary one. `tokens`: of each document, whole pages."""
+    """Measure documents from disk. `folder`: on the disk to measure; None: a temporary one. `tokens` of each document:
+    a multiple of the page."""
     documents = [setup.document(1 + number, tokens) for number in range(num_documents)]
     raw_bytes = num_documents * tokens * setup.token_bytes
     with tempfile.TemporaryDirectory(prefix="bench-packed-", dir=folder) as name:
@@ -236,7 +236,7 @@ def _report_capacity(report: Report, setup: Setup, stored: Mapping[str, Mapping[
 
 
 def _fill(setup: Setup, config: EngineConfig, documents: Sequence[Tokens]) -> dict[str, float]:
-    """Store the documents; returns what the engine counts then."""
+    """Store the documents; returns the engine's statistics."""
     with _serving(setup, config) as server:
         for document in documents:
             server.store(document)
@@ -245,7 +245,7 @@ def _fill(setup: Setup, config: EngineConfig, documents: Sequence[Tokens]) -> di
 
 
 def _round(setup: Setup, config: EngineConfig, documents: Sequence[Tokens], turn: int) -> dict[str, float]:
-    """Seconds from empty caches until each document has its first token: by the clock, and of the processor."""
+    """Measure from empty caches until each document has its first token: elapsed seconds, and processor seconds."""
     assert config.disk is not None
     drop_caches(Path(config.disk.path))
     with _serving(setup, config) as server:
@@ -274,7 +274,7 @@ def _round(setup: Setup, config: EngineConfig, documents: Sequence[Tokens], turn
 
 
 def _processor_s(pid: int) -> float:
-    """What a process has taken of the processor. A store process is no child of this one: `getrusage` lacks it."""
+    """Processor seconds of a process so far. A store process is not a child of this one, so `getrusage` lacks it."""
     if not pid:  # the store runs in threads of this one
         return 0.0
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

@@ -1,9 +1,10 @@
 """Keys and values for the bench of packed pages, tiled to the geometry that it measures.
 
-How well a page packs depends on its exponents. They are drawn from the distances to the largest of a channel that were
+The exponents of a page determine how well it packs. Distances of exponents to the largest of their channel were
 measured on keys and values of SmolLM2-135M-Instruct over the text of this repository's docs, in bfloat16 as servers
-compute them; all other bits are random. A row of the measured geometry has heads of the sample side by side, of several
-layers; the 64 tokens of a tile follow one another in the sample, and no page has the same tokens of a head twice.
+compute them. The sample draws exponents from these distances; all other bits are random. A row of the measured geometry
+concatenates heads of the sample, from several layers. The 64 tokens of a tile are consecutive in the sample, and no
+page has the same tokens of a head twice.
 """
 
 from __future__ import annotations
@@ -20,28 +21,28 @@ from hicache.kernels.pack import FOUR_BITS, THREE_BITS, PackFormat
 
 TILE_TOKENS, TILE_CHANNELS = 64, 128
 FORMATS = {"3": THREE_BITS, "4": FOUR_BITS}
-_LAYERS, _HEADS, _HEAD_DIM = 30, 3, 64  # of SmolLM2-135M
-# Of keys and of values: the share of those whose exponent is so far, 0, 1, 2, …, below the largest of their channel
-# within 64 tokens; the last entry is of 15 and more. The keys among them are zeros: rotary positions in bfloat16 add
-# two products that cancel.
+_LAYERS, _HEADS, _HEAD_DIM = 30, 3, 64  # geometry of SmolLM2-135M
+# For keys, then values: the shares of elements whose exponent is 0, 1, 2, … below the largest of their channel within
+# 64 tokens; the last entry is for 15 and more. Keys in the last entry are zeros, because rotary positions in bfloat16
+# add two products that cancel.
 DISTANCES = (
     (0.152, 0.348, 0.238, 0.129, 6.63e-2, 3.38e-2, 1.7e-2, 8.52e-3, 4.26e-3, 2e-3, 8.86e-4, 3.41e-4, 1.29e-4, 5.12e-5,
      1.9e-5, 4.12e-4),
     (8.31e-2, 0.251, 0.274, 0.184, 0.102, 5.32e-2, 2.69e-2, 1.35e-2, 6.75e-3, 3.39e-3, 1.66e-3, 8.48e-4, 4.22e-4,
      2.1e-4, 9.65e-5, 1.02e-4),
 )  # fmt: skip
-_TOP = 128  # an exponent that is usual for the largest of a channel
+_TOP = 128  # a typical largest exponent of a channel
 
 
 @dataclass(frozen=True)
 class KvSample:
-    """`heads`: int16 [heads, 2, blocks, 64, head_dim], bits of the keys and of the values of heads of all layers."""
+    """Keys and values of heads of all layers. `heads`: int16 [heads, 2, blocks, 64, head_dim], bits of bfloat16."""
 
     heads: torch.Tensor
 
     @property
     def num_rows(self) -> int:
-        """Tokens, after which the rows repeat."""
+        """Number of tokens after which the rows repeat."""
         return self.heads.shape[2] * TILE_TOKENS
 
     def to(self, device: torch.device) -> KvSample:
@@ -57,12 +58,12 @@ class KvSample:
         return torch.cat(found, 1)[:, :channels]
 
     def fill(self, pool: KVCache, slots: torch.Tensor) -> None:
-        """Write the rows of all layers to `slots`, int64 on the pool's device: whole pages of tokens in their order."""
+        """Write the rows of all layers to `slots`, int64 on the pool's device, slots of consecutive tokens."""
         for buffer, rows, at in self._of(pool, len(slots)):
             buffer[slots] = rows[at].view(-1, *buffer.shape[1:])
 
     def require(self, pool: KVCache, slots: torch.Tensor) -> None:
-        """AssertionError unless `slots` hold, bit by bit, what `fill` writes there."""
+        """Raise AssertionError unless `slots` hold, bit by bit, the rows that `fill` writes there."""
         for buffer, rows, at in self._of(pool, len(slots)):
             if not torch.equal(buffer[slots].flatten(1).view(torch.int16), rows.view(torch.int16)[at]):
                 raise AssertionError("keys and values are not those that were stored")
@@ -84,7 +85,7 @@ class KvSample:
         return means, float((misfits > 0).float().mean())
 
     def _of(self, pool: KVCache, num_tokens: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Of each buffer of a pool of keys and values: itself, its rows, and which of them `num_tokens` have."""
+        """For each buffer of a pool of keys and values: the buffer, its rows, and the row index of each token."""
         at = torch.arange(num_tokens, device=pool.device) % self.num_rows
         for index, layer in enumerate(pool.layout.layers):
             for which, buffer in enumerate(pool.layer_buffers(layer)):

@@ -1,4 +1,4 @@
-"""Files read past the kernel's memory, which is the ceiling of the disk tier, and what its benches share."""
+"""Reads of files by O_DIRECT, which are the ceiling of the disk tier, and helpers that its benchmarks share."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hicache.storage.memory import aligned_buffer
 
 @contextmanager
 def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
-    """Reads what is at an offset of a file into a buffer, past the kernel's memory where the file system can."""
+    """Open a file for reads at an offset into a buffer, by O_DIRECT if the file system supports it."""
     try:
         file = os.open(path, os.O_RDONLY | os.O_DIRECT)
     except OSError:  # a file system in memory
@@ -33,12 +33,12 @@ def raw_file(path: Path) -> Iterator[Callable[[int, PageBuffer], None]]:
 
 
 def host_pages(count: int, page_bytes: int) -> list[PageBuffer]:
-    """Memory in huge pages, like the engine's host pool."""
+    """Allocate pages in huge memory pages, like the engine's host pool."""
     return [np.frombuffer(aligned_buffer(page_bytes), dtype=np.uint8, count=page_bytes) for _ in range(count)]
 
 
 def drop_caches(path: Path) -> None:
-    """Drop the kernel's cached pages of a file that nobody has mapped, or of all files of a store."""
+    """Drop the kernel's cached pages of a file that no process has mapped, or of all files in a folder."""
     for file in path.iterdir() if path.is_dir() else [path]:
         descriptor = os.open(file, os.O_RDONLY)
         try:
@@ -49,7 +49,7 @@ def drop_caches(path: Path) -> None:
 
 
 def in_threads(works: Sequence[Callable[[], None]]) -> None:
-    """Run all at once; an error is raised here."""
+    """Run all functions concurrently, and raise the first error."""
     with ThreadPoolExecutor(len(works)) as threads:
         for done in [threads.submit(work) for work in works]:
             done.result()

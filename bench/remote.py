@@ -1,10 +1,10 @@
-"""Remote stores on loopback: pages put and got through the store, beside the client's own calls with the same buffers.
+"""Remote stores on loopback: put and get of the store, compared with direct calls of its client with the same buffers.
 
-    <store>.put, <store>.get   random pages; the ceiling is what the store's own client does: a batch of Mooncake's
-                               library; for S3, obstore in 16 threads
+    <store>.put, <store>.get   random pages; the ceiling is the client alone: a batch of Mooncake's library; for S3,
+                               obstore in 16 threads
 
-Variants run in turns in one process; what came back is compared. Servers are started and stopped here. What is not
-installed is left out.
+Variants run in turns in one process; returned pages are compared. The benchmark starts and stops the servers. Stores
+that are not installed are left out.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ NAME = "remote"
 DESCRIPTION = "remote stores on loopback: put and get, against the client's own batch calls with the same buffers"
 
 TARGET = 0.9
-_S3_THREADS = 16  # what S3PageStore has by default
+_S3_THREADS = 16  # default of S3PageStore
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 @dataclass(frozen=True)
 class Batch:
-    """Random pages to put and buffers to get them into, each in one piece, uint8 `[num_pages * page_bytes]`."""
+    """Random pages to put, and buffers to get them into, each contiguous uint8 `[num_pages * page_bytes]`."""
 
     source: PageBuffer
     target: PageBuffer
@@ -78,7 +78,7 @@ class Batch:
         return open_store(url, identity={"model": "bench"}, formats=[PageFormat(self.page_bytes)])
 
     def calls(self, store: PageStore) -> dict[str, Callable[[], None]]:
-        """`put`, `get` and `delete` of the whole batch, each of which takes every page."""
+        """`put`, `get` and `delete` of all pages in one call each."""
         buffers, keys = self.buffers, [b"page %d" % n for n in range(len(self.pages))]
         items = list(zip(keys, self.pages, strict=True))
         return {
@@ -101,7 +101,7 @@ def _measure(
     client: Mapping[str, Callable[[], object]],
     samples: int,
 ) -> None:
-    """Rounds of put, get and delete, each by the client and then by the store. `client`: its calls, by these verbs."""
+    """Measure put, get and delete, each by the client and then by the store. `client`: the client's calls by verb."""
     calls = batch.calls(store)
     variants = {f"{who}.{verb}": of[verb] for verb in calls for who, of in (("client", client), ("store", calls))}
     seconds = interleave(variants, samples=samples)
@@ -118,7 +118,7 @@ def _measure(
 
 
 def _mooncake(report: Report, batch: Batch, samples: int) -> None:
-    """Store and library, each with a client of its own, with the batch's memory registered."""
+    """Measure store and library, each with its own client, with the batch's memory registered."""
     names, sizes = [f"own {n}" for n in range(len(batch.pages))], [batch.page_bytes] * len(batch.pages)
     sources, targets = ([page.ctypes.data for page in pages] for pages in (batch.pages, batch.buffers))
     with (

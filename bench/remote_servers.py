@@ -1,7 +1,7 @@
-"""Servers of the remote stores, each on this machine and alone: for the benchmarks of the stores and their tests.
+"""Servers of the remote stores on this machine, for the benchmarks and tests of the stores.
 
-A server answers once it is made. `kill`, `freeze`, `thaw` and `start` are done to the process that holds the pages,
-`read` and `write` to a value that has a name; `close`, which the end of a `with` calls, leaves nothing behind.
+The constructor returns when the server answers. `kill`, `freeze`, `thaw` and `start` act on the process that holds the
+pages, `read` and `write` on a value by name. `close`, which the end of a `with` block calls, ends all processes.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from hicache.storage.mooncake_client import load_mooncake
 
 PATIENCE_S = 60.0
 BUCKET = "pages-of-hicache"
-# Whom moto lets in.
+# Credentials that moto accepts.
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_REGION": "us-east-1"}
 
 Process = subprocess.Popen[bytes]
 
 
 class Server(ABC):
-    """`process` holds the pages, and `url` is that of a store in them."""
+    """A server of pages. `process` holds the pages; `url` is the URL of a store on this server."""
 
     process: Process | None = None
     url: str
@@ -42,18 +42,18 @@ class Server(ABC):
     @staticmethod
     @abstractmethod
     def missing() -> str:
-        """What has to be installed; "" if nothing."""
+        """Packages that must be installed first; "" if none."""
 
     @abstractmethod
     def start(self) -> None:
-        """Start the process, with nothing in it."""
+        """Start the process, without pages."""
 
     @abstractmethod
     def read(self, name: str) -> bytes: ...
 
     @abstractmethod
     def write(self, name: str, value: bytes) -> None:
-        """In place of what is there."""
+        """Replace the value of a name."""
 
     def kill(self) -> None:
         end(self.process)
@@ -76,14 +76,14 @@ class Server(ABC):
 
 
 def freeze(process: Process | None) -> None:
-    """Have it stop. On a busy machine its threads go on for a while after the signal."""
+    """Stop a process and wait until it has stopped: on a busy machine its threads run for a while after the signal."""
     if process is not None and process.poll() is None:
         process.send_signal(signal.SIGSTOP)
         os.waitid(os.P_PID, process.pid, os.WSTOPPED | os.WEXITED | os.WNOWAIT)
 
 
 def end(process: Process | None) -> None:
-    """Whatever state it is in."""
+    """Kill a process in any state, and wait for its end."""
     if process is not None:
         process.kill()
         process.wait()
@@ -95,7 +95,7 @@ def free_port() -> int:
 
 
 def started(command: Sequence[str], answers: Callable[[Process], bool], **settings: Any) -> Process:
-    """A process that answers. BenchUnavailable where it ends, or does not answer in a minute."""
+    """Start a process and wait until it answers. BenchUnavailable if it ends, or does not answer within a minute."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **{**quiet, **settings})
     give_up_s = time.monotonic() + PATIENCE_S
@@ -108,7 +108,7 @@ def started(command: Sequence[str], answers: Callable[[Process], bool], **settin
 
 
 class S3Server(Server):
-    """moto's server, which keeps objects in memory; after a start its bucket is there, and empty."""
+    """moto's server, which keeps objects in memory; after a start it has an empty bucket."""
 
     def __init__(self) -> None:
         self._port = free_port()
@@ -149,8 +149,8 @@ class S3Server(Server):
 
 
 class MooncakeServer(Server):
-    """`master`, and `process`, a machine that lends `segment_bytes`. After another `start`, `process` is that one, and
-    both lend."""
+    """Mooncake's `master`, and `process`, which lends `segment_bytes` of memory. After another `start`, `process` is
+    the new process, and both lend memory."""
 
     _COMMAND = shutil.which("mooncake_master", path=str(Path(sys.executable).parent)) or "mooncake_master"
     _OWNER = """
@@ -196,7 +196,7 @@ sys.stdin.read()
         self._owners.append(self.process)
 
     def library(self) -> Any:
-        """A client of the library."""
+        """Connect a client of the library."""
         client = load_mooncake().MooncakeDistributedStore()
         assert client.setup("127.0.0.1", "P2PHANDSHAKE", 0, 64 << 20, "tcp", "", self.address) == 0
         return client
@@ -208,7 +208,7 @@ sys.stdin.read()
         assert self._own_client.remove(name, True) == 0 and self._own_client.put(name, value) == 0
 
     def close(self) -> None:
-        """End all."""
+        """End all processes."""
         if self._client is not None:
             self._client.close()
         for process in (*self._owners, self.master):

@@ -1,10 +1,10 @@
-"""How fast traces replay: requests a second through three tiers, for prompts of about 100 000 tokens.
+"""Rate of replaying traces: requests per second through three tiers, for prompts of about 100 000 tokens.
 
-    <policy>.<write policy>   requests a second, in time that the thread computes
+    <policy>.<write policy>   requests per second of processor time of the thread
     optimal, curve            seconds for the optimum of the same sizes, and for the miss-ratio curve of `lru`
 
-Sessions are generated in the shape of coding agents, or read from a trace. The device holds an eighth of the
-different blocks, the host a twelfth, the disk half. Everything runs on the CPU, in one thread.
+Sessions are generated to resemble coding agents, or read from a trace. The device holds an eighth of the different
+blocks, the host a twelfth, the disk half. Everything runs on the CPU, in one thread.
 """
 
 from __future__ import annotations

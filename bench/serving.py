@@ -1,16 +1,16 @@
-"""Serving a model of 8B geometry through the reference scheduler and runner.
+"""Serving a model of 8B geometry by the reference scheduler and runner.
 
-    decode        one step of decoding with requests of one context length; the ceiling reads weights and KV once, at
-                  the bandwidth of a copy within device memory. `compiled`: with torch.compile
-    prefill       a prompt in chunks; the ceiling is one forward of plain transformers with sdpa over all of it
-    ttft.host     first token of a prompt whose prefix is on the host: max(load, compute) / measured, where load is a
-                  plain pinned copy of the same bytes, and compute the same request with the prefix on the device
-    conversations output tokens a second of conversations that do not fit the device, over those without a host tier
-    sessions      sessions of coding agents: makespan with a disk over the better of none and always loading, and first
-                  tokens over those of first come, first served (`serving_sessions.py`)
-    stream        running answers beside a prompt of 128k tokens: how long they stand still (`serving_streams.py`)
+    decode        one decode step of requests with one context length; the ceiling reads weights and KV once, at the
+                  bandwidth of a copy within device memory. `compiled`: with torch.compile
+    prefill       a prompt in chunks; the ceiling is one forward of plain transformers with sdpa over the prompt
+    ttft.host     first token of a prompt whose prefix is on the host: max(load, compute) / measured; load: a plain
+                  pinned copy of the same bytes; compute: the same request with the prefix on the device
+    conversations output tokens per second of conversations that do not fit the device, over those without a host tier
+    sessions      sessions of coding agents: makespan with a disk, over the better of no disk and always loading; time
+                  to first token, over that of first come, first served (`serving_sessions.py`)
+    stream        running answers during a prompt of 128k tokens: the gaps between their tokens (`serving_streams.py`)
 
-What a case compares is measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
+Both sides of a case are measured in one process, in turns. On a CPU the model is tiny, and there are no targets.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PREFILL_TARGET, HOST_TARGET, CONVERSATIONS_TARGET = 1.0, 0.9, 2.0
 
 @dataclass(frozen=True)
 class Sizes:
-    """In tokens, but for `batches` and the numbers of conversations and turns."""
+    """Sizes in tokens, except `batches`, `steps`, and the numbers of `conversations` and `turns`."""
 
     context: int
     batches: tuple[int, ...]
@@ -82,7 +82,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
         "sessions": lambda: measure_sessions(report, served, args.trace, args.folder),
         "sessions-host": lambda: measure_sessions_host(report, served),
         "stream": lambda: measure_streams(report, served),
-        # Last, so that what torch.compile leaves in the process is in no other figure.
+        # Last, so that side effects of torch.compile in the process affect no other case.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),
     }
     if args.device.type != "cuda":
@@ -108,7 +108,7 @@ def _target(served: ServedModel, value: float) -> float | None:
 
 
 def _decode(report: Report, served: ServedModel, sizes: Sizes, *, compiled: bool) -> None:
-    """Steps of `runner.forward` and the choice of a token, from the host's clock: each ends when the host has it."""
+    """Time decode steps by the host's clock: `runner.forward` and the choice of tokens, until the host has them."""
     device = served.model.device
     bandwidth = _memory_bandwidth(device)
     ending, target = (".compiled", COMPILED_TARGET) if compiled else ("", DECODE_TARGET)
@@ -148,7 +148,7 @@ def _decode_steps(engine: Served, batch: int, sizes: Sizes) -> list[float]:
 
 
 def _memory_bandwidth(device: torch.device) -> float:
-    """Bytes a second, read and written, of a copy within device memory, at its best."""
+    """Maximum bytes per second, read plus written, of a copy within device memory."""
     source = torch.ones((1 << 30) if device.type == "cuda" else 64 << 20, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     seconds = interleave({"copy": lambda: target.copy_(source)}, samples=30, timer=timer_for(device))["copy"]
@@ -200,7 +200,7 @@ def _host_case(report: Report, engine: Served, length: int) -> None:
     counter = iter(range(1 << 20))
 
     def ask(kind: str) -> float:
-        """A prompt of the prefix and new tokens of its own."""
+        """Seconds to the first token of a prompt of the prefix and new random tokens."""
         number = next(counter)
         (new,) = prompts(1, NEW_TOKENS, engine.served.vocab, seed=number)
         seconds, output = engine.first_token_s(f"{kind} {number}", np.concatenate([prefix, new]))
@@ -225,7 +225,7 @@ def _host_case(report: Report, engine: Served, length: int) -> None:
 
 
 def _plain_copy_s(num_bytes: int, device: torch.device) -> float:
-    """Seconds of a plain copy of as many bytes from pinned memory, extrapolated from a gibibyte."""
+    """Seconds of a plain copy of `num_bytes` from pinned memory, extrapolated from at most 1 GiB."""
     part = min(num_bytes, 1 << 30)
     host = torch.ones(part, dtype=torch.uint8, pin_memory=device.type == "cuda")
     target = torch.empty(part, dtype=torch.uint8, device=device)
@@ -264,7 +264,8 @@ def _conversations(report: Report, served: ServedModel, sizes: Sizes) -> None:
 
 
 def _converse(engine: Served, sizes: Sizes, num: int, turns: int, seed: int) -> int:
-    """Serve conversations, all at a time; a turn is submitted when the one before has its answer. Returns tokens."""
+    """Serve conversations concurrently; a turn is submitted when the previous turn has its answer. Returns the number
+    of output tokens."""
     sync(engine.engine.pool.device)
     scheduler = engine.scheduler(max_running=8)
     questions = [prompts(turns, sizes.turn, engine.served.vocab, seed=seed * 1000 + i) for i in range(num)]

@@ -1,4 +1,4 @@
-"""What the serving benchmark serves: a random model of 8B geometry, engines for it, and requests whose times it takes.
+"""Helpers of the serving benchmark: a random model of 8B geometry, engines for it, and timed requests.
 
 A helper of the serving bench. May import torch, transformers and hicache.
 """
@@ -27,7 +27,7 @@ Tokens = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model with random weights and what its cache stores of a token."""
+    """A model with random weights, and the geometry of its cache."""
 
     model: Any
     geometry: ModelGeometry
@@ -41,13 +41,14 @@ class ServedModel:
 
     @property
     def read_bytes(self) -> int:
-        """Bytes of the weights that a pass reads whole: all but the embedding, of which it reads a row a token."""
+        """Bytes of the weights that a pass reads completely: all except the embedding, where it reads a row per
+        token."""
         weights = sum(weight.nbytes for weight in self.model.parameters())
         return int(weights - self.model.get_input_embeddings().weight.nbytes)
 
 
 def random_llama(device: torch.device) -> ServedModel:
-    """8B geometry in bfloat16 on CUDA, a tiny model in float32 elsewhere."""
+    """Build a random model: 8B geometry in bfloat16 on CUDA, a tiny model in float32 elsewhere."""
     tiny = device.type != "cuda"
     config = LlamaConfig(
         vocab_size=512 if tiny else 128256,
@@ -82,7 +83,7 @@ def random_llama(device: torch.device) -> ServedModel:
 
 @dataclass
 class Served:
-    """An engine with a runner and schedulers over it."""
+    """An engine with its runner, for which it makes schedulers."""
 
     served: ServedModel
     engine: CacheEngine
@@ -107,7 +108,7 @@ class Served:
         return elapsed, outputs[0]
 
     def clear_device(self) -> None:
-        """Evict everything from the device tier: a request takes all slots, computes nothing and gives them back."""
+        """Evict everything from the device tier, by a request that takes all slots and releases them unused."""
         self.engine.flush()
         page = self.engine.page_size
         free = self.engine.pool.size // page * page
@@ -124,7 +125,7 @@ def serving(
     store: PageStore | None = None,
     **settings: Any,
 ) -> Iterator[Served]:
-    """An engine of `settings` for the model, started, and its runner. `store`: its disk."""
+    """Build an engine with `settings` for the model, and its runner. `store`: used as the disk."""
     defaults: dict[str, Any] = {
         "page_size": 16,
         "host_bytes": 0,

@@ -1,13 +1,13 @@
-"""Sessions of coding agents through the reference scheduler: with and without a disk, and in two orders.
+"""Sessions of coding agents by the reference scheduler: with and without a disk, and in two orders.
 
-    sessions         8 clients; device, host and disk over the better of no disk and a disk that is always waited for
+    sessions         8 clients; makespan with device, host and disk, over the better of no disk and always loading
     sessions.order   32 clients; time to first token over that of first come, first served, mean and p99
-    sessions.host    32 clients, more sessions than both tiers hold (`sessions.py: Traffic`), their working set 4 times
-                     the device, a host as large as the device under `exclusive`; over no host, over `write_through`,
-                     and p99 of the time to first token over that of `write_through`; p99, of copies of what left the
-                     device, of the time that a call stood still for one
+    sessions.host    32 clients, with more sessions than both tiers hold (`sessions.py: Traffic`). The working set is 4
+                     times the device, and the host, under `exclusive`, as large as the device. Makespan over no host
+                     and over `write_through`; p99 of the time to first token over that of `write_through`; p99 of
+                     the time that a call was blocked by a copy of evicted pages
 
-Every run has an engine, and a store where it has a disk, of its own, which begin empty. A helper of the serving bench.
+Every run has a new engine, and a new store if it has a disk, which are empty at first. A helper of the serving bench.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ _EXPOSED_BOUND_S = 5e-3
 
 @dataclass(frozen=True)
 class SessionSizes:
-    """`device_tokens`, `host_tokens`: of the tiers; the host in bytes of as many device tokens. `answer`: tokens.
-    `clients`: of each case; here in that of the disk and in those without. `num_warm_up`: turns that fill the tiers and
-    count in no figure."""
+    """Sizes of a run. `device_tokens`, `host_tokens`: sizes of the tiers; the host has the bytes of `host_tokens`
+    device tokens. `answer`: tokens of an answer. `clients`: numbers of clients; here of the case with a disk, and of
+    the cases without. `num_warm_up`: turns at the start that fill the tiers and do not count."""
 
     scale: Scale
     device_tokens: int
@@ -70,7 +70,7 @@ class SessionSizes:
 REAL = SessionSizes(Scale(requests=300, block_tokens=8), 81_920, 65_536, 8192, 32, (8, 32))
 TINY = SessionSizes(Scale(requests=40, block_tokens=8, shortest=16, longest=1500), 3072, 2048, 256, 4, (4, 12))
 
-# The case of a host that is no larger than the device, with four times the device's tokens under way.
+# The case of a host as large as the device, with a working set of four times the device.
 TRAFFIC = Traffic(
     scale=Scale(requests=450, block_tokens=16, longest=16_384), num_sessions=64, system=400, first=2200, more=120
 )
@@ -83,7 +83,7 @@ TINY_HOST = SessionSizes(TINY_TRAFFIC.scale, 1344, 1344, 256, 4, (4, 12), 30)
 
 @dataclass(frozen=True)
 class SessionRun:
-    """What came of the turns that count."""
+    """The outcome of the turns that count: makespan, outputs and metrics."""
 
     makespan_s: float
     outputs: Sequence[RequestOutput]
@@ -108,15 +108,15 @@ class SessionRun:
 
 
 def measure_sessions(report: Report, served: ServedModel, trace: Path | None, folder: str) -> None:
-    """The cases of the disk and of the order. `trace`: of agent sessions; None for generated ones. `folder`: where
-    stores lie."""
+    """Measure the cases of the disk and of the order. `trace`: a trace of agent sessions; None: generated sessions.
+    `folder`: parent of the stores' folders."""
     bench = _SessionsBench.of(report, served, trace, folder)
     bench.tiers()
     bench.order()
 
 
 def measure_sessions_host(report: Report, served: ServedModel) -> None:
-    """The case of a small host."""
+    """Measure the case of a small host."""
     on_cuda = served.model.device.type == "cuda"
     sizes, workload = (REAL_HOST, traffic_of(TRAFFIC)) if on_cuda else (TINY_HOST, traffic_of(TINY_TRAFFIC))
     about = f"a working set of {workload.working_set / sizes.device_tokens:.2f} times the device"
@@ -124,11 +124,11 @@ def measure_sessions_host(report: Report, served: ServedModel) -> None:
 
 
 class _SessionsBench:
-    """The runs over one list of turns."""
+    """Runs with one list of turns."""
 
     @classmethod
     def of(cls, report: Report, served: ServedModel, trace: Path | None, folder: str) -> _SessionsBench:
-        """At the device's size, over a trace or what is generated."""
+        """Choose the sizes for the device, and read a trace or generate turns."""
         sizes = REAL if served.model.device.type == "cuda" else TINY
         turns = read_turns(trace, sizes.scale) if trace else generated_turns(sizes.scale)
         return cls(report, served, sizes, turns, folder)
@@ -150,7 +150,7 @@ class _SessionsBench:
         self._about = "; ".join([describe_turns(turns, sizes.scale.block_tokens), *filter(None, [about])])
 
     def tiers(self) -> None:
-        """The case of the disk."""
+        """Measure the case of the disk."""
         clients = self._sizes.clients[0]
         without = self.run(clients, has_disk=False)
         always = self.run(clients, has_disk=True, prefill_tokens_per_s=0)
@@ -160,7 +160,7 @@ class _SessionsBench:
         self._case("serving.sessions", [ours.makespan_s], best_s, _SESSIONS_TARGET, note)
 
     def order(self) -> None:
-        """The case of the order, without a disk."""
+        """Measure the case of the order, without a disk."""
         clients = self._sizes.clients[1]
         first_come = self.run(clients, max_overtake_s=0.0)
         ours = self.run(clients)
@@ -169,7 +169,7 @@ class _SessionsBench:
         self._case("serving.sessions.order.p99", [ours.p99_s], first_come.p99_s, _P99_TARGET, "")
 
     def host(self) -> None:
-        """The case of a host that is no larger than the device, without a disk."""
+        """Measure the case of a host as large as the device, without a disk."""
         clients = self._sizes.clients[1]
         none = self.run(clients, host_bytes=0)
         copies = self.run(clients, write_policy="write_through")
@@ -228,7 +228,8 @@ class _SessionsBench:
 
 
 def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes, clients: int) -> SessionRun:
-    """All turns in a closed loop of `clients`, each with one request at a time; what came of them after the warm-up."""
+    """Serve all turns in a closed loop of `clients`, each with one request at a time; returns the outcome of the turns
+    after the warm-up."""
     prompts, left = Prompts(sizes.scale.block_tokens, 0), TurnQueue(turns)
     outputs: list[RequestOutput] = []
     start_s, num_warm_up = time.perf_counter(), sizes.num_warm_up
@@ -247,8 +248,7 @@ def serve_turns(scheduler: Scheduler, turns: Sequence[Turn], sizes: SessionSizes
 
 
 def replayed_hits(turns: Sequence[Turn], sizes: SessionSizes, host_tokens: int) -> dict[str, float]:
-    """The share of blocks that each way would hit, were turns served one after the other: what a policy is worth
-    whatever the GPU."""
+    """The share of blocks that each policy would hit if turns were served in sequence: its value on any GPU."""
     trace = trace_of(turns, sizes.scale.block_tokens, sizes.num_warm_up)
     device, host = sizes.device_tokens // trace.block_tokens, host_tokens // trace.block_tokens
     ways = {
@@ -260,7 +260,7 @@ def replayed_hits(turns: Sequence[Turn], sizes: SessionSizes, host_tokens: int) 
 
 
 def _p99_of(observed: HistogramValue) -> float:
-    """The upper bound of what 99 of 100 observations do not exceed; 0 where that is the lowest bound."""
+    """Upper bound of the bucket with the 99th percentile of the observations; 0 for the lowest bucket."""
     num_below = itertools.accumulate(observed.counts)
     at = next(at for at, num in enumerate(num_below) if num >= 0.99 * observed.count)
     return (0.0, *observed.bounds[1:], math.inf)[at]

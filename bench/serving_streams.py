@@ -1,10 +1,10 @@
-"""Answers beside which a long prompt arrives: how long they stand still, and what it costs the prompt that they do not.
+"""Running answers when a long prompt arrives: the gaps between their tokens, and the cost for the prompt of a bound.
 
     stream.gap      the longest time between two tokens of a stream, over `max_pass_s`
-    stream.gap.p99  of all such times, over the same
+    stream.gap.p99  p99 of all such times, over `max_pass_s`
     stream.prompt   time to first token of the prompt, over that with chunks of one size
 
-One engine serves both ways, one behind the other, with an empty device tier each time. A helper of the serving bench.
+One engine serves both runs in sequence, each with an empty device tier. A helper of the serving bench.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from hicache.serving import Request, Scheduler
 from hicache.serving.warm_up import warm_up
 
 _GAP_TARGET, _PROMPT_TARGET = 1.0, 1.25
-_BEFORE = 16  # tokens of each stream, before the prompt comes
+_BEFORE = 16  # tokens of each stream before the prompt arrives
 
 
 @dataclass(frozen=True)
 class StreamSizes:
-    """In tokens, but for the number of streams. `question`, `answer`: of a stream; an answer is longer than the prompt
-    takes. `context`: the prompt and `prompt_answer`. `max_pass_s`: of the run with a bound."""
+    """Sizes in tokens, except `streams`. `question`, `answer`: of a stream; an answer outlasts the prompt. `context`:
+    the prompt plus `prompt_answer`. `max_pass_s`: the bound of the run with a bound."""
 
     streams: int
     question: int
@@ -41,14 +41,14 @@ class StreamSizes:
         return self.context + self.streams * (self.question + self.answer) + self.chunk
 
 
-REAL = StreamSizes(8, 512, 1024, 131_072, 16, 8192, 0.5)  # the bound as `hicache serve`
+REAL = StreamSizes(8, 512, 1024, 131_072, 16, 8192, 0.5)  # the bound is the default of `hicache serve`
 TINY = StreamSizes(4, 32, 1024, 8192, 16, 1024, 0.1)
 
 
 @dataclass(frozen=True)
 class StreamRun:
-    """`gaps_s`: between two tokens of a stream, of all streams, while the prompt was computed. `first_s`: time to the
-    prompt's first token."""
+    """`gaps_s`: times between two tokens of a stream, for all streams, while the prompt was computed. `first_s`: time
+    to the prompt's first token."""
 
     gaps_s: Sequence[float]
     first_s: float
@@ -63,7 +63,7 @@ class StreamRun:
 
 
 def measure_streams(report: Report, served: ServedModel) -> None:
-    """All cases."""
+    """Measure all cases."""
     sizes = REAL if served.model.device.type == "cuda" else TINY
     runs: dict[float, StreamRun] = {}
     with serving(
@@ -79,8 +79,8 @@ def measure_streams(report: Report, served: ServedModel) -> None:
 def serve_beside_streams(
     scheduler: Scheduler, sizes: StreamSizes, vocab: int, clock: Callable[[], float] = time.perf_counter
 ) -> StreamRun:
-    """Streams that decode, and a prompt that comes when they do, up to its first token. `clock`: seconds. Raises
-    AssertionError where a request ends before that."""
+    """Serve streams, and a prompt that arrives while they decode, until its first token. `clock`: seconds. Raises
+    AssertionError if a request ends before that."""
     times: list[list[float]] = [[] for _ in range(sizes.streams + 1)]
     *streams, prompt = times
 
@@ -109,7 +109,7 @@ def serve_beside_streams(
 def add_stream_cases(
     report: Report, sizes: StreamSizes, bounded: StreamRun, unbounded: StreamRun, *, has_targets: bool
 ) -> None:
-    """What a run with the bound took, beside the bound and beside a run without."""
+    """Add the cases: a run with the bound, compared with the bound and with a run without it."""
     note = f"{sizes.streams} streams, a prompt of {sizes.context - sizes.prompt_answer} tokens; {bounded}; "
     note += f"with chunks of {sizes.chunk} always {unbounded}"
     target = _GAP_TARGET if has_targets else None

@@ -1,8 +1,8 @@
-"""Sessions of coding agents as a workload: from a trace, or generated in the shape of one, or as traffic of a size.
+"""Sessions of coding agents as a workload: from a trace, generated to resemble one, or as traffic of a given size.
 
-A turn of a session is its last prompt and more behind it; all sessions begin with one of a few system prompts. A prompt
-is blocks, each the id of a few tokens, so that its length can be scaled: a trace of 64 tokens a block makes prompts of
-an eighth of theirs with 8. The tokens of a block follow from its id alone.
+A turn of a session extends its previous prompt; all sessions begin with one of a few system prompts. A prompt is a list
+of block ids, each standing for a few tokens, so its length can be scaled: a trace with 64 tokens a block gives prompts
+of an eighth of the length with 8 tokens a block. The id of a block determines its tokens.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ import numpy as np
 
 from hicache.replay.trace import Trace, TraceRequest, read_trace
 
-_AT_ONCE = 16  # generated sessions that go on side by side
+_AT_ONCE = 16  # concurrent generated sessions
 _MEAN_TURNS = 20
 _HEADS = 2
 _PAUSE_TAIL, _TURNS_TAIL = 1.2, 1.5
 _SYSTEM_PROMPTS = 4
-_AHEAD = 64  # turns among which a client looks for one whose session waits for nothing
-_TOKENS = range(10, 250)  # ids that any vocabulary has
+_AHEAD = 64  # next turns in which a client looks for a session without an open request
+_TOKENS = range(10, 250)  # token ids that every vocabulary has
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One request: what it asks is the blocks of its prompt, by their ids."""
+    """One request: its session, and the block ids of its prompt."""
 
     session: str
     blocks: tuple[int, ...]
@@ -38,7 +38,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How many turns there are, and how long, in tokens; turns of other lengths are left out."""
+    """Number of turns, and the bounds of their lengths in tokens; turns of other lengths are left out."""
 
     requests: int
     block_tokens: int
@@ -51,20 +51,20 @@ class Scale:
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Sessions that go on side by side, `num_sessions` of them: one that ends is followed by another.
+    """Traffic of `num_sessions` concurrent sessions: when one ends, another begins.
 
     All values are drawn from one seeded generator.
 
-        turns of a session  ceil(mean_turns / 3 * Pareto(1.5)), so `mean_turns` on average, and a few of many more
-        pause before a turn Pareto(1.2), in units of the shortest, which orders the turns of all sessions
-        first prompt        one of 4 system prompts of `system` tokens, the nth of which 1 / n as many begin with, and
-                            LogNormal(ln first, 0.8) tokens of its own
-        each next prompt    the one before and LogNormal(ln more, 1.0) tokens: an answer, and what is asked about it
+        turns of a session  ceil(mean_turns / 3 * Pareto(1.5)): `mean_turns` on average, and many more in a few sessions
+        pause before a turn Pareto(1.2), in units of the shortest pause; pauses order the turns of all sessions
+        first prompt        one of 4 system prompts of `system` tokens, the nth with weight 1 / n, followed by
+                            LogNormal(ln first, 0.8) new tokens
+        each next prompt    the previous prompt and LogNormal(ln more, 1.0) tokens: an answer and the next question
 
-    Pareto(a) exceeds x >= 1 with probability x ** -a. Pauses and lengths of sessions of the web have such tails, with
-    exponents from 1 to 1.5 (Crovella and Bestavros 1997, doi:10.1109/90.650143); of the agent sessions that
-    `docs/replay.md` names the pauses have 0.9 to 1.2 by Hill's estimate, of the highest tenth and fiftieth. No prompt
-    is longer than the scale's longest, which ends its session; the scale's `shortest` does not count.
+    Pareto(a) exceeds x >= 1 with probability x ** -a. Pauses and lengths of web sessions have such tails, with
+    exponents from 1 to 1.5 (Crovella and Bestavros 1997, doi:10.1109/90.650143). The pauses of the agent sessions that
+    `docs/replay.md` names have 0.9 to 1.2 by Hill's estimate, from the highest tenth and fiftieth. A prompt that
+    reaches the scale's `longest` ends its session; the scale's `shortest` is ignored.
     """
 
     scale: Scale
@@ -77,15 +77,15 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Workload:
-    """Turns in order. `working_set`: tokens of the last prompts of all sessions under way together, on average: what a
-    cache has to hold that computes nothing twice."""
+    """Turns in order. `working_set`: mean total of tokens of the last prompts of all open sessions, which a cache must
+    hold to avoid all recomputation."""
 
     turns: Sequence[Turn]
     working_set: int
 
 
 class Prompts:
-    """Token ids of turns. Those of another `salt` have no block in common."""
+    """Token ids of turns. Prompts with different `salt` share no block."""
 
     def __init__(self, block_tokens: int, salt: int) -> None:
         self._block_tokens = block_tokens
@@ -103,7 +103,7 @@ class Prompts:
 
 
 def read_turns(path: Path, scale: Scale) -> list[Turn]:
-    """The first turns of a trace (`hicache.replay.trace`) that are long enough and not too long."""
+    """The first `scale.requests` turns of a trace (`hicache.replay.trace`) with lengths within the scale."""
     requests = enumerate(read_trace(path).requests)
     turns = (
         Turn(request.session or f"request {number}", tuple(request.blocks.tolist()))
@@ -114,7 +114,7 @@ def read_turns(path: Path, scale: Scale) -> list[Turn]:
 
 
 def generated_turns(scale: Scale, seed: int = 0) -> list[Turn]:
-    """Sessions begin with an eighth of the longest prompt, more or less, and grow by a four hundredth a turn."""
+    """Generate turns. A session begins with about 1/8 of the longest prompt, and grows by about 1/400 of it a turn."""
     generator, ids, names = random.Random(seed), itertools.count(), itertools.count()
     longest, shortest = scale.longest // scale.block_tokens, -(-scale.shortest // scale.block_tokens)
 
@@ -139,7 +139,7 @@ def generated_turns(scale: Scale, seed: int = 0) -> list[Turn]:
 
 
 def traffic_of(traffic: Traffic, seed: int = 0) -> Workload:
-    """The first turns of `traffic`, as many as its scale has."""
+    """Generate the first `scale.requests` turns of `traffic`."""
     generator, ids, names = random.Random(seed), itertools.count(), itertools.count()
     block_tokens, longest = traffic.scale.block_tokens, traffic.scale.longest // traffic.scale.block_tokens
 
@@ -173,7 +173,7 @@ def traffic_of(traffic: Traffic, seed: int = 0) -> Workload:
 
 
 def trace_of(turns: Sequence[Turn], block_tokens: int, num_warm_up: int = 0) -> Trace:
-    """The same turns as `hicache replay` takes them, a second apart."""
+    """Convert turns to a trace for `hicache replay`, one second apart."""
     requests = (
         TraceRequest(float(at), np.array(turn.blocks, np.int64), len(turn.blocks) * block_tokens, 1, turn.session)
         for at, turn in enumerate(turns)
@@ -182,7 +182,7 @@ def trace_of(turns: Sequence[Turn], block_tokens: int, num_warm_up: int = 0) -> 
 
 
 def describe_turns(turns: Sequence[Turn], block_tokens: int) -> str:
-    """One line: how many turns, sessions and tokens."""
+    """Describe turns in one line: the numbers of turns, sessions and tokens."""
     tokens = sorted(len(turn.blocks) * block_tokens for turn in turns)
     different = len({block for turn in turns for block in turn.blocks}) * block_tokens
     sessions = len({turn.session for turn in turns})
@@ -193,15 +193,15 @@ def describe_turns(turns: Sequence[Turn], block_tokens: int) -> str:
 
 
 class TurnQueue:
-    """Turns that are not sent, in order, and the sessions whose last one is not answered."""
+    """Turns that are not sent yet, in order, and the number of open requests of each session."""
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._left = list(enumerate(turns))
         self._under_way: dict[str, int] = {}
 
     def take(self) -> tuple[int, Turn] | None:
-        """The first turn whose session waits for no answer. Where none of the next ones is such, the first: an agent
-        asks several things at once."""
+        """Take the first turn whose session has no open request. If the next turns have none, take the first turn: an
+        agent may send several requests concurrently."""
         if not self._left:
             return None
         ahead = range(min(_AHEAD, len(self._left)))

@@ -1,4 +1,4 @@
-"""A runner that computes nothing and takes as long as a GPU would: for what a scheduler does beside a model, on a CPU.
+"""A runner that sleeps as long as a GPU would compute, to measure a scheduler on a CPU.
 
 A helper of benchmarks.
 """
@@ -13,12 +13,12 @@ import torch
 from hicache.engine import CacheEngine
 from hicache.serving import Chunk
 
-# Of an 8B model on an H100: of a pass, of a token, and of a token and position. 98 304 tokens take 7.3 s.
+# Times of an 8B model on an H100: per pass, per token, and per token and position. 98 304 tokens take 7.3 s.
 _PASS_S, _TOKEN_S, _PAIR_S = 0.012, 54e-6, 4.1e-10
 
 
 class SleepingRunner:
-    """See the scheduler's `Runner`. `speed`: so many times as fast as that GPU."""
+    """Implements the scheduler's `Runner`. `speed`: its speed as a multiple of that GPU's."""
 
     def __init__(self, engine: CacheEngine, vocab: int, speed: float) -> None:
         self._engine = engine
@@ -26,7 +26,7 @@ class SleepingRunner:
         self._speed = speed
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Waits for the loads of the leases, as a model does. Logits of zeros."""
+        """Wait for the loads of the leases, as a model does, then sleep; returns logits of zeros."""
         self._engine.begin_forward([chunk.lease for chunk in chunks])
         for layer in self._engine.pool.layer_ids:
             self._engine.pool.get_key_buffer(layer)

@@ -1,7 +1,7 @@
-"""A prefix on the host, a forward that needs it, and the orders in which load and forward may run.
+"""A prefix on the host, a forward that needs it, and the variants of running load and forward.
 
-Every forward is compared bit by bit with one over a resident prefix, and a prefix is poisoned on the device before it
-is loaded, both outside the timing. A helper of the overlap bench.
+Every forward is compared bit by bit with a forward over a resident prefix, and a prefix is poisoned on the device
+before it is loaded, both outside the timing. A helper of the overlap bench.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from hicache.config.engine import KvPacking
 from hicache.transfer import TransferOp
 
 _POISON = -7.0
-_WARM_TOKENS = 1024  # of the longest forward before a variant: 75 ms of an 8B model's work
+_WARM_TOKENS = 1024  # maximum tokens of the warm-up forward before a variant: 75 ms of an 8B model's work
 
 Sync = Callable[[], object]
 
 
 @dataclass(frozen=True)
 class Step:
-    """A variant with what is done before and after it outside the timing."""
+    """A variant, with functions that run before and after it outside the timing."""
 
     run: Callable[[], object]
     before: Callable[[], object] = lambda: None
@@ -37,7 +37,7 @@ class Step:
 
 
 def step_timer(sync: Sync | None) -> Timer:
-    """Seconds of a `Step`'s run on the host's clock, between two calls of `sync`."""
+    """Make a timer of a `Step`'s run by the host's clock, between two calls of `sync`."""
     clock = wall_timer(sync)
 
     def measure(run: Callable[[], object]) -> float:
@@ -53,8 +53,8 @@ def step_timer(sync: Sync | None) -> Timer:
 class Stage:
     """A prefix on the host, its slots on the device, and a forward over them.
 
-    Owns the pools and the backend of a `Rig`. `output` is what the last forward left; `new_slots` are those that the
-    prefix does not use. Used by one thread.
+    Owns the pools and the backend of a `Rig`. `output`: result of the last forward; `new_slots`: slots that the prefix
+    does not use. Used by one thread.
     """
 
     def __init__(
@@ -91,15 +91,16 @@ class Stage:
         self.output = self.forward(suffix)
 
     def together(self, suffix: Suffix) -> None:
-        """Load and forward at once; each layer of the forward waits for the same layer of the load."""
+        """Run load and forward concurrently; each layer of the forward waits for the same layer of the load."""
         self._behind_load(suffix, wait_all=False)
 
     def control(self, suffix: Suffix) -> None:
-        """The same without layer events: the forward begins when the last layer has arrived."""
+        """Run load and forward without layer events: the forward begins when the last layer has arrived."""
         self._behind_load(suffix, wait_all=True)
 
     def beside(self, suffix: Suffix) -> None:
-        """A forward over the resident prefix that waits for no layer, while the load writes the same bytes again."""
+        """Run a forward over the resident prefix without waiting for layers, while a load writes the same bytes
+        again."""
         _, op = self.submit()
         self.resident(suffix)
         op.wait()
@@ -117,9 +118,9 @@ class Stage:
                 buffer.index_fill_(0, self.rig.slots, _POISON)
 
     def steps(self, suffix: Suffix) -> dict[str, Step]:
-        """The variants of one suffix; each forward is compared with one over the prefix as it is on the device now.
+        """The variants of one suffix. Each forward is compared with a forward over the present prefix on the device.
 
-        Before each, untimed, a forward runs: a device that was idle before a variant has higher clocks in it.
+        Before each variant a forward runs untimed, because a device that was idle before would have higher clocks.
         """
         before = suffix if len(suffix.x) <= _WARM_TOKENS else self.forward.suffix(_WARM_TOKENS)
         self.resident(suffix)

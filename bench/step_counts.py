@@ -52,10 +52,10 @@ from hicache.transfer.cpu import CpuOp, CpuTransfer
 from hicache.tree.key import Tokens
 
 T = TypeVar("T")
-DISK_JOB_PAGES = 32  # of a job of the disk, for small pages
-STEP_S = 0.01  # between two polls without news
+DISK_JOB_PAGES = 32  # pages of a job of the disk, for small pages
+STEP_S = 0.01  # interval of polls without news
 CHUNK_TOKENS = 8192
-PAGE_TOKENS = 64  # of a host page
+PAGE_TOKENS = 64  # tokens of a host page
 FILLED_PAGES = 20_480
 SHORT_TOKENS, LONG_TOKENS = 192, 131_072
 JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # before the join, so that it finds the other 120k
@@ -195,7 +195,7 @@ def measure(report: Report) -> None:
 
 @contextmanager
 def _engine(geometry: ModelGeometry, store: GatedStore | None, **settings: Any) -> Iterator[CacheEngine]:
-    """An engine over the store, or over a disk of its own."""
+    """Build an engine over the store, or over a temporary disk if it is None."""
     with tempfile.TemporaryDirectory() as folder:
         config = EngineConfig(
             max_requests=8,

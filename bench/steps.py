@@ -1,24 +1,24 @@
 """The cost of a scheduler's calls, in two parts: `times`, and the `counts` of `step_counts.py`.
 
-Part `times` has each call by the length of a prompt, and by how many requests are queued:
+Part `times` measures each call by the length of a prompt, and by the number of queued requests:
 
-    <call>.<component>.page<size>.<tokens>         one prompt is computed, found on the device, the host and the disk
+    <call>.<component>.page<size>.<tokens>         one prompt is computed, then found on the device, host and disk
     queued.<call>.<component>.<count>              a short request runs each step, while others wait for a page each
 
-    submit                 prefetch, and expect where requests are queued
-    acquire.<tier>         of a prompt that is new, or lies whole on that tier
+    submit                 prefetch, and expect if requests are queued
+    acquire.<tier>         of a prompt that is new, or completely on that tier
     poll.<tier>            while it is backed up and written (new), loaded (host), read (disk)
     commit, extend         of a chunk; of a decoded token
-    release, release.disk  of a request; of one whose prompt came from the disk
-    cancel                 of a request that waited for nothing more
+    release, release.disk  of a request; of a request whose prompt was read from the disk
+    cancel                 of a request whose prefetch has ended
 
-A value is the longest call; p99 is in the note. Only the time counts that the thread computes, not the turns of other
-processes and of the engine's own threads, which share the interpreter: the longest call by the clock is in the note.
-The ceiling is the longest call of the next shorter prompt, times the ratio of the lengths, or of the next shorter
-queue, and at least a millisecond: a ratio of 2 is twice linear growth, or twice flat. The model has a layer or two of
-one head, and nothing is computed. One thread, with the garbage collector off.
+A value is the longest call; p99 is in the note. It is processor time of the thread, without other processes and the
+engine's other threads, which share the interpreter; the longest elapsed time is in the note. The ceiling is the longest
+call of the next shorter prompt times the ratio of the lengths, or of the next shorter queue, and at least a
+millisecond: a ratio of 2 means twice linear growth, or twice no growth. The model has one or two layers of one head,
+and nothing is computed. One thread, with the garbage collector off.
 
-Part `counts` has the Python calls, the source files and the classes of whole requests, and the memory of a page.
+Part `counts` has the Python calls, source files and classes of complete requests, and the memory of a page.
 """
 
 from __future__ import annotations
@@ -68,9 +68,9 @@ MAX_ROUNDS, ROUND_TOKENS = 50, 1 << 20
 NOTICED_MS = 1.0
 DECODED = 16
 RUNNING_TOKENS = 1024
-ADMITTED = 50  # of the requests that waited; the others are cancelled
+ADMITTED = 50  # admitted requests among those that waited; the others are cancelled
 BURST = 50  # requests that are submitted between two steps
-STEADY = 10 * BURST  # a shorter queue ends before the readers bring as much a step as they can
+STEADY = 10 * BURST  # a shorter queue ends before the readers reach their maximum pages per step
 STEP_S = 1e-3
 _STATE = StateGeometry(((2,),), (2,), torch.float16, torch.float16)
 MODELS = {
@@ -123,7 +123,7 @@ def _time_calls(args: argparse.Namespace, report: Report) -> None:
 
 @dataclass
 class Calls:
-    """Seconds of each call by name: those the thread computed, and those of the clock."""
+    """Seconds of each call by name: processor time of the thread (`computed`), and elapsed time."""
 
     computed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
     elapsed: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -137,7 +137,7 @@ class Calls:
 
 
 def _report(report: Report, what: str, measured: dict[int, Calls], *, linear: bool) -> None:
-    """Cases of each call at each size, beside those of the next smaller size."""
+    """Add the cases of each call at each size, compared with the next smaller size."""
     for name in measured[max(measured)].computed:
         before: tuple[int, float] | None = None
         for size, calls in measured.items():
@@ -183,7 +183,7 @@ class Model:
             device_tokens=device_tokens, host_bytes=host_tokens * 64, page_size=self.page_size,
             host_page_size=self.page_size, max_requests=4, max_context_len=device_tokens, dtype="float16",
             model_id="bench", prefill_tokens_per_s=0, prefetch_mode="wait_complete", mamba_chunk_tokens=self.page_size,
-            advanced=AdvancedConfig(disk_io_timeout_s=600.0),  # the disk of a busy machine may stand still
+            advanced=AdvancedConfig(disk_io_timeout_s=600.0),  # the disk of a busy machine may stall
             disk=None if folder is None else DiskConfig(path=str(folder / "store"), budget_bytes=8 << 30), **changes,
         )  # fmt: skip
         return build_engine(config, MODELS[self.component])
@@ -194,12 +194,12 @@ def _request(engine: CacheEngine, name: str, tokens: Tokens) -> CacheRequest:
 
 
 def _tokens(seed: int, number: int) -> Tokens:
-    """Whole pages, and the last token, which is always computed."""
+    """Random tokens: complete pages, and a last token, which is always computed."""
     return np.random.default_rng(seed).integers(0, 150_000, number + 1)
 
 
 def _compute(calls: Calls, engine: CacheEngine, lease: Lease, tokens: Tokens) -> None:
-    """Prefill in chunks, a step each, and decode a few tokens."""
+    """Prefill in chunks, one per step, and decode a few tokens."""
     start = lease.cached_len
     while start < len(tokens):
         start = engine.next_stop(lease, start, min(start + CHUNK, len(tokens)))
@@ -212,7 +212,7 @@ def _compute(calls: Calls, engine: CacheEngine, lease: Lease, tokens: Tokens) ->
 
 
 def _prompt(model: Model, num_tokens: int, folder: Path) -> Calls:
-    """A prompt that is computed, and found again on every tier."""
+    """Measure a prompt that is computed, then found on every tier."""
     calls, tokens = Calls(), _tokens(0, num_tokens)
     rounds = max(3, min(MAX_ROUNDS, ROUND_TOKENS // num_tokens))
     device_tokens, spare = num_tokens + CHUNK // 8, 4 * CHUNK  # of two prompts, the device holds one
@@ -222,7 +222,7 @@ def _prompt(model: Model, num_tokens: int, folder: Path) -> Calls:
         for _ in range(rounds):
             _serve(calls, engine, "device", tokens)
         other = _tokens(1, num_tokens)
-        _serve(Calls(), engine, "new", other)  # takes the device for itself
+        _serve(Calls(), engine, "new", other)  # evicts the first prompt from the device
         for turn in range(rounds):
             engine.flush()
             _serve(calls, engine, "host", (tokens, other)[turn % 2])
@@ -239,7 +239,7 @@ def _prompt(model: Model, num_tokens: int, folder: Path) -> Calls:
 
 
 def _serve(calls: Calls, engine: CacheEngine, tier: str, tokens: Tokens) -> None:
-    """One request whose prompt is on `tier`, whole."""
+    """Serve one request whose prompt is completely on `tier`."""
     lease = calls.time(f"acquire.{tier}", engine.acquire, _request(engine, tier, tokens))
     found = {"new": 0, "device": lease.hit.device, "disk": lease.hit.disk, "host": lease.cached_len - lease.hit.disk}
     if found[tier] != (0 if tier == "new" else len(tokens) - 1) or (tier == "host" and not lease.hit.host):
@@ -255,11 +255,11 @@ def _serve(calls: Calls, engine: CacheEngine, tier: str, tokens: Tokens) -> None
 def _until(done: Callable[[], bool], step: Callable[[], object]) -> None:
     while not done():
         step()
-        time.sleep(STEP_S)  # what a forward pass leaves to the other threads
+        time.sleep(STEP_S)  # stands for a forward pass, during which other threads run
 
 
 def _when_there_is_room(engine: CacheEngine, call: Callable[[], T]) -> T:
-    """What the call returns once no backup or load in flight holds what it needs."""
+    """Call until it succeeds; poll while backups or loads in flight hold the memory that it needs."""
     while True:
         try:
             return call()
@@ -269,7 +269,7 @@ def _when_there_is_room(engine: CacheEngine, call: Callable[[], T]) -> T:
 
 
 def _fill(model: Model, number: int, folder: Path) -> list[Tokens]:
-    """Prompts of one page, brought to the disk."""
+    """Write prompts of one page each to the disk."""
     documents = [_tokens(2 + n, model.page_size) for n in range(number)]
     with _queue_engine(model, number, folder) as engine:
         for tokens in documents:
@@ -280,12 +280,12 @@ def _fill(model: Model, number: int, folder: Path) -> list[Tokens]:
 
 
 def _queue_engine(model: Model, number: int, folder: Path) -> CacheEngine:
-    """A device that holds a few running requests, and a host with room for all that are queued."""
+    """Build an engine whose device holds a few running requests, and whose host holds all queued ones."""
     return model.engine(8 * RUNNING_TOKENS, 8 * model.page_size * number + 64 * CHUNK, folder, prefetch_host_share=1.0)
 
 
 def _queue(model: Model, number: int, documents: Sequence[Tokens], folder: Path) -> Calls:
-    """Rounds of `number` requests that are submitted in bursts, wait for the disk and are admitted."""
+    """Measure rounds of `number` requests that are submitted in bursts, wait for the disk and are admitted."""
     calls, rounds = Calls(), max(1, min(20, 2000 // number, len(documents) // number))
     running = (_tokens(1 << 20 | n, RUNNING_TOKENS) for n in itertools.count())
     with _queue_engine(model, len(documents), folder) as engine:
@@ -312,7 +312,7 @@ def _submit(engine: CacheEngine, name: str, tokens: Tokens) -> Prefetch:
 
 
 def _step(calls: Calls, engine: CacheEngine, tokens: Tokens) -> None:
-    """A new request runs from its beginning to its end."""
+    """Run a new request from admission to release."""
     calls.time("poll", engine.poll)
     request = _request(engine, "running", tokens)
     lease = _when_there_is_room(engine, lambda: calls.time("acquire.new", engine.acquire, request))

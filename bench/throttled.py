@@ -1,8 +1,8 @@
-"""A page store in memory that is as fast as it is told to be, and stands still when it is told to.
+"""A page store in memory with a settable rate, which can also hang.
 
-A helper of benchmarks. Reads sleep in the threads of the tier that reads, so they cost the engine nothing. Of all pages
-it keeps the keys, and of one the bytes, which it gives for each: what pages hold costs no time, and prompts that nobody
-has computed can be read.
+A helper of benchmarks. Reads sleep in the threads of the tier that reads, so they cost the engine no time. The store
+keeps the keys of all pages, but the bytes of only one page, which it returns for every key. So the contents of pages
+cost no time, and prompts that were never computed can be read.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ import numpy as np
 from hicache.storage import PageBuffer
 from hicache.storage.base import StoreStats
 
-# Sleeps are late, which is made up for; short ones would be late by more than they take.
+# Sleeps end late; up to _LATE_S is compensated. Sleeps below _AHEAD_S are skipped, as their lateness would exceed them.
 _LATE_S, _AHEAD_S = 0.01, 0.002
 
 
 class ThrottledStore:
-    """See `hicache.storage.base.PageStore`. Any thread may call any method.
+    """A `hicache.storage.base.PageStore`. Any thread may call any method.
 
-    `bytes_per_s`: of all readers together. `keeps`: whether it has from then on what is written, which takes as long as
-    reading it; else that is forgotten at once.
+    `bytes_per_s`: total rate of all readers. `keeps`: keep the keys of written pages; then writing takes as long as
+    reading. Otherwise written pages are dropped.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class ThrottledStore:
         self._goes.set()
 
     def fill(self, keys: Iterable[bytes]) -> None:
-        """Have these alone."""
+        """Replace all keys by `keys`."""
         self._keys = {*keys}
 
     def stop_after(self, num_bytes: float) -> None:
-        """Bring so many bytes more, and nothing until `go_on`."""
+        """Hang after `num_bytes` more, until `go_on`."""
         with self._lock:
             self._left_bytes = num_bytes
 
@@ -55,7 +55,7 @@ class ThrottledStore:
 
     @property
     def page_bytes(self) -> int:
-        """Of one page; 0 before the first was written."""
+        """Bytes of a page; 0 before the first page is written."""
         return self._page.nbytes
 
     @property
@@ -63,7 +63,7 @@ class ThrottledStore:
         return ()
 
     def register_memory(self, memory: PageBuffer) -> None:
-        """Copies from and to any memory."""
+        """Do nothing: the store copies from and to any memory."""
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float = math.inf) -> list[bool]:
         return [key in self._keys for key in keys]
@@ -91,7 +91,7 @@ class ThrottledStore:
         return [True] * len(items)
 
     def touch(self, keys: Sequence[bytes]) -> None:
-        """Nothing leaves."""
+        """Do nothing: the store never evicts."""
 
     def reopen(self) -> bool:
         return True
@@ -109,19 +109,19 @@ class ThrottledStore:
         return 0
 
     def sync(self) -> None:
-        """Nothing of it survives."""
+        """Do nothing: no page survives the process."""
 
     def check(self) -> None:
-        """There is nothing to lose count of."""
+        """Do nothing: there are no counters."""
 
     def compact(self) -> int:
         return 0
 
     def close(self) -> None:
-        """The pages stay, for another engine."""
+        """Do nothing: the pages stay, for another engine."""
 
     def _pace(self, num_bytes: int) -> None:
-        """Return when so many bytes have come at the rate, behind those of other threads."""
+        """Return when `num_bytes` are transferred at the rate, after the transfers of other threads."""
         with self._lock:
             now_s = time.monotonic()
             self._free_at_s = max(self._free_at_s, now_s - _LATE_S) + num_bytes / self.bytes_per_s

@@ -1,8 +1,8 @@
-"""Host <-> device transfers by the engine's own backend, as shares of a plain pinned copy timed in the same rounds.
+"""Host <-> device transfers by the engine's backend, as shares of a plain pinned copy timed in the same rounds.
 
-On CUDA the ceiling is a pinned memcpy in the same direction (for both directions, two at once); on the CPU, where the
-device tier is ordinary memory, a memcpy. Outside the timing, bytes are stored, poisoned on the device, loaded and
-compared.
+On CUDA the ceiling is a pinned memcpy in the same direction (for both directions, two concurrently). On the CPU, where
+the device tier is ordinary memory, it is a memcpy. Outside the timing, bytes are stored, poisoned on the device, loaded
+and compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DESCRIPTION = "host <-> device: up, down and both directions, by page size and p
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention: one row of `rank` + `rope` values a token and layer."""
+    """Geometry of multi-head latent attention: one row of `rank` + `rope` values per token and layer."""
 
     layer_num: int
     rank: int
@@ -67,7 +67,7 @@ BOTH_LAYOUT = "page64.contiguous"
 class Layout:
     """An order of pages. `device_page`: tokens of an allocator page; `host_page`: tokens of a host page.
 
-    `scattered`: runs of pages in random order, of `host_run` and `device_run` pages on average; else one run.
+    `scattered`: runs of pages in random order, with `host_run` and `device_run` pages on average; else one run.
     """
 
     name: str
@@ -88,15 +88,15 @@ LAYOUTS = [
 
 
 def shuffled_runs(rng: np.random.Generator, count: int, mean_run: int) -> npt.NDArray[np.int64]:
-    """Ids 0 to `count`, cut into runs of 1 to 2 * `mean_run` - 1 ids, in random order."""
+    """Ids 0 to `count` - 1, divided into runs of 1 to 2 * `mean_run` - 1 ids, in random order."""
     ends = np.cumsum(rng.integers(1, 2 * mean_run, count))
     runs = np.split(np.arange(count), ends[ends < count])
     return np.concatenate([runs[at] for at in rng.permutation(len(runs))])
 
 
 class Rig:
-    """Pools and backend of one geometry and page size. `kv_packing`: as the setting; `sample`: what the pool holds,
-    None for normal numbers; `pool`: another rig's, of which nobody else makes use meanwhile."""
+    """Pools and backend of one geometry and page size. `kv_packing`: see the setting. `sample`: contents of the pool;
+    None: normal random numbers. `pool`: the pool of another rig, which must not be in use."""
 
     def __init__(
         self,
@@ -146,7 +146,7 @@ class Rig:
         half = tokens // 2 // layout.host_page
         self.halves = (self.pages[:half], self.pages[half:])
         self.num_bytes = tokens * self.pool.layout.token_bytes
-        self.up_seconds: list[float] = []  # of what went up while as much went down
+        self.up_seconds: list[float] = []  # seconds of loads during stores of the same size
 
     def up(self, pages: torch.Tensor, slots: torch.Tensor) -> TransferOp:
         assert self.counter.can_begin()
@@ -162,7 +162,7 @@ class Rig:
             raise AssertionError(f"{len(op.misfits)} of {len(self.pages)} pages do not fit when packed")
 
     def both(self) -> None:
-        """Half of the tokens go up while the other half goes down, with polling, as a scheduler does."""
+        """Load half of the tokens while the other half is stored, with polling, as a scheduler does."""
         middle = len(self.halves[0]) * (len(self.chosen) // len(self.pages))
         down = self.backend.store(self.chosen[middle:], self.halves[1])
         up = self.up(self.halves[0], self.chosen[:middle])

@@ -1,8 +1,8 @@
 """The prefix tree: matching and inserting against memcmp of the same bytes, evictions against the size of the tree.
 
     match.*, insert.*        100 000 packed tokens (800 000 bytes); the ceiling is one memcmp of them, timed in turns
-    evict.<policy>.<leaves>  one eviction: name the victim, take it out, account for it, in time that the thread
-                             computes; .spread: maximum over minimum
+    evict.<policy>.<leaves>  one eviction: choose the victim, remove it and account for it, in processor time of the
+                             thread; .spread: maximum over minimum
 
 Everything runs on the CPU, in one thread, with the garbage collector off as in timeit.
 """
@@ -93,7 +93,8 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
 
 
 def _evictions(report: Report, policy: str, samples: int) -> None:
-    """Leaves below one common page; each round takes _BATCH out, timed, and puts as many new ones in."""
+    """Measure evictions among leaves below one common page; each round evicts _BATCH leaves, timed, and inserts the
+    same number of new ones."""
     trees = {leaves: _tree(1, policy) for leaves in LEAVES}
     prefix, slot = np.array([7]), torch.ones(2, dtype=torch.int64)
     for leaves, tree in trees.items():

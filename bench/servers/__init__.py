@@ -1,23 +1,24 @@
 """A real server with a model of random weights: no offloading, its own CPU and disk tiers, and ours, in one run.
 
-Each mode has a process of its own, so that a restart is one, and the device is free for the next. The workload
-`documents` is of vLLM alone:
+Each mode has its own process, so that a restart is real, and the device is free for the next mode. The workload
+`documents` exists only for vLLM:
 
     first             time to the first token of new prompts, with `HiCacheOffloadingSpec` and a disk, over no
                       offloading; .cpu, .fs: with vLLM's CPU tier, with its disk tier; .spec: with
-                      `HiCacheOffloadingSpec` alone
+                      `HiCacheOffloadingSpec` without a disk
     host.one          a document from CPU memory and 8 tokens, with `HiCacheOffloadingSpec`, over vLLM's own CPU tier
-    host.throughput   more documents than the device holds, from CPU memory, in tokens a second; over the same
+    host.throughput   more documents than the device holds, from CPU memory, in tokens per second; over vLLM's CPU tier
     restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
                       over vLLM's disk tier; .over_computing: over no offloading
-    cold              tokens a second with `HiCacheOffloadingSpec` and nothing in it, over no offloading
-    shared50          requests at once that share a document in CPU memory, all together over one; .disk: on the disk;
-                      .packing: of `HiCacheOffloadingSpec`, over its own without packing (`spec-raw`)
-    bytes.<run>       what a run has moved, by vLLM's metrics
-    tokens            answers that equal another's with as many cached tokens; one that differs is an error
+    cold              tokens per second with an empty `HiCacheOffloadingSpec`, over no offloading
+    shared50          concurrent requests that share a document in CPU memory: the time of all over the time of one;
+                      .disk: document on the disk; .packing: with packing, over without (`spec-raw`)
+    bytes.<run>       bytes that a run moved, by vLLM's metrics
+    tokens            answers that equal another run's with the same number of cached tokens; a difference is an error
 
-Before a restart all files leave the system's memory. With `--document-tokens N` the names begin with "tokensN". The
-workload `sessions` has rows of its own (`session_cases`): there requests are many at once, and SGLang is a server too.
+Before a restart all files are dropped from the kernel's page cache. With `--document-tokens N` the names begin with
+"tokensN". The workload `sessions` has other rows (`session_cases`): it has many concurrent requests, and also serves by
+SGLang.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk
 
 _PATIENCE_S = 600.0
 
-_Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, and what is taken of it
+_Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, function that returns the values
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -81,7 +82,7 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
         for name in vllm.RUNS:
             if not args.modes or name.partition(".")[0] in args.modes:
                 runs[name] = _serve(name, args, Path(folder).resolve())
-                if f"{name}.restart" not in vllm.RUNS:  # the disk may have no room for the files of all modes
+                if f"{name}.restart" not in vllm.RUNS:  # the disk may be too small for the files of all modes
                     shutil.rmtree(Path(folder) / name.partition(".")[0], ignore_errors=True)
                 report.software[args.server] = runs[name].version
                 spent_s = sum(map(sum, runs[name].seconds.values()))
@@ -113,7 +114,7 @@ def _serve(name: str, args: argparse.Namespace, folder: Path) -> Served:
 
 
 def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Served]) -> None:
-    """The cases of the runs that there are. The targets are for a model that fills a GPU."""
+    """Add the cases of the finished runs. The targets are for a model that fills a GPU."""
     served = {name: run.answers.keys() for name, run in runs.items()}
 
     def add(name: str, side: _Side, other: _Side, target: float | None = None, better: Better = "lower") -> None:

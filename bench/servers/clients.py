@@ -1,6 +1,6 @@
-"""Clients of a server that send the turns of sessions, each when another is answered.
+"""Clients of a server that send the turns of sessions, each client its next turn when the previous one is answered.
 
-Nothing of a server is in here: a caller gives what asks. Times are seconds of the client's clock.
+The module knows no server: the caller passes a function that sends a turn. Times are seconds of the client's clock.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from hicache.bench.sessions import Turn, TurnQueue
 
 @dataclass(frozen=True)
 class Asked:
-    """An answer to turn `number`: to its first token and to its last from when it was sent."""
+    """An answer to turn `number`. `first_s`, `total_s`: seconds from sending to the first and to the last token."""
 
     number: int
     first_s: float
@@ -30,13 +30,13 @@ class Asked:
 
 @dataclass(frozen=True)
 class LoadRun:
-    """What came of a load. Fewer answers than `requests`: it was cut off."""
+    """The outcome of a load (turns sent by a number of clients). With fewer answers than `requests` it was cut off."""
 
     requests: int
     makespan_s: float
     answers: list[Asked]
-    num_bytes: dict[str, int] = field(default_factory=dict)  # moved, by the server's own metrics
-    rates: dict[str, float] = field(default_factory=dict)  # of our gate: decisions so far, and speeds as it ended
+    num_bytes: dict[str, int] = field(default_factory=dict)  # bytes moved, by the server's own metrics
+    rates: dict[str, float] = field(default_factory=dict)  # of our gate: decisions so far, and rates at the end
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoadRun:
@@ -64,7 +64,7 @@ class LoadRun:
 
     @property
     def first_text(self) -> str:
-        """The times to the first token."""
+        """Mean and percentiles of the times to the first token, as text."""
         spread = ", ".join(f"p{percent} {percentile(self.first_ms, percent):.0f}" for percent in (50, 90, 99))
         return f"mean {self.mean_first_ms:.0f}, {spread} ms"
 
@@ -75,7 +75,7 @@ class LoadRun:
         return f"{self.makespan_s:.1f} s{cut}, {self.cached_share:.3f} cached, to the first token {self.first_text}"
 
     def differing_share(self, other: LoadRun) -> float | None:
-        """Of the turns that both answered, the share with other tokens."""
+        """The share of turns with different tokens, among the turns that both answered; None without such turns."""
         theirs = {answer.number: answer.tokens for answer in other.answers}
         both = [answer.tokens != theirs[answer.number] for answer in self.answers if answer.number in theirs]
         return sum(both) / len(both) if both else None
@@ -90,10 +90,10 @@ def name_of(num_clients: int) -> str:
 
 
 async def send(ask: Ask, turns: Sequence[Turn], num_clients: int, limit_s: float) -> LoadRun:
-    """Send all turns, each client one at a time; cut off after `limit_s`. `ask` is given the number of a turn."""
+    """Send all turns, each client one at a time; cut off after `limit_s`. `ask` gets the number of a turn."""
     answers: list[Asked] = []
     begin_s, turns_left = time.perf_counter(), TurnQueue(turns)
-    with contextlib.suppress(TimeoutError):  # one of a request comes as an ExceptionGroup
+    with contextlib.suppress(TimeoutError):  # a request's own TimeoutError is raised in an ExceptionGroup
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
             for _ in range(num_clients):
                 group.create_task(_client(ask, turns_left, answers))

@@ -1,4 +1,4 @@
-"""The model of random weights that a server makes itself: no file but its configuration."""
+"""The model of random weights that a server generates; its only file is the configuration."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _8B = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_
 _TINY = """{"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
     "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 256}"""
 
-_LOG_DECAY = -6.0  # of linear attention, so that its states depend on hundreds of tokens
+_LOG_DECAY = -6.0  # log decay of linear attention, so that its states depend on hundreds of tokens
 
 
 def write_config(folder: Path, small: bool) -> Path:
-    """The folder of a model, in `folder`."""
+    """Write the configuration of the model; returns its folder, in `folder`."""
     model = folder / "model"
     model.mkdir(exist_ok=True)
     (model / "config.json").write_text(json.dumps(json.loads(_8B) | (json.loads(_TINY) if small else {})))
@@ -27,8 +27,8 @@ def write_config(folder: Path, small: bool) -> Path:
 
 
 def fill_with_normals(model: torch.nn.Module) -> None:
-    """The `dummy` weights of servers are so small that no token depends on the keys and values, which compress to a
-    third. With these, attention counts; they are the same in each process."""
+    """Fill the weights with random numbers, equal in each process. With the `dummy` weights of servers, which are too
+    small, no token depends on keys and values, and these compress to a third. With these weights attention matters."""
     with torch.no_grad():
         for number, (name, weight) in enumerate(model.named_parameters()):
             if weight.dim() == 1:

@@ -1,4 +1,4 @@
-"""Programs that serve, each in a process of its own: they get a task and leave a result, and files."""
+"""Runs programs that serve, each in its own process: they read a task, and write a result and files."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _EVERY_S = 1.0
 def run_program(
     module: str, name: str, task: Mapping[str, Any], environment: Mapping[str, str], folder: Path, patience_s: float
 ) -> Any:
-    """What `python -m <module>` has written into the file `result` of its task, which it reads as JSON.
+    """Run `python -m <module>` with a task as JSON on its standard input; returns the JSON of the task's file `result`.
 
-    BenchUnavailable where it wrote nothing; the end of its log is printed. After `patience_s` it is killed, and what it
-    had written until then counts.
+    BenchUnavailable if it wrote no result; then the end of its log is printed. After `patience_s` it is killed, and a
+    result that it wrote before counts.
     """
     result, log = folder / f"{name}.json", folder / f"{name}.log"
     with log.open("wb") as out:
@@ -34,7 +34,7 @@ def run_program(
             stdout=out,
             stderr=out,
             env={**os.environ, **environment},
-            cwd=folder,  # `-m` looks for modules there first: in a checkout it would find a folder hicache
+            cwd=folder,  # `-m` looks for modules in the working directory first; a checkout has a folder hicache
             start_new_session=True,
         )
         try:
@@ -52,15 +52,15 @@ def run_program(
 
 
 def file_system(folder: Path) -> str:
-    """The type of what a folder lies on, such as "ext4" or "tmpfs"."""
+    """The type of a folder's file system, such as "ext4" or "tmpfs"."""
     mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
     around = {Path(point): kind for point, kind in mounts if folder.resolve().is_relative_to(point)}
     return around[max(around, key=lambda point: len(point.parts))]
 
 
 def drop_files(folder: Path, known: dict[Path, int] | None = None) -> None:
-    """Have all files below a folder leave the system's memory. `known`: when those were written that are on the disk by
-    now; the others are written there first, since only such pages leave."""
+    """Drop all files below a folder from the kernel's page cache. Only pages that are on the disk can be dropped, so
+    files are written to the disk first, unless `known` has their present time of modification."""
     known = {} if known is None else known
     for path in folder.rglob("*"):
         with contextlib.suppress(FileNotFoundError, IsADirectoryError), path.open("rb") as file:
@@ -73,7 +73,8 @@ def drop_files(folder: Path, known: dict[Path, int] | None = None) -> None:
 
 @contextlib.contextmanager
 def files_dropped(folder: Path) -> Iterator[None]:
-    """Meanwhile the files below a folder leave the system's memory once a second, as where it is full."""
+    """Within the block, drop the files below a folder from the kernel's page cache once a second, as if memory were
+    full."""
     stop, known = threading.Event(), dict[Path, int]()
 
     def drop() -> None:

@@ -1,4 +1,4 @@
-"""The rows of the workload `sessions`: what each mode did under each load, and what is compared with what."""
+"""The rows of the workload `sessions`: the results of each mode under each load, and the comparisons of modes."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import NamedTuple
 from hicache.bench.common import Report
 from hicache.bench.servers.clients import LoadRun
 
-_MAIN = "c8"  # the load of rows that name none
-_OWN_CPU = "cpu"  # the mode with the CPU tier of the server itself
+_MAIN = "c8"  # the load of rows without a load in their name
+_OWN_CPU = "cpu"  # the mode with the server's own CPU tier
 
 
 class Key(NamedTuple):
-    """A run of a server: its mode, and its GPUs."""
+    """A run of a server: its mode, and its number of GPUs."""
 
     mode: str
     tensor_parallel: int
@@ -29,7 +29,7 @@ Runs = Mapping[Key, Mapping[str, LoadRun]]
 
 @dataclass(frozen=True)
 class _Row:
-    """A mode over others, the best of which counts. `targets`: of one GPU, by load; "" for all other loads."""
+    """A comparison of a mode with the best of `others`. `targets`: for one GPU, by load; "" for all other loads."""
 
     name: str
     mode: str
@@ -54,11 +54,11 @@ _ROWS = {
         _Row("disk.over_none", "hicache", ("none",), {"": 1.0}),
     ),
 }
-_TP_TARGET = 0.82  # of `spec`, on several GPUs
+_TP_TARGET = 0.82  # target of `spec` on several GPUs
 
 
 def add_cases(report: Report, args: argparse.Namespace, runs: Runs, about: str) -> None:
-    """All rows of the runs that there are. `about`: of the turns."""
+    """Add all rows of the finished runs. `about`: a description of the turns."""
     base = f"servers.{args.server}.sessions"
     sizes = (
         f"{args.gpu_tokens} tokens on the GPU, {args.cpu_gib:g} GiB of CPU memory, {args.disk_cpu_gib:g} above a disk"
@@ -81,7 +81,7 @@ def add_cases(report: Report, args: argparse.Namespace, runs: Runs, about: str) 
 
 
 def _add_run(report: Report, name: str, run: LoadRun) -> None:
-    """What one load did to one mode."""
+    """Add the results of one mode under one load."""
     if not run.answers:
         report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note="cut off: nothing was answered")
         return
@@ -99,7 +99,7 @@ def _add_run(report: Report, name: str, run: LoadRun) -> None:
 
 
 def _add_differing(report: Report, name: str, run: LoadRun, first: LoadRun, mode: str) -> None:
-    """Of the answers that differ from those of the first mode."""
+    """Add the share of answers that differ from those of the first mode."""
     if (differing := run.differing_share(first)) is not None:
         report.case(f"{name}.differing_from_{mode}", [differing], "share", better="lower")
 
@@ -107,7 +107,7 @@ def _add_differing(report: Report, name: str, run: LoadRun, first: LoadRun, mode
 def _compare(
     report: Report, prefix: str, row: _Row, load: str, of_size: Mapping[str, Mapping[str, LoadRun]], small: bool
 ) -> None:
-    """One row under one load: seconds of all requests."""
+    """Add a row under one load: the seconds of all requests."""
     others = {mode: of_size[mode][load] for mode in row.others if load in of_size.get(mode, {})}
     run = of_size[row.mode][load]
     if len(others) < len(row.others) or not all(one.is_whole for one in (run, *others.values())):
@@ -132,7 +132,7 @@ def _compare(
 
 
 def _compare_p99(report: Report, prefix: str, of_size: Mapping[str, Mapping[str, LoadRun]], small: bool) -> None:
-    """Of the first load of a process, whose cache of Triton's kernels was empty."""
+    """Compare the first loads of processes, whose cache of Triton's kernels was empty at first."""
     for mode, name in (("spec", "p99"), ("hicache", "p99.disk")):
         if not of_size.get(mode) or not of_size.get(_OWN_CPU):
             continue

@@ -1,8 +1,8 @@
-"""Sessions of coding agents on a real server, many at once: what a cache is worth where others wait beside a request.
+"""Sessions of coding agents on a real server, many concurrently: the value of a cache when requests are queued.
 
-Each mode has a process and a folder of its own, with an empty cache of Triton; all of them serve the same turns
-(`hicache.bench.sessions`) under the same loads, one load behind the other. Modes are not interleaved, since a start
-takes as long as a load: what they share is the machine and the run.
+Each mode has its own process and folder, and an empty cache of Triton; all modes serve the same turns
+(`hicache.bench.sessions`) under the same loads, in sequence. Modes are not interleaved, because a start takes as long
+as a load; they share only the machine and the run.
 """
 
 from __future__ import annotations
@@ -75,18 +75,18 @@ def run_sessions(args: argparse.Namespace, report: Report) -> None:
         for key in served.plan():
             try:
                 runs[key], report.software[args.server] = served.serve(key)
-            except BenchUnavailable as error:  # the others are worth their time
+            except BenchUnavailable as error:  # continue with the other runs
                 print(error, flush=True)
                 continue
             report.cases.clear()
             add_cases(report, args, runs, about)
-            report.write(args.out)  # a run that is killed keeps what it has
+            report.write(args.out)  # after each run, so that a killed benchmark keeps its results
     if not runs:
         raise BenchUnavailable(f"{args.server} serves none of {', '.join(modes)}")
 
 
 def _settle(args: argparse.Namespace) -> None:
-    """Defaults that depend on the size."""
+    """Set defaults that depend on `--small`."""
     small = args.small
     args.requests = args.requests or (16 if small else 300)
     args.longest = args.longest or (1500 if small else 60_000)
@@ -97,7 +97,7 @@ def _settle(args: argparse.Namespace) -> None:
 
 @dataclass(frozen=True)
 class _Served:
-    """What all runs have in common. Their files are in `folder`."""
+    """The settings that all runs share. Their files are in `folder`."""
 
     server: ModuleType
     args: argparse.Namespace
@@ -109,7 +109,8 @@ class _Served:
         return [Key(mode, tensor_parallel) for tensor_parallel in self.args.tensor_parallel for mode in self.modes]
 
     def serve(self, key: Key) -> tuple[dict[str, LoadRun], str]:
-        """By load, and the server's release. BenchUnavailable where the server does not serve."""
+        """Serve all loads of a run; returns the outcomes by load, and the server's release. BenchUnavailable if the
+        server does not serve."""
         files, kernels = self.folder / f"{key.mode}.tp{key.tensor_parallel}", self.folder / f"triton-{key}"
         for made in (files, kernels):
             made.mkdir(exist_ok=True)

@@ -1,4 +1,4 @@
-"""The program of the workload `sessions`, the same for every server: loads one behind the other in one process."""
+"""The program of the workload `sessions`, the same for every server: it serves loads in sequence in one process."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from hicache.bench.sessions import Prompts, Turn
 from hicache.console import write_whole
 
 _WARM_TOKENS = 3000
-_USED = 0.7  # of the disk
+_USED = 0.7  # share of the disk's free space
 
 
 def disk_settings(mode: str, small: bool, folder: Path) -> dict[str, Any]:
-    """Of our disk: `hicache-always` loads what is there, `hicache-never` nothing once it has measured the disk. A tiny
-    model computes faster than a disk answers, so with one `hicache` loads too."""
+    """Settings of our disk: `hicache-always` loads all pages found, `hicache-never` none once it has measured the disk.
+    With a tiny model, which computes faster than a disk reads, `hicache` also loads all."""
     speeds = {"hicache-always": 0.0, "hicache-never": 1e12, **({"hicache": 0.0} if small else {})}
     gate: dict[str, Any] = {"prefill_tokens_per_s": speeds[mode]} if mode in speeds else {}
     return {"budget": f"{max(1, min(100, int(shutil.disk_usage(folder).free * _USED / 1e9)))}GB", **gate}
 
 
 class AsyncServer(Protocol):
-    """A server in this process and others, which it has started."""
+    """A server with its front end in this process, and the processes that it started."""
 
     version: str
     start_s: float
 
     async def answer(self, name: str, prompt: list[int], answer_tokens: int) -> tuple[float, float, int, list[int]]:
-        """Seconds to the first token and to the last, cached tokens, and the answer."""
+        """Serve a prompt; returns seconds to the first and last token, cached tokens, and the answer's tokens."""
         ...
 
     async def settle(self) -> None:
-        """Return when nothing more goes to a disk, with the device's own cache emptied, where it can be."""
+        """Wait until no more bytes are written to a disk, and empty the device's own cache, if possible."""
         ...
 
     def num_bytes(self) -> dict[str, int]:
-        """What it has moved since it started, by name."""
+        """Bytes moved since the start, by name."""
         ...
 
     def rates(self) -> dict[str, float]:
-        """What our gate has decided since the start, and the speeds that it decides by; empty without one."""
+        """Decisions of our gate since the start, and the rates that they are based on; empty without a gate."""
         ...
 
 
 async def serve_loads(server: AsyncServer, given: Mapping[str, Any]) -> None:
-    """Serve the loads of a task; after each, what came of all until then is written into its file.
+    """Serve the loads of a task; after each load, write the outcomes so far into the task's result file.
 
-    Prompts of one load have nothing in common with those of another, so each begins with caches that hold nothing of
-    use, though they may be full. Two prompts of other tokens go before all.
+    Prompts of different loads share no tokens, so the caches hold no useful page when a load begins, though they may be
+    full. Two other prompts are served first, to warm up.
     """
     turns = [Turn(session, tuple(blocks)) for session, blocks in json.loads(Path(given["turns"]).read_text())]
     runs: dict[str, LoadRun] = {}

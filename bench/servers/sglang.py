@@ -1,9 +1,9 @@
-"""SGLang for the workload `sessions`: what each mode configures, its front in this process, its schedulers in others.
+"""SGLang for the workload `sessions`: the configuration of each mode, and the program that serves.
 
-`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON (`task`). SGLang is
-imported there alone. `file` is HiCache with SGLang's own backend of files, `hicache` is HiCache with ours, `cpu` is
-HiCache without a backend. All modes have as much CPU memory, since SGLang takes none that is smaller than its cache on
-the device.
+`python -m hicache.bench.servers.sglang` reads a task from its standard input, as JSON (`task`). Only it imports SGLang,
+whose schedulers run in other processes. `file` is HiCache with SGLang's own file backend, `hicache` is HiCache with our
+backend, `cpu` is HiCache without a backend. All modes have equal CPU memory, because SGLang does not accept less than
+its cache on the device.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _QUIET_S, _PATIENCE_S = 2.0, 60.0
 
 
 def missing() -> str:
-    """What has to be installed; "" if nothing."""
+    """The package that must be installed first; "" if none."""
     found = importlib.util.find_spec("sglang")
     return "" if found else "SGLang is not installed: pip install '.[sglang]' in a clone of hicache"
 
@@ -58,12 +58,12 @@ def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path
 
 
 def clean_up(mode: str, folder: Path) -> None:
-    """SGLang leaves nothing."""
+    """Do nothing: SGLang leaves no files."""
 
 
 def _engine_settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """Of `Engine`. Kernels that need no package beside SGLang's own are chosen, so that modes compare wherever it
-    starts."""
+    """Settings of SGLang's `Engine`. They choose kernels that need only SGLang's own packages, so that modes can be
+    compared on any machine."""
     on_cuda = args.device.type == "cuda"
     return {
         "model_path": args.model or str(write_config(folder, args.small)),
@@ -84,7 +84,7 @@ def _engine_settings(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 
 def _hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> dict[str, Any]:
-    """HiCache, alone (`cpu`) or with a backend; nothing for `none`. `disk`: more settings of ours."""
+    """Settings of HiCache, without (`cpu`) or with a backend; empty for `none`. `disk`: settings of our backend."""
     if mode == "none":
         return {}
     settings = {
@@ -92,7 +92,7 @@ def _hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> 
         "hicache_size": max(1, cpu_bytes // 10**9),
         "hicache_mem_layout": "page_first",
         "hicache_write_policy": "write_through",
-        "hicache_storage_prefetch_policy": "wait_complete",  # the time to load all, however long
+        "hicache_storage_prefetch_policy": "wait_complete",  # without a limit of time
     }
     if mode == "cpu":
         return settings
@@ -111,7 +111,7 @@ def _hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> 
 
 
 class Server:
-    """SGLang: its front in this process, its scheduler in another. `given`: a task."""
+    """SGLang, with its front end in this process and its scheduler in another. `given`: a task."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         begin_s = time.perf_counter()
@@ -137,7 +137,8 @@ class Server:
         return first_s, total_s, int(last["meta_info"]["cached_tokens"]), list(last["output_ids"])
 
     async def settle(self) -> None:
-        """Requests have the scheduler look at what was copied. What still changes after a minute is left to go on."""
+        """Send requests, so that the scheduler checks its copies, until the files have not changed for 2 s, or for a
+        minute."""
         known, give_up_s, quiet_s = self._files(), time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
         while time.monotonic() < min(quiet_s, give_up_s):
             await self.answer("", [20], 1)
@@ -146,7 +147,7 @@ class Server:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
 
     def num_bytes(self) -> dict[str, int]:
-        """What its files take; SGLang counts no bytes."""
+        """Disk space of its files; SGLang does not count bytes."""
         files = self._files()
         return {"files": sum(num_bytes for _, num_bytes in files.values())} if files else {}
 
@@ -154,7 +155,7 @@ class Server:
         return {}
 
     def _files(self) -> dict[Path, tuple[int, int]]:
-        """When each was written last, and the bytes that it takes."""
+        """Time of the last write, and disk space in bytes, of each file."""
         found: dict[Path, tuple[int, int]] = {}
         for file in self._folder.rglob("*"):
             with contextlib.suppress(FileNotFoundError):  # renamed meanwhile

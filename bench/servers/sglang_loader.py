@@ -1,5 +1,5 @@
-"""What the benchmark brings into SGLang's own processes: random weights whose output depends on what is cached. Imports
-SGLang, which imports this where it finds the class named as its load format."""
+"""A loader for SGLang's own processes: random weights with which the output depends on the cached KV. Imports SGLang,
+which imports this module if its load format names the class."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from hicache.bench.servers.model import fill_with_normals
 
 
 class RandomLoader(DummyModelLoader):
-    """SGLang's `dummy`, with other numbers."""
+    """SGLang's `dummy` loader, with other random weights."""
 
     def load_model(self, *, model_config: Any, device_config: Any) -> torch.nn.Module:
         model: torch.nn.Module = super().load_model(model_config=model_config, device_config=device_config)

@@ -1,8 +1,8 @@
-"""vLLM for the benchmark `servers`: what each mode configures, and the program that serves either workload.
+"""vLLM for the benchmark `servers`: the configuration of each mode, and the program that serves both workloads.
 
 `python -m hicache.bench.servers.vllm` reads a task from its standard input, as JSON (`task`, `documents_task`), and
-writes what came of it into a file. vLLM is imported there alone: `AsyncLLM`, its engine in a process of its own, over
-TP workers or not.
+writes the outcome into a file. Only it imports vLLM: `AsyncLLM`, with its engine in another process, and TP workers if
+there are several GPUs.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from hicache.bench.servers.program import drop_files
 from hicache.bench.servers.sessions_program import disk_settings, serve_loads
 from hicache.bench.servers.workload import Answer, Served, Workload, device_tokens, workloads
 
-# The workload `documents`: what each run serves, in this order. A run has a process of its own; one with ".restart"
-# finds the files of another.
+# The workload `documents`: the workloads that each run serves, in order. A run has its own process; a run with
+# ".restart" uses the files of the previous run.
 RUNS = {
     "none": ("warm", "first", "cold"),
     "cpu": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
@@ -36,7 +36,7 @@ RUNS = {
     "hicache": ("warm", "first", "one_more"),
     "hicache.restart": ("warm", "first", "shared"),
 }
-# Of the workload `sessions`.
+# Modes of the workload `sessions`.
 MODES = (
     "none",
     "cpu",
@@ -58,26 +58,26 @@ ENVIRONMENT = {
 
 _PLUG_IN = "hicache.integrations.vllm"
 _WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
-_MAX_REQUESTS = 32  # that run at once, unless there are more clients
-_UTILISATION = 0.8  # of the GPU's memory
+_MAX_REQUESTS = 32  # maximum number of running requests, unless there are more clients
+_UTILISATION = 0.8  # share of the GPU's memory
 _QUIET_S, _PATIENCE_S = 2.0, 120.0
 
 
 def missing() -> str:
-    """What has to be installed; "" if nothing."""
+    """The package that must be installed first; "" if none."""
     return (
         "" if importlib.util.find_spec("vllm") else "vLLM is not installed: pip install '.[vllm]' in a clone of hicache"
     )
 
 
 def documents_task(run: str, args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    """A run of the workload `documents`, as JSON. Files of models and tiers are in `folder`."""
+    """The task of a run of the workload `documents`, as JSON. Files of models and tiers are in `folder`."""
     chosen = workloads(args.small, args.document_tokens)
     tokens = chosen["first"].tokens
     settings = engine_settings(args, folder, tokens + 256, device_tokens(tokens))
     mode = run.partition(".")[0]
     cpu_bytes = args.cpu_bytes or (64 << 20 if args.small else 36 << 30)
-    # A tiny model computes faster than a disk answers.
+    # A tiny model computes faster than a disk reads; 0: always load.
     disk = {"prefill_tokens_per_s": 0} if args.small else {}
     extra = offloading(mode, args, cpu_bytes, folder / mode, disk)
     return {
@@ -101,15 +101,15 @@ def task(mode: str, tensor_parallel: int, args: argparse.Namespace, folder: Path
 
 
 def clean_up(run: str, folder: Path) -> None:
-    """After the processes of a run have ended. vLLM leaves the file of its CPU tier when it is killed, or just ends;
-    and before a restart the files of a disk leave the system's memory."""
+    """Clean up after the processes of a run have ended: drop the files of the disk from the kernel's page cache, as a
+    restart follows, and remove the file of vLLM's CPU tier, which vLLM leaves behind."""
     drop_files(folder / run.partition(".")[0])
     for file in Path("/dev/shm").glob(f"vllm_offload_{folder.name}-{run}*"):
         file.unlink(missing_ok=True)
 
 
 def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu_tokens: int) -> dict[str, Any]:
-    """Of the engine: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device."""
+    """Settings of the engine: requests of at most `max_tokens`, and a cache of `gpu_tokens` on the device."""
     block_tokens = 16 if args.device.type == "cuda" else 32  # vLLM on CPUs takes multiples of 32
     settings = {
         "model": args.model,
@@ -134,7 +134,7 @@ def engine_settings(args: argparse.Namespace, folder: Path, max_tokens: int, gpu
 
 
 def connector(extra: dict[str, Any] | None, engine_id: str) -> dict[str, Any]:
-    """The engine's setting for an offloading; none for None."""
+    """The engine's settings for the offloading `extra`; empty for None."""
     if extra is None:
         return {}
     about = {"kv_connector": "OffloadingConnector", "kv_role": "kv_both", "engine_id": engine_id}
@@ -144,7 +144,7 @@ def connector(extra: dict[str, Any] | None, engine_id: str) -> dict[str, Any]:
 def offloading(
     mode: str, args: argparse.Namespace, cpu_bytes: int, files: Path, disk: dict[str, Any]
 ) -> dict[str, Any] | None:
-    """The connector's extra configuration; None for no offloading. `disk`: more settings of ours."""
+    """The connector's extra configuration; None for no offloading. `disk`: additional settings of our disk."""
     extra: dict[str, Any] = {"cpu_bytes_to_use": cpu_bytes, "blocks_per_chunk": args.blocks_per_chunk}
     if mode == "none":
         return None
@@ -160,7 +160,7 @@ def offloading(
 
 
 def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
-    """What vLLM says that it has moved, by metric."""
+    """Bytes that vLLM has moved, by metric."""
     found: dict[str, int] = {}
     for metric in metrics:
         name = metric.name.removeprefix("vllm:kv_offload_").removesuffix("_bytes")
@@ -170,7 +170,7 @@ def moved_bytes(metrics: Iterable[Any]) -> dict[str, int]:
 
 
 def gate_rates(metrics: Iterable[Any]) -> dict[str, float]:
-    """Loads that the gate of our disk decided on, by decision, and the speeds that it knew last."""
+    """Number of loads by decision of our disk's gate, and its last measured rates."""
     names = {
         "load_gate_loads": "decision",
         "cost_prefill_tokens_per_second": "",
@@ -185,7 +185,7 @@ def gate_rates(metrics: Iterable[Any]) -> dict[str, float]:
 
 
 class Server:
-    """Made where an event loop runs."""
+    """vLLM's `AsyncLLM`; must be created in a running event loop."""
 
     def __init__(self, settings: dict[str, Any]) -> None:
         begin_s = time.perf_counter()
@@ -212,8 +212,8 @@ class Server:
         return first_s, total_s, last.num_cached_tokens or 0, list(last.outputs[0].token_ids)
 
     async def settle(self) -> None:
-        """Requests have the scheduler look at what was copied. Bytes that still go to the disk after
-        two minutes are left to go on."""
+        """Send requests, so that the scheduler checks its copies, until no bytes have moved for 2 s, or for two
+        minutes; then empty the device's prefix cache."""
         known, number = self.num_bytes(), 0
         give_up_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
         while time.monotonic() < min(quiet_s, give_up_s):
@@ -222,7 +222,7 @@ class Server:
             if (now := self.num_bytes()) != known:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
         while not await self._engine.reset_prefix_cache() and time.monotonic() < give_up_s:
-            await self.answer(f"reset {number}", [20], 1)  # refused while blocks are copied, which a step notes
+            await self.answer(f"reset {number}", [20], 1)  # resetting fails while blocks are copied; a step ends copies
             number += 1
 
     def num_bytes(self) -> dict[str, int]:
@@ -240,7 +240,7 @@ class Server:
 
 
 async def serve_documents(server: Server, given: dict[str, Any]) -> None:
-    """Serve the workloads of a task, and write what came of them into its file."""
+    """Serve the workloads of a task, and write the outcome into the task's result file."""
     served, numbers = Served({}, {}, {}, server.start_s, server.version), itertools.count()
     for values in given["workloads"]:
         workload = Workload(**values)
@@ -262,7 +262,7 @@ async def serve_documents(server: Server, given: dict[str, Any]) -> None:
 async def _ask(
     server: Server, workload: Workload, number: int, batch: list[tuple[int, int]], numbers: Iterator[int]
 ) -> list[Answer]:
-    """The answers to requests that are sent at once, in round `number`. `numbers`: names of requests."""
+    """Send requests concurrently, in round `number`; returns their answers. `numbers`: numbers for request names."""
     prompts = [workload.prompt(*request) for request in batch]
     begin_s = time.perf_counter()
     found = await asyncio.gather(

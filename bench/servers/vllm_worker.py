@@ -1,5 +1,5 @@
-"""What the benchmark and the tests bring into vLLM's own processes: random weights whose output depends on what is
-cached, and a CPU tier on CPUs, where vLLM's own refuses to run. Imports vLLM."""
+"""Code of the benchmark and the tests for vLLM's own processes: random weights with which the output depends on the
+cached KV, and a CPU tier that runs on CPUs, unlike vLLM's own. Imports vLLM."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOAD_FORMAT = "hicache_random"
 
 @register_model_loader(LOAD_FORMAT)
 class RandomLoader(DummyModelLoader):
-    """vLLM's `dummy`, with other numbers."""
+    """vLLM's `dummy` loader, with other random weights."""
 
     def load_weights(self, model: torch.nn.Module, model_config: Any) -> None:
         super().load_weights(model, model_config)
@@ -60,11 +60,12 @@ class CopyingWorker(OffloadingWorker):
         return finished
 
     def wait(self, job_ids: set[int]) -> None:
-        """Nothing is under way."""
+        """Do nothing: copies end in the call that submits them."""
 
 
 def _places(spec: GPULoadStoreSpec, chunk_ids: Sequence[int], blocks_per_chunk: int) -> Iterator[tuple[int, int, int]]:
-    """Of each block its chunk, and which of the chunk's blocks it is. A group's first block may lie within a chunk."""
+    """For each block: its id, its chunk, and its index within the chunk. A group's first block may lie inside a
+    chunk."""
     blocks, chunks = iter(spec.block_ids), iter(chunk_ids)
     for size, index in zip(spec.group_sizes, spec.block_indices, strict=True):
         chunk = -1
@@ -75,7 +76,7 @@ def _places(spec: GPULoadStoreSpec, chunk_ids: Sequence[int], blocks_per_chunk: 
 
 
 class CPUTieringSpec(TieringOffloadingSpec):
-    """vLLM's own refuses CPUs."""
+    """vLLM's `TieringOffloadingSpec` with a worker that runs on CPUs."""
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
         region = SharedOffloadRegion(

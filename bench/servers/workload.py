@@ -1,6 +1,6 @@
 """The workload `documents` as data: the prompts, and the answers of a server.
 
-A program (`hicache.bench.servers.vllm`) serves workloads in a process of its own and writes a `Served`.
+A program (`hicache.bench.servers.vllm`) serves workloads in its own process and writes a `Served`.
 """
 
 from __future__ import annotations
@@ -11,26 +11,26 @@ from dataclasses import dataclass
 from typing import Any
 
 ENDING_TOKENS = 3
-_MOST_DEVICE_TOKENS = 196_608  # 24 GiB of 8B geometry
+_MOST_DEVICE_TOKENS = 196_608  # 24 GiB with 8B geometry
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """Documents of random tokens, each with an ending; all in each round."""
+    """Prompts of one workload: documents of random tokens, each followed by an ending. Each round sends all prompts."""
 
     name: str
     documents: int
-    tokens: int  # of a document
-    first_document: int = 0  # workloads that share numbers share documents
+    tokens: int  # tokens of a document
+    first_document: int = 0  # number of the first document; equal numbers are equal documents in all workloads
     rounds: int = 1
-    repeats: int = 1  # of each prompt, one behind the other
+    repeats: int = 1  # how often each prompt is sent in a row
     endings: int = 1  # prompts of a document
-    concurrency: int = 1  # requests that are sent at once; the next ones follow when all are answered
+    concurrency: int = 1  # requests sent concurrently; the next ones are sent when all are answered
     answer_tokens: int = 8
-    forget: bool = False  # the device's own prefix cache is emptied first
+    forget: bool = False  # empty the device's own prefix cache first
 
     def batches(self) -> Iterator[list[tuple[int, int]]]:
-        """(document, ending) of the requests that are sent at once, for one round."""
+        """(document, ending) of requests that are sent concurrently, for one round."""
         last = self.first_document + self.documents
         documents = [n for n in range(self.first_document, last) for _ in range(self.repeats)]
         requests = [(document, ending) for document in documents for ending in range(self.endings)]
@@ -38,7 +38,7 @@ class Workload:
             yield requests[begin : begin + self.concurrency]
 
     def prompt(self, document: int, ending: int) -> list[int]:
-        """Token ids that any vocabulary has."""
+        """Token ids of a prompt, which every vocabulary has."""
         text = random.Random(document).choices(range(10, 250), k=self.tokens)
         return text + random.Random(1 + ending).choices(range(10, 250), k=ENDING_TOKENS)
 
@@ -50,17 +50,17 @@ class Answer:
     ending: int
     cached: int  # tokens of the prompt that were not computed, by the server's count
     first_s: float  # time to the first token
-    total_s: float  # of all requests that were sent with it
+    total_s: float  # until all requests of its batch are answered
     tokens: list[int]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What one process of a server did: the answers by workload, in order, and the seconds of each round."""
+    """The outcome of one process of a server: the answers by workload, in order, and the seconds of each round."""
 
     answers: dict[str, list[Answer]]
     seconds: dict[str, list[float]]
-    num_bytes: dict[str, int]  # moved, by the server's own metrics
+    num_bytes: dict[str, int]  # bytes moved, by the server's own metrics
     start_s: float
     version: str
 
@@ -70,33 +70,34 @@ class Served:
         return cls(**{**values, "answers": answers})
 
     def first(self, workload: str) -> list[Answer]:
-        """Of each prompt the first answer."""
+        """The first answer to each prompt."""
         found: dict[tuple[int, int], Answer] = {}
         for answer in self.answers[workload]:
             found.setdefault((answer.document, answer.ending), answer)
         return list(found.values())
 
     def cached(self, workload: str) -> float:
-        """Tokens of a prompt that is asked first, by the server's count."""
+        """Mean number of cached tokens of a prompt that is sent for the first time, by the server's count."""
         answers = self.first(workload)
         return sum(answer.cached for answer in answers) / len(answers)
 
     def first_ms(self, workload: str) -> list[float]:
-        """To the first token, when a prompt is asked first."""
+        """Milliseconds to the first token of prompts that are sent for the first time."""
         return [answer.first_s * 1e3 for answer in self.first(workload)]
 
     def total_ms(self, workload: str) -> list[float]:
-        """To the last token of a document, of all requests for it that were sent at once."""
+        """Milliseconds until all concurrent requests for a document are answered, for each document."""
         return [answer.total_s * 1e3 for answer in self.first(workload) if answer.ending == 0]
 
     def rates(self, workload: str) -> list[float]:
-        """Tokens a second of each round."""
+        """Output tokens per second, for each round."""
         num_tokens = sum(len(answer.tokens) for answer in self.answers[workload]) / len(self.seconds[workload])
         return [num_tokens / seconds for seconds in self.seconds[workload]]
 
 
 def workloads(small: bool, tokens: int = 0) -> dict[str, Workload]:
-    """`small`: for a tiny model on two cores. `tokens`: of a document, fewer of which there are where they are long."""
+    """All workloads by name. `small`: for a tiny model on two cores. `tokens` of a document; 0: the default. There are
+    fewer documents if they are long."""
     usual, few, many, requests = (1024, 3, 6, 8) if small else (16384, 6, 12, 50)
     few, tokens = (few if tokens <= 4 * usual else 3), tokens or usual
 
@@ -118,17 +119,17 @@ def workloads(small: bool, tokens: int = 0) -> dict[str, Workload]:
 
 
 def device_tokens(tokens: int) -> int:
-    """Of the device's cache: four documents, or of long ones what a GPU has room for beside a model of 8B."""
+    """Size of the device's cache in tokens: four documents, limited to the memory of a GPU with an 8B model."""
     return max(min(4 * tokens, _MOST_DEVICE_TOKENS), tokens + 4096)
 
 
 def compare_tokens(runs: Mapping[str, Served], chosen: Sequence[Workload]) -> tuple[int, int]:
-    """How many answers equal another run's, or an earlier one's, to the same prompt with as many cached tokens, and how
-    many different ones there are: all prompts end alike, so with one answer to all, equality would say nothing.
-    AssertionError where one differs.
+    """Compare answers to the same prompt with the same number of cached tokens, of different runs or repeats; raises
+    AssertionError if they differ. Returns the number of comparisons, and the number of different answers: if all
+    answers were equal, the comparison would show nothing.
 
-    Only such answers come from the same arithmetic, and only where a request is alone: a GPU adds up in another order
-    for another number of tokens, which changes the last bits and so, now and then, a token.
+    Other answers are not compared, nor requests that were sent concurrently: for another number of tokens a GPU adds
+    in another order, which changes the last bits and so, sometimes, a token.
     """
     alone = [workload.name for workload in chosen if workload.concurrency == 1]
     known: dict[tuple[int, int, int], tuple[str, list[int]]] = {}
