@@ -1,4 +1,4 @@
-"""What the tests of the slot allocators share: how one is built, and calls of batches by lists."""
+"""Helpers of the tests of the slot allocators: building an allocator, and calls for batches given as lists."""
 
 from __future__ import annotations
 

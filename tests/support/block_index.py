@@ -1,11 +1,11 @@
-"""What a router makes of KV events: which blocks each medium holds. It counts as routers do, so it refuses a block that
-is stored twice, one that is removed and not held, and one whose parent no medium holds. As a program it subscribes over
-ZeroMQ:
+"""An index of the blocks that each medium holds, built from KV events like a router's. It raises for a block that is
+stored twice, for a removed block that is not held, and for one whose parent no medium holds. As a program it subscribes
+over ZeroMQ:
 
     python tests/support/block_index.py ADDRESS REPLAY_ADDRESS [MODULE]
 
-decodes with the classes of MODULE (vLLM's or SGLang's; default: the twins below), asks again for what it missed, and
-prints `ready` once batches come live, then at the end of the stream what it held before that, as JSON.
+decodes with the classes of MODULE (vLLM's or SGLang's; default: the twins below), requests batches that it missed, and
+prints `ready` once batches arrive live. At the end of the stream it prints, as JSON, the blocks held before that.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KVEventBatch(msgspec.Struct, array_like=True):
 
 
 class BlockIndex:
-    """`held`: the hashes that each medium holds. `blocks`: parent and tokens of every block ever told of."""
+    """`held`: the hashes that each medium holds. `blocks`: parent and tokens of every block in an event so far."""
 
     def __init__(self) -> None:
         self.held: dict[str, set[int]] = {"GPU": set(), "CPU": set(), "DISK": set()}
@@ -96,7 +96,7 @@ def read_lines(path: Path) -> list[KVEventBatch]:
 
 
 class Subscriber:
-    """A SUB socket, and a DEALER socket that asks for what SUB has missed."""
+    """A SUB socket, and a DEALER socket that requests the batches that SUB has missed."""
 
     def __init__(self, address: str, replay: str, batch_class: type) -> None:
         zmq = importlib.import_module("zmq")

@@ -46,7 +46,7 @@ class Page:
         self._call("Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": "dark"}])
 
     def value(self, expression: str) -> Any:
-        """What the JavaScript expression is, as JSON has it."""
+        """The value of a JavaScript expression, converted by JSON."""
         found = self._call("Runtime.evaluate", expression=expression, returnByValue=True)
         assert "exceptionDetails" not in found, found["exceptionDetails"]
         return found["result"].get("value")

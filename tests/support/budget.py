@@ -1,9 +1,9 @@
 """Processor time of the tests by file: printed by a run of all, and held to `tests/budget.toml` by `make check`.
 
-    python tests/support/budget.py        fails where the last run took half as much again as a folder may
+    python tests/support/budget.py        fails if the last run took more than 1.5 times of a folder's budget
     python tests/support/budget.py new    prints a budget, a fifth above what the last run took
 
-What a file's tests start counts as theirs: children that have ended, and programs of the fork server.
+Processes that a file's tests start count too: children that have ended, and programs of the fork server.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Budget:
 
 
 def is_default(config: pytest.Config) -> bool:
-    """Whether the run has all default tests, and as many random examples as by default."""
+    """Whether the run has all default tests, with the default number of random examples."""
     chosen = config.args_source is not pytest.Config.ArgsSource.TESTPATHS
     is_long = "not long" not in config.option.markexpr or "HICACHE_TEST_PROFILE" in os.environ
     less = ("keyword", "deselect", "ignore", "ignore_glob", "maxfail", "collectonly", "lf", "stepwise")
@@ -62,12 +62,12 @@ def is_default(config: pytest.Config) -> bool:
 
 
 def folder_of(file: str) -> str:
-    """`flow` of tests/flow/test_engine.py, `.` of what is in tests/ itself."""
+    """The folder of a test file: `flow` for tests/flow/test_engine.py, `.` for files in tests/ itself."""
     return "/".join(Path(file).parts[1:-1]) or "."
 
 
 def by_folder(root: Path) -> Counter[str]:
-    """What the last run of all default tests on this machine took; nothing where there was none."""
+    """Seconds by folder of the last run of all default tests on this machine; empty if there was none."""
     spent, last = Counter[str](), root / SPENT
     for file, seconds in json.loads(last.read_text()).items() if last.exists() else ():
         spent[folder_of(file)] += seconds

@@ -21,7 +21,7 @@ def outcome(capsys: pytest.CaptureFixture[str], *arguments: object) -> tuple[int
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: object, status: int = 0) -> str:
-    """What the command prints that must end with `status` and without errors."""
+    """Run a command, which must end with `status` and without errors; returns its output."""
     ended, out, err = outcome(capsys, *arguments)
     assert (ended, err) == (status, ""), err
     return out

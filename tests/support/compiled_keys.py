@@ -12,7 +12,7 @@ import torch
 
 
 class _NoDevice:
-    """A driver of Triton for a GPU that nobody has: keys are those of an H100."""
+    """A driver of Triton without a GPU: the keys are those of an H100."""
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget

@@ -27,7 +27,7 @@ LATENT = ModelGeometry(3, 1, 16, latent=LatentGeometry(12, 4))
 MODELS = {"full": FULL, "window": WINDOWS, "hybrid": STATES}
 EACH_MODEL = [pytest.param(model, id=kind) for kind, model in MODELS.items()]
 WITH_COMPONENTS = EACH_MODEL[1:]
-# The same with rows of 16 channels, which take as many bytes in bfloat16, and settings with which they can be packed.
+# The same models with rows of 16 channels in bfloat16, of equal size in bytes, and settings that allow packing.
 WIDER = {kind: replace(model, head_dim=8) for kind, model in MODELS.items()}
 PACKABLE = {"dtype": "bfloat16", "host_page_size": 16}
 POLICIES = ("write_through", "write_back", "exclusive")
@@ -69,7 +69,7 @@ def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype:
 
 
 def verify(engine: CacheEngine, lease: Lease, tokens: np.ndarray, length: int, geometry: ModelGeometry) -> None:
-    """What a pass that starts at `length` would read is the truth."""
+    """Assert that a pass that starts at `length` would read the truth."""
     engine.begin_forward([lease])
     pool, device = engine.pool, engine.pool.device
     hashes = prefix_hashes(tokens[:length], lease.namespace)

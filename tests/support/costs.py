@@ -1,4 +1,4 @@
-"""What work costs, counted: no clock decides. No garbage is collected meanwhile, which would run what others left."""
+"""Counts the cost of work, without a clock. Garbage collection is off, because it would run unrelated finalizers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of the device pools share: random contents, and what every pool owes its base, whatever it stores."""
+"""Helpers of the tests of the device pools: random contents, and the checks that apply to every pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS: dict[str, tuple[type[KVCache], dict[str, object]]] = {
 
 
 def pool_of(kind: str, device: str = "cpu", **given: object) -> Any:
-    """A pool of 3 layers and 32 tokens, in pages of 4, but for what is given."""
+    """A pool of 3 layers and 32 tokens, in pages of 4, unless `given` says otherwise."""
     pool_class, sizes = KINDS[kind]
     common = {"size": 32, "page_size": 4, "dtype": torch.bfloat16, "layer_num": 3, "enable_memory_saver": False}
     return pool_class(**{**common, "device": device, **sizes, **given})
@@ -33,14 +33,14 @@ def pool_of(kind: str, device: str = "cpu", **given: object) -> Any:
 
 @dataclass
 class Layer:
-    """What a model passes in place of a layer's id."""
+    """The object that a model passes instead of a layer's id."""
 
     layer_id: int
 
 
 @dataclass(eq=False)
 class Request:
-    """What the request tables know of a request."""
+    """The attributes of a request that the request tables use."""
 
     req_pool_idx: int | None = None
     mamba_pool_idx: torch.Tensor | None = None

@@ -4,11 +4,11 @@ reused of each prompt, by tier, and every byte of it with the truth.
     git worktree add /tmp/old COMMIT
     python tests/support/differential.py /tmp/old [/tmp/new] --requests 100000 [--kind hybrid] [--seed 1] [--show 10]
 
-Without a second one it is this checkout. Each runs in a process of its own, with its own package and its own helpers of
-the tests, and answers one line for each line that it is sent. Whatever a call began has ended before the next, and no
-clock decides, so an answer follows from the requests before it, but for what a store that is too small evicts: its
-reader and its writer tell it of uses side by side. Requests share prefixes with others and go on with what
-others ended with, in several namespaces; a few are inside at a time, some wait for a prefetch first, some are
+Without a second one it is this checkout. Each runs in its own process, with its own package and its own helpers of the
+tests, and answers each line with one line. All work of a call has ended before the next call, and no clock decides, so
+the requests determine each answer. The only exception are evictions of a store that is too small, because its reader
+and its writer note uses concurrently. Requests share prefixes and continue the outputs of other requests, in
+several namespaces; a few are inside at a time, some wait for a prefetch first, some are
 cancelled. Each history draws a model, sizes of all tiers that are too small for it, with a store or without, and
 policies.
 
@@ -232,7 +232,7 @@ class History:
         yield "close", {}
 
     def _next(self, request: _Request, live: dict[str, _Request]) -> tuple[str, Json]:
-        """What happens next to one request."""
+        """Draw the next call for one request."""
         rng = self._rng
         if rng.random() < 0.04:
             del live[request.name]
@@ -350,7 +350,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--serve", action="store_true", help="be one of the two; the other arguments do not count")
     given = parser.parse_args(arguments)
     if given.serve:
-        with contextlib.suppress(ValueError):  # the helpers are those of the checkout, not those beside this file
+        with contextlib.suppress(ValueError):  # use the helpers of the checkout, not those next to this file
             sys.path.remove(str(Path(__file__).parent))
         answers = os.fdopen(os.dup(1), "w")
         os.dup2(2, 1)  # what else prints does not stand between answers

@@ -1,4 +1,4 @@
-"""What tests of the disk tier share: a clock that they set, and a real store that fails, waits or stalls on demand."""
+"""Helpers of tests of the disk tier: a clock that they set, and a real store that fails, waits or stalls on demand."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class TroubledStore:
         return self.inner.reopen()
 
     def __getattr__(self, name: str) -> Any:
-        """What is never troubled."""
+        """Pass on attributes that no fault affects."""
         return getattr(self.inner, name)
 
     def verbs(self, verb: str) -> int:

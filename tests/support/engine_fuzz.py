@@ -1,6 +1,6 @@
 """Random histories of one engine: requests that share prefixes and split nodes, aborts at any moment, copies that take
-as long as the draw says, fail or never come, a disk that fails and stalls, forwards and calls of the engine that raise.
-Roughly, with Ctrl-C at the end.
+as long as the draw says, fail or never end. The disk fails and stalls, and forwards and calls of the engine raise.
+The rough histories end with Ctrl-C.
 
 Every pass over a prompt compares what it reads with the truth, every account is proved after every step, every page
 goes the ways of page_life.py, and at the end everything is given back. Without a disk a history follows from its seed
@@ -255,8 +255,8 @@ class EngineFuzz:
         flush_error(self.engine)
 
     def forget(self) -> None:
-        """Memory loses what nobody uses: mostly the device, after requests have ended and copies have landed, so
-        that what comes next is loaded."""
+        """Reset tiers, mostly the device, after requests have ended and copies have landed, so that later requests load
+        their prefixes."""
         if self.rng.random() < 0.8:
             for name in list(self.live):
                 self._end(name)
@@ -266,8 +266,8 @@ class EngineFuzz:
         self.engine.reset(tiers)  # type: ignore[arg-type]
 
     def reload(self) -> None:
-        """Requests come, one behind the other, for what only the host has: of all components, or of those whose slots
-        and states others took, while full pages stayed. Copies of their loads may fail, and some requests go."""
+        """Admit requests in sequence for pages that only the host has: of all components, or of components whose slots
+        and states were evicted while full pages stayed. Copies of the loads may fail, and requests may be aborted."""
         self.serve()
         for name in list(self.live)[int(self.rng.integers(2)) :]:
             self.engine.backup(self.live[name].lease)
@@ -290,7 +290,7 @@ class EngineFuzz:
                 self.abort()
 
     def read_beside(self) -> None:
-        """A request comes for what stores alone have, and is computed while they bring it; anything may happen then."""
+        """Admit a request for pages that only stores have; it is computed while they are read, with any other calls."""
         if not self.faults.stores:
             return
         for name in list(self.live):
@@ -309,7 +309,7 @@ class EngineFuzz:
             self.grow() if self.live else self.admit_waiting()
             time.sleep(0.0002)  # the stores' threads have something to do
 
-    # Errors that nobody raises on purpose
+    # Unexpected errors
 
     def raise_inside(self) -> None:
         """Anything on the way of a call raises."""
@@ -327,11 +327,11 @@ class EngineFuzz:
         if fails_at(call, number, anywhere=False):
             self.engine.check()
             self.live = {name: at for name, at in self.live.items() if not at.lease.released}
-            for name in self.asked - {*self.live, *self.waiting}:  # of the request that was treated, nobody knows
+            for name in self.asked - {*self.live, *self.waiting}:  # the failed call's request may have any state
                 self.engine.cancel(name)
 
     def raise_in_forward(self) -> None:
-        """A pass has stored some of it, and raises: nobody uses that, the request starts over."""
+        """Let a pass store some of its tokens and raise: no request uses them, and the request starts over."""
         name = self._any({name: at for name, at in self.live.items() if at.done < at.lease.length})
         if name is not None:
             at = self.live[name]
@@ -372,7 +372,7 @@ class EngineFuzz:
         return error is None
 
     def heal(self) -> None:
-        """Nothing fails from now on, and what had failed is gone."""
+        """Stop all faults, and release requests whose loads have failed."""
         self.faults.heal()
         flush_error(self.engine)
         for name in [name for name, at in self.live.items() if self.engine.load_failed(at.lease)]:
@@ -471,7 +471,7 @@ class EngineFuzz:
         return True
 
     def _wait_for_loads(self, lease: Lease) -> None:
-        """What a forward of the lease does, and no more: loads that it does not know of stay in flight."""
+        """Wait for exactly the loads that a forward of the lease waits for; other loads stay in flight."""
         for load in lease.loads if self.device == "cpu" else ():
             load.wait()
 

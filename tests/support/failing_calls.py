@@ -13,13 +13,13 @@ from types import CodeType, FrameType
 import hicache
 
 PACKAGE = Path(hicache.__file__).parent
-# What ends something gives back and takes nothing. It does not fail; if it did, there would be nobody to tell.
+# Calls that end something only release resources. They do not fail; no caller could handle their errors.
 ENDINGS = {"free", "unlock", "stop_reading", "forget", "detach", "_end", "wait", "wait_and_complete"}
 _GENERATOR = 0x20
 
 
 class Injected(Exception):
-    """What fails, for no reason."""
+    """The error that is injected."""
 
 
 def fails_at(call: Callable[[], object], number: int, *, anywhere: bool, error: type[BaseException] = Injected) -> bool:

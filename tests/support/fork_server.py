@@ -2,9 +2,9 @@
 
 Started once per test run by programs.py. It runs one thread, so a fork is safe, and the forked child leaves the loop to
 run its program in the namespace of this file. It ends as any interpreter does, with its threads joined, its exit
-functions called and its status; tearing down what is imported, half a second of the processor, is for programs that ask
-for it, and for those that end by an error. A connection is one program: a request with its three standard files comes
-in, the pid goes out, and the exit status and the processor time when the program has ended.
+functions called and its status. Tearing down imported modules takes half a second of the processor, so only programs
+that request it, or end by an error, do it. A connection is one program: it receives a request with three standard
+files, and sends the pid, and the exit status and the processor time when the program has ended.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 
-# What programs import: seconds once, and nothing again.
+# The imports of programs take seconds, but only once.
 from hicache import *  # noqa: F403
 
 _MAX_REQUEST_BYTES = 1 << 20
-# What a fork server of that name has imported beside the library: what `hicache serve`, `chat` and `demo` take.
+# Additional imports of a fork server by its name; "serving" has those of `hicache serve`, `chat` and `demo`.
 _IMPORTED = {
     "hicache": (),
     "serving": (
@@ -57,7 +57,7 @@ def _become(request: dict[str, Any], files: list[int]) -> None:
         os.dup2(file, target)
         if file > 2:
             os.close(file)
-    # Those that there are believe that they can seek where this server's own can.
+    # The server's own file objects cache whether their files can seek, so the child needs new ones.
     sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
     if request["new_session"]:

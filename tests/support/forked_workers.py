@@ -24,7 +24,7 @@ import pytest
 import programs
 from budget import Budget
 
-_CHUNK = 24  # tests of one file that a worker takes at once: of what is left at the end, none has much
+_CHUNK = 24  # tests of one file that a worker takes at once; small, so that all workers end at about the same time
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -41,8 +41,8 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def _chunks(items: list[pytest.Item]) -> list[list[pytest.Item]]:
-    """What a worker takes at once. First, all tests that use the same fixtures of the session, as a server is one, so
-    that there is one for all workers."""
+    """Groups of tests that a worker takes at once. Tests that use the same session fixtures, such as a server, are one
+    group, so that all workers together start each fixture once."""
     shared: dict[frozenset[str], list[pytest.Item]] = {}
     for item in items:
         shared.setdefault(_of_the_session(item), []).append(item)
@@ -61,7 +61,7 @@ def _of_the_session(item: pytest.Item) -> frozenset[str]:
 
 
 class _Run:
-    """Of the parent: what its workers share, and what they send."""
+    """State of the parent: the queue that its workers share, and the results that they send."""
 
     def __init__(self, session: pytest.Session, chunks: list[list[pytest.Item]]) -> None:
         self._session, self._chunks, self._running = session, chunks, dict[int, str]()
@@ -169,5 +169,5 @@ def _spent_s() -> float:
 
 
 def _folders(config: pytest.Config) -> Any:
-    """What gives tests their temporary folders."""
+    """The factory of the tests' temporary folders."""
     return config._tmp_path_factory  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""What tests of kernels share: bits and values to store, and stored bytes to compare."""
+"""Helpers of tests of kernels: bits and values to store, and comparison of stored bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 @contextlib.contextmanager
 def no_waits() -> Iterator[None]:
-    """Whatever makes the host wait for the device raises."""
+    """Make each wait of the host for the device raise."""
     torch.cuda.synchronize()
     torch.cuda.set_sync_debug_mode("error")
     try:

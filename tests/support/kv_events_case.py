@@ -56,7 +56,7 @@ def subscribe(folder: Path, *module: str) -> None:
         def hears() -> bool:
             number = next(numbers)
             serve(engine, f"r{number}", range(number * 64, number * 64 + 48))
-            # What is to be replayed must not outgrow the buffer while the subscriber starts.
+            # The batches to be replayed must fit the buffer while the subscriber starts.
             return bool(select.select([stdout], [], [], 0.05)[0])
 
         serve(engine, "before", range(50))

@@ -1,4 +1,4 @@
-"""What the kernel says of the memory of this process."""
+"""The kernel's data about the memory of this process."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Engines whose host pages are packed, over pools of every shape that can be, and what their rows hold: numbers that
-follow from the prompt alone, written to the pools by slot.
+"""Engines with packed host pages, over pools of every shape that can be packed, and the contents of their rows: numbers
+that depend only on the prompt, written to the pools by slot.
 
     fit     normal numbers, which all fit
     some    as `fit`, but pages that begin with a token below 10 have random bits, which do not
@@ -56,7 +56,7 @@ def prompt(seed: int, num_pages: int = 6) -> np.ndarray:
 
 
 def bits_of(tokens: np.ndarray, layer: int, buffer: int, channels: int, kind: Kind) -> torch.Tensor:
-    """What a buffer of a layer holds of each token: the bits of bfloat16, int16 `[tokens, channels]`."""
+    """Contents of a buffer of a layer for each token: the bits of bfloat16, int16 `[tokens, channels]`."""
     rng = np.random.default_rng([int(prefix_hashes(tokens[:1])[0]), layer, buffer])
     hashes = torch.from_numpy((prefix_hashes(tokens) >> np.uint64(48)).astype(np.float32))[:, None]
     numbers = torch.frac(hashes * torch.from_numpy(rng.random(channels).astype(np.float32))) + 0.01
@@ -70,8 +70,8 @@ def bits_of(tokens: np.ndarray, layer: int, buffer: int, channels: int, kind: Ki
 def rows_of(
     engine: CacheEngine, lease: Lease, end: int, kind: Kind, window: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-    """Of each buffer: its rows as int16, which of them are of the first `end` tokens, or the last `window` in layers
-    with one, and what they should hold."""
+    """For each buffer: its rows as int16, the indices of the first `end` tokens, or of the last `window` of them in
+    window layers, and their expected contents."""
     tokens = np.asarray(lease.tokens.tokens)[:end]
     for space in engine.pool.slot_spaces:
         start = max(0, end - window) if space.name == SWA else 0

@@ -12,7 +12,7 @@ from hicache.transfer import TransferOp
 from transfer_case import NUM_CONTENTS, POISON, HostPages, Ids, Tier
 
 _SCATTER = PagePacker.scatter  # which tests delay, see at_each_move
-_EVERY = 5  # of so many contents one does not fit
+_EVERY = 5  # one of 5 contents does not fit
 
 
 class TwoCopies:
@@ -34,9 +34,9 @@ class TwoCopies:
 
 
 class PackedTier(Tier):
-    """Of a pool in bfloat16. `raw`: the bytes of contents as rows. `pages`: of contents that do not fit the first host
-    page, and NUM_CONTENTS further the second one. Those that fit are unpacked to be compared, by torch: what an
-    escape list has left over means nothing."""
+    """A tier of a pool in bfloat16. `raw`: the bytes of contents as rows. `pages`: for contents that do not fit, the
+    first host page, and at index + NUM_CONTENTS the second one. Contents that fit are unpacked by torch and compared,
+    because unused bytes of an escape list are undefined."""
 
     def __init__(self, space: SlotSpace, page_tokens: int, staging_bytes: int, on_cpu: SlotSpace) -> None:
         """`on_cpu`: a slot space of the same layout, for unpacking."""
@@ -62,7 +62,7 @@ class PackedTier(Tier):
         tame = (torch.rand((shape[0], shape[1] // 2), generator=generator) + 0.25).bfloat16().view(torch.uint8)
         is_wild = torch.arange(NUM_CONTENTS) % _EVERY == POISON
         raw = torch.where(is_wild[:, None], wild, tame)
-        # What nobody writes stays as it was poisoned.
+        # Bytes that are never written keep the poison.
         self.pages = wild[POISON, : place_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
         self.pages[:NUM_CONTENTS, : self.packed_bytes] = raw[:, : self.packed_bytes]
         self.pages[NUM_CONTENTS:, : shape[1] - self.packed_bytes] = raw[:, self.packed_bytes :]

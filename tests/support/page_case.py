@@ -1,4 +1,4 @@
-"""Pools of random rows, and what moves of their pages leave on both sides, in plain bytes."""
+"""Pools of random rows, and the expected bytes of both sides after moves of their pages."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ LAYERS = {"all": lambda n: (0, n), "upper half": lambda n: (n // 2, n - n // 2),
 
 
 class Copier(Protocol):
-    """What moves pages between a pool and host pages: `ZeroCopyMover`, or a `PageMover` by way of staging."""
+    """Moves pages between a pool and host pages: `ZeroCopyMover`, or a `PageMover` through staging."""
 
     def store(self, slots: torch.Tensor, pages: torch.Tensor, first_layer: int, num_layers: int) -> None: ...
 

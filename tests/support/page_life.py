@@ -1,5 +1,5 @@
-"""The life of a page: the states that it goes through in each tier, derived from what an engine holds and has under
-way, and a record that refuses every change that no row of the tables allows.
+"""The life of a page: the states that it goes through in each tier, derived from the state of an engine and its work
+under way, and a record that refuses every change that no row of the tables allows.
 
 The rows are those of docs/invariants.md, and each names the calls in which it may be taken. A page is examined by its
 place: on the device a slot or a state, on the host a page of the pool. Its key may change only where the place is free
@@ -100,8 +100,8 @@ class _Page(NamedTuple):
 class PageLives:
     """The states of all places of one engine, as of the last look. Made before the engine is used.
 
-    `seen`: how often each row was taken, with its tier. `broken`: what no row allows; once there is any, each later
-    verb raises it, for who calls one may catch the first error.
+    `seen`: how often each row was taken, with its tier. `broken`: changes that no row allows; after the first one each
+    later verb raises, because a caller may catch the first error.
     """
 
     def __init__(self, engine: CacheEngine) -> None:
@@ -123,7 +123,7 @@ class PageLives:
                 setattr(component.pages, name, call)
 
     def end(self) -> None:
-        """What follows is not examined."""
+        """Stop examining calls."""
         self._is_over = True
 
     # Calls
@@ -242,7 +242,7 @@ class PageLives:
     # States
 
     def _on_device(self, component: CacheComponent, pages: Iterable[_Page]) -> Iterator[tuple[Location, Held]]:
-        """What is not free. A failed load's slots that somebody may still read are as if it had not ended."""
+        """Locations that are not free. If a failed load's slots may still be read, the load counts as not ended."""
         name = component.name
         loads = {*self._inspect.restore.in_flight(), *(load for lease in self._leases for load in lease.loads)}
         loads |= {below for load in loads for below in load.depends_on}
@@ -321,7 +321,7 @@ def _way(tier: str, call: str, old: str, new: str) -> list[Row] | None:
 
 
 def _nothing(tier: str) -> str:
-    """The state of what is not held."""
+    """The state of a page that the tier does not hold."""
     return next(iter(TABLES[tier]))[0]
 
 

@@ -1,4 +1,4 @@
-"""Prefetches by a clock that stands but for what a test lets pass, and a reader that reads what it lets through."""
+"""Prefetches with a clock that only the test advances, and a reader that reads only when the test allows it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class PacedStore(TroubledStore):
         self._allowed = threading.Semaphore(1 << 30)
 
     def hold(self) -> None:
-        """No read from here on, but those that are allowed."""
+        """Block all reads from now on, except those that are allowed."""
         self._allowed = threading.Semaphore(0)
 
     def allow(self, num_reads: int = 1 << 10) -> None:
@@ -99,7 +99,7 @@ def until_landed(engine: CacheEngine, handle: Prefetch, num_tokens: int) -> None
 
 
 def measure_disk(engine: CacheEngine, store: PacedStore, tokens: np.ndarray, read_s: float) -> None:
-    """Let a prefetch that nobody gives up show how long reads take."""
+    """Measure the time of reads by a prefetch that runs to its end."""
     store.read_s = read_s
     until_ready(engine, engine.prefetch("measure", tokens, mode="wait_complete"))
     engine.cancel("measure")

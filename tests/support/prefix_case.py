@@ -1,8 +1,8 @@
-"""What the tests of the prefix caches share: requests, caches over real pools, and a runner that computes toys.
+"""Helpers of the tests of the prefix caches: requests, caches over real pools, and a runner that computes toy states.
 
-The toy attention state of a token is a number that stands for its whole prefix, kept in a table by slot, and once more
-by window slot. The toy recurrent state is a number that a recurrence makes of the tokens consumed, beside their count,
-and lies in a real pool. So what a cache hands out can be compared with what computing from nothing gives.
+The toy attention state of a token is a number that represents its complete prefix, in a table by slot, and in another
+by window slot. The toy recurrent state, in a real pool, is a number computed by a recurrence over the consumed tokens,
+and their count. So states from a cache can be compared with states computed without a cache.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Request:
 
 @dataclass
 class Batch:
-    """What `alloc_for_extend` and `alloc_for_decode` take."""
+    """The argument of `alloc_for_extend` and `alloc_for_decode`."""
 
     reqs: list[Request]
     tree_cache: Cache
@@ -152,7 +152,7 @@ def key(tokens: list[int], extra_key: str | None = None) -> MatchPrefixParams:
 
 
 def free(cache: Cache) -> tuple[int, ...]:
-    """Slots that nobody has, and window slots or states where the cache has them."""
+    """Numbers of free slots, and of free window slots or states if the cache has them."""
     allocator = cache.token_to_kv_pool_allocator
     if isinstance(cache, SWARadixCache):
         return allocator.full_available_size(), allocator.swa_available_size()
@@ -242,7 +242,7 @@ class Toy:
         return hit_len
 
     def checkpoint(self, req: Request) -> None:
-        """What a runner with the extra buffer does where a forward of it ends."""
+        """Do what a runner with the extra buffer does at the end of a forward."""
         self.cache.req_to_token_pool.checkpoint([req])
         req.mamba_last_track_seqlen = req.kv_committed_len
         req.prefix_indices = self.row(req, 0, req.kv_committed_len)
@@ -282,7 +282,7 @@ class Toy:
         return slots
 
     def check_readable(self, req: Request, end: int) -> None:
-        """What a model would read after `end` tokens is what computing them from nothing gives."""
+        """Assert that a model would read after `end` tokens the same states as computed without a cache."""
         slots = req.prefix_indices[:end] if req.req_pool_idx is None else self.row(req, 0, end)
         assert len(slots) == end
         want = prefixes(req.tokens[:end], req.extra_key)

@@ -23,7 +23,7 @@ IDENTITY: dict[str, str | int] = {"model": "toy"}
 LIMITS = Limits(io_timeout_s=60, reopen_backoff_s=0.01, max_reopen_backoff_s=0.05, close_s=60)
 SEEDS = range(60)
 
-# Arguments: URL, this folder, and what it does behind its writes. A process of its own has read none of them.
+# Arguments: URL, this folder, and its action after its writes.
 WRITER = """
 import os, signal, sys, time
 sys.path.insert(0, sys.argv[2])
@@ -121,7 +121,7 @@ class Case:
 
 
 def is_free(folder: Path) -> bool:
-    """Whether nobody has the store open."""
+    """Whether no process has the store open."""
     try:
         open_existing(folder).close()
     except StoreLocked:

@@ -95,7 +95,7 @@ class ProcessStore:
         return self.stats().read_errors
 
     def sync(self) -> None:
-        """What was answered is as durable as the store makes it."""
+        """Do nothing: answered writes are already as durable as the store makes them."""
 
     def close(self) -> None:
         if not self._is_closed:

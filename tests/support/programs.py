@@ -28,7 +28,7 @@ PIPE, DEVNULL = subprocess.PIPE, subprocess.DEVNULL
 
 
 def spent_s() -> float:
-    """Processor time of the programs that this process has waited for, and of what they waited for."""
+    """Processor time of the programs that this process has waited for, and of their children."""
     return sum(_spent)
 
 
@@ -159,14 +159,14 @@ def program(file: str, *arguments: object, **settings: Any) -> Program:
 
 
 def command(*arguments: object, **settings: Any) -> Program:
-    """`hicache ARGUMENTS`. What serves imports for seconds, and is forked from what has imported it."""
+    """Start `hicache ARGUMENTS`. Serving commands are forked from a server that has their slow imports."""
     if arguments[0] in ("serve", "chat", "demo"):
         settings["server"] = "serving"
     return Program("import sys; from hicache.cli import main; sys.exit(main())", *arguments, **settings)
 
 
 def output(code: str, *arguments: object, status: int = 0, **settings: Any) -> str:
-    """What a program prints that must end with `status`."""
+    """Run a program, which must end with `status`; returns its output."""
     with Program(code, *arguments, **settings) as running:
         said, errors = running.communicate()
     assert running.returncode == status, errors

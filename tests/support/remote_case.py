@@ -1,4 +1,4 @@
-"""Stores over real servers, opened by URL, and what they hold."""
+"""Stores over real servers, opened by URL, and their contents."""
 
 from __future__ import annotations
 

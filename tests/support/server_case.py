@@ -1,4 +1,4 @@
-"""A `hicache serve` in a process of its own, and what its metrics say."""
+"""A `hicache serve` in its own process, and its metrics."""
 
 from __future__ import annotations
 

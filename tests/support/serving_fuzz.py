@@ -1,10 +1,10 @@
 """Random histories of a scheduler: requests with shared prefixes, priorities and deadlines, on tiers too small for
-them, with aborts at any moment, callers that abort, submit and raise, passes that raise, copies that take as long as
-the draw says or fail, and a disk that fails and stalls.
+them, with aborts at any moment. Callers abort, submit and raise, passes raise, copies take as long as the draw says or
+fail, and the disk fails and stalls.
 
 Each prompt that was admitted counts once in hit rates, as it was first admitted, and no other does.
-What was streamed of a request is its output, and is what it would get alone without a cache, up to where it ended. At
-the end of a history nothing is left that anybody holds.
+The streamed tokens of a request are its output, and equal the output of the request alone, without a cache, up to its
+end. At the end of a history no request holds anything.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ DEVICE_TOKENS = 128
 
 
 class _FuzzedRunner:
-    """Has the loads of a pass carried out first, which nobody else does while a pass waits for them. Some passes are
-    interrupted when a part of their chunks is computed."""
+    """Carries out the loads of a pass first, because no other thread does so while a pass waits for them. Some passes
+    are interrupted when some of their chunks are computed."""
 
     def __init__(self, runner: Runner, rng: np.random.Generator) -> None:
         self._runner, self._rng = runner, rng
@@ -57,7 +57,7 @@ class _FuzzedRunner:
 
 
 def _answer_of(model: Any, request: Request, draft: Sequence[int]) -> tuple[int, ...]:
-    """What a model generates by whole passes without a cache. One pass verifies as much of `draft` as is right."""
+    """The tokens that a model generates without a cache. One pass verifies the longest right prefix of `draft`."""
     sequence, draft = request.tokens.tolist(), list(draft)
     while True:
         done = len(sequence) - len(request.tokens)
@@ -105,10 +105,10 @@ class ServingFuzz:
         self.requests: dict[str, Request] = {}
         self.streams: dict[str, list[int]] = {}
         self.counts: Counter[str] = Counter()
-        self.admitted: Counter[str] = Counter()  # prompts, their tokens, and those that tiers had
+        self.admitted: Counter[str] = Counter()  # prompts, their tokens, and tokens found in tiers
 
     def run(self, num_requests: int) -> Counter[str]:
-        """Serve that many requests, and some more that callers submit."""
+        """Serve `num_requests` requests, and some more that callbacks submit."""
         try:
             while len(self.requests) < num_requests:
                 if self.scheduler.num_unfinished < 12:
@@ -130,7 +130,7 @@ class ServingFuzz:
             self._step()
 
     def _read_beside(self) -> None:
-        """A request comes, alone, for what the disk alone has: it is computed while that is read."""
+        """Serve a single request for pages that only the disk has; it is computed while they are read."""
         self._drain()
         self.faults.move_all()
         flush_error(self.engine)

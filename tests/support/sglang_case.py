@@ -35,7 +35,7 @@ LATENT, ROPE = 48, 16
 
 @dataclass(frozen=True)
 class Case:
-    """What a server serves. `extra`: of the backend's settings."""
+    """A server's configuration. `extra`: additional settings of the backend."""
 
     path: Path | str
     layout: str = "page_first"

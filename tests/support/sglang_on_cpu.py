@@ -58,7 +58,7 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 def prepare() -> None:
     """Call before anything of SGLang is imported."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    # What SGLang compiles when it is first used stays in its environment.
+    # Extensions that SGLang compiles at first use are kept in its environment.
     os.environ["TORCH_EXTENSIONS_DIR"] = str(Path(sys.prefix, "torch_extensions"))
     # Transformers asks which of these packages are installed, and must not take a stand-in for one.
     from transformers import AutoConfig, AutoProcessor, AutoTokenizer, image_utils  # noqa: F401

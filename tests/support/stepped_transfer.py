@@ -1,8 +1,8 @@
 """Copies that start when a test says so: the CPU backend with its two threads replaced by queues.
 
-A copy runs whole, on the test's thread, when it is stepped or waited for; until then it is in flight. So the test alone
-decides how long it is and what happens meanwhile. On CUDA the streams of copies sleep when a test says so, and no copy
-fails.
+A copy runs completely, on the test's thread, when it is stepped or waited for; until then it is in flight. So only the
+test decides how long it takes, and which calls overlap it. On CUDA the streams of copies sleep if the test says so, and
+no copy fails.
 """
 
 from __future__ import annotations

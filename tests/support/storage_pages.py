@@ -26,7 +26,7 @@ MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None  # commits wait 
 
 
 def budget_of(num_pages: int, page_bytes: int = PAGE_BYTES) -> int:
-    """A budget for about so many pages that do not compress."""
+    """A budget for about `num_pages` pages that do not compress."""
     return num_pages * (-(-page_bytes // 4096) + 1) * 4096 + _MIN_INDEX_BYTES
 
 
@@ -76,7 +76,7 @@ def page_of(number: int, page_bytes: int = PAGE_BYTES, kind: str = "random") -> 
 
 
 def open_store(path: Any, **changes: Any) -> LmdbPageStore:
-    """A store of `formats`, or of those that `page_bytes` and `filter` make."""
+    """Open a store of `formats`, or of the formats given by `page_bytes` and `filter`."""
     page_bytes, filter = changes.pop("page_bytes", PAGE_BYTES), changes.pop("filter", PageFilter())
     formats = [PageFormat(size, filter) for size in ([page_bytes] if isinstance(page_bytes, int) else page_bytes)]
     return LmdbPageStore(path, **{"identity": IDENTITY, "formats": formats, "budget_bytes": 64 << 20, **changes})
@@ -110,7 +110,7 @@ def slot_key(slot: int) -> bytes:
 
 
 def blocks_bytes(path: Path) -> int:
-    """What the files of a store take of the disk."""
+    """Disk space of the files of a store, in bytes."""
     return sum(file.stat().st_blocks * 512 for file in path.iterdir() if file.is_file())
 
 

@@ -1,4 +1,4 @@
-"""A process that serves stores to others, as a thread of the test's."""
+"""A server of stores, as `hicache store serve`, in a thread of the test."""
 
 from __future__ import annotations
 

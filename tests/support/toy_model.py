@@ -51,7 +51,7 @@ def prefix_hashes(tokens: np.ndarray, namespace: str = "") -> np.ndarray:
 
 
 def values_of(hashes: np.ndarray, what: int, shape: Sequence[int]) -> torch.Tensor:
-    """What a model computes of kind `what` at positions of these hashes: float32 [len, *shape]."""
+    """A model's values of kind `what` at positions with these hashes: float32 [len, *shape]."""
     elements = np.arange(math.prod(shape), dtype=np.uint64) + np.uint64((what + 1) << 32)
     bits = _mixed(hashes[:, None] ^ _mixed(elements))
     return torch.from_numpy((bits >> np.uint64(40)).astype(np.float32)).view(len(hashes), *shape)

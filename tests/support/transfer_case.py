@@ -1,8 +1,8 @@
-"""What the stress of the transfers stands on: slot spaces of every layout, and tiers that know every byte of theirs.
+"""Base of the stress tests of transfers: slot spaces of every layout, and tiers that know all their bytes.
 
 Truth is kept as content numbers. A bank holds the bytes of each number, as a host page has them and, cut by the layout,
 as the rows of a pool; for every device page and host page a tier knows the number, until something unforeseen (a copy
-that failed) may have written there. So bytes are compared, and never computed by what is tested.
+that failed) may have written there. So bytes are compared, and the tested code never computes them.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ class HostPages(NamedTuple):
 
 
 class Tier:
-    """One slot space with its host pool and backend; which content is where, and what is free on the device."""
+    """A slot space with its host pool and backend, the location of each content, and the free blocks of the device."""
 
     def __init__(
         self, space: SlotSpace, page_tokens: int, staging_bytes: int, packer: PagePacker | None = None
@@ -185,7 +185,7 @@ class Tier:
         return len(contents)
 
     def divide(self, places: torch.Tensor, contents: Ids) -> HostPages:
-        """So many host pages, for `contents`."""
+        """Host pages `places` for `contents`."""
         return HostPages(places, torch.zeros_like(places))
 
     def store(self, slots: torch.Tensor, at: HostPages) -> TransferOp:
@@ -226,7 +226,7 @@ class Tier:
         return torch.from_numpy((blocks[:, None] * self.block_tokens + np.arange(self.block_tokens)).reshape(-1))
 
     def _upload(self, values: Ids) -> torch.Tensor:
-        """To the device, behind what is queued there; the host waits for nothing."""
+        """Copy to the device, after the work queued there; the host does not wait."""
         tensor = torch.from_numpy(values.astype(np.int64))
         return tensor.pin_memory().to(self.device, non_blocking=True) if self.on_cuda else tensor
 
@@ -235,7 +235,7 @@ class Tier:
         self.on_device[blocks, 0] = contents if isinstance(contents, int) else np.repeat(contents, self.parts)
         self.on_device[blocks, 1] = np.tile(np.arange(self.parts), len(blocks) // self.parts)
 
-    # What a forward does, on the current stream
+    # The work of a forward, on the current stream
 
     def write(self, layer: int, spot: Spot) -> None:
         for rows, bank in zip(self.rows[layer], self.bank[layer], strict=True):

@@ -81,15 +81,15 @@ class Lanes:
 
 
 class CopiesWhenNeeded:
-    """On the CPU, a layer moves only when a consumer waits for it, or when somebody waits for its copy or a later one
-    of its thread to end. So whoever does not wait comes too early, each time."""
+    """On the CPU, a layer is copied only when a consumer waits for it, or when a caller waits for the end of its copy
+    or of a later copy of its thread. So a consumer that does not wait always reads too early."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self._changed, self._running = threading.Condition(), threading.local()
         self._of_worker: dict[cpu.Worker, list[cpu.CpuOp]] = {}
         self._begun: CpuLayerEvents | None = None  # of the load that is about to be submitted
         self._loads: dict[CpuLayerEvents, cpu.CpuOp] = {}
-        self._ended: set[cpu.CpuOp] = set()  # somebody waits for their end
+        self._ended: set[cpu.CpuOp] = set()  # copies whose end a caller waits for
         self._layer: dict[cpu.CpuOp, int] = {}  # the last layer that a consumer waits for
         at_each_move(monkeypatch, self._hold)
         run, put, close = cpu.CpuOp.run, cpu.Worker.put, cpu.Worker.close
@@ -184,7 +184,7 @@ class StreamGate:
         self._timer.start()
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """What is queued on `stream` from here on waits for the gate."""
+        """Make work queued on `stream` from now on wait for the gate."""
         wait = ctypes.CDLL("libcuda.so.1").cuStreamWaitValue32_v2
         wait.argtypes = (ctypes.c_void_p, ctypes.c_uint64, ctypes.c_uint32, ctypes.c_uint)
         assert wait(stream.cuda_stream, self._flag.data_ptr(), 1, 0) == 0, "the driver has no waits on memory"

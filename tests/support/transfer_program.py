@@ -1,15 +1,15 @@
 """A program that moves pages at random between a small device tier and a small host tier, and knows every byte.
 
-    complete  before every step: wait for the oldest loads and stores, as many as are drawn, and look at what they left
-    serve     load what is on the host alone; a forward reads it layer by layer as it arrives, beside what is on the
-              device, and writes something new, whose backup is submitted at once
-    load      without a reader          demote     drop what is idle on one of the tiers
-    backup    what has no copy          audit      wait for all, compare every row and page of both tiers
+    complete  before every step: wait for a random number of the oldest loads and stores, and check their results
+    serve     load entries that only the host has; a forward reads each layer when it has arrived, and entries on the
+              device, and writes a new entry, whose backup is submitted at once
+    load      without a reader          demote     drop an idle entry from one of the tiers
+    backup    an entry without a copy   audit      wait for all, compare every row and page of both tiers
 
-What is done, and in which order, follows from the seed alone: how many operations complete is drawn, never read off the
-clock, and nothing else asks whether a copy has ended. Slots and host pages are handed out again as soon as the
-operations that used them have completed. On CUDA sleeping kernels stand before what a forward, or a load's predecessor,
-writes, so that whoever does not wait for it comes too early. The same seed is the same program on either device.
+Only the seed determines the operations and their order: the number of completed operations is drawn, independent of a
+clock, and no other code asks whether a copy has ended. Slots and host pages are reused as soon as the operations that
+used them have completed. On CUDA sleeping kernels delay the writes of a forward, or of a load's predecessor, so that
+work that does not wait for them reads too early. The same seed is the same program on either device.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Entry:
     stores: list[TransferOp] = field(default_factory=list)
     loads: list[TransferOp] = field(default_factory=list)
     load_ids: list[int] = field(default_factory=list)
-    was_read: bool = False  # by a forward that was told of no failure, since the load
+    was_read: bool = False  # read by a forward without an error, since the load
 
     @property
     def idle(self) -> bool:
@@ -272,7 +272,7 @@ class Program:
                 torch.cuda.current_stream().wait_stream(self.side)
             self._leave_device(entry)
 
-    # What they need
+    # Entries and space
 
     def _entries(self, *, resident: bool | None = None, on_host: bool | None = None) -> list[Entry]:
         return [
@@ -297,7 +297,7 @@ class Program:
         return entry
 
     def _available_on_device(self, num_pages: int, keep: Sequence[Entry]) -> bool:
-        """Evict idle entries, never those of `keep`, until so many pages are free."""
+        """Evict idle entries, except `keep`, until `num_pages` pages are free; whether that succeeded."""
         while any(tier.available() < num_pages for tier in self.tiers):
             victims = [e for e in self._entries(resident=True) if e.idle and e not in keep]
             if not victims:
@@ -332,7 +332,7 @@ class Program:
             self.entries.remove(entry)
 
     def _poison(self, entry: Entry) -> None:
-        """What was in the slots before the load, written late."""
+        """Write poison to the slots of a load, late, just before the load."""
         self._slow()
         for tier, blocks in zip(self.tiers, entry.blocks or [], strict=True):
             spot = tier.spot(blocks, np.full(len(entry.contents), POISON))
@@ -353,7 +353,7 @@ class Program:
         return not errors
 
     def _refused(self, read: Sequence[Entry], new: Entry | None, error: TransferError) -> None:
-        """A forward was told of a failure: one of its loads must have failed, and what it wrote is of no use."""
+        """Handle a forward's TransferError: assert that one of its loads failed, and drop the entry that it wrote."""
         for entry in read:
             for op in entry.loads:
                 op.wait()
@@ -370,8 +370,8 @@ class Program:
 
     @contextlib.contextmanager
     def _submitting(self, entry: Entry) -> Iterator[None]:
-        """The stream that a load is submitted on, behind what poisons its slots: the forwards' own, or another behind
-        it."""
+        """Poison the slots of a load, and make the stream current on which it is submitted: the forwards' stream, or
+        one that waits for it."""
         beside = self.rng.random() < 0.5
         if self.side is None or not beside:
             self._poison(entry)

@@ -113,7 +113,7 @@ class Engine:
         )
 
     def has(self, keys: Sequence[Any], context: ReqContext) -> bool:
-        """Whether all are in the CPU tier in the end: all are looked up in each step, for as many steps as it takes."""
+        """Whether all keys are in the CPU tier in the end: look up all in each step until the results are final."""
         place(keys, context, BLOCK_TOKENS * self.cache.blocks_per_chunk)
 
         def results() -> set[LookupResult] | None:
@@ -148,7 +148,7 @@ class Engine:
         return found
 
     def finish(self, num_jobs: int) -> list[int]:
-        """So many jobs of the worker, in the order in which they ended; all succeeded."""
+        """Wait for `num_jobs` jobs of the worker, which must all succeed; returns them in the order of their ends."""
         done: list[TransferResult] = []
         eventually(lambda: done.extend(self.worker.get_finished()) or len(done) >= num_jobs)
         assert all(result.success and result.transfer_size for result in done)

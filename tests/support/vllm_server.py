@@ -14,9 +14,9 @@ how many; `prompt_tokens`: their length. The steps:
     forget         empty the prefix cache
     faults         the stores fail from now on
 
-The last line that it prints is JSON: for each run the cached tokens and the output of every prompt, by vLLM's count, of
-"together" the cached tokens; for each `RecordingTier` in this process the chunks that it was to store and those that it
-has given, as a dict of their keys to the checksums of their bytes; how many a `CopyingWorker` in this process loaded;
+The last line that it prints is JSON: for each run the cached tokens, by vLLM's count, and the output of every prompt;
+for "together" only the cached tokens; for each `RecordingTier` in this process the chunks stored and loaded, as dicts
+of their keys to the checksums of their bytes; the number of chunks that a `CopyingWorker` in this process loaded;
 vLLM's counts of preemptions and of tokens that the connector has loaded; and the tier's metrics in vLLM's registry,
 summed over their labels.
 
@@ -56,7 +56,7 @@ loaded: list[int] = []  # chunks, by load
 
 
 class RecordingTier(HiCacheTier):
-    """Records the bytes that it is to store and those that it gives."""
+    """Records the bytes that it stores and the bytes that it returns."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -98,8 +98,8 @@ def record_loads() -> None:
 
 
 def inject_faults() -> None:
-    """From now on every seventh call of a store fails, and of what it would give or take every fifth page is lost. The
-    stores are in threads of this process then."""
+    """Make every seventh call of a store fail, and lose every fifth page that it would return or store. The stores must
+    be in threads of this process."""
 
     def faulty(original: Any) -> Any:
         calls = itertools.count(1)

@@ -55,8 +55,8 @@ def place(chunks: Sequence[OffloadKey], context: ReqContext, chunk_tokens: int =
 
 
 class Scheduler:
-    """What vLLM's scheduler does with its offloading manager. `num_chunks`: of the CPU tier. `before`: what is called
-    with the configuration first, like the start of workers, which map the CPU tier before the scheduler in vLLM."""
+    """Calls the offloading manager like vLLM's scheduler. `num_chunks` of the CPU tier. `before`: called first, with
+    the configuration, like the start of workers, which map the CPU tier before the scheduler in vLLM."""
 
     def __init__(
         self,

@@ -47,7 +47,7 @@ class LastHidden(CacheComponent):
         self._offered: dict[str, tuple[int, torch.Tensor]] = {}
         self._evicted = engine.metrics.counter("evict.hidden_states", "hidden states evicted from the device")
 
-    # What a model runner calls
+    # Methods that a model runner calls
 
     def offer(self, lease: Lease, length: int, hidden: torch.Tensor) -> None:
         """`hidden`, `[HIDDEN]`, is that of token `length - 1`: the commit of the first `length` tokens keeps it."""
