@@ -1,5 +1,5 @@
-"""What a store holds after its process was killed before any change of its slots: of each key the page that was put
-last, and nothing that was deleted. A kill is a copy of the files."""
+"""After its process was killed before any change of its slots, a store has the last page put for each key, and no
+deleted page. A kill is simulated by copying the files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from storage_pages import budget_of, key_of, open_store, page_of
 PAGE_BYTES, NUM_KEYS = 64 << 10, 100
 KEYS = [key_of(key) for key in range(NUM_KEYS)]
 SETTINGS: dict[str, Any] = {"page_bytes": PAGE_BYTES, "budget_bytes": budget_of(8, PAGE_BYTES)}
-SEGMENTS = {**SETTINGS, "budget_bytes": 4 << 20}  # of eight slots each for what compresses well
+SEGMENTS = {**SETTINGS, "budget_bytes": 4 << 20}  # segments of eight slots each for pages that compress well
 
 WRITE = SlotFile._write
 
@@ -37,7 +37,7 @@ def page(key: int, version: int) -> PageBuffer:
 
 
 def held(store: LmdbPageStore) -> Versions:
-    """What the store has; every byte is compared."""
+    """The version that the store has of each page; every byte is compared."""
     buffers = [np.empty(PAGE_BYTES, dtype=np.uint8) for _ in range(NUM_KEYS)]
     return {
         key: next(version for version in range(1, 250) if np.array_equal(buffer, page(key, version)))
@@ -109,7 +109,7 @@ class History:
         store.close()
 
     def step(self, store: LmdbPageStore, before: Versions) -> tuple[list[int], Versions]:
-        """Put pages or delete some; the keys that were deleted, and what the store has now. No page counts as used."""
+        """Put or delete pages; returns the deleted keys, and the versions in the store. No page counts as used."""
         keys = self.random.sample(range(NUM_KEYS), self.random.choice([1, 1, 2, 9]))
         deletes = self.random.random() < 0.3
         if deletes:
@@ -148,14 +148,14 @@ class History:
 
 @pytest.mark.parametrize("seed", [1, 2, *(pytest.param(n, marks=pytest.mark.long) for n in range(3, 30))])
 def test_after_a_kill(disk: Path, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever was put, evicted, deleted and put again with other bytes, over several kills, some in the middle of a
-    step: what was held is there, and what was deleted is not. What was evicted may be back."""
+    """After random puts, evictions, deletes and puts of other bytes, with several kills, some within a step, all held
+    pages are there and no deleted page is. Evicted pages may be back."""
     History(disk, seed, monkeypatch).run(100)
 
 
 def evict(store: LmdbPageStore, count: int) -> list[bytes]:
-    """Put pages of which the last but one takes the room of many, from segments of some; the keys of those that were
-    evicted, some of which leave slots that are not used again."""
+    """Put pages of which the last but one needs the space of many, taken from some segments; returns the evicted keys.
+    Some slots of evicted pages are not used again."""
     numbers = range(1000, 1000 + count)
     before = [*KEYS, *map(key_of, numbers)]
     for n in numbers:
@@ -178,7 +178,7 @@ def test_what_was_deleted_after_it_was_evicted_does_not_come_back(tmp_path: Path
 
 @pytest.mark.parametrize("closes", [False, True])
 def test_the_page_that_was_put_last_wins(closes: bool, tmp_path: Path) -> None:
-    """Also over one that was put after more uses than an index has counted that was built anew, and closed, since."""
+    """It also wins over a page put after more uses than an index has counted that was rebuilt, and closed, since."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     with contextlib.closing(open_store(first, **SEGMENTS)) as store:
         store.put([(KEYS[0], page(0, 1))])
@@ -201,8 +201,8 @@ def test_the_page_that_was_put_last_wins(closes: bool, tmp_path: Path) -> None:
 
 
 def test_a_page_whose_commit_failed_yields(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A page that was written before its commit failed, here beside others, is not put; what is put under its key
-    afterwards wins, and once it was deleted it does not come back, also from a store that was closed in between."""
+    """A page that was written before its commit failed is not put. A later page under its key wins, and once that page
+    is deleted no page of the key comes back, also in a store that was closed in between."""
     first, second, third = (tmp_path / name for name in ("first", "second", "third"))
     settings = {**SETTINGS, "budget_bytes": 64 << 20, "durability": "commit"}  # three pages are one commit
 

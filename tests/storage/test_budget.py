@@ -30,7 +30,7 @@ from storage_pages import (
     slots_path,
 )
 
-LARGE_BYTES = 96 << 10  # above the size from which pages are compressed beside the writer
+LARGE_BYTES = 96 << 10  # above the size from which pages are compressed in threads
 
 
 @pytest.mark.long
@@ -118,8 +118,8 @@ def test_pages_of_changing_lengths_share_a_budget(steps: list[tuple[int, int, in
 
 @pytest.mark.parametrize("way", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])
 def test_a_store_is_made_smaller(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Evicting, and opening with a smaller budget, drop the oldest pages, give their space back at once, that of
-    neighbours in one call, and leave a valid store of at most that size, which takes pages."""
+    """Evicting, and opening with a smaller budget, evict the oldest pages and free their space at once, neighbours in
+    one call. They leave a valid, writable store of at most that size."""
     store: LmdbPageStore = open_store(tmp_path)
     for first in range(0, 200, 10):
         assert all(put_numbers(store, range(first + 9, first - 1, -1)))  # the first of a call is used last
@@ -160,7 +160,7 @@ def test_an_index_larger_than_the_budget_costs_no_more_pages_than_it_must(tmp_pa
 
 
 def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
-    """Evicted are as many pages as have the bytes that are to go, and one more for one byte more."""
+    """Just enough pages are evicted for the bytes to be freed, and one more page for one more byte."""
     with contextlib.closing(open_store(tmp_path, level=0)) as store:
         put_numbers(store, range(20))
         for more_bytes, num_pages in ((0, 3), (1, 4)):
@@ -183,8 +183,8 @@ def test_a_put_looks_its_keys_up_once(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_call_keeps_its_own_pages(tmp_path: Path) -> None:
-    """Pages of another length need room, most of the free slots lie beside pages, and those of the call are in the
-    segment with most of them: it is not emptied."""
+    """Pages of another length need space, most free slots are in segments with pages, and the pages of the call are in
+    the segment with most free slots: it is not emptied."""
     page_bytes, budget_bytes, number = 64 << 10, budget_of(80, 64 << 10), 0
     with contextlib.closing(open_store(tmp_path, page_bytes=page_bytes, budget_bytes=budget_bytes)) as store:
         while not store.stats().evicted:

@@ -1,4 +1,4 @@
-"""The cipher of pages keeps its key inside. What a codec makes of an encrypted value: test_values.py."""
+"""The cipher of pages does not reveal its key. test_values.py tests how a codec decodes encrypted values."""
 
 from __future__ import annotations
 

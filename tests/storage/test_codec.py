@@ -1,4 +1,4 @@
-"""What a codec encodes it decodes to the same bytes, and how it compresses follows the data and the writer's lag."""
+"""A codec decodes its values to the same bytes; the data and the writer's lag decide how it compresses."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def codec_of(
 def test_roundtrip(
     page_bytes: int, kind: str, level: int, filters: tuple[PageFilter, PageFilter], cipher: PageCipher | None
 ) -> None:
-    """Whatever the data, size, filter and level, with a key or without, what was encoded decodes to the same bytes, by
-    a codec that is set up otherwise too: a value names its own filter."""
+    """For all data, sizes, filters and levels, with and without a key, an encoded page decodes to the same bytes, also
+    by a codec with other settings, because a value names its filter."""
     page = page_of(7, page_bytes, kind)
     before, back = page.copy(), np.zeros(page_bytes, dtype=np.uint8)
     codec, reader = codec_of(page_bytes, level, filters[0], cipher), codec_of(page_bytes, 1, filters[1], cipher)

@@ -1,4 +1,4 @@
-"""Pages are encoded beside the writer, in order, and packed less only where the writer waits for it."""
+"""Pages are encoded in threads, in order, and compressed less only if the writer waits for compression."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ NUM_PAGES, AHEAD = 64, 4
 
 
 class _Watched(PageCodec):
-    """Counts what it has encoded, and encodes pages in order, as many as it is allowed."""
+    """Counts the pages that it has encoded, and encodes pages in order, up to an allowed number."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

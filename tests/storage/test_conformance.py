@@ -110,7 +110,7 @@ BROKEN: list[tuple[type[MemoryPageStore], str]] = [
 
 @pytest.mark.parametrize(("broken", "test"), BROKEN, ids=[broken.__name__ for broken, _ in BROKEN])
 def test_it_notices_what_breaks_the_contract(broken: type[MemoryPageStore], test: str) -> None:
-    """A store with one fault fails the test of what it breaks, and the random histories unless they cannot show it."""
+    """A store with one fault fails the test of that property, and the random histories unless they cannot show it."""
     suite = TestMemory()
     with pytest.raises(AssertionError):
         getattr(suite, test)(lambda **about: broken(BUDGET_BYTES))

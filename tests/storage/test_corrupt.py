@@ -162,7 +162,7 @@ def test_every_bit_of_the_record_counts(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slot", ["of another page", "far away", "behind the end", "too short"])
 def test_an_index_that_contradicts_itself_is_not_used(tmp_path: Path, slot: str) -> None:
-    """An index with two pages in one slot, one outside its file, or one too long for the slots of any is built anew."""
+    """An index with two pages in one slot, a page outside its file, or one too long for all slots is rebuilt."""
     fill(tmp_path, 4)
 
     def contradict(txn: Any, tables: dict[str, Any]) -> None:

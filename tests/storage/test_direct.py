@@ -43,7 +43,7 @@ def block_of(seed: int) -> bytes:
 
 
 def read_run(slots: SlotFile, first: int, lengths: Sequence[int], start: int = 0) -> list[tuple[bytes, bytes] | None]:
-    """Blocks and payloads, read in one call to memory from `start` on; None for what the file does not have whole."""
+    """Blocks and payloads, read in one call to memory from `start` on; None if the file does not have all bytes."""
     reads = [SlotRead(first + n, aligned_buffer(length)[start:], length) for n, length in enumerate(lengths)]
     blocks = slots.read(reads)
     return [
@@ -58,8 +58,8 @@ def read_run(slots: SlotFile, first: int, lengths: Sequence[int], start: int = 0
 def test_what_was_written_is_read(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, list[tuple[int, bool]]]], start: int
 ) -> None:
-    """Runs of pages, whatever their lengths and wherever they lie in memory, come back alone and beside their
-    neighbours, and change no other slot; what a file that was cut does not have whole is told."""
+    """Runs of pages, of any length and anywhere in memory, are read back alone and with their neighbours, and change no
+    other slot; incomplete pages of a truncated file are reported."""
     model: dict[int, tuple[bytes, bytes]] = {}
     path = tmp_path_factory.mktemp("slots") / "data"
     with slots_at(path) as slots:
@@ -129,7 +129,7 @@ def test_without_direct_access(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a sync in another thread may have missed of a page, the next one brings to the disk."""
+    """The next sync writes bytes of a page that a concurrent sync in another thread may have missed."""
     write, sync, calls = os.pwritev, os.fdatasync, list[str]()
     with slots_at(tmp_path / "data") as slots:
 
@@ -151,7 +151,7 @@ def test_a_sync_beside_a_write_leaves_the_rest_to_the_next(tmp_path: Path, monke
 
 @pytest.mark.parametrize("num_pages", [1, 3])
 def test_an_encrypted_page_is_longer_than_its_aligned_buffer(tmp_path: Path, num_pages: int) -> None:
-    """What encryption adds to a page that does not compress has no room in the buffer: it is read beside it."""
+    """The bytes that encryption adds to an incompressible page do not fit its buffer: it is read to other memory."""
     pages = {key_of(n): page_of(n, ALIGNMENT) for n in range(num_pages)}
     with contextlib.closing(open_store(tmp_path, page_bytes=ALIGNMENT, cipher=PageCipher(bytes(32)))) as store:
         assert store.put(list(pages.items())) == [True] * num_pages

@@ -42,7 +42,7 @@ def contents(path: Path) -> dict[str, bytes]:
 
 
 def descriptors() -> list[str]:
-    """What the descriptors of this process lead to."""
+    """Targets of the open descriptors of this process."""
     found = []
     for entry in Path("/proc/self/fd").iterdir():
         with contextlib.suppress(OSError):
@@ -52,7 +52,7 @@ def descriptors() -> list[str]:
 
 @pytest.mark.usefixtures("open_umask")
 def test_files_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Whatever the umask, only the user can read or write what a store makes."""
+    """With any umask, only the user can read or write the files of a store."""
     path = tmp_path / "parent" / "store"
     store = open_store(path)
     put_numbers(store, range(30))
@@ -64,8 +64,8 @@ def test_files_are_private(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> 
 
 
 def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Opening takes the rights of others away from the files of an existing store, and warns; the mode of the directory
-    and of other files is their owner's affair."""
+    """Opening removes the access rights of other users from the files of an existing store, and warns. It does not
+    change the modes of the directory and of other files."""
     path = tmp_path / "store"
     with contextlib.closing(open_store(path)) as store:
         put_numbers(store, [0])
@@ -82,7 +82,7 @@ def test_existing_files_are_narrowed(tmp_path: Path, caplog: pytest.LogCaptureFi
 
 
 def test_the_holder_of_the_lock_is_named_truly(tmp_path: Path) -> None:
-    """Who is refused is told which process has the lock, also that of another user: not who opened last."""
+    """The error names the process that has the lock, also of another user, and not the last one that opened it."""
     path = tmp_path / "store"
     open_store(path).close()  # this process was the last to open it
     command = [sys.executable, "-c", HOLDER, str(path / "writer.lock")]
@@ -172,7 +172,7 @@ def test_no_descriptor_is_left(tmp_path: Path, why: str) -> None:
         put_numbers(store, range(20))
     changes = {"identity": {**IDENTITY, "model": "huge"}} if why == "identity" else {}
     file = {"damaged record": path / "store.json", "slots": slots_path(path)}.get(why)
-    gc.collect()  # of what tests before this one left
+    gc.collect()  # closes files of earlier tests
     before = descriptors()
     if file is not None:
         file.rename(tmp_path / "moved")

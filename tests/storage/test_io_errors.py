@@ -35,7 +35,7 @@ NUM_PAGES = 20
 
 @pytest.fixture(params=["a full disk", "a limit of file sizes"])
 def short(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Path, Callable[[], object]]]:
-    """A folder where a store meets the end of its space below its budget, and what makes it take more."""
+    """A folder whose space ends below the store's budget, and a function that frees space."""
     if request.param == "a full disk":
         disk = request.getfixturevalue("small_disk")
         (disk / "ballast").write_bytes(bytes(4 << 20))
@@ -166,7 +166,7 @@ def opened_otherwise(file: Path, flags: int) -> Iterator[None]:
 @pytest.mark.parametrize("what", ["slots", "index", "what the binding cannot name", "holes"])
 def test_failed_writes(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A slot, or an index, that cannot be written, or a hole that cannot be made, turns the store read-only, which
-    counts its slots as before; reopening it, where need be with an index built anew, loses nothing."""
+    counts its slots as before; reopening it, if necessary with a rebuilt index, loses no page."""
 
     def fail(*_: object) -> None:
         raise SystemError("error return without exception set")  # as lmdb's binding has no name for some failures
@@ -293,7 +293,7 @@ def test_file_cut_short_while_open(tmp_path: Path) -> None:
 
 
 def test_an_index_that_could_not_be_rebuilt_is_not_sealed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails while the index is built anew costs hits until the store is opened again, and no page."""
+    """A disk that fails while the index is rebuilt causes misses until the store is opened again, but loses no page."""
     store = open_store(tmp_path / "store")
     put_numbers(store, range(40))
 

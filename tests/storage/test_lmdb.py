@@ -1,4 +1,4 @@
-"""The lmdb store keeps what it acknowledged, for the identity it was made for, in a directory that nobody else uses."""
+"""The lmdb store keeps the pages that it acknowledged, for the identity of its creation, in its own directory."""
 
 from __future__ import annotations
 

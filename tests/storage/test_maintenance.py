@@ -1,4 +1,4 @@
-"""What an operator does: describe a store, verify and repair it."""
+"""The operator's verbs: describe a store, verify and repair it."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class Model:
         self.emptied.clear()
         getattr(self, verb)(numbers)
         held = [n for n, is_held in zip(self.order, self._contains(self.order), strict=True) if is_held]
-        # What was evicted was the least recently used, in order, whatever its size, but for emptied segments.
+        # Except in emptied segments, evicted pages were the least recently used, in order, of all sizes.
         in_order = [n for n in self.order if key_of(n) not in self.emptied]
         assert held == in_order[len(in_order) - len(held) :]
         self.num_evicted += len(self.order) - len(held)
@@ -171,8 +171,8 @@ def run_model(steps: list[tuple[str, list[int]]], num_chosen: int = 4096) -> Mod
 
 @given(STEPS, st.sampled_from([1, 5, 4096]))
 def test_a_store_holds_what_a_model_holds(steps: list[tuple[str, list[int]]], num_chosen: int) -> None:
-    """Whatever is put, used, deleted and opened again, pages of three sizes are evicted in the order of their use,
-    but where a segment is emptied, every byte comes back, indexes and counters agree, and the files stay within the
+    """After random puts, uses, deletes and openings, pages of three sizes were evicted in the order of their use,
+    except in emptied segments. Every byte is read back, indexes and counters agree, and the files are within the
     budget."""
     run_model(steps, num_chosen)
 
@@ -190,8 +190,8 @@ def test_a_history_that_evicts_every_size() -> None:
 
 
 def test_sixteen_sizes_at_the_smallest_budget(tmp_path: Path) -> None:
-    """With as many sizes as there may be, and the smallest budget that is accepted, every put is stored, and the last
-    pages are found."""
+    """With the maximum number of sizes, and the smallest valid budget, every put is stored, and the last pages are
+    found."""
     sizes = [1_000 * n for n in range(1, 17)]
     settings: dict[str, Any] = {"formats": [PageFormat(size) for size in sizes]}
     with pytest.raises(StoreError, match="raise it to") as refused:
@@ -232,8 +232,8 @@ def test_operators_need_no_key_for_pages_of_all_sizes(tmp_path: Path, cipher: Pa
 def test_a_state_longer_than_what_is_kept(
     tmp_path: Path, page_bytes: int, cipher: PageCipher | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A state beside small pages, longer than any buffer that is kept, comes back, also from a store that was opened
-    again, and is evicted. A plain one does not compress, an encrypted one does."""
+    """A state longer than any kept buffer, in a store with small pages, is read back, also from a store that was opened
+    again, and is evicted. The plain state does not compress, the encrypted one does."""
     monkeypatch.setattr(memory, "MAX_KEPT_BYTES", min(memory.MAX_KEPT_BYTES, page_bytes // 2))
     formats = [PageFormat(4096), PageFormat(page_bytes, PageFilter("byte_shuffle", 2))]
     settings: dict[str, Any] = {"formats": formats, "budget_bytes": 20 * page_bytes, "cipher": cipher}

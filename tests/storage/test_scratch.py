@@ -39,8 +39,8 @@ def test_a_large_buffer_asks_for_huge_pages() -> None:
 
 
 def test_scratch_of_cores_has_one_user_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many threads only as many are in the block as there are cores; what one writes stays until it leaves, also
-    where another leaves by an exception."""
+    """At most one thread per core is in the block; its bytes do not change until it leaves, also if another thread
+    leaves by an exception."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     scratch, addresses = CoreScratch(), set[int]()
 

@@ -41,8 +41,8 @@ def bytes_below(folder: Path) -> int:
 
 
 def test_least_recently_used_stores_go_first(tmp_path: Path) -> None:
-    """What a store needs beyond the budget of all comes from closed stores, each whole and no sooner than it must, and
-    then from its own pages; a store of somebody's own stays. All files are within the budget at any time."""
+    """A store that needs more than the common budget has closed stores removed, one by one as needed, then evicts its
+    own pages; a store with a custom name stays. All files are within the budget at any time."""
     own = open_store(tmp_path / "own")
     own.close()
     middle, oldest, newest = (filled(tmp_path, *args) for args in (("b", 10, 200), ("a", 10, 100), ("c", 10, 300)))
@@ -106,7 +106,7 @@ def test_only_engines_use_a_store(tmp_path: Path) -> None:
 
 
 def test_a_store_that_is_removed_can_be_made_anew(tmp_path: Path) -> None:
-    """Nothing of it is left, and what a kill leaves of it is a whole store with less pages."""
+    """No file of it is left; a kill during its removal leaves a valid store with fewer pages."""
     store = filled(tmp_path, "a", 4, 100)
     (store / "index.mdb").unlink()
     [data] = store.glob("pages-*")

@@ -1,4 +1,4 @@
-"""Readers beside a writer at its budget, and closing beside readers."""
+"""Readers concurrently with a writer at its budget, and closing while threads read."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import pytest
 from hicache.storage import PageBuffer, PageFilter, StoreError
 from storage_pages import blocks_bytes, budget_of, found_numbers, key_of, open_store, page_of, put_numbers
 
-PAGE_BYTES = 96 << 10  # above the size from which pages are compressed beside the writer
+PAGE_BYTES = 96 << 10  # above the size from which pages are compressed in threads
 NUM_BUDGETED, MIN_LOOKS = 40, 20
 
 
@@ -26,8 +26,8 @@ def mixed_page(number: int) -> PageBuffer:
 
 @pytest.mark.parametrize("num_turns", [40, pytest.param(400, marks=pytest.mark.long)])
 def test_readers_beside_a_writer(tmp_path: Path, num_turns: int) -> None:
-    """While many times the budget is stored, pages are deleted and the files compacted, readers only ever see whole,
-    right pages, the blocks of the files never pass the budget by 5 %, and every put is taken."""
+    """While many times the budget is stored, pages are deleted and files compacted, readers see only complete, right
+    pages. The files never exceed the budget by 5 %, and every put is stored."""
     budget_bytes = budget_of(NUM_BUDGETED, PAGE_BYTES)
     settings = {"page_bytes": PAGE_BYTES, "budget_bytes": budget_bytes, "filter": PageFilter("byte_shuffle", 2)}
     store, newest, done, turns = open_store(tmp_path, **settings), [0], threading.Event(), threading.Semaphore(0)

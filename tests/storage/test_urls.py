@@ -87,7 +87,7 @@ REFUSED = [
 
 @pytest.mark.parametrize(("url", "message"), REFUSED, ids=[url for url, _ in REFUSED])
 def test_what_cannot_be_used_is_refused_in_a_line(url: str, message: str) -> None:
-    """One `StoreError` names what is wrong and what would do, without user name and password."""
+    """One `StoreError` names the mistake and the remedy, without user name and password."""
     with pytest.raises(StoreError, match=message) as caught:
         opened(url)
     assert "\n" not in str(caught.value) and SECRET not in str(caught.value)
@@ -112,7 +112,7 @@ broken = 1 / 0 if "{broken}" else None
 
 
 def install(folder: Path, *, broken: str) -> None:
-    """What `pip install` leaves of a package with one module and one entry point."""
+    """Write the files that `pip install` would write for a package with one module and one entry point."""
     info = folder / "store_of_ones_own-1.dist-info"
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: store-of-ones-own\nVersion: 1\n")

@@ -1,4 +1,4 @@
-"""Whatever bytes a value consists of, decoding yields the page that was stored or a reason, and never raises."""
+"""For any bytes of a value, decoding returns the stored page or a reason, and never raises."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def fields_of(**changes: int | bytes) -> bytes:
 
 
 def decode_guarded(codec: WholeCodec, value: bytes, key: bytes = b"key") -> tuple[str, bytes]:
-    """What decoding says and leaves in the page, after a look at the bytes around the page."""
+    """The result of decoding and the page's bytes, after checking the bytes around the page."""
     buffer = np.full(PAGE + 64, 0xA5, dtype=np.uint8)
     reason = codec.decode_into(key, value, buffer[32:-32])
     assert (buffer[:32] == 0xA5).all() and (buffer[-32:] == 0xA5).all()

@@ -41,7 +41,7 @@ LIMITS = Limits(reopen_backoff_s=1, max_reopen_backoff_s=6, max_failures=3)
 
 def test_a_breaker_opens_and_closes_after_its_backoff(caplog: pytest.LogCaptureFixture) -> None:
     """Three failures in a row open it, a success between them resets the count; one probe passes when the backoff is
-    over; the backoff doubles with each failed probe up to its maximum and starts anew after a success."""
+    over; the backoff doubles with each failed probe up to its maximum and is reset by a success."""
     caplog.set_level(logging.INFO)
     clock = Clock()
     breaker = Breaker("reads", LIMITS, clock)
@@ -119,8 +119,8 @@ def num_failures(disk: StoreTier) -> float:
     ],
 )
 def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int, tmp_path: Path) -> None:
-    """Whatever a put raises is a failed write; after so many the store is not called until the backoff is over, then it
-    is reopened, and pages written from then on are found. Reads go on meanwhile."""
+    """Every error of a put is a failed write. After `calls_until_open` the store is not called until the backoff is
+    over; then it is reopened, and pages written from then on are found. Reads continue meanwhile."""
     clock = Clock()
     disk, store = started_tier(tmp_path / "s", clock=clock)
     keys, data = pages(1, 2)
@@ -274,8 +274,8 @@ def test_a_stalled_read_is_announced_and_the_others_go_on(readers: int, tmp_path
 
 
 def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever has the late answer of a stalled read may read again at once, also where the answer came while the state
-    before it was being told."""
+    """A client with the late answer to a stalled read may read again at once, also if the answer arrived while the
+    previous state was being written."""
     clock, (keys, data) = Clock(), pages(1, 2)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, readers=1)
     gate, came, write, post, tell = Gate("get_into"), threading.Event(), StatusWriter.write, Session.post, Session._tell

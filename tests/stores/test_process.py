@@ -102,8 +102,8 @@ def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
 
 
 def test_wrong_jobs_are_refused(case: Case) -> None:
-    """A page elsewhere, or one that ends behind its memory, one of a size that the store has not, and what is no key
-    raise, and are not under way; the store's breakers hear nothing of it."""
+    """A page in other memory, one that ends after its memory, one of a wrong size, and an invalid key raise. No job is
+    in flight afterwards, and the store's breakers count no failure."""
     (key,), (page,) = pages(1, 1)
     shared, last = case.memory[0], np.resize(np.frombuffer(case.memory.data, np.uint8)[-100:], PAGE_BYTES)
     for keys, wrong in ((key, page), (key, last), (key, shared[:100]), (b"", shared), (b"k" * 512, shared)):
@@ -144,7 +144,7 @@ def test_a_start_goes_on_without_a_store_that_cannot_be_had(
 
 
 def test_wrong_settings_are_refused(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """What no time mends raises the store's own error at the start, and nothing says that it is tried again."""
+    """An error that a retry cannot fix is raised at the start, as the store's error; no log line announces a retry."""
     (tmp_path / "file").write_text("mine")
     for url in (
         "nowhere://x",
@@ -277,7 +277,7 @@ def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
 
 
 def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
-    """It is ended and another one is started, as one that stands still with jobs under way."""
+    """It is killed and another one is started, like a process that hangs with jobs in flight."""
     client, first = case.tier, case.tier.pid
     os.kill(first, signal.SIGKILL)
     eventually(lambda: client.find((b"key",), 0.01) is None and client.pid != first)
@@ -296,8 +296,8 @@ def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
 def test_a_store_that_does_not_open_holds_nobody_up(
     closes: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An engine goes on without it, and one line tells; it is used once it is open; one that nobody waits for any more
-    is closed when it is."""
+    """An engine continues without it, with one log line, and uses it once it is open. If the engine no longer waits for
+    it, it is closed once it is open."""
     gate, opened = Gate("open"), threading.Event()
 
     def slow(url: str, **about: Any) -> Any:
@@ -503,6 +503,6 @@ def test_nothing_is_left_behind(tmp_path: Path) -> None:
 
 
 def descendants(pid: int) -> list[int]:
-    """What a server finds that kills the process tree of its engine."""
+    """The processes that a server kills with the process tree of its engine."""
     children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [*children, *(below for child in children for below in descendants(child))]

@@ -46,9 +46,9 @@ def tokens_of(number: int) -> np.ndarray:
 def test_killed_processes_lose_nothing_that_was_acknowledged(
     kind: str, packing: str, kills: int, tmp_path: Path
 ) -> None:
-    """While requests are served from all tiers, the store process is killed again and again at any moment: each byte
-    that a request reuses is right, and in the end the store holds every page that the engine was told is there, and
-    none of those that do not fit when they are packed."""
+    """While requests are served from all tiers, the store process is killed repeatedly at random moments. Each reused
+    byte is right. In the end the store has every page that it acknowledged to the engine, and no page that does not
+    fit when packed."""
     rng, acknowledged, raw = np.random.default_rng(kills), set[bytes](), set[bytes]()
     with engine_at(tmp_path / "s", kind, packing) as engine:
         context = engine.inspect.context

@@ -22,7 +22,7 @@ from waiting import eventually
 
 
 def until_queued(disk: StoreTier, name: str, num_jobs: int) -> None:
-    """So many jobs wait for a thread of the store. The tier's clock is set by hand."""
+    """Wait until `num_jobs` jobs are queued for a thread of the store. The tier's clock is set by hand."""
     eventually(lambda: disk.poll() or disk.status.queue(name)[QUEUE_NUMBERS.index("queued_jobs")] == num_jobs)
 
 

@@ -51,7 +51,7 @@ UNNEEDED = ("memfd_create", "fallocate", "fsync", "fdatasync", "madvise", "sched
 
 
 def said(error: int, transport: str, path: Path, *calls: str) -> tuple[list[str], list[str]]:
-    """What the program prints and what it logs."""
+    """The lines that the program prints, and the lines that it logs."""
     with Program(PROGRAM, SUPPORT / "x", error, transport, path, *calls) as program:
         printed, logged = program.communicate()
     assert program.returncode == 0, logged
@@ -75,7 +75,7 @@ def test_calls_that_are_not_needed_may_be_refused(error: int, tmp_path: Path) ->
 @pytest.mark.store_process
 @pytest.mark.parametrize("error", [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.long)])
 def test_a_store_process_that_cannot_be_watched_is_refused(error: int, tmp_path: Path) -> None:
-    """Without pidfd_open the error names it, and what would do; nothing stays open. In threads the store works."""
+    """Without pidfd_open the error names it and the remedy; no descriptor stays open. In threads the store works."""
     printed, _ = said(error, "process", tmp_path / "s", "pidfd_open")
     assert printed[2:] == ["left 0"]
     for line in printed[:2]:

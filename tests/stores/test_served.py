@@ -76,7 +76,7 @@ def test_engines_share_a_served_store(served: tuple[Program, str], tmp_path: Pat
 
 
 def test_what_a_client_sent_before_it_left_is_done(tmp_path: Path) -> None:
-    """Also where the process learns that it has left by what it cannot tell it, before it has read all."""
+    """This also holds if the process notices the client's end by a failed answer, before it has read all frames."""
     listener, read_later, keys, data = Scarce(tmp_path / "sock"), threading.Event(), *pages(1, 2)
     listener.has_room = True
     server = Server(OpenStores(at(tmp_path / "root")), listener=listener)
@@ -97,7 +97,7 @@ def test_what_a_client_sent_before_it_left_is_done(tmp_path: Path) -> None:
 
 
 def test_a_served_process_that_goes_on_is_used_again(served: tuple[Program, str]) -> None:
-    """One that stood still is left, and when it goes on it answers for what it was given, and is connected to again."""
+    """A client drops a process that hangs. When it continues, it answers its jobs, and the client connects again."""
     program, path = served
     keys, data = pages(1, 4)
     with contextlib.closing(Case(path)) as case:
@@ -223,8 +223,8 @@ def joined(thread: threading.Thread, stop: Callable[[], None]) -> Iterator[None]
 
 @pytest.mark.parametrize("num_clients", [40, pytest.param(2000, marks=pytest.mark.long)])
 def test_nonsense_concerns_nobody_else(served: tuple[Program, str], num_clients: int) -> None:
-    """Whatever frames, requests, lengths and descriptors clients send, whatever becomes of their memory, and wherever
-    they leave off, another client gets its bytes, and the process holds what it held before."""
+    """Clients send random frames, requests, lengths and descriptors, change their memory, and disconnect at any point.
+    Another client still gets its bytes, and the process has the same open files and memory as before."""
     program, path = served
     keys, data = pages(1, 4)
     with contextlib.closing(Case(path)) as good:

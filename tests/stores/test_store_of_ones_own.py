@@ -33,7 +33,7 @@ def engine_over(store: PageStore, **changes: object) -> CacheEngine:
 
 
 def ask(engine: CacheEngine, name: str, tokens: np.ndarray, namespace: str = "") -> Hit:
-    """Prefetch and serve a request: what it reuses is compared with what was computed."""
+    """Prefetch and serve a request, and compare the reused bytes with the computed ones."""
     handle = engine.prefetch(name, tokens, namespace)
     eventually(lambda: (engine.poll(), handle.ended)[1])
     hit = serve(engine, name, tokens, namespace).hit
@@ -175,7 +175,7 @@ class Unnumbered(MemoryPageStore):
 
 
 def test_a_store_that_cannot_count_is_used() -> None:
-    """Whatever `stats` raises or gives, pages are stored and come back; the last numbers that were some are shown."""
+    """If `stats` raises or returns nonsense, pages are still stored and found; the last valid numbers are shown."""
     store = Unnumbered(1 << 20)
     with engine_over(store) as engine:
         ask(engine, "a", prompt(0))
@@ -221,7 +221,7 @@ def test_what_a_store_has_lost_is_a_miss() -> None:
 
 
 def test_a_store_takes_the_place_of_the_disk_settings(tmp_path: Path) -> None:
-    """A store beside a path of the disk tier is refused, and so is one without what a disk tier needs."""
+    """A store together with a path of the disk tier raises, and so does one without the settings of a disk tier."""
     store = MemoryPageStore(1 << 20)
     for changes, setting in (
         ({"disk": DiskConfig(path=str(tmp_path))}, "disk path"),

@@ -34,8 +34,8 @@ def record(device: str, counter: LayerTransferCounter, load_id: int) -> None:
 def producer(
     device: str, counter: LayerTransferCounter, load_id: int, data: torch.Tensor
 ) -> Iterator[Callable[[int], None]]:
-    """Beside the consumer, as a load does: fills row `layer` of `data` with layer + 1 and records it. Not before the
-    consumer calls what this yields and is about to wait for that layer; on CUDA the device itself is late."""
+    """Fill row `layer` of `data` with layer + 1 and record it, concurrently with the consumer, like a load. That is
+    after the consumer calls the yielded function and is about to wait for the layer; on CUDA the device is late."""
     if device == "cuda":
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
@@ -83,7 +83,7 @@ def test_the_consumer_sees_every_layer(device: str, layers: tuple[int, ...]) -> 
 
 
 def test_finished_loads_do_not_block(device: str) -> None:
-    """Waiting returns at once for -1, for no load, for loads whose producer carries a later load, and beside a load
+    """Waiting returns at once for -1, for no load, for loads whose producer carries a later load, and during a load
     that the batch does not consume."""
     counter = make_counter(device, 2)
     counter.wait_until(1)
@@ -94,7 +94,7 @@ def test_finished_loads_do_not_block(device: str) -> None:
         assert counter.begin() == load_id
         record(device, counter, load_id)
     assert counter.begin() == NUM_PRODUCERS
-    for finished in (0, 1):  # the producer of 0 carries a load now that nobody finishes
+    for finished in (0, 1):  # the producer of 0 now carries a load that never finishes
         counter.set_consumer(finished)
         counter.wait_all()
 

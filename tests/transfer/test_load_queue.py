@@ -1,4 +1,4 @@
-"""Loads queued in steps: their order, what each call queues, and what the layer counter asks for."""
+"""Loads queued in steps: their order, the layers that each call queues, and the calls of the layer counter."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def steps(load_id: int, group: int, log: Log) -> Iterator[int]:
 def test_layers_are_queued_in_order_and_no_later_than_asked_for(
     groups: list[int], calls: list[tuple[int, int] | None], by_time: bool
 ) -> None:
-    """Whatever is called, what is queued is a prefix of all layers in submission order, grows with each call that finds
-    layers left, and holds the layers that were asked for; all loads are one call away, by number or by time."""
+    """After any calls, the queued layers are a prefix of all layers in submission order and include the requested ones.
+    Each call that finds layers left queues more; one call can queue all loads, by number or by time."""
     log: Log = []
     queue = LoadQueue()
     for load_id, group in enumerate(groups):

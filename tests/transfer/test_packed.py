@@ -65,7 +65,7 @@ class Packed:
             rows[wild] = bits.to(torch.int16)
 
     def copied(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
-        """Store, with second places for what does not fit; returns them."""
+        """Store pages, with second places for pages that do not fit; returns the second places."""
         op = self.backend.store(slots, pages)
         op.wait()
         rest, at = torch.zeros(len(pages), dtype=torch.int64), torch.tensor(list(op.misfits))
@@ -115,7 +115,7 @@ def test_raw_pages_arrive_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("place_bytes", [127, 257])
 def test_two_places_must_hold_a_raw_page(place_bytes: int) -> None:
-    """What is less than half of a raw page, or more than one, is no size for a packed page."""
+    """A packed page must have at least half of a raw page's size, and at most its size."""
 
     class Sized:
         ends = (0, place_bytes)
@@ -126,7 +126,7 @@ def test_two_places_must_hold_a_raw_page(place_bytes: int) -> None:
 
 
 def test_packed_pages_always_go_through_staging() -> None:
-    """Whatever the sizes, where raw ones of these would be copied without; and for no page at all."""
+    """This holds for sizes with which raw pages would be copied without staging, and for no page at all."""
     small = Shape(layer_bytes=64, num_layers=4, num_pages=2, num_runs=2)
     assert choose(ASSUMED.up, small, 1 << 20, up=True).method == "zero_copy"
     for up in (True, False):

@@ -1,4 +1,4 @@
-"""Transfers under stress: overlapping loads and stores over tiny tiers, with forwards beside them.
+"""Transfers under stress: overlapping loads and stores over tiny tiers, with concurrent forwards.
 
 `transfer_program` is the program and holds the truth. By default copies on the CPU are as late as they may be
 (`CopiesWhenNeeded`), so that whoever does not wait comes too early, each time; the long runs let their threads run
@@ -65,9 +65,9 @@ def stress(program: Program, steps: int) -> None:
 def test_every_byte_is_where_it_should_be(
     monkeypatch: pytest.MonkeyPatch, device: str, staging_bytes: int, methods: Sequence[Method], name: str
 ) -> None:
-    """For every layout, and for packed pages of which some do not fit, forwards beside overlapping loads and stores
-    read the truth layer by layer, completed stores have written it to the host, and in the end every row and every page
-    is as its last writer left it."""
+    """For every layout, and for packed pages of which some do not fit, loads, stores and forwards overlap. Forwards
+    read the truth layer by layer, and completed stores have written it to the host. In the end every row and page has
+    the bytes of its last writer."""
     if methods:
         force_methods(monkeypatch, methods)
     come_late(monkeypatch, device)
@@ -83,8 +83,8 @@ def test_every_byte_is_where_it_should_be(
 def test_wide_pages_on_cuda(
     monkeypatch: pytest.MonkeyPatch, staging_bytes: int, submit_s: float, methods: Sequence[Method]
 ) -> None:
-    """The same for pages whose layers are as wide as a large model's, through a ring of one page a buffer and more, by
-    each copy method and by all of them in turn, with loads that are queued at once and step by step."""
+    """Pages with layers as wide as a large model's, through a ring of one page per buffer or more, are right too: by
+    each copy method and by all in turn, with loads queued at once and step by step."""
     force_methods(monkeypatch, methods)
     monkeypatch.setattr(cuda, "_SUBMIT_S", submit_s)
     monkeypatch.setattr(cuda, "_AHEAD", 1)

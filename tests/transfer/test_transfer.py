@@ -184,7 +184,7 @@ def test_plans_choose_the_cheapest_method() -> None:
     assert choose(ASSUMED.up, few, BUFFER, up=True).method == "zero_copy"
     narrow = Shape(layer_bytes=512, num_layers=4, num_pages=4096, num_runs=4096)
     assert choose(ASSUMED.up, narrow, BUFFER, up=True).method == "zero_copy"
-    # Where layers travel alone, each is a launch, which costs more here than what the kernel saves.
+    # If layers are copied separately, each is a launch, which costs more here than the kernel saves.
     alone = replace(LAYERS_32, num_pages=20, grouped=False)
     assert choose(ASSUMED.up, alone, BUFFER, up=True).method == "strided"
     # Fewer bytes than the host needs to queue 32 steps of a staged copy.

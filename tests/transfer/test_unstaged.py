@@ -21,7 +21,7 @@ from transfer_case import LAYOUTS, Tier
 
 
 def copied(dst: int, dst_pitch: int, src: int, src_pitch: int, width: int, rows: int, up: bool, stream: int) -> None:
-    """What a strided copy does."""
+    """Do the work of a strided copy on the CPU."""
     assert up and stream == 7
     for row in range(rows):
         ctypes.memmove(dst + row * dst_pitch, src + row * src_pitch, width)
