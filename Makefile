@@ -15,7 +15,7 @@ CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/hicache/mypy
 # Images often switch byte code off; then every worker, fork server and program compiles what it imports.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo serve test test-busy test-long test-servers test-all check static budget bench docs tables clean
+.PHONY: demo serve test test-busy test-long test-servers test-all check static plain budget bench docs tables clean
 
 demo: $(STAMP)
 	$(VENV)/bin/hicache demo $(ARGS)
@@ -41,7 +41,7 @@ test-servers: $(STAMP)
 test-all: $(STAMP)
 	PYTHON=$(PYTHON) .ci/all
 
-check: static budget
+check: static plain budget
 
 # The package as it installs: kernels/, storage/ and bench/ stand inside hicache/, so mypy sees a tree of links. Every clone
 # uses its cache, one at a time.
@@ -53,6 +53,10 @@ static: $(STAMP)
 	mkdir -p $(CACHE)
 	cd $(TYPECHECK) && flock $(CACHE)/lock $(abspath $(PY)) -m mypy --config-file $(abspath pyproject.toml) \
 		--cache-dir $(CACHE) -p hicache
+
+# The words of docstrings, comments and pages, compared with the budget of each folder in .ci/plain.toml.
+plain: $(STAMP)
+	$(PY) .ci/plain $(ARGS)
 
 # What the last run of all tests took, beside tests/budget.toml.
 budget: $(STAMP)
