@@ -312,8 +312,8 @@ def test_paths_name_a_page_whose_row_was_that_of_another() -> None:
 
 
 def test_of_pages_that_the_tier_above_has_the_last_ones_leave_first() -> None:
-    """Those that came there last, or were used last, will stay there longest. Of one prompt the beginning leaves first:
-    who needs the rest finds it there."""
+    """The device keeps the pages longest that came or were used last. The beginning of a prompt leaves before its end:
+    a request that needs the end finds the beginning on the device."""
     prompts = [[b"a0", b"a1"], [b"b0", b"b1"]]
     tier = _tier_with("lru", *prompts)
     tier.is_exclusive = True
@@ -341,7 +341,7 @@ def test_a_page_that_was_used_after_it_entered_a_batch_does_not_leave_with_it(mo
 
 
 def test_a_store_that_writes_within_a_budget_gets_nothing_that_the_tier_above_has() -> None:
-    """What is there leaves this tier without loss."""
+    """Such a page can leave this tier without loss."""
     keys, now_s = [b"a0", b"a1", b"b0", b"b1"], 0.0
     tier = _tier_with("lru", keys[:2], keys[2:])
     tier.is_exclusive = True

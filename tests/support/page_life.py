@@ -208,7 +208,7 @@ class PageLives:
             self.seen.update((tier, *row) for row in rows or ())
 
     def _look_across(self, pages: Iterable[_Page]) -> None:
-        """What the states of the tiers say of one another."""
+        """Check the states of the tiers against each other."""
         locked_above = {(page.component, page.key) for page in pages if page.is_locked}
         for component in self._calls:
             device, host, store = (self._states[tier].get(component, {}) for tier in ("device", "host", "store"))
