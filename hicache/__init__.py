@@ -1,7 +1,7 @@
 """hicache: GPU memory, pinned CPU memory and disk as one cache for the attention state (KV) of language models.
 
-`__init__.pyi` lists the public names. Each is imported from its module when it is first used, since torch takes a
-second to load and most programs need neither a store nor every kind of pool.
+`__init__.pyi` lists the public names. Each is imported from its module at its first use: importing torch takes a
+second, and most programs need neither a store nor every kind of pool.
 """
 
 from hicache.public_names import on_first_use

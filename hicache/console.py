@@ -1,8 +1,8 @@
-"""What people write and read in a terminal: sizes, figures, plain columns, tables and bars of progress; and the files
-that they give to commands and get from them, like the FILE of `--json`.
+"""Terminal input and output of all commands, benchmarks and messages: sizes, figures, columns, tables, progress bars;
+and reading and writing the files that users name, like the FILE of `--json`.
 
-One place for all commands, benchmarks and messages. It stands below the stores, whose URLs have sizes too, and imports
-rich where a table or a bar is made: the command line must take Ctrl-C while it still loads.
+Stores import this module, since their URLs contain sizes. It imports rich only inside the functions that make a table
+or a bar: the command line must handle Ctrl-C before slow imports have finished.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 Step: TypeAlias = Callable[[int, "int | None"], None]
 
-NONE = "-"  # of a figure that is not known
-_NO_TERMINAL_COLUMNS = 1_000  # nothing folds the lines of a file or a pipe
-_NAME_COLUMNS = 20  # which a narrow terminal leaves to the names
+NONE = "-"  # shown for an unknown figure
+_NO_TERMINAL_COLUMNS = 1_000  # wide enough that lines of a file or a pipe are never folded
+_NAME_COLUMNS = 20  # minimum width of the first column on a narrow terminal
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
 _MAX_SHOWN = 80
@@ -39,7 +39,7 @@ _DECIMAL = ("", "k", "M", "G", "T")
 
 
 def parse_bytes(text: str) -> int:
-    """'512MiB', '2GB', '100000' -> bytes; decimal and binary units. A fraction of a unit is rounded down to bytes."""
+    """Bytes of a size like '512MiB', '2GB' or '100000', in decimal or binary units. A fraction of a byte is cut off."""
     match = _SIZE.fullmatch(text)
     if match is None:
         raise _not_a_size(text)
@@ -48,7 +48,7 @@ def parse_bytes(text: str) -> int:
     base = 1000 if byte and not binary else 1024
     try:
         exact = Fraction(digits) * Fraction(base) ** " KMGT".index(letter.upper() or " ")
-    except ValueError:  # of more than 4300 digits
+    except ValueError:  # Python refuses integers of more than 4300 digits
         raise _not_a_size(text) from None
     if (binary and not letter) or (not letter and exact.denominator != 1):
         raise _not_a_size(text)
@@ -61,16 +61,17 @@ def _not_a_size(text: str) -> ConfigError:
 
 
 def printable(text: str) -> str:
-    r"""`text` with escapes such as `\x1b` or `\ud800` in place of characters that are not printable.
+    r"""`text` with non-printable characters replaced by escapes such as `\x1b` or `\ud800`.
 
-    These are control characters, line breaks among them, characters that change the direction of writing, and those
+    Replaced are control characters including line breaks, characters that change the direction of writing, and
+    characters
     that cannot be encoded.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 
 
 def say(message: str) -> None:
-    """Print one line on stderr, with escapes for control characters. A stderr that cannot be written is ignored."""
+    """Print one line on stderr, with escapes for control characters. Errors of writing to stderr are ignored."""
     with contextlib.suppress(OSError):
         print(printable(" ".join(message.split())), file=sys.stderr, flush=True)
 
@@ -84,7 +85,8 @@ def announce(text: str) -> None:
 
 
 def drop_output() -> None:
-    """Discard output that cannot be written, on which the interpreter would fail again when it exits."""
+    """Discard output that cannot be written. The interpreter would otherwise try to write it again at exit, and
+    fail."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
@@ -94,7 +96,7 @@ def drop_output() -> None:
 
 
 def sized(num_bytes: int) -> str:
-    """`3.2 GiB (3435973836 bytes)`: readable, and exact. Below 1 KiB the bytes alone."""
+    """A size that is readable and exact: `3.2 GiB (3435973836 bytes)`. Below 1 KiB only the bytes."""
     if num_bytes < 1024:
         return f"{num_bytes} bytes"
     power = min(len(_BINARY), (num_bytes.bit_length() - 1) // 10)
@@ -102,12 +104,12 @@ def sized(num_bytes: int) -> str:
 
 
 def gib(num_bytes: int) -> str:
-    """`1,234.50`, for columns of GiB."""
+    """A number of GiB for a column: `1,234.50`."""
     return f"{num_bytes / (1 << 30):,.2f}"
 
 
 def scaled(value: float, unit: str = "") -> str:
-    """`950`, `12.3 k`, with a unit `12.3 GB`: decimal, as rates have it."""
+    """A decimal number with a prefix: `950`, `12.3 k`, with a unit `12.3 GB`. For rates."""
     power = 0
     while abs(value) >= 999.5 and power < len(_DECIMAL) - 1:
         value, power = value / 1000, power + 1
@@ -116,22 +118,22 @@ def scaled(value: float, unit: str = "") -> str:
 
 
 def counted(number: int | None) -> str:
-    """`1,234`; None: without a limit."""
+    """A whole number: `1,234`. None means no limit: `unlimited`."""
     return "unlimited" if number is None else f"{number:,}"
 
 
 def percent(share: float | None) -> str:
-    """`12.3%`."""
+    """A share in percent: `12.3%`. None: `-`."""
     return NONE if share is None else f"{share:.1%}"
 
 
 def milliseconds(seconds: float | None) -> str:
-    """`1,234.5`, for columns of milliseconds."""
+    """Milliseconds for a column: `1,234.5`. None: `-`."""
     return NONE if seconds is None else f"{1000 * seconds:,.1f}"
 
 
 def duration(seconds: float) -> str:
-    """`42 s`, `3 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
+    """A duration in its two largest units: `42 s`, `3 min 5 s`, `2 h 3 min`, `5 d 2 h`."""
     for large, size, small, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
             return f"{int(seconds // size)} {large} {int(seconds % size // part)} {small}"
@@ -153,9 +155,10 @@ def table(
     title: str = "",
     framed: bool = True,
 ) -> Table:
-    """Names left, in the first column, and figures right. A row None begins a new section. Texts are shown as they are.
+    """A table with names left-aligned in the first column and figures right-aligned in the others.
 
-    `framed`: with lines, else to stand beside other tables.
+    A row None begins a new section. Markup in texts is not interpreted. `framed`: draw lines; False: a plain table that
+    can be placed next to another table.
     """
     from rich import box
     from rich.table import Table
@@ -179,7 +182,8 @@ def table(
 
 
 def new_console(file: IO[str] | None = None) -> Console:
-    """The console of a file, stdout by default. Only a terminal folds lines. A reader that is gone: BrokenPipeError."""
+    """The console that writes to `file`, by default stdout. Lines are folded only on a terminal. Raises BrokenPipeError
+    if the reader has closed the pipe."""
     from rich.console import Console
 
     class Raising(Console):
@@ -200,7 +204,7 @@ def print_table(
     notes: Iterable[str] = (),
     file: IO[str] | None = None,
 ) -> None:
-    """Print a table, and `notes` below it, a line each."""
+    """Print a table, and below it each of `notes` on its own line."""
     out = new_console(file)
     out.print(table(headings, rows, title=title))
     for note in notes:
@@ -209,8 +213,11 @@ def print_table(
 
 @contextlib.contextmanager
 def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
-    """A bar on stderr, where that is a terminal. Yields what takes the steps done and the steps in all, None where that
-    is not known. The bar, and its thread, begin with the first step: who forks, forks before it."""
+    """A progress bar on stderr; without a terminal, or with `wanted=False`, nothing is shown.
+
+    Yields a function to call with the steps done and the total steps (None: unknown). The bar and its thread start at
+    the first call: a program that forks must fork before it.
+    """
     if not wanted or sys.stderr is None or not sys.stderr.isatty():
         yield lambda done, total: None
         return
@@ -232,8 +239,8 @@ def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
 
 
 def path_text(given: object) -> str:
-    """The path that a user wrote, as text: `~` is a home, file:///path a path, and bytes that are no UTF-8 stay what
-    they are. ConfigError, which says why, for what is no path."""
+    """The file system path that a user gave, as text. `~` is expanded, file:///path becomes /path, and bytes that are
+    not UTF-8 are kept. Raises ConfigError with the reason if it is not a path."""
     text = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(text, str):
         raise ConfigError("must be text")
@@ -255,7 +262,7 @@ def path_text(given: object) -> str:
 
 
 def path_flag(text: str) -> str:
-    """The same, as the `type` of a flag."""
+    """`path_text` as the `type` of a flag."""
     try:
         return path_text(text)
     except ConfigError as error:
@@ -263,12 +270,12 @@ def path_flag(text: str) -> str:
 
 
 def path_of(text: str) -> Path:
-    """The same as a path, as the `type` of a flag."""
+    """`path_text` as the `type` of a flag, returning a `Path`."""
     return Path(path_flag(text))
 
 
 def read_text(path: Path) -> str:
-    """A user's file. Raises ConfigError, which names it, where it cannot be read or is not UTF-8."""
+    """The text of a user's file. Raises ConfigError with the file's name if it cannot be read or is not UTF-8."""
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
@@ -278,17 +285,17 @@ def read_text(path: Path) -> str:
 
 
 def require_writable(flag: str, path: Path) -> None:
-    """Tell before the work what would fail after it: ConfigError, which names the flag."""
+    """Check before long work that its result can be written to `path`. Raises ConfigError with the name of the flag."""
     found = path if _is_special(path) else Path(os.path.realpath(path)).parent
     if path.is_dir() or not found.exists() or not os.access(found, os.W_OK):
         raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file whole or not at all: beside it, then renamed. OSError where that fails.
+    """Write a file atomically: to a temporary file in the same directory, then renamed. Raises OSError.
 
-    A link is followed. What is no regular file, like a device or a pipe, is written to: a file of that name would take
-    its place for everybody.
+    A symbolic link is followed. A device or pipe is written to directly: renaming would replace it by a regular file
+    for all its users.
     """
     if _is_special(path):
         path.write_text(text, encoding="utf-8")
@@ -307,7 +314,7 @@ def _is_special(path: Path) -> bool:
 
 
 def _text(text: str) -> Text:
-    """Text without markup and without what a terminal would obey."""
+    """Text for rich, without markup and without control sequences."""
     from rich.text import Text
 
     return Text(printable(text))

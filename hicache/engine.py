@@ -1,7 +1,7 @@
-"""The facade a scheduler talks to: match, prefetch, acquire, extend, commit, release.
+"""The engine that a scheduler calls: lookup, prefetch, acquire, extend, commit, release.
 
-It builds the movements in their order, and starts and ends the parts that have threads or files. Results land in
-`poll()`, and of copies in `acquire()`.
+It creates the movements (copies between tiers) in their order, and starts and stops the parts that own threads or
+files. Finished movements take effect in `poll()`; finished copies also in `acquire()`.
 """
 
 from __future__ import annotations
@@ -71,27 +71,28 @@ __all__ = ["CacheEngine", "CacheRequest", "Hit", "Lease", "LookupResult", "Memor
 
 log = logging.getLogger(__name__)
 
-_EXIT_S = 5.0
-_LOOK_S = 0.001
+_EXIT_S = 5.0  # time that `abandon` may take
+_LOOK_S = 0.001  # between two checks whether a call has ended
 C = TypeVar("C", bound=CacheComponent)
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 def exclusive(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concatenate[CacheEngine, P], R]:
-    """A verb of an engine, which is refused while another one is under way, in whichever thread. That takes no lock."""
+    """Wrap a verb of the engine so that a call during another call, from any thread, raises `ConcurrentCall`. Uses no
+    lock."""
 
     @functools.wraps(verb)
     def call(engine: CacheEngine, /, *args: P.args, **kwargs: P.kwargs) -> R:
         thread = threading.get_ident()
         if engine._turn.thread is not None:
             engine._refuse_second()
-        try:  # from the look to the note nothing is called, so no other thread comes in between
+        try:  # no call between the check above and the assignment, so the interpreter switches no thread there
             engine._turn.thread = thread
             return verb(engine, *args, **kwargs)
         except BaseException as error:
             is_refusal = isinstance(error, HiCacheError) and not isinstance(error, (DoubleFree, InvariantError))
-            is_finding = isinstance(error, InvariantError) and verb.__name__ == "check"  # no call has left it behind
+            is_finding = isinstance(error, InvariantError) and verb.__name__ == "check"  # which changes nothing
             if not (is_refusal or is_finding):
                 engine._doubt(verb.__name__, error)
             raise
@@ -102,14 +103,15 @@ def exclusive(verb: Callable[Concatenate[CacheEngine, P], R]) -> Callable[Concat
 
 
 class _Turn:
-    """Which `thread` is inside a call of an engine, if any is. The hook at the exit shares it, without the engine."""
+    """The thread that is inside a call of the engine, if any. The exit hook shares this object without keeping the
+    engine alive."""
 
     def __init__(self) -> None:
         self.thread: int | None = None
 
     def take(self, deadline_s: float) -> bool:
-        """Be inside for good, so that calls of other threads are refused, once the one under way has ended; False: it
-        has not, until `deadline_s` of `time.monotonic`."""
+        """Enter permanently once the current call has ended, so that calls of other threads are refused. Returns False
+        if the call has not ended by `deadline_s` of `time.monotonic`."""
         thread = threading.get_ident()
         while True:
             if self.thread is None or self.thread == thread:
@@ -121,16 +123,16 @@ class _Turn:
 
 
 class CacheEngine:
-    """One hierarchical cache. Build it with `hicache.build.factory.build_engine`; use it in a `with`, or `start` and
-    `close` it.
+    """One hierarchical cache. Build it with `hicache.build.factory.build_engine`; use it in a `with` statement, or call
+    `start` and `close`.
 
-    Every verb checks its arguments first, and a call that raises has changed nothing: `InvalidTokens` for tokens that
-    are no run of ids, `InvalidArgument` for what else is of the wrong kind or out of range, `LeaseEnded` and
-    `ForeignLease` for a lease that the engine does not hold, `NotRunning` before `start`, after `close` and in a fork,
-    `ConcurrentCall` while another thread is inside a call: any thread may call, one at a time.
+    Any thread may call, one at a time. Every verb checks its arguments first, and a call that raises one of these
+    errors has changed nothing: `InvalidTokens` for tokens that are not a sequence of ids; `InvalidArgument` for another
+    argument of a wrong type or out of range; `LeaseEnded` and `ForeignLease` for a lease that the engine does not hold;
+    `NotRunning` before `start`, after `close` and in a fork; `ConcurrentCall` while another call runs.
 
-    `_turn`: the thread inside a call. `_why_not`: why only what ends something may be called; empty while it runs.
-    `_is_broken`: a call left the accounts half done, so nothing may rely on them.
+    `_turn`: the thread inside a call. `_why_not`: the reason why calls other than `release`, `cancel` and `close` are
+    refused; empty while the engine runs. `_is_broken`: a call ended half done and the accounts are inconsistent.
     """
 
     def __init__(self, context: EngineContext, events: EventPublisher | None = None) -> None:
@@ -178,7 +180,7 @@ class CacheEngine:
         return self._context.full.counter
 
     def component(self, kind: type[C]) -> C:
-        """The engine's component of that class, like one that was given to `build_engine`. Raises `InvalidArgument`."""
+        """The engine's component of class `kind`, such as one given to `build_engine`. Raises `InvalidArgument`."""
         for component in self._context.components:
             if isinstance(component, kind):
                 return component
@@ -186,7 +188,8 @@ class CacheEngine:
 
     @property
     def takes_chunks(self) -> bool:
-        """Whether slots are better taken chunk by chunk (`reserve_tokens`): windows have few, `exclusive` copies."""
+        """Whether the scheduler should reserve slots chunk by chunk (`reserve_tokens`): with windows, which have few
+        slots, and under `exclusive`, where taking slots requires copies."""
         return SWA in self._context.by_name or self._context.exclusive is not None
 
     @property
@@ -197,22 +200,22 @@ class CacheEngine:
     # Metrics
 
     def stats(self) -> dict[str, float]:
-        """Each metric as one number: `metrics()` with the sums of histograms. For tests, logs and quick looks."""
+        """Each metric as one number: `metrics()` with each histogram replaced by its sum. For tests and logs."""
         return flattened(self.metrics())
 
     def metrics(self) -> dict[str, MetricValue]:
-        """Everything the engine measures, by name, sorted; docs/metrics.md explains each. Any thread, any time."""
+        """All metrics by name, sorted; docs/metrics.md explains each. May be called from any thread at any time."""
         return self._context.metrics.snapshot()
 
     def describe(self) -> dict[str, MetricInfo]:
-        """Type, unit and help text of each of `metrics()`."""
+        """Type, unit and help text of each metric of `metrics()`."""
         return self._context.metrics.describe()
 
-    # From its start to its end
+    # Start and close
 
     @exclusive
     def start(self) -> None:
-        """Start the threads. Nothing moves before. Idempotent; NotRunning once the engine was closed, and in a fork."""
+        """Start the threads; no copy runs before. Idempotent. Raises `NotRunning` after `close` and in a fork."""
         self._owner.require_here()
         if self._is_closed or self._is_started:
             self._require_running()
@@ -227,10 +230,11 @@ class CacheEngine:
 
     @exclusive
     def close(self) -> None:
-        """Release every lease, finish what is under way, take to the stores what the write policy promised and the
-        device alone has, beginnings of prompts first, stop the threads, close the store. In a fork: nothing.
+        """Release every lease, finish all copies in flight, stop the threads and close the stores. Before that, write
+        to the stores the pages that the write policy promised and that only the device has, beginnings of prompts
+        first. In a fork: do nothing.
 
-        Waits for each store that hangs no longer than twice its I/O timeout: what is left then, a later call finishes.
+        Waits for a store that does not answer for at most twice its I/O timeout. A later call finishes the rest.
         """
         if not self._owner.is_here:
             return
@@ -242,7 +246,7 @@ class CacheEngine:
             for tier in self._stores:
                 tier.close()
             return
-        with contextlib.ExitStack() as ending:  # each part is closed, whatever becomes of those before it
+        with contextlib.ExitStack() as ending:  # close every part even if closing another one raised
             if finalizer is not None:
                 ending.callback(finalizer.detach)
             for part in (self._events, *reversed(self._hosts), *self._stores, *reversed(self._transfers)):
@@ -261,9 +265,11 @@ class CacheEngine:
 
     @exclusive
     def lookup(self, tokens: npt.ArrayLike, namespace: str = "", disk_wait_s: float = 0.05) -> LookupResult:
-        """Tokens each tier holds of the prompt, of those that need not be computed. No side effect.
+        """Count the prompt's cached tokens in each tier, leaving out the last token, which is always computed. No side
+        effect.
 
-        Waits at most `disk_wait_s` for disk and remote tier, which `LookupResult.disk_known` tells of.
+        Waits at most `disk_wait_s` seconds for the disk and the remote tier. If they did not answer by then,
+        `LookupResult.disk_known` is False.
         """
         self._require_running()
         packed, namespace = valid_tokens(tokens), valid_namespace(namespace)
@@ -284,16 +290,19 @@ class CacheEngine:
         *,
         overlaps: bool = False,
     ) -> Prefetch:
-        """Start bringing pages of the prompt from disk and remote tier to the host; `.ready` says when admission need
-        not wait.
+        """Start reading pages of the prompt from the disk and the remote tier to the host. `.ready` of the handle says
+        that admission need not wait any more.
 
-        `mode` (default: the configuration's): auto waits where that is estimated to cost all requests less time than
-        computing, best_effort never, wait_complete until the end, timeout for `prefetch_timeout_s`.
-        `acquire`, where it succeeds, or `cancel` of the request ends it, and what it holds of `prefetch_host_share`.
-        Until it has ended, another call for the request returns the same handle. `overlaps`: the caller calls `join`.
-        In mode auto, pages are then read from the end of the prompt on, also while the prompt is computed from its
-        beginning; the request waits for none of them if computing it delays no other request. The commit of the
-        complete prompt ends the reads.
+        `mode` (default: the configuration's): "auto" waits if waiting is estimated to cost all requests together less
+        time than computing; "best_effort" never waits; "wait_complete" waits until the end; "timeout" waits for
+        `prefetch_timeout_s`.
+
+        A successful `acquire`, or `cancel` of the request, ends the prefetch and returns its part of
+        `prefetch_host_share`. Until then, another call for the request returns the same handle.
+
+        `overlaps`: the caller will call `join`. In mode "auto", pages are then read from the end of the prompt
+        backwards, also while the prompt is computed from its beginning. The request waits for no page if computing it
+        delays no other request. The commit of the complete prompt ends the reads.
         """
         self._require_running()
         packed, namespace, request_id = valid_tokens(tokens), valid_namespace(namespace), valid_request_id(request_id)
@@ -306,14 +315,16 @@ class CacheEngine:
 
     @exclusive
     def expect(self, request_id: str, tokens: npt.ArrayLike, namespace: str = "") -> int:
-        """A queued request of these tokens will come, until `acquire` or `cancel`: computing for others delays it, and
-        what memory holds of its prefix, this many tokens, is evicted last. Again, it includes what came since."""
+        """Announce a queued request until its `acquire` or `cancel`. Computing other requests counts as delaying it,
+        and its prefix in memory is evicted last. Returns the tokens of that prefix. A second call includes pages that
+        arrived since the first."""
         self._require_running()
         return self._admit.expect(valid_request_id(request_id), valid_tokens(tokens), valid_namespace(namespace))
 
     @exclusive
     def poll(self) -> bool:
-        """Land what has finished. Call it once a step; it never blocks. True: each poll makes a step of an exchange."""
+        """Apply the results of finished copies, reads and writes. Call it once a step; it never blocks. True: an
+        exchange of pages is in progress, and each further poll advances it."""
         self._require_running()
         self._commit.hints.expire()
         land(self._movements)
@@ -323,10 +334,11 @@ class CacheEngine:
 
     @exclusive
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
-        """A pass over `num_tokens` of prompts took `seconds`: of the device, and not of requests that waited for it.
+        """Report that a forward pass over `num_tokens` prompt tokens took `seconds` of device time, without time that
+        requests waited for the device.
 
-        `mean_position`: of these tokens in their sequences, since attention costs more behind a long prefix; None: they
-        begin a prompt. Report passes that waited for no load (`hicache.serving.prefill_meter`).
+        `mean_position`: mean position of these tokens in their sequences, because attention costs more behind a long
+        prefix; None: they begin a prompt. Report only passes that waited for no load (`hicache.serving.prefill_meter`).
         """
         self._require_running()
         tokens, took_s, position = valid_pass(num_tokens, seconds, mean_position)
@@ -337,10 +349,11 @@ class CacheEngine:
 
     @exclusive
     def acquire(self, request: CacheRequest) -> Lease:
-        """Admit a request: its held prefix is pinned, slots for the rest are taken, loads are submitted.
+        """Admit a request: pin its cached prefix, take slots for the rest, and submit the loads.
 
-        Raises a `ResourceExhausted` like `OutOfSlots` or `PrefetchPending` (poll and try again, or cancel), before
-        which finished copies have landed, `PromptTooLong` (never fits) and `DuplicateRequest`.
+        Raises `PromptTooLong` if the request never fits, `DuplicateRequest`, or a `ResourceExhausted` such as
+        `OutOfSlots` or `PrefetchPending`: then poll and retry, or cancel. Before it raises `ResourceExhausted` it
+        applies the results of finished copies.
         """
         self._require_running()
         request = valid_request(request)
@@ -371,12 +384,12 @@ class CacheEngine:
 
     @exclusive
     def join(self, lease: Lease, num_tokens: int) -> Lease:
-        """Before a pass over a prompt of which `num_tokens` are computed and committed: what an overlapped prefetch
-        has brought behind them is loaded. Returns the lease from now on, in place of `lease`; `lease` itself where
-        nothing has come there.
+        """Load the pages that an overlapped prefetch has read behind the first `num_tokens` of the prompt, which are
+        computed and committed. Call it before each pass over the prompt.
 
-        Raises `ResourceExhausted` where what has come finds no room now: the lease has ended, and the request is to be
-        admitted anew.
+        Returns the lease to use from now on in place of `lease`, or `lease` itself if no such page has arrived. Raises
+        `ResourceExhausted` if there is no capacity for these pages: the lease has then ended, and the request must be
+        admitted again.
         """
         self._held([lease])
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
@@ -385,7 +398,7 @@ class CacheEngine:
         try:
             if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed_by(request_id)):
                 return lease
-            lease.drop_hints()  # its request goes on
+            lease.drop_hints()  # its request continues, so no hint for the time after it
             self._end(lease)
             joined = self._admitted(lease.request, joins=True)
             lease.successor = joined
@@ -399,20 +412,21 @@ class CacheEngine:
 
     @exclusive
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
-        """Slots for `num_tokens` more tokens of the request, int64 on the pool's device.
+        """Take slots for `num_tokens` more tokens of the request. Returns them, int64 on the pool's device.
 
-        Raises `OutOfSlots`, and `PromptTooLong` beyond `max_context_len`.
+        Raises `OutOfSlots`, and `PromptTooLong` if the sequence would exceed `max_context_len`.
         """
         self._held([lease])
         return self._admit.extend(lease, valid_count("num_tokens", num_tokens))
 
     @exclusive
     def commit(self, lease: Lease, tokens: npt.ArrayLike) -> None:
-        """KV of all `tokens`, the sequence so far, is stored (or queued to be): share its whole pages, start backups.
+        """Share the complete pages of `tokens`, the sequence so far, and start their backups. The KV of all `tokens` is
+        stored, or queued on the device to be stored.
 
-        Call it after every chunk of prefill and at the end. A recurrent state has consumed exactly `tokens`; it is kept
-        where they are whole pages. Raises `TransferError` when the prefix failed to load, `TokensMismatch` where they
-        do not begin with the lease's prompt, and `InvalidTokens` where there are more than it has slots for.
+        Call it after every prefill chunk and at the end. A recurrent state has consumed exactly `tokens`; it is kept if
+        they end at a page boundary. Raises `TransferError` if the prefix failed to load, `TokensMismatch` if `tokens`
+        do not begin with the lease's prompt, and `InvalidTokens` if they exceed the lease's slots.
         """
         self._held([lease])
         packed = valid_tokens(tokens, minimum=0, known_len=len(lease.tokens))
@@ -422,11 +436,11 @@ class CacheEngine:
 
     @exclusive
     def next_stop(self, lease: Lease, start: int, end: int) -> int:
-        """Where a pass over the prompt from `start` should end, at most at `end`.
+        """The position where a pass over the prompt from `start` should end, at most `end`. Call `commit` there.
 
-        Before it for hybrid models, at the last point below the prompt's end, and at the branching point of a cached
-        prefix, where a state is worth keeping; and where the pass meets what a prefetch that `overlaps` brings. Commit
-        there.
+        The position is below `end` in two cases. A pass of a hybrid model ends where a state is worth keeping: at the
+        last page boundary of the prompt, or where the cached prefix branches off another prompt. And a pass ends where
+        it reaches pages of an overlapped prefetch.
         """
         self._held([lease])
         start, end = valid_count("start", start), valid_count("end", end)
@@ -435,17 +449,17 @@ class CacheEngine:
 
     @exclusive
     def track(self, leases: Sequence[Lease]) -> None:
-        """After each step of decoding, before the next `extend`: hybrid models keep a state every
-        `mamba_track_interval` tokens, which the next commit shares. Others: nothing."""
+        """Keep recurrent states: a hybrid model copies one every `mamba_track_interval` tokens, and the next commit
+        shares it. Call it after each decode step, before the next `extend`. Other models: does nothing."""
         self._commit.track(self._held(leases))
 
     @exclusive
     def begin_forward(self, leases: Sequence[Lease]) -> None:
-        """The coming forward pass is for `leases`: its layers wait for their loads.
+        """Announce that the next forward pass is for `leases`: its layers then wait for the loads of these leases.
 
-        Call it before each pass that reads, also between two of one lease, and read `lease.slots` behind it: `commit`
-        may have put another request's slots in place of the lease's, and passes of others name other loads. After a
-        pass that raised, whatever it was, release the leases of a hybrid model: their states may have advanced.
+        Call it before each pass that reads KV, also between two passes of one lease, and read `lease.slots` after it:
+        `commit` may have replaced slots of the lease by those of another request, and a pass of other leases waits for
+        other loads. If a pass raised any error, release the leases of a hybrid model: their states may have advanced.
         """
         held = self._held(leases)
         for component in self._context.components:
@@ -454,22 +468,24 @@ class CacheEngine:
 
     @exclusive
     def backup(self, lease: Lease) -> None:
-        """Copy what was committed to the host now, whatever the write policy says, and wait: for a request that is
-        released to make room and will be back. Nothing happens without a host tier, or where the host is full."""
+        """Copy the committed pages to the host now, whatever the write policy says, and wait. For a request that is
+        preempted and will resume. Does nothing without a host tier, and copies no page for which the host has no
+        capacity."""
         self._held([lease])
         if self._backup:
             self._backup.backup_path(lease.node)
 
     @exclusive
     def load_failed(self, lease: Lease) -> bool:
-        """Whether a load of the lease's prefix failed, so that it has to be released and acquired anew. After a pass
-        that raised `TransferError`; waits for the outcome of loads in flight."""
+        """Whether a load of the lease's prefix failed, so that the request must be released and acquired again. Call it
+        after a pass that raised `TransferError`. Waits for loads in flight."""
         self._held([lease])
         return self._restore.error_of(lease) is not None
 
     @exclusive
     def release(self, lease: Lease) -> None:
-        """End the lease, finished or aborted: unpin the prefix, free the rest. Idempotent; works on a closed engine.
+        """End the lease of a finished or aborted request: unpin the prefix and free the other slots. Idempotent; works
+        on a closed engine.
 
         Raises `ForeignLease`. In a fork it does nothing.
         """
@@ -482,7 +498,8 @@ class CacheEngine:
 
     @exclusive
     def cancel(self, request_id: str) -> None:
-        """The request is gone: end its prefetch, its expectation and its lease, whichever there are. As `release`."""
+        """End the prefetch, the expectation and the lease of an aborted request, as far as it has them. In a fork it
+        does nothing."""
         request_id, lease = valid_request_id(request_id), self._leases.get(request_id)
         if not self._owner.is_here:
             return
@@ -495,11 +512,12 @@ class CacheEngine:
 
     @exclusive
     def flush(self) -> None:
-        """Wait until everything under way has landed, and each store, whatever its budget, has all that the host has,
-        and under write policies that copy at eviction all that the device has. Pages that a store refused are retried.
+        """Wait until all copies and writes in flight have ended, and write to each store all pages of the host. Under
+        write policies that copy at eviction, write those of the device too. The write budget of a store does not delay
+        these writes. Pages that a store refused are retried.
 
-        Raises `NotStored` if a store still refuses pages, and `InvariantError` if something never lands: an exception
-        inside an earlier call, like that of Ctrl-C, may leave it counted as under way. Close the engine then.
+        Raises `NotStored` if a store still refuses pages. Raises `InvariantError` if a copy never ends: an exception
+        inside an earlier call, such as KeyboardInterrupt, may leave a copy counted as in flight. Close the engine then.
         """
         self._require_running()
         error = flush(self._context, self._backup, self._persists, self._settle)
@@ -509,7 +527,8 @@ class CacheEngine:
             raise error
 
     def _settle(self) -> None:
-        """Land all that is to move. InvariantError if nothing lands for twice the time that any job may take."""
+        """Wait for all movements to end. Raises `InvariantError` if none ends within twice the longest time a job may
+        take."""
         for persist in self._persists:
             persist.drain(anew=False)
         timeout_s = self._context.config.advanced.disk_io_timeout_s
@@ -517,26 +536,25 @@ class CacheEngine:
 
     @exclusive
     def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:
-        """Drop what these tiers hold of prompts, without copying it anywhere. False: something is left, for requests
-        or copies use it; `flush` ends the copies. Stores keep what they have."""
+        """Drop the cached prompts of `tiers` without copying them anywhere. Stores keep their pages. Returns False if
+        some pages remain because requests or copies use them; `flush` ends the copies."""
         self._require_running()
         return reset(self._context, tiers)
 
     @property
     def inspect(self) -> Inspection:
-        """What the engine is made of, for tests and tools."""
+        """The parts of the engine, for tests and tools."""
         return Inspection(self._context, self._backup, self._restore, self._persists, self._prefetcher)
 
     @exclusive
     def check(self) -> None:
-        """Raise `InvariantError` with everything that is not as `docs/invariants.md` says. For idle moments and
-        tests."""
+        """Raise `InvariantError` with every violation of docs/invariants.md. For tests and idle engines."""
         self._prove()
 
     def _prove(self) -> None:
         check_engine(self._context, list(self._leases.values()), self._restore.in_flight(), self._movements)
 
-    # What every verb asks first
+    # Checks at the beginning of each verb
 
     def _require_running(self) -> None:
         self._owner.require_here()
@@ -544,15 +562,16 @@ class CacheEngine:
             raise NotRunning(self._why_not)
 
     def _refuse_second(self) -> None:
-        """A call begins while another is under way: ConcurrentCall, but in a fork, where that one never ends."""
+        """Raise ConcurrentCall for a call during another call. In a fork do nothing: there the other call never
+        ends."""
         if self._owner.is_here:
             names = {thread.ident: thread.name for thread in threading.enumerate()}
             raise ConcurrentCall(f"thread {names.get(self._turn.thread, self._turn.thread)}")
 
     def _doubt(self, verb: str, error: BaseException) -> None:
-        """A call of `verb` ended in an error that no code raised on purpose, like that of Ctrl-C. Unless every account
-        holds, nothing but the end may be called any more."""
-        before, self._is_broken = (self._is_broken, self._why_not), True  # the proof may be interrupted too
+        """Check all accounts after a call of `verb` ended in an unexpected error, such as KeyboardInterrupt. If they do
+        not hold, refuse all calls except `release`, `cancel` and `close`."""
+        before, self._is_broken = (self._is_broken, self._why_not), True  # in case the check is interrupted too
         self._why_not = self._why_not or f"{error!r} left {verb}() half done; close the engine and build another"
         try:
             of_host = [component.pages.table for component in self._context.components if component.has_host]
@@ -575,7 +594,7 @@ class CacheEngine:
         return held
 
     def _finish(self, was_running: bool) -> None:
-        """Release every lease and, where the threads run, let what is under way end."""
+        """Release every lease and, if the threads run, finish the copies and writes in flight."""
         for lease in list(self._leases.values()):
             self._release(lease)
         if self._admit.exchange is not None and not self._is_broken:
@@ -587,7 +606,7 @@ class CacheEngine:
             log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
 
     def _forget(self, request_id: str) -> None:
-        """The request waits no more."""
+        """End the expectation, the kept page keys and the prefetch of a request that waits no more."""
         self._admit.forget(request_id)
         self._prompts.forget(request_id)
         if self._prefetcher:
@@ -601,7 +620,7 @@ class CacheEngine:
             self._end(lease)
 
     def _end(self, lease: Lease) -> None:
-        """The lease is over, whatever raises on the way; of accounts that do not hold nothing is freed."""
+        """End the lease even if an exception is raised here. If the accounts do not hold, free none of its slots."""
         try:
             if self._is_broken:
                 lease.released = True
@@ -619,11 +638,12 @@ def abandon(
     stores: Sequence[StoreTier],
     events: EventPublisher | None,
 ) -> None:
-    """Stop the threads of an engine that was not closed: at the interpreter's exit, which would otherwise end them
-    inside torch and abort the process, or when the engine is collected. Takes at most `_EXIT_S`. Nothing in a fork.
+    """Stop the threads of an engine that was not closed, when it is collected or when the interpreter exits. Exit would
+    otherwise end them inside torch and abort the process. Takes at most `_EXIT_S`. In a fork: do nothing.
 
-    A daemon thread may be inside a call: that ends first, at the latest with the copies that it waits for, and no other
-    begins. Where it does not end its stores are left to it: their processes see the end of this one.
+    A daemon thread may be inside a call of the engine. That call ends first, at the latest with the copies that it
+    waits for, and no other call begins. If it does not end in time, the stores are not closed here: their processes end
+    when this process ends.
     """
     if not owner.is_here:
         return

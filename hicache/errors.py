@@ -1,6 +1,7 @@
-"""Every error that hicache raises on purpose: one class a cause, and each message names the setting that remedies it.
+"""Every error that hicache raises on purpose: one class for each cause. Each message names the setting that remedies
+it.
 
-Stores add their own in `hicache.storage.base`. This module imports no other of hicache.
+Stores add errors of their own in `hicache.storage.base`. This module imports no other module of hicache.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from collections.abc import Sequence
 
 
 class HiCacheError(Exception):
-    """Base of all errors below and of those of stores. The command line prints it as one line and exits with 2."""
+    """Base of all errors of hicache and its stores. The command line prints it as one line and exits with status 2."""
 
 
 class ConfigError(HiCacheError, ValueError):
@@ -17,11 +18,11 @@ class ConfigError(HiCacheError, ValueError):
 
 
 class ShapeError(HiCacheError, ValueError):
-    """A tensor does not fit the pool it goes to; the message names both sides."""
+    """A tensor does not fit the pool that it is written to; the message names both shapes."""
 
 
 class ResourceExhausted(HiCacheError, RuntimeError):
-    """The request does not fit now, and nothing was changed. Retry after a release or a poll."""
+    """The request does not fit now; the engine changed nothing. Retry after a release or a poll."""
 
 
 def _until_copied(in_flight: int, what: str) -> str:
@@ -29,8 +30,8 @@ def _until_copied(in_flight: int, what: str) -> str:
 
 
 class OutOfSlots(ResourceExhausted):
-    """The device tier has too few free slots, even after eviction. Retry after a release, or after a poll while
-    `in_flight` tokens are being copied, which keeps them from eviction."""
+    """The device tier has too few free slots, even after eviction. Retry after a release. If `in_flight` is above 0,
+    copies in flight keep these tokens from eviction: retry after a poll."""
 
     def __init__(self, asked: int, available: int, evictable: int, in_flight: int = 0) -> None:
         self.asked = asked
@@ -52,8 +53,8 @@ class OutOfRows(ResourceExhausted):
 
 
 class OutOfStates(ResourceExhausted):
-    """No recurrent state is free, even after eviction. Retry after a release, or after a poll while states are being
-    copied."""
+    """No recurrent state is free, even after eviction. Retry after a release, or after a poll if states are in copies
+    in flight."""
 
     def __init__(self, short: int, available: int, in_flight: int = 0) -> None:
         super().__init__(
@@ -63,14 +64,14 @@ class OutOfStates(ResourceExhausted):
 
 
 class TransferBusy(ResourceExhausted):
-    """The loads in flight leave no room for another, or one of them, of this prefix, has failed. Retry after a poll."""
+    """Too many loads are in flight for another one, or a load of this prefix has failed. Retry after a poll."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(f"{reason}; poll and retry")
 
 
 class PromptTooLong(HiCacheError, ValueError):
-    """The prompt exceeds a limit that eviction cannot change."""
+    """The prompt exceeds a limit that eviction cannot change, such as the size of a tier."""
 
     def __init__(self, tokens: int, limit: int, setting: str) -> None:
         self.tokens = tokens
@@ -89,7 +90,7 @@ class InvalidArgument(HiCacheError, ValueError):
 
 
 class TokensMismatch(HiCacheError, ValueError):
-    """The committed tokens differ from those of the lease; the message names the first that differs."""
+    """The committed tokens do not begin with those of the lease; the message names the first difference."""
 
     def __init__(self, request_id: str, position: int, given: int, held: int) -> None:
         super().__init__(
@@ -99,7 +100,7 @@ class TokensMismatch(HiCacheError, ValueError):
 
 
 class LeaseEnded(HiCacheError, RuntimeError):
-    """The lease was released or its request cancelled, so its slots may belong to another request. Acquire again."""
+    """The lease was released or its request cancelled. Its slots may belong to another request. Acquire again."""
 
     def __init__(self, request_id: str) -> None:
         super().__init__(f"the lease of {request_id} was released or cancelled; nothing was changed")
@@ -120,12 +121,12 @@ class DuplicateRequest(HiCacheError, ValueError):
 
 
 class NotRunning(HiCacheError, RuntimeError):
-    """The engine is not started, is closed, or is not to be used after an error inside a call; or it, a store or a
-    cache belongs to another process, of which this one is a fork."""
+    """The engine is not started, is closed, or is unusable after an error inside a call; or the engine, store or cache
+    was created before a fork and belongs to the parent process."""
 
 
 class ConcurrentCall(HiCacheError, RuntimeError):
-    """A call of the engine while another one is under way. Nothing was changed. One thread at a time may call it."""
+    """The engine was called during another call. Nothing was changed. Only one thread at a time may call it."""
 
     def __init__(self, thread: str) -> None:
         super().__init__(f"a call of {thread} is under way in this engine; call it from one thread at a time")
@@ -136,8 +137,8 @@ class OutOfMemory(HiCacheError, MemoryError):
 
 
 class NotStored(HiCacheError, RuntimeError):
-    """The disk or the remote tier refused pages of a flush. They stay in memory, and each later flush tries them
-    again."""
+    """The disk or the remote tier refused pages of a flush. The pages stay in memory, and each later flush retries
+    them."""
 
     def __init__(self, num_pages: int, causes: Sequence[str]) -> None:
         self.num_pages = num_pages
@@ -148,15 +149,16 @@ class NotStored(HiCacheError, RuntimeError):
 
 
 class PrefetchPending(ResourceExhausted):
-    """The request's prefetch mode waits for its prefetch, which is still in flight. Retry after a poll."""
+    """The prefetch of the request is in flight, and its mode waits for it. Retry after a poll."""
 
 
 class ExchangePending(ResourceExhausted):
-    """What has to leave the device for the request is on its way to the host, step by step. Retry after a poll."""
+    """Pages must be evicted from the device for the request, and their copies to the host are in flight. Retry after a
+    poll."""
 
 
 class TraceError(HiCacheError, ValueError):
-    """A trace of requests cannot be read. The message names the file, the line and what would do."""
+    """A trace of requests cannot be read. The message names the file, the line and the accepted form."""
 
     def __init__(self, path: object, line: int | None, reason: str) -> None:
         self.line = line
@@ -164,15 +166,15 @@ class TraceError(HiCacheError, ValueError):
 
 
 class IdentityError(HiCacheError, ValueError):
-    """Stored pages belong to another model, layout or tenant; or an identity is incomplete."""
+    """Stored pages belong to another model, layout or tenant, or an identity is incomplete."""
 
 
 class UnsupportedModel(HiCacheError, ValueError):
-    """The model has layers that the runner cannot serve."""
+    """The model has layers that the model runner does not support."""
 
 
 class InvariantError(HiCacheError, AssertionError):
-    """`check()` found violations of invariants; the message lists all of them."""
+    """`check()` found violations of invariants; the message lists them all."""
 
     def __init__(self, where: str, violations: list[str]) -> None:
         self.violations = violations
@@ -180,15 +182,15 @@ class InvariantError(HiCacheError, AssertionError):
 
 
 class DoubleFree(HiCacheError, RuntimeError):
-    """Slots, rows, states or pages were freed that are not allocated."""
+    """A caller freed slots, rows, states or pages that are not allocated."""
 
 
 class TransferError(HiCacheError, RuntimeError):
-    """A copy between tiers failed. The source is unchanged; the destination is not used."""
+    """A copy between tiers failed. The source is unchanged; the destination is never used."""
 
 
 class CallbackFailed(HiCacheError, RuntimeError):
-    """A request's `on_token` raised, so the request was ended. The cause is `__cause__`; the others are served on."""
+    """A request's `on_token` raised. `__cause__` is that error. This request was ended; other requests continue."""
 
     def __init__(self, request_id: str, cause: Exception) -> None:
         super().__init__(f"request {request_id}: its on_token raised {type(cause).__name__}: {cause}; it was ended")
@@ -196,7 +198,7 @@ class CallbackFailed(HiCacheError, RuntimeError):
 
 
 class NoServer(HiCacheError, OSError):
-    """Nothing answers at the address of a server."""
+    """No server answers at the given address."""
 
     def __init__(self, server: str, reason: str) -> None:
         self.reason = f"no server at {server}: {reason}"
@@ -204,7 +206,7 @@ class NoServer(HiCacheError, OSError):
 
 
 class NotOurServer(HiCacheError, ValueError):
-    """What answers at the address is no `hicache serve`."""
+    """The server at the given address is not `hicache serve`."""
 
     def __init__(self, server: str, reason: str) -> None:
         self.reason = f"{server} is no hicache server: {reason}"

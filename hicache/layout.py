@@ -1,6 +1,6 @@
-"""Layouts of pools and geometry of models: which bytes a token, a device page or a request stores, as pure data.
+"""Layouts of pools and geometry of models: the bytes that a token, a device page or a request stores, as pure data.
 
-A device pool declares a `PoolLayout`; the host pool, the transfer engine, the page codec and the capacity computation
+A device pool declares a `PoolLayout`. The host pool, the transfer engine, the page codec and the capacity computation
 read it. A page of `page_tokens` tokens on host and disk is one block, `[layer][buffer][row]`:
 
     layer l of a page   [layer_offset(l), layer_offset(l) + layer_bytes(l))         contiguous, for the copy engine
@@ -21,16 +21,16 @@ import torch
 from hicache.errors import ConfigError
 
 Per = Literal["token", "page", "request"]
-# A hybrid layer has full attention and a recurrent state; a stateless one has neither.
+# A hybrid layer has full attention and a recurrent state. A stateless layer stores nothing.
 LayerKind = Literal["full", "window", "chunked", "recurrent", "hybrid", "stateless"]
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One kind of row that a layer stores.
+    """A kind of row that layers store.
 
-    `shape` is the shape of one row, stored for each token, device page or request (`per`); `layers` are the global ids
-    of the layers that have this buffer.
+    `shape`: of one row, stored once for each token, device page or request (`per`). `layers`: global ids of the layers
+    that have this buffer.
     """
 
     name: str
@@ -50,7 +50,8 @@ class BufferSpec:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def rows(self, page_tokens: int, device_page_size: int) -> int:
-        """Rows of one layer in a page of `page_tokens` tokens. ConfigError unless that is whole device pages."""
+        """Rows of one layer in a page of `page_tokens` tokens. Raises ConfigError unless the page consists of complete
+        device pages."""
         if self.per == "token":
             return page_tokens
         if self.per == "page":
@@ -65,7 +66,7 @@ class BufferSpec:
 
 @dataclass(frozen=True)
 class PoolLayout:
-    """All buffers of a pool, and the size in tokens of its device page."""
+    """All buffers of a pool, and the tokens of its device page."""
 
     buffers: tuple[BufferSpec, ...]
     device_page_size: int
@@ -91,7 +92,7 @@ class PoolLayout:
         return sum(s.rows(page_tokens, self.device_page_size) * s.row_bytes for s in self.specs_of(layer))
 
     def layer_offset(self, index: int, page_tokens: int) -> int:
-        """Byte offset within a page of the `index`-th layer; `index == num_layers` gives the end of the page."""
+        """Byte offset of the `index`-th layer within a page. `index == num_layers` gives the end of the page."""
         return sum(self.layer_bytes(layer, page_tokens) for layer in self.layers[:index])
 
     def page_bytes(self, page_tokens: int) -> int:
@@ -99,7 +100,7 @@ class PoolLayout:
 
     @cached_property
     def token_bytes(self) -> int:
-        """Bytes per token over all layers: rows per page count by their share, rows per request do not count."""
+        """Bytes of a token over all layers: a row per page counts in proportion, a row per request does not count."""
         rate = {"token": 1.0, "page": 1.0 / self.device_page_size, "request": 0.0}
         return math.ceil(sum(s.row_bytes * len(s.layers) * rate[s.per] for s in self.buffers))
 
@@ -113,7 +114,8 @@ class PoolLayout:
 
 @dataclass(frozen=True)
 class StateGeometry:
-    """The state of one recurrent layer and request: convolution windows and a temporal state."""
+    """Shapes and dtypes of the recurrent state of one layer for one request: convolution windows and a temporal
+    state."""
 
     conv: tuple[tuple[int, ...], ...]
     temporal: tuple[int, ...]
@@ -127,8 +129,8 @@ class StateGeometry:
 
 @dataclass(frozen=True)
 class LatentGeometry:
-    """A token's row in a layer of multi-head latent attention: `rank` elements from which the keys and values of all
-    heads are expanded, and `rope` elements, the rotary part of the keys, which all heads share."""
+    """The row of a token in a layer of multi-head latent attention: `rank` elements, from which the keys and values of
+    all heads are expanded, and `rope` elements, the rotary part of the keys, shared by all heads."""
 
     rank: int
     rope: int
@@ -144,7 +146,7 @@ class LatentGeometry:
 
 @dataclass(frozen=True)
 class HeadShape:
-    """Heads of a layer's keys and values, and elements of a head of each."""
+    """Heads of a layer's keys and values, and the elements of a key and of a value in each head."""
 
     head_num: int
     head_dim: int
@@ -152,7 +154,7 @@ class HeadShape:
 
     @property
     def row_dims(self) -> int:
-        """Elements that a token stores in the layer."""
+        """Elements that a token stores in a layer."""
         return self.head_num * (self.head_dim + self.v_head_dim)
 
 
@@ -161,16 +163,16 @@ class ModelGeometry:
     """The layers of a model, from which the factory builds its pools.
 
     layer_kinds      one for each layer; () means full attention in every layer
-    window           tokens that a window layer attends to, the current one included
-    dtype            of what is stored, where it is known
-    latent           what a token stores in place of keys and values, in `head_dim` elements (`head_num` is 1)
-    chunk            in chunked layers, tokens [i * chunk, (i + 1) * chunk) attend to each other alone; all are kept
-    max_context_len  tokens beyond which the keys of all tokens would change; 0: none
-    swa_...          heads of window layers, where they differ
-    kv_sources       for each layer, the layer whose keys and values it reads, itself unless it stores none of its own;
-                     () means every layer its own
+    window           tokens that a window layer attends to, including the current one
+    dtype            of the stored rows; None: unknown
+    latent           the latent row of a token in place of keys and values, in `head_dim` elements (`head_num` is 1)
+    chunk            in chunked layers, tokens of [i * chunk, (i + 1) * chunk) attend only to each other; all are kept
+    max_context_len  longest sequence; in a longer one the keys of all tokens would change; 0: no limit
+    swa_...          heads of window layers, if they differ from `head_num`, `head_dim`, `v_head_dim`
+    kv_sources       for each layer, the layer whose keys and values it reads: itself if it stores its own;
+                     () means that every layer stores its own
 
-    ConfigError if the fields disagree.
+    Raises ConfigError if the fields contradict each other.
     """
 
     layer_num: int
@@ -219,12 +221,12 @@ class ModelGeometry:
 
     @property
     def full_heads(self) -> HeadShape:
-        """Of layers with full attention that store keys and values."""
+        """Heads of the layers with full attention that store keys and values."""
         return HeadShape(self.head_num, self.head_dim, self.v_head_dim or self.head_dim)
 
     @property
     def window_heads(self) -> HeadShape:
-        """Of window layers."""
+        """Heads of the window layers."""
         full, head_dim = self.full_heads, self.swa_head_dim
         return HeadShape(
             self.swa_head_num or full.head_num,

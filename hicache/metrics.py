@@ -1,8 +1,8 @@
-"""Metrics of an engine, cheap enough to stay on in every step.
+"""Metrics of an engine, cheap enough to stay enabled in every step.
 
-A `Counter` and a `Histogram` belong to one thread, which writes them without a lock or a name look-up. Threads that
-count the same event ask the registry for one each; `snapshot` adds them up, and asks for what is kept elsewhere.
-docs/metrics.md says how they are named here and in Prometheus.
+A `Counter` or `Histogram` belongs to one thread, which writes it without a lock or a name look-up. If several threads
+count the same event, each asks the registry for its own counter. `snapshot` adds these up, and reads the metrics that
+other objects keep. docs/metrics.md explains the names here and in Prometheus.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ Pressure = Literal["low", "medium", "high", "critical"]
 MetricType = Literal["counter", "gauge", "histogram"]
 
 BYTES_BOUNDS = tuple(float(4**k) for k in range(6, 19))
-"""4 KiB to 64 GiB, by factors of 4."""
+"""Bounds from 4 KiB to 64 GiB, by factors of 4."""
 SECONDS_BOUNDS = tuple(1e-5 * 2**k for k in range(23))
-"""10 us to 42 s, by factors of 2."""
+"""Bounds from 10 us to 42 s, by factors of 2."""
 
-# What a name ends with.
+# The accepted last words of a metric's name.
 UNITS = (
     *("bytes_per_second", "tokens_per_second", "writes_per_day", "bytes", "seconds", "ratio"),
     *("tokens", "pages", "states", "nodes", "runs", "windows", "blocks", "batches"),
@@ -35,7 +35,7 @@ _UNIT = re.compile(rf"[._]({'|'.join(UNITS)})$")
 
 
 class PoolStats(TypedDict):
-    """How full a pool is. Tokens are those of whole pages; `utilization` is used over total, in [0, 1]."""
+    """Occupancy of a pool. Tokens count complete pages; `utilization` is used over total tokens, in [0, 1]."""
 
     total_tokens: int
     used_tokens: int
@@ -45,7 +45,7 @@ class PoolStats(TypedDict):
 
 
 def pool_stats(total_tokens: int, available_tokens: int, page_size: int) -> PoolStats:
-    """The statistics of a pool of `total_tokens`, which must be above 0."""
+    """The occupancy of a pool of `total_tokens`, which must be above 0."""
     used = total_tokens - available_tokens
     return {
         "total_tokens": total_tokens,
@@ -57,7 +57,7 @@ def pool_stats(total_tokens: int, available_tokens: int, page_size: int) -> Pool
 
 
 def memory_pressure(utilization: float) -> Pressure:
-    """A level: "critical" above 0.95, "high" above 0.85, "medium" above 0.7, else "low"."""
+    """The level of a utilization: "critical" above 0.95, "high" above 0.85, "medium" above 0.7, else "low"."""
     if utilization > 0.95:
         return "critical"
     if utilization > 0.85:
@@ -67,8 +67,9 @@ def memory_pressure(utilization: float) -> Pressure:
 
 @dataclass(frozen=True)
 class MetricInfo:
-    """What a metric is. `unit`: one of `UNITS`, the end of its name. A state is one of the numbers in `help`, a flag 0
-    or 1, a ratio in [0, 1]. `family`, `labels`: of its series in Prometheus, where several metrics are one family."""
+    """The description of a metric. `unit`: one of `UNITS`, the last words of its name. A state is one of the numbers
+    listed in `help`, a flag 0 or 1, a ratio in [0, 1]. `family`, `labels`: name and labels of its series in Prometheus,
+    if several metrics share a family."""
 
     type: MetricType
     unit: str
@@ -79,7 +80,8 @@ class MetricInfo:
 
 @dataclass(frozen=True)
 class HistogramValue:
-    """`counts[i]`: observations in (bounds[i - 1], bounds[i]]; the last count is of those above all bounds."""
+    """A histogram at one time. `counts[i]`: observations in (bounds[i - 1], bounds[i]]; the last count: above all
+    bounds."""
 
     bounds: tuple[float, ...]
     counts: tuple[int, ...]
@@ -104,9 +106,9 @@ class Counter:
 
 
 class Histogram:
-    """Observations of one thread, its owner, by fixed bounds.
+    """Observations of one thread, its owner, counted between fixed bounds.
 
-    Any thread may read `value`, whose sum may then lack the last observation.
+    Any thread may read `value`; the sum may then lack the last observation.
     """
 
     __slots__ = ("_bounds", "_counts", "_sum")
@@ -133,7 +135,7 @@ class _Series:
 
     @property
     def is_read(self) -> bool:
-        """Whether its value is kept elsewhere."""
+        """Whether another object keeps the value, which `snapshot` reads from it."""
         return not (self.counters or self.histograms)
 
     @property
@@ -146,12 +148,12 @@ class _Series:
 
 
 class Metrics:
-    """The registry of one engine: every name with its type, unit and help text.
+    """The registry of one engine: every metric with its type, unit and help text.
 
-    Metrics are registered while the engine is built; `snapshot` is for any thread, at any time. Names are
-    `part.what_unit`: `prefetch.bytes`, `restore.declined_loads`, `disk.read_only_flag`. Prometheus calls it by its
-    `family` and labels, `admit_hit_tokens{tier="host"}`, or by its name where it has none. Raises ValueError where a
-    name is malformed, ends in no unit, has no help text, or was registered as something else.
+    Metrics are registered while the engine is built; any thread may call `snapshot` at any time. Names have the form
+    `part.what_unit`: `prefetch.bytes`, `restore.declined_loads`, `disk.read_only_flag`. Prometheus shows a metric under
+    its `family` and labels, `admit_hit_tokens{tier="host"}`, or under its name if it has no family. Raises ValueError
+    for a malformed name, a name without a unit, an empty help text, or a name already registered differently.
     """
 
     def __init__(self) -> None:
@@ -159,14 +161,14 @@ class Metrics:
         self._reads: list[Callable[[], Mapping[str, float]]] = []
 
     def counter(self, name: str, help: str, family: str = "", **labels: str) -> Counter:
-        """A new counter for `name`, one for each thread that counts."""
+        """A new counter for `name`. Each thread that counts needs its own."""
         series, counter = self._owned(_info(name, "counter", help, family, labels), name), Counter()
         # A new list, since a snapshot in another thread may iterate over the present one.
         series.counters = [*series.counters, counter]
         return counter
 
     def histogram(self, name: str, help: str, family: str = "", **labels: str) -> Histogram:
-        """A new histogram for `name`, of bytes or seconds, one for each thread that observes."""
+        """A new histogram of bytes or seconds for `name`. Each thread that observes needs its own."""
         bounds = {"bytes": BYTES_BOUNDS, "seconds": SECONDS_BOUNDS}.get(_unit_of(name))
         if bounds is None:
             raise ValueError(f"metric {name}: histograms are of bytes or seconds")
@@ -175,14 +177,14 @@ class Metrics:
         return histogram
 
     def movement(self, name: str, of_bytes: str, of_seconds: str, **labels: str) -> tuple[Histogram, Histogram]:
-        """Histograms of the bytes and the seconds of one copy between tiers, with their help texts."""
+        """Histograms of the bytes and the seconds of each copy between two tiers, with their help texts."""
         return (
             self.histogram(f"{name}.bytes", of_bytes, "movement_bytes", **labels),
             self.histogram(f"{name}.seconds", of_seconds, "movement_seconds", **labels),
         )
 
     def gauge(self, name: str, help: str, read: Callable[[], float], family: str = "", **labels: str) -> None:
-        """A value that `read` returns, called in the thread of each snapshot."""
+        """Register a gauge. Each snapshot calls `read` in its thread and takes the returned value."""
         self.read_from({name: ("gauge", help)}, lambda: {name: read()}, {name: (family, labels)})
 
     def read_from(
@@ -191,8 +193,8 @@ class Metrics:
         read: Callable[[], Mapping[str, float]],
         families: Mapping[str, tuple[str, Mapping[str, str]]] = MappingProxyType({}),
     ) -> None:
-        """Counters and gauges, by name their type and help text, that are kept elsewhere: `read` returns them all.
-        `families`: by name the family and labels of those that have one."""
+        """Register counters and gauges that another object keeps. `metrics`: type and help text by name. `read`:
+        returns all their values by name. `families`: family and labels by name, for metrics that have a family."""
         for name, (type_, help) in metrics.items():
             if name in self._series:
                 raise ValueError(f"metric {name} is registered already")
@@ -200,7 +202,7 @@ class Metrics:
         self._reads = [*self._reads, read]
 
     def snapshot(self) -> dict[str, MetricValue]:
-        """All values by name, sorted; of counters and histograms the sums over their threads."""
+        """All values by name, sorted. Counters and histograms are summed over their threads."""
         values: dict[str, MetricValue] = {
             name: series.value for name, series in self._series.copy().items() if not series.is_read
         }
@@ -209,11 +211,11 @@ class Metrics:
         return dict(sorted(values.items()))
 
     def describe(self) -> dict[str, MetricInfo]:
-        """What each metric is by name, sorted."""
+        """The description of each metric by name, sorted."""
         return {name: series.info for name, series in sorted(self._series.copy().items())}
 
     def _owned(self, info: MetricInfo, name: str) -> _Series:
-        """The series of a metric whose values threads own."""
+        """The series of a metric whose values belong to threads."""
         series = self._series.get(name)
         if series is None:
             series = self._series[name] = _Series(info)
@@ -223,7 +225,7 @@ class Metrics:
 
 
 def joined_help(members: Iterable[MetricInfo]) -> str:
-    """The help text of a family: that of its members; where they differ, each with its labels."""
+    """The help text of a family: that of its members. If they differ, each text with its labels."""
     helps = {", ".join(info.labels.values()): info.help for info in members}
     if len({*helps.values()}) == 1:
         return next(iter(helps.values()))
@@ -231,7 +233,7 @@ def joined_help(members: Iterable[MetricInfo]) -> str:
 
 
 def flattened(values: Mapping[str, MetricValue]) -> dict[str, float]:
-    """Each metric as one number: of a histogram the sum of its observations."""
+    """Each metric as one number; a histogram is replaced by the sum of its observations."""
     return {name: value.sum if isinstance(value, HistogramValue) else value for name, value in values.items()}
 
 

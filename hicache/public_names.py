@@ -1,4 +1,4 @@
-"""Loads a package's public names when they are first used, for torch and transformers take seconds to import.
+"""Imports a package's public names at their first use, because importing torch and transformers takes seconds.
 
 A package lists its names in `__init__.pyi`, as `from MODULE import NAME as NAME`, and says in `__init__.py`
 

@@ -1,7 +1,7 @@
-"""The names that all parts of an engine share: its stores, its components, and how slots or pages of them are joined.
+"""Names that all parts of an engine share: its stores and components; and how slots or pages are copied and joined.
 
-A leaf: it imports nothing of the package, so that tree, pools, allocators and transfers, which never import one
-another, and the eviction orders below them name one thing by one word.
+This module imports no other module of hicache. Tree, pools, allocators, transfers and eviction orders, which never
+import each other, all import it.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from typing import Final, TypeAlias
 import numpy as np
 import torch
 
-_SERIAL_IDS = 8192  # fewer than these torch copies on one thread too, and faster
+_SERIAL_IDS = 8192  # below this, torch itself copies on one thread, and is faster than numpy
 
 Component: TypeAlias = str
-"""The name of a component: what a prefix needs to have to be used."""
+"""The name of a component: a kind of data that a cached prefix needs on a tier before a request can use it."""
 FULL: Final = "full"  # attention state of every token
 SWA: Final = "swa"  # attention state of the last window
 MAMBA: Final = "mamba"  # a recurrent state at the end
@@ -24,10 +24,10 @@ MAMBA: Final = "mamba"  # a recurrent state at the end
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Store:
-    """A tier below memory: `DISK` or `REMOTE`, and no other object.
+    """A tier below memory: `DISK` or `REMOTE`. There are no other instances.
 
-    `bit`: of the store, in a set of stores as one number, for both may have a page. `prefix`: how the names of its
-    metrics begin where those of the disk name no tier.
+    `bit`: its bit in a set of stores, which is one integer, because both may have a page. `prefix`: of the names of its
+    metrics where the corresponding names of the disk have no prefix.
     """
 
     name: str
@@ -40,14 +40,16 @@ DISK: Final = Store("disk", 2, "")
 
 
 def own(value: torch.Tensor) -> torch.Tensor:
-    """A copy of slots or pages. Many of them on the CPU by one thread: torch would wake others and wait for them."""
+    """A copy of slots or pages. Large copies on the CPU use numpy on one thread: torch would wake other threads and
+    wait for them."""
     if not value.is_cpu or value.numel() < _SERIAL_IDS:
         return value.clone()
     return torch.from_numpy(value.numpy().copy())
 
 
 def joined(values: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Slots or pages, at least one tensor of them, as one; by one thread as `own`. One alone comes back as it is."""
+    """Concatenate one or more tensors of slots or pages, on one thread like `own`. A single tensor is returned
+    itself."""
     if len(values) == 1:
         return values[0]
     if not values[0].is_cpu or sum(value.numel() for value in values) < _SERIAL_IDS:
