@@ -1,9 +1,10 @@
-"""`hicache plan`: what a model's tiers hold on given hardware, when loading pays, and the settings to start with.
+"""`hicache plan`: the tokens that a model's tiers hold on given hardware, the prefix length from which loading is
+faster than computing, and settings to start with.
 
     presets   known models                           gpus     rates of known GPUs
-    model     geometry, weights, work of a prefill    memory   tokens of each tier and the engine's settings
-    times     loading beside computing                report   tables
+    model     geometry, weights, work of a prefill   memory   tokens of each tier and the engine's settings
+    times     time to load and time to compute       report   tables
     command   flags, hit rates of a trace, JSON
 
-Above `serving`, whose geometry and sizes it uses; no weights are read.
+Imports `hicache.serving` for geometry and sizes. Reads no weights.
 """

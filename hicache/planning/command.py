@@ -33,7 +33,8 @@ _COUNT = as_flag(Whole("a count", 1, 1024))
 
 @dataclass(frozen=True)
 class HitRow:
-    """The hit rate with some tiers, over blocks. `num_tokens`: of each tier; None: without a limit."""
+    """The hit rate of a trace with some tiers, as a share of blocks. `num_tokens`: capacity of each tier; None:
+    unlimited."""
 
     tiers: str
     num_tokens: tuple[int | None, ...]
@@ -42,7 +43,8 @@ class HitRow:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that is known of a model on a machine. `break_even_*`: tokens, None: never, or unknown."""
+    """The plan of a model on a machine. `break_even_*`: shortest prefix, in tokens, whose load is not slower than
+    computing it; None: there is none, or a rate is unknown."""
 
     model: PlannedModel
     machine: Machine
@@ -54,7 +56,7 @@ class Plan:
     serve: str
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values; sizes in bytes, those of `memory` of one GPU."""
+        """The plan as plain values. Sizes are in bytes; those of `memory` are of one GPU."""
         model, memory = self.model, self.memory
         geometry = model.geometry
         return {
@@ -133,7 +135,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print the plan; returns 0."""
+    """Print the plan. Returns 0."""
     trace = None if flags.trace is None else trace_of(flags)
     gpu = _gpu(flags)
     model = _model(flags)
@@ -161,7 +163,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def start_values(memory: MemoryPlan) -> dict[str, Any]:
-    """The engine's settings that differ from the defaults, as `EngineConfig.from_dict` takes them."""
+    """The engine settings that differ from the defaults, in the form that `EngineConfig.from_dict` takes."""
     plain = EngineConfig(device_tokens=memory.start.device_tokens)
     values = {
         name: value
@@ -174,7 +176,8 @@ def start_values(memory: MemoryPlan) -> dict[str, Any]:
 
 
 def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
-    """The command that starts a server; empty for several GPUs, which `hicache serve` does not use."""
+    """The command that starts a server with the planned settings; empty for several GPUs, which `hicache serve` does
+    not support."""
     if flags.gpus > 1:
         return ""
     start = memory.start
@@ -196,7 +199,7 @@ def _serve(flags: argparse.Namespace, memory: MemoryPlan) -> str:
 
 
 def _model(flags: argparse.Namespace) -> PlannedModel:
-    """A known model, or that of a configuration: reading one needs transformers."""
+    """The preset of that name, or the model of a configuration. Only reading a configuration needs transformers."""
     if flags.model in PRESETS and not Path(flags.model).exists():
         known = PRESETS[flags.model]
         return dataclasses.replace(known, weight_bytes=flags.weight_bytes or known.weight_bytes)
@@ -205,7 +208,7 @@ def _model(flags: argparse.Namespace) -> PlannedModel:
 
 
 def _gpu(flags: argparse.Namespace) -> Gpu:
-    """The GPU with the rates that flags give."""
+    """The GPU, with the rates that flags override."""
     gpu = gpu_of(flags.gpu)
     return dataclasses.replace(
         gpu,
@@ -230,8 +233,8 @@ def _wanted(flags: argparse.Namespace) -> Wanted:
 
 
 def _hit_rows(trace: Trace, memory: MemoryPlan, policy: str) -> Iterator[HitRow]:
-    """With the device alone, with each further tier, with a host tier of twice the size, with device and host as one
-    tier, which is the most that a host adds, and without a limit; under the plan's write policy."""
+    """Hit rates under the plan's write policy: with the device alone, with each further tier, with a host tier of twice
+    the size, with device and host as one tier (the maximum that a host can add), and without a limit."""
     tiers = memory.tiers
     row = partial(_hit_row, trace, ReplaySettings(1, policy=policy, write_policy=memory.write_policy))
     for number in range(1, len(tiers) + 1):
@@ -256,6 +259,6 @@ def _hit_row(
     tokens = tuple(num_tokens for _, num_tokens in sizes)
     if not device:
         return HitRow(names, tokens, 0.0)
-    # A tier of less than a block holds none, and without a host tier there is no disk tier.
+    # A tier smaller than a block holds no block. Without a host tier there is no disk tier.
     settings = dataclasses.replace(settings, device_blocks=device, host_blocks=host, disk_blocks=disk if host else 0)
     return HitRow(names, tokens, replayed(trace, settings).hit_rate)

@@ -8,14 +8,15 @@ from hicache.console import parse_bytes
 from hicache.errors import ConfigError
 
 _GIB = 1 << 30
-_ECC = 15 / 16  # what error correction leaves of GDDR6; HBM has room of its own for it
-_PCIE_SHARE = 0.88  # of the raw rate, as pinned copies reach it: 55.5 of 63 GB/s on an H200
+_ECC = 15 / 16  # share of GDDR6 left by error correction; HBM stores its check bits separately
+_PCIE_SHARE = 0.88  # of the raw rate, reached by pinned copies: 55.5 of 63 GB/s on an H200
 _PCIE_BYTES_PER_S = {4: 31.5e9, 5: 63.0e9}  # 16 lanes, one direction, after the line code of 128 in 130 bits
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """One GPU. `flops_per_s`: dense, in bfloat16; `link_bytes_per_s`: of pinned copies from the host. 0: unknown."""
+    """A GPU. `flops_per_s`: dense, in bfloat16. `link_bytes_per_s`: of pinned copies from the host. A rate of 0 is
+    unknown."""
 
     name: str
     memory_bytes: int
@@ -53,7 +54,8 @@ GPUS = {
 
 
 def gpu_of(text: str) -> Gpu:
-    """The GPU of a name of `GPUS`, in any case, or one of as many bytes (`80GiB`) whose rates are unknown."""
+    """The GPU named in `GPUS`, ignoring case; or, for a size such as `80GiB`, a GPU with that memory and unknown
+    rates."""
     found = GPUS.get("-".join(text.lower().split()))
     if found is not None:
         return found

@@ -1,9 +1,9 @@
-"""How many tokens the tiers hold, and the engine's settings that follow; all sizes are those of one GPU's process.
+"""Tokens that each tier holds, and the engine settings that follow. All sizes are those of one GPU's process.
 
     memory of the GPU = weights + pools + workspace
 
-The pools are those that `hicache.build.sizing` describes and the factory builds. With several GPUs every one has its
-share of the weights and heads; latent rows cannot be shared out and are on each of them, and on the disk once.
+The pools are those that `hicache.build.sizing` computes and the factory builds. Several GPUs divide the weights and
+heads. Latent rows cannot be divided: every GPU stores them all, and the disk stores them once.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from hicache.planning.presets import PlannedModel
 from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT, MAX_TOKENS, largest_device_tokens
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
-_PLENTY = 1 << 60  # the machine that is planned for may have more memory than this one
+_PLENTY = 1 << 60  # available host bytes, since the planned machine may have more memory than this one
 _MOST_GPUS = 1024
 _SLOT_BYTES = 4  # of the request table, for each position of a request
 
 
 @dataclass(frozen=True)
 class Wanted:
-    """What the plan is for. `host_bytes`, `disk_bytes`: of a tier over all GPUs; None: as the engine chooses; 0: none.
-    `workspace_bytes`: of each GPU; None: what `hicache serve` leaves."""
+    """The hardware and settings to plan for. `host_bytes`, `disk_bytes`: of a tier over all GPUs; None: chosen by the
+    engine; 0: no such tier. `workspace_bytes`: of each GPU; None: what `hicache serve` leaves free."""
 
     num_gpus: int = 1
     host_bytes: int | None = None
@@ -55,7 +55,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Tier:
-    """Bytes of a tier over all GPUs, the tokens that it holds, and the recurrent states beside them."""
+    """A tier over all GPUs: its bytes, the tokens that it holds, and the recurrent states that it holds in addition."""
 
     name: str
     num_bytes: int
@@ -65,9 +65,9 @@ class Tier:
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """`rows`: what one GPU stores; `moved`: the same below it, where pages may be packed. `tiers`: device, and host and
-    disk where there are any. `config`: with every size, `start`: without those that the engine computes to the same
-    values."""
+    """Sizes of tiers. `rows`: bytes that one GPU stores. `moved`: bytes of the same rows on the tiers below, where
+    pages may be packed. `tiers`: device, then host and disk if present. `config`: all settings with computed sizes.
+    `start`: the same without values that the engine would compute itself."""
 
     weight_bytes: int
     pool_bytes: int
@@ -80,20 +80,23 @@ class MemoryPlan:
 
     @property
     def write_policy(self) -> str:
-        """What the engine takes, whose `start` names none."""
+        """The engine's default write policy for these tiers, because `start` names none."""
         return default_write_policy(has_stores=self.config.disk is not None)
 
     @property
     def memory_tokens(self) -> int:
-        """Tokens that device and host hold together, those that both have counted once: copies of what the device has
-        fill a host under `write_through`, so that the larger of both says it."""
+        """Different tokens that device and host hold together.
+
+        Under `exclusive` it is the sum of both sizes. Under `write_through` the host also holds copies of the device's
+        tokens, so it is the larger of both.
+        """
         sizes = [tier.num_tokens for tier in self.tiers if tier.name in ("device", "host")]
         return sum(sizes) if self.write_policy == "exclusive" else max(sizes)
 
 
 def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:
-    """Raises OutOfMemory where the weights and a page do not fit, with the number of GPUs that would do; ConfigError
-    where a tier of a given size holds no page."""
+    """Compute the sizes. Raises OutOfMemory with a sufficient number of GPUs if the weights and one page do not fit,
+    and ConfigError if a tier of a given size holds no page."""
     plan = _plan(model, gpu, wanted)
     if plan is not None:
         return plan
@@ -108,7 +111,8 @@ def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:
 
 
 def share_of(geometry: ModelGeometry, num_gpus: int) -> ModelGeometry:
-    """What each of several GPUs stores: heads are shared out, and one is on several GPUs where there are too few."""
+    """The part of the model that each GPU stores. Heads are divided; if there are fewer heads than GPUs, several GPUs
+    store the same head."""
     state = geometry.state
     if state is not None:
         conv = tuple((_share(shape[0], num_gpus), *shape[1:]) for shape in state.conv)
@@ -124,7 +128,7 @@ def share_of(geometry: ModelGeometry, num_gpus: int) -> ModelGeometry:
 
 
 def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
-    """None where weights, workspace and a page do not fit."""
+    """The plan; None if weights, workspace and one page do not fit."""
     geometry, start = share_of(model.geometry, wanted.num_gpus), _start(model, wanted)
     weight_bytes = _share(model.weight_bytes, wanted.num_gpus)
     left, needed = gpu.memory_bytes - weight_bytes, _needed(start)
@@ -135,7 +139,7 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
     num_tokens = largest_device_tokens(sized, geometry, left - workspace)
     if not num_tokens:
         return None
-    # No request is longer than the device tier.
+    # No request can be longer than the device tier.
     start = dataclasses.replace(start, device_tokens=num_tokens, max_context_len=min(start.max_context_len, num_tokens))
     config = resolve(start, geometry, _PLENTY)
     rows = row_bytes(geometry, config.torch_dtype)
@@ -149,7 +153,7 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
     if isinstance(config.host_bytes, int) and config.host_bytes:
         tiers.append(_tier("host", config, page_bytes, copies, config.host_bytes * wanted.num_gpus))
     if wanted.disk_bytes:
-        once = {FULL: 1} if geometry.latent is not None else {}  # one rank stores what all hold alike
+        once = {FULL: 1} if geometry.latent is not None else {}  # all ranks hold the same latent rows; one stores them
         tiers.append(_tier("disk", config, page_bytes, copies | once, wanted.disk_bytes))
     return MemoryPlan(
         weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, moved, tuple(tiers), config, start
@@ -157,7 +161,7 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
 
 
 def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
-    """The settings but for the number of tokens, which is a placeholder."""
+    """The engine settings with a placeholder for `device_tokens`, which is computed later."""
     disk = None
     if wanted.disk_bytes:
         disk = DiskConfig(path=wanted.disk_path, budget_bytes=wanted.disk_bytes)  # of all stores of the path
@@ -177,14 +181,15 @@ def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
 def _tier(
     name: str, config: EngineConfig, of_gpu: Mapping[Component, int], copies: Mapping[Component, int], num_bytes: int
 ) -> Tier:
-    """What a tier of `num_bytes` holds: pages, and states in the proportions of the host tier. `of_gpu`: bytes of a
-    page of each component on one GPU; `copies`: how many GPUs have one of their own in this tier."""
+    """A tier of `num_bytes`: its pages, and states in the same proportion as on the host tier. `of_gpu`: bytes of a
+    page of each component on one GPU. `copies`: number of GPUs that store their own page of a component in this
+    tier."""
     page, states = config.host_page_size, None
     page_bytes = {component: size * copies[component] for component, size in of_gpu.items()}
     if (state_bytes := page_bytes.get(MAMBA)) is not None:
         states = host_states(dataclasses.replace(config, host_states=0), num_bytes, page_bytes[FULL], state_bytes)
     shares = host_shares(dataclasses.replace(config, host_bytes=num_bytes), page_bytes, states)
-    num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # where a page is a sink for padding
+    num_pages = shares[FULL] // page_bytes[FULL] - (name == "host")  # a host page is the sink for padding
     if num_pages < 1:
         raise ConfigError(
             f"--{'host-memory' if name == 'host' else name} {num_bytes}: too little for a page of "
@@ -194,7 +199,7 @@ def _tier(
 
 
 def _needed(config: EngineConfig) -> int:
-    """Bytes of the workspace that are known: the request table and staging buffers."""
+    """Bytes of the known parts of the workspace: the request table and the staging buffers."""
     return (config.max_requests + 1) * config.max_context_len * _SLOT_BYTES + config.advanced.staging_bytes
 
 

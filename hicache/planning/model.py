@@ -1,6 +1,6 @@
-"""A model by its configuration alone: what its layers store, how many bytes its weights take, what a prefill computes.
+"""Computes a model's geometry, bytes of weights and operations of a prefill from its configuration alone.
 
-The model is built on the device "meta", which has shapes and no numbers, and one pass of it is recorded.
+The model is built on the device "meta", where tensors have shapes and no values, and one forward pass is recorded.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from hicache.serving.positions import position_limit
 from hicache.serving.recorded import NUM_TOKENS
 from hicache.serving.support import untried_geometry
 
-_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # of a quantised weight, with its share of a scale
-_SCALE_BITS = 16  # and a zero point, for each group of GPTQ and AWQ
+_BITS = {"fp8": 8.0, "finegrained_fp8": 8.0, "mxfp4": 4.25}  # per quantised weight, including its share of a scale
+_SCALE_BITS = 16  # per group of GPTQ and AWQ weights, in addition to a zero point
 _GROUP = 128
-_STATE_FLOPS = 6  # of an element of a state and a token: decayed, updated and read, a multiplication and addition each
+_STATE_FLOPS = 6  # per element of a state and token: decay, update and read, each a multiplication and an addition
 
 
 def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
-    """The model of a transformers `config.json`, or of a folder with one. `weight_bytes`: None: as the folder's
-    safetensors say, or the configuration's quantisation and dtype.
+    """The model of a transformers `config.json`, or of a folder that contains one.
 
-    Raises ConfigError where it is none, with a message of one line, UnsupportedModel where it cannot be served.
+    `weight_bytes`: None: take the size of the folder's safetensors files, or compute it from the quantisation and dtype
+    of the configuration. Raises ConfigError with a message of one line if the file describes no causal language model,
+    and UnsupportedModel if hicache cannot serve the model.
     """
     logging.set_verbosity_error()
     values, path = _values(given)
     try:
         model = _without_weights(values)
-    except Exception as error:  # transformers raises what its parts raise
+    except Exception as error:  # transformers passes on any exception of its parts
         text = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"--model {given}: not the configuration of a causal language model: {text[:200]}") from error
     try:
@@ -50,7 +51,7 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
             geometry = untried_geometry(model)
     except HiCacheError:
         raise
-    except Exception as error:  # a model that looks at numbers has none here
+    except Exception as error:  # the model's code reads tensor values, which do not exist on "meta"
         text = " ".join(str(error).split())[:200]
         raise ConfigError(
             f"--model {given}: {type(model).__name__} cannot run without weights, so it cannot be planned: {text}"
@@ -70,13 +71,13 @@ def read_model(given: str, weight_bytes: int | None = None) -> PlannedModel:
 
 
 def _values(given: str) -> tuple[dict[str, Any], Path]:
-    """The configuration's values, and its file."""
+    """The values of the configuration, and the path of its file."""
     path = Path(given)
     path = path / "config.json" if path.is_dir() else path
     try:
         values = json.loads(path.read_text(encoding="utf-8"))
         if isinstance(values, dict):
-            values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)  # which reads infinities
+            values, _ = PretrainedConfig.get_config_dict(str(path), local_files_only=True)  # also parses infinities
     except OSError as error:
         raise ConfigError(
             f"--model {given}: {error.strerror}: {path}; give a transformers config.json, a folder with one, or one of "
@@ -90,29 +91,29 @@ def _values(given: str) -> tuple[dict[str, Any], Path]:
 
 
 def _without_weights(values: Mapping[str, Any]) -> Any:
-    """The model of a configuration, on the device "meta". Raises whatever transformers does."""
+    """The model of a configuration on the device "meta". Raises any exception of transformers."""
     kind = values["model_type"]
     if kind not in CONFIG_MAPPING:
         raise ValueError(f"transformers has no model_type {kind}")
-    left_out = ("model_type", "quantization_config", "auto_map")  # the last names code of a folder, which never runs
+    left_out = ("model_type", "quantization_config", "auto_map")  # auto_map names code in the folder, which never runs
     plain = {name: value for name, value in values.items() if name not in left_out}
     config = CONFIG_MAPPING[kind].from_dict(plain)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=config.get_text_config().dtype or torch.bfloat16)
     if model._can_set_experts_implementation():
-        model.set_experts_implementation("batched_mm")  # the only one that chooses experts without looking at numbers
+        model.set_experts_implementation("batched_mm")  # the only one that selects experts without reading values
     return model.eval()
 
 
 def _token_flops(model: Any, counter: FlopCounterMode) -> int:
-    """Operations of a token with weights, of the recorded pass: of experts those that it chose, of a layer that runs
-    several times each. The head and whatever did not run are left out."""
+    """Operations per token that involve weights, counted in the recorded pass: of the selected experts only, and of a
+    layer that runs several times each time. The head and modules that did not run are left out."""
     counted = {name: sum(counts.values()) for name, counts in counter.get_flop_counts().items()}
     flops, config = 0, model.config.get_text_config()
     for name, module in _multiplied(model):
         ran = counted.get(f"{type(model).__name__}.{name}", 0)
         experts = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3]
-        # A family that multiplies each token with all its experts, and those not chosen by zero (Llama 4).
+        # Llama 4 multiplies each token with all experts, and the results of unselected experts with zero.
         if experts and ran == 2 * NUM_TOKENS * sum(weight.numel() for weight in experts):
             ran = ran * getattr(config, "num_experts_per_tok", len(experts[0])) // len(experts[0])
         flops += ran
@@ -120,7 +121,7 @@ def _token_flops(model: Any, counter: FlopCounterMode) -> int:
 
 
 def _multiplied(model: Any) -> Iterator[tuple[str, nn.Module]]:
-    """Names and modules with weights that tokens are multiplied with, but for the head."""
+    """Names and modules whose weights are multiplied with tokens, without the head."""
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         own = list(module.parameters(recurse=False))
@@ -133,7 +134,7 @@ def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> P
     heads, kinds = int(config.num_attention_heads), geometry.kinds
     full, window = geometry.full_heads, geometry.window_heads
     pair = full.head_dim + full.v_head_dim
-    if geometry.latent is not None:  # a prompt attends over expanded keys and values
+    if geometry.latent is not None:  # a prefill attends over expanded keys and values
         pair = config.qk_nope_head_dim + config.qk_rope_head_dim + config.v_head_dim
     state_flops = 0
     if geometry.state is not None:
@@ -150,7 +151,7 @@ def _work(config: Any, geometry: ModelGeometry, num_active: int, head: Any) -> P
 
 
 def _indexed_bytes(path: Path) -> int:
-    """Bytes of the tensors in the safetensors files beside a configuration; 0 where there are none."""
+    """Bytes of the tensors in the safetensors files next to a configuration; 0 if there are none."""
     single, index = path.with_name("model.safetensors"), path.with_name("model.safetensors.index.json")
     try:
         if single.exists():
@@ -161,7 +162,7 @@ def _indexed_bytes(path: Path) -> int:
 
 
 def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
-    """Bytes of the weights in the model's dtype, those of layers in fewer bits where the configuration says so."""
+    """Bytes of the weights in the model's dtype, with fewer bits for layers that the configuration quantises."""
     total: int = sum(weight.nbytes for weight in model.parameters())
     if quantization is None:
         return total
@@ -187,8 +188,11 @@ def _counted_bytes(model: Any, quantization: Any, given: str) -> int:
 
 
 def _is_quantised(name: str, settings: Mapping[str, Any]) -> bool:
-    """Whether a quantisation converts the module of that name. It may list modules to spare, in `dynamic` of GPTQ by
-    patterns that begin with "-:", or the modules of a block to convert; those of experts, which are one module here."""
+    """Whether the quantisation converts the module of that name.
+
+    The configuration may list modules to skip, for GPTQ as patterns in `dynamic` that begin with "-:", or the modules
+    of a block to convert. Names of single experts match the one module that contains all experts here.
+    """
     spared = settings.get("modules_to_not_convert") or settings.get("ignored_layers")
     excluded = [pattern[2:] for pattern in settings.get("dynamic") or {} if pattern.startswith("-:")]
     chosen = [part for block in settings.get("modules_in_block_to_quantize") or [[""]] for part in block]

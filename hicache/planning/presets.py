@@ -1,15 +1,15 @@
-"""A model as the planner knows it, and known models: what transformers makes of the `config.json` that each publishes.
+"""The planner's view of a model, and presets: values that transformers computes from the published `config.json` files.
 
-Written down, so that a plan for one of them needs no transformers. A test makes them again from the configurations.
+The presets are written down, so that a plan for one of them needs no transformers. A test computes them again.
 
-What a prefill computes is a formula over the prompt's length:
+The operations of a prefill are a formula over the prompt's length:
 
     flops(n) = n * token + head + full * n (n + 1) / 2 + window * sum of min(i, window) + chunk * sum of i within chunks
 
-`token` is twice the weights that a token is multiplied with (a multiplication and an addition each), of experts those
-that it chooses, plus six operations an element of a recurrent state. A query and a key cost twice the elements of key
-and value in each query head (score, weighted sum). Norms, activations, rotations and softmax are left out, as PyTorch's
-FlopCounterMode leaves them out. The head counts once: the last token alone is wanted. Kaplan et al. 2020
+`token` is twice the number of weights that a token is multiplied with, of experts only the selected ones, plus six
+operations per element of a recurrent state. A pair of query and key costs twice the elements of key and value in each
+query head (score, weighted sum). Norms, activations, rotations and softmax are left out, as in PyTorch's
+FlopCounterMode. The head counts once, because only the last token needs logits. Source: Kaplan et al. 2020
 (arXiv:2001.08361), section 2.1, with attention by position.
 """
 
@@ -24,7 +24,7 @@ from hicache.layout import LatentGeometry, ModelGeometry, StateGeometry
 
 @dataclass(frozen=True)
 class PrefillWork:
-    """Operations of a token, of the head, and of a query and key over all layers of a kind."""
+    """Operations per token, of the head, and per pair of query and key over all layers of a kind."""
 
     token_flops: int
     head_flops: int
@@ -35,7 +35,7 @@ class PrefillWork:
     chunk: int = 0
 
     def flops(self, num_tokens: int) -> int:
-        """Of a prompt of `num_tokens` tokens, none of them cached."""
+        """Operations of a prefill of `num_tokens` tokens, none of them cached."""
         total = num_tokens * self.token_flops + self.head_flops + self.full_pair_flops * _pairs(num_tokens)
         if self.window:
             inside = min(num_tokens, self.window)
@@ -47,14 +47,14 @@ class PrefillWork:
 
 
 def _pairs(num_tokens: int) -> int:
-    """Queries and the keys at or before them."""
+    """Number of pairs of a query and a key at or before it, in a prompt of `num_tokens`."""
     return num_tokens * (num_tokens + 1) // 2
 
 
 @dataclass(frozen=True)
 class PlannedModel:
-    """A model without weights. `num_active`: weights that a token is multiplied with, the head left out;
-    `weight_bytes`: of all; `max_context_len`: positions that it has."""
+    """A model without weights. `num_active`: weights that a token is multiplied with, without the head. `weight_bytes`:
+    of all weights. `max_context_len`: positions that the model supports."""
 
     name: str
     geometry: ModelGeometry

@@ -1,10 +1,11 @@
-"""Whether a prefix is faster loaded than computed, by its length.
+"""Compares the time to load a prefix with the time to compute it, by its length.
 
     compute   max(flops / (GPUs * flops_per_s * share), chunks * weights of a GPU / memory_bytes_per_s)
     load      bytes of a GPU's rows / link_bytes_per_s
     disk      max(load, bytes of all GPUs' rows / disk_bytes_per_s)
 
-The bytes of n tokens are `full * n + window * min(n, window tokens) + state`, those below the GPU of packed pages.
+n tokens have `full * n + window * min(n, window tokens) + state` bytes. Pages on the host and the disk may be packed;
+then the bytes of packed pages count.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hicache.planning.gpus import Gpu
 from hicache.planning.memory import MemoryPlan
 from hicache.planning.presets import PlannedModel
 
-# What prefill of an 8B model reaches of an H200's rate (docs/performance.md: 23 800 tokens/s over 32k tokens).
+# Share of an H200's peak that prefill of an 8B model reaches (docs/performance.md: 23 800 tokens/s over 32k tokens).
 COMPUTE_SHARE = 0.55
 _MOST_TOKENS = 1 << 20
 _LEAST_TOKENS = 1 << 10
@@ -25,7 +26,8 @@ _LEAST_TOKENS = 1 << 10
 
 @dataclass(frozen=True)
 class LengthTimes:
-    """Seconds for a prefix of `num_tokens` tokens; None where a rate is unknown. `num_bytes`: on all GPUs."""
+    """Seconds for a prefix of `num_tokens` tokens; None if a rate is unknown. `num_bytes`: of the prefix on all
+    GPUs."""
 
     num_tokens: int
     num_bytes: int
@@ -36,7 +38,8 @@ class LengthTimes:
 
 @dataclass(frozen=True)
 class Machine:
-    """The rates of `num_gpus` equal GPUs; `compute_share` in (0, 1] of their peak. A rate of 0 is unknown."""
+    """The rates of `num_gpus` equal GPUs. `compute_share`: share of the peak FLOP/s that prefill reaches, in (0, 1]. A
+    rate of 0 is unknown."""
 
     gpu: Gpu
     num_gpus: int
@@ -45,7 +48,7 @@ class Machine:
 
 
 class Times:
-    """The times of one plan."""
+    """The times of one plan, for any prefix length."""
 
     def __init__(self, model: PlannedModel, plan: MemoryPlan, machine: Machine) -> None:
         self._model = model
@@ -62,13 +65,14 @@ class Times:
         return LengthTimes(num_tokens, num_bytes * gpus, self._compute_s(num_tokens), load_s, disk_s)
 
     def table(self) -> tuple[LengthTimes, ...]:
-        """1024 tokens, twice as many, and so on, and the longest context, at most 1048576."""
+        """The times of prefixes of 1024, 2048, 4096, ... tokens, and of the longest context, which is at most
+        1048576."""
         lengths = [_LEAST_TOKENS << step for step in range(_MOST_TOKENS.bit_length())]
         return tuple(self.at(n) for n in [*(n for n in lengths if n < self._longest), self._longest])
 
     def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:
-        """The shortest prefix, in whole host pages, from which on loading takes no longer than computing; None where
-        there is none up to the longest context, or a rate is unknown. `seconds`: of loading."""
+        """The shortest prefix, in complete host pages, from which on loading takes no longer than computing. None if
+        there is none up to the longest context, or if a rate is unknown. `seconds`: the time of the load to compare."""
         page = self._plan.config.host_page_size
         found = None
         for num_tokens in range(self._longest // page * page, 0, -page):
@@ -80,7 +84,7 @@ class Times:
         return found
 
     def _bytes(self, rows: RowBytes, num_tokens: int) -> int:
-        """Of one GPU."""
+        """Bytes that one GPU stores for a prefix of `num_tokens`."""
         return rows.full * num_tokens + rows.window * min(num_tokens, self._model.geometry.window) + rows.state
 
     def _compute_s(self, num_tokens: int) -> float | None:
