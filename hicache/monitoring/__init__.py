@@ -1,1 +1,1 @@
-"""Watching a server from outside: the figures of its `/metrics`, and `hicache top`, which shows them."""
+"""Monitoring a server from another process: the figures of its `/metrics`, and `hicache top`, which shows them."""

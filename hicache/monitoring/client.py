@@ -14,12 +14,12 @@ from hicache.monitoring.readings import Reading
 
 _TIMEOUT_S = 5.0
 _MAX_BYTES = 16 << 20
-_ROUTES = ("/v1", "/metrics", "/metrics.json", "/dashboard", "/health")  # what users may have copied from elsewhere
-_OURS = "requests.running"  # every server has it
+_ROUTES = ("/v1", "/metrics", "/metrics.json", "/dashboard", "/health")  # users may have copied a URL with one of these
+_OURS = "requests.running"  # a figure that every hicache server has
 
 
 class MetricsClient:
-    """`url`: an address of the server as users have it: with or without a scheme, or one of its routes."""
+    """Reads the figures of one server. `url`: its address with or without a scheme, or one of its routes."""
 
     def __init__(self, url: str) -> None:
         url = (url if "://" in url else f"http://{url}").rstrip("/")
@@ -27,7 +27,7 @@ class MetricsClient:
         self.server = url.removesuffix(route).rstrip("/")
 
     def read(self) -> Reading:
-        """Raises NoServer where nothing answers, NotOurServer where something else does."""
+        """Read the figures. Raises NoServer if no server answers, NotOurServer if the server is not hicache's."""
         text = self._text()
         try:
             told = json.loads(text)
@@ -58,5 +58,5 @@ class MetricsClient:
 
 
 def _reason(error: str | BaseException) -> str:
-    """`Connection refused`, without the number that the system gives it."""
+    """The reason of an error without the system's number, like `Connection refused`."""
     return str((isinstance(error, OSError) and error.strerror) or error)

@@ -1,6 +1,6 @@
-"""What `hicache top` and the page at `/dashboard` show, and the metrics that it comes from.
+"""The figures that `hicache top` and the page at `/dashboard` show, and the metrics that they are computed from.
 
-`FIGURES` is the only table of metric names for both. The server finds their values.
+`FIGURES` is the only table of metric names for both. The server computes the values.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from prometheus_client.core import Metric
 
 TIERS = ("device", "host", "disk", "remote")
-# What the server's histograms count up to, in seconds.
+# Upper bounds of the server's histograms, in seconds.
 FIRST_TOKEN_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 50.0, 100.0)
 BETWEEN_TOKENS_S = (0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.2, 0.5, 1.0, 5.0)
 _MOVES = {
@@ -27,20 +27,20 @@ _MOVES = {
 
 @dataclass(frozen=True)
 class Series:
-    """The samples of one name that have these labels. Where there are several, their sum is meant."""
+    """The samples of a metric name that have these labels. Several samples are summed."""
 
     name: str
     labels: Mapping[str, str] = field(default_factory=dict)
 
 
 def _counts(group: str, name: str, bounds_s: Sequence[float]) -> dict[str, Series]:
-    """Of a histogram, by bound how many observations are at most that."""
+    """For each bound of a histogram, the series that counts observations up to that bound."""
     bounds = (*map(str, bounds_s), "+Inf")
     return {f"{group}.{bound}": Series(f"{name}_bucket", {"le": bound}) for bound in bounds}
 
 
-# A figure is called GROUP.LABEL; groups are shown whole, with these labels. What a server does not export, such as the
-# figures of a tier that it lacks, is left out.
+# A figure is named GROUP.LABEL. All figures of a group are shown, each with its label. Figures that a server does not
+# export are left out, such as those of a tier that it does not have.
 FIGURES: Mapping[str, Series] = {
     "server.start_time_s": Series("process_start_time_seconds"),
     "requests.running": Series("hicache_requests_running"),
@@ -95,7 +95,7 @@ FIGURES: Mapping[str, Series] = {
 
 
 def figures(families: Iterable[Metric]) -> dict[str, float]:
-    """The value of each figure by name, in the order of `FIGURES`. Values that are no finite number are left out."""
+    """The value of each figure by name, in the order of `FIGURES`. Values that are not finite are left out."""
     wanted: dict[str, list[tuple[str, Mapping[str, str]]]] = {}
     for figure, series in FIGURES.items():
         wanted.setdefault(series.name, []).append((figure, series.labels))

@@ -14,8 +14,8 @@ from hicache.monitoring.readings import Change, History, Reading
 
 
 def frame(server: str, history: History, trouble: str = "") -> RenderableType:
-    """All of it. "now" is the window of `history`, if it has two readings. `trouble`: why no newer one is there, which
-    names the server."""
+    """All tables of one reading. "now" covers the window of `history`, once it has two readings. `trouble`: the reason
+    why there is no newer reading; it names the server."""
     reading, change = history.last, history.change
     sides = Table.grid(padding=(0, 2))
     sides.add_row(
@@ -30,7 +30,7 @@ def frame(server: str, history: History, trouble: str = "") -> RenderableType:
 
 
 def _stacked(*tables: Table) -> RenderableType:
-    """Those that have rows, with a line between them."""
+    """The tables that have rows, with an empty line between them."""
     shown = [table for table in tables if table.rows]
     return Group(*(part for table in shown for part in ((Text(), table) if table is not shown[0] else (table,))))
 
@@ -50,7 +50,7 @@ def _requests(reading: Reading) -> Text:
 
 
 def _latency(reading: Reading, change: Change | None) -> Text:
-    """Now, or where there is but one reading since the start: the median, and what a hundredth exceeds."""
+    """Median and 99th percentile over the window, or since the server's start if there is only one reading."""
     now, shown = change or reading, []
     for group, label in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
         median, p99 = (now.quantile(group, share) for share in (0.5, 0.99))
@@ -59,14 +59,14 @@ def _latency(reading: Reading, change: Change | None) -> Text:
 
 
 def _brief(seconds: float | None) -> str:
-    """`12 ms`, `3.4 s`."""
+    """A short duration: `12 ms`, `3.4 s`. None: `-`."""
     if seconds is None:
         return NONE
     return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
 
 
 def _faults(reading: Reading) -> Text:
-    """Those that happened since the server's start."""
+    """The kinds of faults that happened since the server's start, with their numbers."""
     found = [
         f"{label} {scaled(reading.get(figure))}" for figure, label in reading.group("faults") if reading.get(figure)
     ]
@@ -78,7 +78,7 @@ def _tiers(reading: Reading, change: Change | None) -> Table:
     for tier in reading.tiers:
         used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
         unit, after = ("B", "") if tier == "disk" else ("", " tokens")
-        # A store of one's own may have no budget.
+        # A store that the caller made may have no budget.
         bar = ProgressBar(total=total, completed=min(used, total), width=10, pulse=False) if total else ""
         now = None if change is None else change.hit_rate(tier)
         of = f"{scaled(total, unit)}{after}" if total else NONE
@@ -97,7 +97,7 @@ def _tokens(reading: Reading, change: Change | None) -> Table:
 
 
 def _transfers(reading: Reading, change: Change | None) -> Table:
-    """`speed`: of the copies alone, while `now` is over the whole time."""
+    """Transfers between tiers. `now` divides by all time of the window, `speed` only by the time of copies."""
     rows = []
     for figure, label in reading.group("moved_bytes"):
         now = NONE if change is None else f"{scaled(change.per_s(figure), 'B')}/s"
@@ -107,7 +107,7 @@ def _transfers(reading: Reading, change: Change | None) -> Table:
 
 
 def _drive(reading: Reading) -> Table:
-    """What wears it; no rows where nothing was written, or its size is not known."""
+    """The wear of the drive; no rows if nothing was written or the drive's size is unknown."""
     found = [(label, f"{reading.get(figure):.2g}") for figure, label in reading.group("drive") if reading.get(figure)]
     return table(("drive", ""), found, framed=False)
 

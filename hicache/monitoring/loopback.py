@@ -1,4 +1,4 @@
-"""Which servers are on this very machine: a proxy of the environment, which is for others, is not asked for them."""
+"""Recognises servers on this machine, for which a proxy named in the environment must not be used."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import urllib.request
 
 
 def is_loopback(url: str) -> bool:
-    """Whether `url` names this machine by localhost or by a loopback address; no name is looked up."""
+    """Whether `url` names this machine by localhost or a loopback address. Resolves no names."""
     try:
         host = (urllib.parse.urlsplit(url).hostname or "").removesuffix(".")
         if host == "localhost" or host.endswith(".localhost"):
@@ -21,5 +21,5 @@ def is_loopback(url: str) -> bool:
 
 
 def opener_for(url: str) -> urllib.request.OpenerDirector:
-    """What opens `url`, through a proxy of the environment where that is for it."""
+    """An opener for `url`. It uses the proxy of the environment unless `url` is on this machine."""
     return urllib.request.build_opener(*([urllib.request.ProxyHandler({})] if is_loopback(url) else []))

@@ -1,6 +1,6 @@
-"""Memory of the tiers over time as a figure. Needs matplotlib: the extra `replay`.
+"""Plots memory of the tiers over time. Needs matplotlib: the extra `replay`.
 
-Importing this module works without it; plotting then raises `ConfigError`.
+The module can be imported without it; plotting then raises `ConfigError`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemorySample:
-    """Bytes in use and free on each tier (device, host, disk), `time_s` seconds after the start."""
+    """Bytes in use and free on each tier (device, host, disk) at `time_s` seconds after the start."""
 
     time_s: float
     used_bytes: dict[str, int]
@@ -39,9 +39,10 @@ class MemorySample:
 
 
 def plot_memory_usage(history: Sequence[MemorySample]) -> Figure:
-    """Used and free memory of each tier over time, in GiB, one panel a tier. Save it with `figure.savefig(path)`.
+    """Plot used and free memory of each tier over time, in GiB, one panel for each tier. Save it with
+    `figure.savefig(path)`.
 
-    A tier without a sample at some time has no point there. Needs no display. Raises `ConfigError` where matplotlib is
+    A sample without a tier adds no point to that tier's panel. Needs no display. Raises `ConfigError` if matplotlib is
     missing, the history is empty, or its times decrease.
     """
     if _figure is None:

@@ -1,4 +1,4 @@
-"""Readings of a server's figures, and what two of them say together: rates and hit rates."""
+"""Readings of a server's figures, and rates and hit rates between two readings."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ _START = "server.start_time_s"
 
 @dataclass(frozen=True)
 class Reading:
-    """`time_s`: when it was taken, on a clock that only grows. `figures`: their values by name. `about`: the server's
-    version and model."""
+    """One reading of a server. `time_s`: a monotonic time. `figures`: values by name. `about`: the server's version and
+    model."""
 
     time_s: float
     figures: Mapping[str, float]
     about: Mapping[str, str] = field(default_factory=dict)
 
     def get(self, figure: str) -> float:
-        """0 for what the server does not have."""
+        """The value of a figure; 0 if the server does not have it."""
         return self.figures.get(figure, 0.0)
 
     def group(self, group: str) -> Iterator[tuple[str, str]]:
@@ -33,28 +33,30 @@ class Reading:
 
     @property
     def tiers(self) -> list[str]:
-        """Those that the server has; a remote one does not say what it holds, and is known by its hits."""
+        """The tiers of the server. A remote tier exports no usage; it is listed once it had hits."""
         return [tier for tier in TIERS if f"used.{tier}" in self.figures or self.get(f"hit_tokens.{tier}")]
 
     def hit_rate(self, tier: str) -> float | None:
-        """The share of all prompt tokens since the server's start that the tier had; None before the first."""
+        """The share of prompt tokens since the server's start that were hits in the tier; None before the first
+        prompt."""
         prompt = self.get("prompt.tokens")
         return self.get(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
-        """What so large a share of the observations of a histogram does not exceed, since the server's start."""
+        """The `share` quantile of a histogram since the server's start: 0.5 is the median. None without an
+        observation."""
         return _quantile(self, group, share, self.get)
 
     @property
     def hidden_share(self) -> float | None:
-        """Of the time of loads, the share that ran under compute; None where none was timed."""
+        """The share of the time of loads that overlapped with compute; None if no load was timed."""
         timed_s = self.get("loads.timed_s")
         return 1 - self.get("loads.exposed_s") / timed_s if timed_s else None
 
 
 @dataclass(frozen=True)
 class Change:
-    """What happened between two readings of one process of a server, `before` the earlier."""
+    """The difference of two readings of one server process; `before` is the earlier."""
 
     before: Reading
     after: Reading
@@ -66,18 +68,19 @@ class Change:
         return self.of(figure) / (self.after.time_s - self.before.time_s)
 
     def hit_rate(self, tier: str) -> float | None:
-        """As that of a reading, over the prompts admitted meanwhile; None without one."""
+        """The share of prompt tokens admitted between the readings that were hits in the tier; None if there were
+        none."""
         prompt = self.of("prompt.tokens")
         return self.of(f"hit_tokens.{tier}") / prompt if prompt else None
 
     def quantile(self, group: str, share: float) -> float | None:
-        """As that of a reading, over the observations meanwhile."""
+        """The `share` quantile of a histogram over the observations between the readings; None if there were none."""
         return _quantile(self.after, group, share, self.of)
 
 
 def _quantile(reading: Reading, group: str, share: float, count: Callable[[str], float]) -> float | None:
-    """None without an observation. Those between two bounds are taken as spread evenly, those above all bounds as the
-    largest. `count`: of observations up to a bound, by figure."""
+    """A quantile of a histogram; None without an observation. Interpolates linearly between two bounds; above all
+    bounds it returns the largest bound. `count`: number of observations up to a bound, by figure."""
     below_s, below, wanted = 0.0, 0.0, share * count(f"{group}.+Inf")
     if not wanted:
         return None
@@ -90,14 +93,14 @@ def _quantile(reading: Reading, group: str, share: float, count: Callable[[str],
 
 
 class History:
-    """The readings of the last `window_s` seconds, and always the last two."""
+    """The readings of the last `window_s` seconds, and always at least the last two."""
 
     def __init__(self, first: Reading, window_s: float) -> None:
         self._window_s = window_s
         self._readings = deque([first])
 
     def add(self, reading: Reading) -> None:
-        """Forgets what was before if the server was started anew since."""
+        """Add a reading. If the server was restarted since the last one, drop all earlier readings."""
         readings = self._readings
         if readings[-1].get(_START) != reading.get(_START):
             readings.clear()
@@ -111,5 +114,5 @@ class History:
 
     @property
     def change(self) -> Change | None:
-        """Over the window; None until there are two readings."""
+        """The change over the window; None until there are two readings."""
         return Change(self._readings[0], self.last) if len(self._readings) > 1 else None

@@ -1,4 +1,4 @@
-"""`hicache top URL`: what a running server does, live in a terminal. Loads no torch."""
+"""`hicache top URL`: a live view of a running server in a terminal. Imports no torch."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.frame import frame
 from hicache.monitoring.readings import History
 
-_WINDOW_S = 10.0  # what "now" is about
+_WINDOW_S = 10.0  # that the column "now" covers
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +30,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Show the server until Ctrl-C; returns 0. Raises NoServer and NotOurServer, where the first reading fails."""
+    """Show the server until Ctrl-C. Returns 0. Raises NoServer or NotOurServer if the first reading fails."""
     client, console = MetricsClient(flags.url), Console()
     history = History(client.read(), _WINDOW_S)
     if flags.once:
@@ -46,7 +46,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _read_next(client: MetricsClient, history: History) -> str:
-    """Add a reading; returns why there is none."""
+    """Read the figures again and add them to `history`. Returns the reason if that failed, else an empty text."""
     try:
         history.add(client.read())
     except (NoServer, NotOurServer) as error:
@@ -56,7 +56,7 @@ def _read_next(client: MetricsClient, history: History) -> str:
 
 @contextlib.contextmanager
 def _display(console: Console) -> Iterator[Callable[[RenderableType], None]]:
-    """A screen of its own on a terminal; elsewhere one frame after another."""
+    """Yield a function that shows a frame: on a terminal on a separate screen, elsewhere below the frame before."""
     if not console.is_terminal:
         yield console.print
         return
