@@ -1,4 +1,4 @@
-"""Settings, each declared once. `settings` has their kinds, `environment` the environment variables."""
+"""Settings, each declared once. `settings` defines their kinds, `environment` the environment variables."""
 
 from hicache.config.engine import SECTIONS, AdvancedConfig, EngineConfig, PrefetchMode, default_write_policy, host_order
 from hicache.config.stores import Auto, DiskConfig, RemoteConfig

@@ -1,7 +1,7 @@
 """The settings of an engine: frozen dataclasses that are validated when built.
 
-A setting is declared once, at its field: help, unit, choices, range and what a computed default depends on. YAML keys,
-command-line flags, checks and `hicache config --show` follow from the declaration.
+Each setting is declared once, at its field: help, unit, choices, range, and the inputs of a computed default. YAML
+keys, command-line flags, checks and `hicache config --show` follow from the declaration.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ Free = Literal["free"]
 _DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2")
 MAX_SLOTS = 1 << 30
 _MAX_PAGE_TOKENS = 1 << 20
-EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # how a kv_events address may begin
+EVENTS = ("file:", "tcp://", "ipc://", "connect:tcp://", "connect:ipc://")  # accepted prefixes of a kv_events address
 
 
 @dataclass(frozen=True)
 class Switch(Choice):
-    """A `Choice` of true and false, as Python and YAML write them."""
+    """A `Choice` of true and false in the spelling of Python or YAML."""
 
     words: tuple[str, ...] = ("true", "false")
 
@@ -62,8 +62,8 @@ class Switch(Choice):
 
 @dataclass(frozen=True, kw_only=True)
 class AdvancedConfig:
-    """Internal settings, without flags. The defaults suit the machines in `bench/results/`; change them for a
-    measurement."""
+    """Internal settings, which have no flags. The defaults suit the machines in `bench/results/`; change them only for
+    measurements."""
 
     transfer_chunk_tokens: Annotated[int, Tokens("maximum size of one copy from device to host")] = 8192
     staging_bytes: Annotated[int, Size("device memory between copy engine and kernels", 1 << 16)] = 256 << 20
@@ -90,14 +90,17 @@ class AdvancedConfig:
 
 
 def default_write_policy(*, has_stores: bool) -> str:
-    """The write policy where none is given: device and host hold different pages, unless the host is shared with others
-    through a store, which then has what a request computed soon."""
+    """The write policy if none is given.
+
+    Without stores it is `exclusive`: device and host hold different pages. With stores it is `write_through`, so that
+    the stores, which other engines may share, soon have the pages that a request computed.
+    """
     return "write_through" if has_stores else "exclusive"
 
 
 def host_order(eviction_policy: str, write_policy: str) -> str:
-    """The eviction order of the host where none is given. What a device under `auto` evicts was ranked by its uses:
-    a host that holds that alone needs no more than recency."""
+    """The eviction order of the host if none is given. Under `exclusive` the host holds only pages that the device
+    evicted; under `auto` the device has already ranked these by their uses, so the host orders them by recency."""
     return "lru" if (write_policy, eviction_policy) == ("exclusive", "auto") else eviction_policy
 
 
@@ -105,9 +108,9 @@ def host_order(eviction_policy: str, write_policy: str) -> str:
 class EngineConfig:
     """Sizes and policies of one engine.
 
-    Sizes that are "auto", or 0 where 0 means so, are computed by `hicache.build.sizing` when an engine is built. The
-    device page `page_size` divides `host_page_size`, which is the unit of matching, backup and disk. `window_tokens`
-    serves models with sliding windows, `mamba_*` and `host_states` those with recurrent layers.
+    Sizes that are "auto", or 0 if 0 means auto, are computed by `hicache.build.sizing` when an engine is built. The
+    device page `page_size` divides `host_page_size`, the unit of matching, backup and disk. `window_tokens` applies to
+    models with sliding windows, `mamba_*` and `host_states` to models with recurrent layers.
     """
 
     device_tokens: Annotated[int, Tokens("slots of the device tier")]
@@ -263,12 +266,12 @@ class EngineConfig:
 
     @property
     def cache_page_size(self) -> int:
-        """Tokens of a page of the tree: the host page where there is a host tier, else the device page."""
+        """Tokens of a page of the tree: the host page if there is a host tier, else the device page."""
         return self.host_page_size if self.has_host else self.page_size
 
     @property
     def has_host(self) -> bool:
-        """Whether there is a host tier; with "auto", whether there is one if memory allows."""
+        """Whether there is a host tier. With "auto": whether there is one if memory allows."""
         return self.host_bytes != 0
 
     @property
@@ -277,7 +280,7 @@ class EngineConfig:
         return self.host_eviction_policy or host_order(self.eviction_policy, self.write_policy)
 
     def require_store_tier(self, name: str = "disk") -> None:
-        """`ConfigError` where an engine of this configuration cannot have a tier below the host."""
+        """Raise `ConfigError` if an engine of this configuration cannot have a tier below the host."""
         if not self.has_host:
             raise ConfigError(f"the {name} tier needs host pages; set host_bytes to auto or a size")
         if not self.model_id:
@@ -285,21 +288,23 @@ class EngineConfig:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """`ConfigError` where dtype is "auto": an engine's own configuration has a dtype."""
+        """The torch dtype of `dtype`. Raises `ConfigError` if it is "auto"; the configuration of a built engine never
+        is."""
         if self.dtype == "auto":
             raise ConfigError(f"dtype=auto follows the model; set dtype to one of {', '.join(_DTYPES)}")
         return dtype_named(self.dtype)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> EngineConfig:
-        """Build from plain values; `disk` and `advanced` are mappings. `ConfigError` names what is wrong."""
+        """Build from plain values; `disk`, `remote` and `advanced` are mappings. `ConfigError` names the wrong
+        setting."""
         return cls._of(as_mapping(values, "the configuration"))
 
     @staticmethod
     def add_flags(parser: argparse.ArgumentParser, title: str = "settings") -> None:
-        """`--config FILE`, and a flag for each setting that has one: `--device-tokens`, `--disk-path`.
+        """Add `--config FILE`, and a flag for each setting that has one: `--device-tokens`, `--disk-path`.
 
-        A flag that is not given leaves the value of the file, or the default.
+        A setting whose flag is not given has the value of the file, or the default.
         """
         for section, cls in _SECTIONS_WITH_FLAGS.items():
             group = parser.add_argument_group(section or title)
@@ -309,14 +314,16 @@ class EngineConfig:
 
     @classmethod
     def from_flags(cls, flags: argparse.Namespace, **defaults: Any) -> EngineConfig:
-        """Combine `defaults`, the file of `--config` and the flags that were given; the later wins."""
+        """Combine `defaults`, the file of `--config` and the given flags. Flags override the file, the file the
+        defaults."""
         values, sources = _combined(flags, defaults)
         with naming_flags(sources):
             return cls._of(values)
 
     @staticmethod
     def sources_of(flags: argparse.Namespace, **defaults: Any) -> Mapping[str, str]:
-        """Where `from_flags` found each value that is not the field's default, by `name` or `section.name`."""
+        """The source of each value that `from_flags` did not take from a field's default, by `name` or
+        `section.name`."""
         return _combined(flags, defaults)[1]
 
     @classmethod
@@ -332,7 +339,7 @@ class EngineConfig:
 
 _Nested: TypeAlias = type[DiskConfig | RemoteConfig | AdvancedConfig]
 _NESTED: Mapping[str, _Nested] = {"disk": DiskConfig, "remote": RemoteConfig, "advanced": AdvancedConfig}
-# Every class of settings by the prefix of its names.
+# The class of the settings of each section. Names of a section's settings begin with the section's name.
 SECTIONS: Mapping[str, type[EngineConfig] | _Nested] = {"": EngineConfig, **_NESTED}
 _SECTIONS_WITH_FLAGS = {section: cls for section, cls in SECTIONS.items() if cls is not AdvancedConfig}
 

@@ -1,4 +1,4 @@
-"""The environment variables, which this module alone reads."""
+"""The environment variables. No other module reads the environment."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Kernels = Literal["triton", "torch"]
 
 @dataclass(frozen=True)
 class Variable:
-    """An environment variable. `names`: ours, then SGLang's for the same; the first that is not empty counts.
+    """An environment variable. `names`: hicache's, then SGLang's with the same meaning; the first non-empty one counts.
 
-    `words`: the accepted values, in any case; empty: any text. `default`: what holds where none is set.
+    `words`: the accepted values, ignoring case; empty: any text. `default`: text that describes the behaviour if unset.
     """
 
     names: tuple[str, ...]
@@ -29,7 +29,8 @@ class Variable:
     is_secret: bool = False
 
     def read(self) -> tuple[str, str]:
-        """(value, the variable that it came from), both empty where none is set. `ConfigError` names wrong values."""
+        """The value and the name of the variable that has it; both empty if none is set. Raises `ConfigError` for a
+        wrong value."""
         name = next((name for name in self.names if os.environ.get(name)), "")
         value = os.environ[name] if name else ""
         if value and self.words and value.lower() not in self.words:
@@ -73,38 +74,38 @@ def debug_checks() -> bool:
 
 
 def kernel_choice(device: torch.device) -> Kernels:
-    """The implementation of kernels for `device`: `HICACHE_KERNELS`, else Triton for CUDA and torch for the rest."""
+    """The implementation of kernels for `device`: `HICACHE_KERNELS` if set, else Triton on CUDA and torch elsewhere."""
     forced, _ = KERNELS.read()
     return "triton" if forced == "triton" or (not forced and device.type == "cuda") else "torch"
 
 
 def mamba_ssm_dtype() -> torch.dtype:
-    """The dtype of temporal states where none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
+    """The dtype of temporal states if none is given: `HICACHE_MAMBA_SSM_DTYPE`, or float32."""
     return dtype_named(MAMBA_SSM_DTYPE.read()[0] or MAMBA_SSM_DTYPE.default)
 
 
 def custom_mem_pool() -> Literal["nvlink"] | None:
-    """The allocator of GPU memory for pools; None for that of torch."""
+    """The allocator of GPU memory for pools; None: torch's."""
     return "nvlink" if CUSTOM_MEM_POOL.read()[0] else None
 
 
 def disk_key() -> bytes:
-    """The value of `HICACHE_DISK_KEY`, empty where it is unset. Never print it."""
+    """The value of `HICACHE_DISK_KEY`; empty if unset. Never print it."""
     return os.fsencode(DISK_KEY.read()[0])
 
 
 def api_key() -> str:
-    """The value of `HICACHE_API_KEY`, empty where it is unset. Never print it."""
+    """The value of `HICACHE_API_KEY`; empty if unset. Never print it."""
     return API_KEY.read()[0]
 
 
 def models_folder() -> Path:
-    """Where unpacked models are kept, below `XDG_CACHE_HOME` or the user's `~/.cache`."""
+    """The folder of unpacked models, below `XDG_CACHE_HOME` or the user's `~/.cache`."""
     return _cache_folder() / "models"
 
 
 def digests_folder() -> Path:
-    """Where digests of weights are kept whose own folder cannot be written."""
+    """The folder for digests of weights whose own folder is not writable."""
     return _cache_folder() / "digests"
 
 
@@ -112,12 +113,12 @@ def _cache_folder() -> Path:
     given = Path(CACHE_HOME.read()[0] or CACHE_HOME.default)
     try:
         return given.expanduser() / "hicache"
-    except RuntimeError as error:  # a container's user without a home
+    except RuntimeError as error:  # the user of a container may have no home
         raise ConfigError(f"{given}: {error}; set XDG_CACHE_HOME to a folder that can be written") from error
 
 
 def dtype_named(name: str) -> torch.dtype:
-    """The dtype that torch has by this name."""
+    """The torch dtype with this name."""
     import torch
 
     dtype: torch.dtype = getattr(torch, name)

@@ -14,15 +14,16 @@ from hicache.errors import ConfigError
 
 
 class Layer(NamedTuple):
-    """Values of one source, those of a section as a mapping. `source` names it; empty: each came from its own flag."""
+    """Values from one source; values of a section are a mapping. `source`: its name; empty: each value came from its
+    flag."""
 
     values: Mapping[Any, Any]
     source: str = ""
 
 
 def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any], dict[str, str]]:
-    """The values of all layers, the later over the earlier, and the source of each by `name` or `section.name`. A layer
-    updates the values of a section one by one."""
+    """Merge layers; later ones override earlier ones, in a section value by value. Returns the values, and the source
+    of each by `name` or `section.name`."""
     values: dict[Any, Any] = {}
     sources: dict[str, str] = {}
     for layer in layers:
@@ -39,8 +40,8 @@ def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any]
 
 @contextlib.contextmanager
 def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a `ConfigError` about a setting that a flag gave names the flag: `--page-size 48`, not `page_size=48`.
-    `sources`: as `combine` returns them."""
+    """Inside, a `ConfigError` about a setting given by a flag names the flag: `--page-size 48` instead of
+    `page_size=48`. `sources`: as returned by `combine`."""
     try:
         yield
     except ConfigError as error:
@@ -52,7 +53,8 @@ def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
 
 
 def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None:
-    """A flag for each setting of the dataclass `cls` that has one: `--NAME`, or `--SECTION-NAME`. Values stay text."""
+    """Add a flag for each setting of the dataclass `cls` that has one: `--NAME` or `--SECTION-NAME`. Values stay
+    text."""
     defaults = {item.name: item.default for item in dataclasses.fields(cls)}
     for name, setting in _with_flags(cls).items():
         details = [setting.detail] if setting.detail else []
@@ -64,7 +66,7 @@ def add_section(group: argparse._ArgumentGroup, section: str, cls: type) -> None
 
 
 def given_flags(flags: argparse.Namespace, sections: Mapping[str, type]) -> Layer:
-    """What the command line gave. The section "" is that of the settings without a prefix."""
+    """The values given on the command line. The section "" contains the settings without a prefix."""
     values: dict[str, Any] = {}
     for section, cls in sections.items():
         given = {name: getattr(flags, _dest(section, name)) for name in _with_flags(cls)}

@@ -1,4 +1,4 @@
-"""The key that encrypts stored pages, read from a file or the environment. No message shows any part of it."""
+"""Reads the key that encrypts stored pages from a file or the environment. No message shows any part of the key."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ _HEX_DIGITS = 2 * KEY_BYTES
 
 
 def cipher_of(config: DiskConfig | RemoteConfig) -> PageCipher | None:
-    """The configured cipher; None for plain pages. ConfigError for a key that cannot be read, or two keys."""
+    """The configured cipher; None: pages are not encrypted. Raises ConfigError for an unreadable key or two keys."""
     key = key_of(config)
     return PageCipher(key) if key else None
 
 
 def key_of(config: DiskConfig | RemoteConfig) -> bytes:
-    """The configured key; b"" for plain pages. ConfigError for one that cannot be read, or two keys."""
+    """The configured key; b"": pages are not encrypted. Raises ConfigError for an unreadable key or two keys."""
     tier = "disk" if isinstance(config, DiskConfig) else "remote"
     key = disk_key()
     if key and config.key_file:
@@ -39,7 +39,7 @@ def key_of(config: DiskConfig | RemoteConfig) -> bytes:
 
 
 def _parse(data: bytes, where: str) -> bytes:
-    """The bytes of 64 hex digits or of base64; surrounding white space is ignored."""
+    """The key in 64 hex digits or base64; surrounding white space is ignored. `where`: its source, for the error."""
     text = data.strip()
     try:
         key = bytes.fromhex(text.decode()) if len(text) == _HEX_DIGITS else base64.b64decode(text, validate=True)

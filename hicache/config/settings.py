@@ -1,7 +1,7 @@
-"""Kinds of settings: which values each accepts, its unit, choices and range, and how it is shown.
+"""Kinds of settings: accepted values, unit, choices, range and display.
 
 A setting is declared once, as the annotation of a dataclass field: `Annotated[int, Whole("help", 1, unit="tokens")]`.
-Values from Python, YAML and flags pass through the same `take` when the dataclass is built (`settle`). Flags of other
+Values from Python, YAML and flags all pass through `take` when the dataclass is built (`settle`). Flags of other
 commands use the same kinds (`as_flag`).
 """
 
@@ -25,7 +25,7 @@ import yaml
 from hicache.console import parse_bytes, path_text, sized
 from hicache.errors import ConfigError
 
-SOCKET = "unix:"  # before the path of a socket that stands for a directory
+SOCKET = "unix:"  # prefix of a socket's path in settings that otherwise name a directory
 INT64_MAX = (1 << 63) - 1
 _SCHEME = r"[a-z][a-z0-9+.-]*://"
 _USER = re.compile(f"((?:^|,)(?:{_SCHEME})?)(?:(?!,{_SCHEME}).)*@", re.IGNORECASE | re.ASCII | re.DOTALL)
@@ -39,16 +39,16 @@ def short_repr(value: object) -> str:
     """`repr` for a message, shortened to about 80 characters."""
     try:
         return _short.repr(value)
-    except ValueError:  # Python does not write integers of more than 4300 digits
+    except ValueError:  # Python refuses to convert integers of more than 4300 digits
         return "a number of thousands of digits"
 
 
 @dataclass(frozen=True)
 class Setting:
-    """One setting. `help` says what it is for, `unit` what its number counts.
+    """One setting. `help`: its purpose. `unit`: what its number counts.
 
-    `computed_from`: what the engine computes the value from where it is `auto`; empty: the setting is never computed.
-    `has_flag`: whether the command line takes it; the file of `--config` takes every setting.
+    `computed_from`: the inputs from which the engine computes the value if it is `auto`; empty: it is never computed.
+    `has_flag`: whether it has a command-line flag; the file of `--config` accepts every setting.
     """
 
     help: str
@@ -58,7 +58,7 @@ class Setting:
     has_flag: bool = field(default=True, kw_only=True)
 
     def take(self, given: object, name: str = "") -> Any:
-        """The value of `given`. Raises `ConfigError` with `name` and the reason where it is not accepted."""
+        """Convert and check `given`. Raises `ConfigError` with `name` and the reason if it is not accepted."""
         if self.computed_from and isinstance(given, str) and given == "auto":
             return self.auto
         try:
@@ -67,31 +67,31 @@ class Setting:
             raise ConfigError(f"{name}={error}" if name else str(error)) from None
 
     def is_auto(self, value: object) -> bool:
-        """Whether the engine computes the value."""
+        """Whether `value` means that the engine computes the setting."""
         return bool(self.computed_from) and value == self.auto
 
     def shown(self, value: object) -> object:
-        """What output and messages may have of a value."""
+        """The value without secrets, for output and messages."""
         return value
 
     def text(self, value: object) -> str:
-        """An accepted value with its unit."""
+        """An accepted value as text with its unit."""
         if self.is_auto(value):
             return "auto"
         return f"{value} {self.unit}" if self.unit else str(self.shown(value)) or '""'
 
     @property
     def detail(self) -> str:
-        """The choices, where there are any."""
+        """The choices of the setting for its help text; empty if it has none."""
         return ""
 
     @property
     def metavar(self) -> str:
-        """What stands for the value in a list of flags."""
+        """The placeholder of the value in a list of flags."""
         return self.unit.upper() or "VALUE"
 
     def _value(self, given: object) -> Any:
-        """Raises `ValueError` whose message begins with `given`."""
+        """Convert and check `given`. Raises `ValueError` whose message begins with `given`."""
         raise NotImplementedError
 
     def _refused(self, given: object, reason: str) -> ValueError:
@@ -130,8 +130,8 @@ class Whole(Setting):
 
 @dataclass(frozen=True)
 class Size(Whole):
-    """Bytes: a whole number, or text such as 512MiB, 2GB or 1.5k; decimal (KB) and binary units (KiB, or K alone).
-    `word`: accepted in place of a number, and kept; empty: none is."""
+    """Bytes: a whole number, or text such as 512MiB, 2GB or 1.5k; decimal units (KB) and binary units (KiB, or K
+    alone). `word`: a word accepted in place of a number and kept as it is; empty: none."""
 
     unit: str = field(default="bytes", kw_only=True)
     word: str = field(default="", kw_only=True)
@@ -153,7 +153,7 @@ class Size(Whole):
 
 @dataclass(frozen=True)
 class Tokens(Whole):
-    """A number of tokens, at least 1 by default and at most what the request table addresses: its slots are int32."""
+    """A number of tokens: at least 1 by default, and at most 2^30, because slots of the request table are int32."""
 
     minimum: int = 1
     maximum: int = 1 << 30
@@ -185,7 +185,7 @@ class Number(Setting):
 
 @dataclass(frozen=True)
 class Share(Number):
-    """A part of a whole, in [minimum, 1]."""
+    """A share in [minimum, 1]."""
 
     metavar = "SHARE"
     maximum: float = 1.0
@@ -197,7 +197,7 @@ class Share(Number):
 
 @dataclass(frozen=True)
 class Text(Setting):
-    """Text that has a UTF-8 form, since digests are computed from it."""
+    """Text that can be encoded as UTF-8, because digests are computed from it."""
 
     def _value(self, given: object) -> str:
         if not isinstance(given, str):
@@ -211,8 +211,8 @@ class Text(Setting):
 
 @dataclass(frozen=True)
 class Urls(Text):
-    """One URL, or several with commas between them. Users and passwords are not shown, those neither that end in
-    another part of the URL for want of escapes."""
+    """One URL, or several separated by commas. User names and passwords are hidden in output, also passwords that
+    contain an unescaped "/" or "@"."""
 
     metavar = "URL"
 
@@ -222,7 +222,7 @@ class Urls(Text):
 
 @dataclass(frozen=True)
 class FilePath(Setting):
-    """A path of the file system, as text; `may_be_socket`: or unix:/path/of/socket."""
+    """A path of the file system, as text. `may_be_socket`: unix:/path/of/socket is accepted too."""
 
     metavar = "PATH"
     may_be_empty: bool = True
@@ -247,7 +247,7 @@ class FilePath(Setting):
 
 @dataclass(frozen=True)
 class Address(Text):
-    """Nothing, or text that begins with one of `schemes` and goes on."""
+    """Empty text, or text that begins with one of `schemes` and continues after it."""
 
     metavar = "ADDRESS"
     schemes: tuple[str, ...] = ()
@@ -278,7 +278,7 @@ class Choice(Setting):
 
 @dataclass(frozen=True)
 class Packing(Choice):
-    """A `Choice` whose words YAML may read as something else: off as false, 4 as a number."""
+    """A `Choice` whose words YAML may parse as other types: off as false, 4 as a number."""
 
     def _value(self, given: object) -> Any:
         if given is False:
@@ -287,7 +287,7 @@ class Packing(Choice):
 
 
 def settings_of(cls: type) -> Mapping[str, Setting]:
-    """The settings of a dataclass by field name; fields without a `Setting` are left out."""
+    """The settings of a dataclass by field name. Fields without a `Setting` are left out."""
     return _settings_of(cls)
 
 
@@ -300,21 +300,21 @@ def _settings_of(cls: type) -> Mapping[str, Setting]:
 
 
 def settle(config: object, prefix: str = "") -> None:
-    """Validate and convert every setting of a frozen dataclass. Call it from `__post_init__`."""
+    """Validate and convert every setting of a frozen dataclass. Call it in `__post_init__`."""
     for name, setting in settings_of(type(config)).items():
         object.__setattr__(config, name, setting.take(vars(config)[name], f"{prefix}{name}"))
 
 
 def as_mapping(values: object, name: str) -> Mapping[Any, Any]:
-    """`values`, or `ConfigError` where they are not a mapping."""
+    """`values`; raises `ConfigError` if they are not a mapping."""
     if not isinstance(values, Mapping):
         raise ConfigError(f"{name} is not a mapping of names to values but {short_repr(values)}")
     return values
 
 
 def from_mapping(cls: type, values: Mapping[Any, Any], name: str, flag: Callable[[str], str] | None = None) -> Any:
-    """Build the dataclass `cls` from values by field name. `ConfigError` lists unknown and missing names. `flag`: of a
-    setting that has one."""
+    """Build the dataclass `cls` from values by field name. `ConfigError` lists unknown and missing names. `flag`:
+    returns the flag of a setting, for the message."""
     known = {item.name: item for item in dataclasses.fields(cls)}
     unknown = sorted(key if isinstance(key, str) else short_repr(key) for key in values if key not in known)
     if unknown:
@@ -327,19 +327,19 @@ def from_mapping(cls: type, values: Mapping[Any, Any], name: str, flag: Callable
 
 
 def read_yaml(path: str | Path) -> Mapping[Any, Any]:
-    """The mapping in a YAML file. `ConfigError` where there is none."""
+    """The mapping in a YAML file. Raises `ConfigError` if the file cannot be read or contains no mapping."""
     try:
         values = yaml.safe_load(Path(path_text(path)).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from error
-    except Exception as error:  # the parser raises what its parts raise: ValueError, KeyError, RecursionError, …
+    except Exception as error:  # the parser passes on ValueError, KeyError, RecursionError, …
         reason = " ".join(str(error).split()) or type(error).__name__
         raise ConfigError(f"cannot read the configuration {path}: {reason}") from error
     return as_mapping(values, f"the configuration {path}")
 
 
 def as_flag(setting: Setting) -> Callable[[str], Any]:
-    """The setting as the `type` of a flag."""
+    """The setting as the `type` of an argparse flag."""
 
     def take(text: str) -> Any:
         try:

@@ -1,4 +1,4 @@
-"""Settings of the tiers below memory."""
+"""Settings of the disk tier and the remote tier."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ Transport = Literal["process", "inline"]
 Auto = Literal["auto"]
 
 MAX_S = 1e9
-# A store maps its tables into the 128 TiB of addresses that a process has.
+# A store maps its tables into the 128 TiB address space of a process.
 MAX_STORE_BYTES = 1 << 46
 
-# What stores of engines and of servers have in common.
+# Settings that stores of engines and stores of servers share.
 DURABILITY = Choice("relaxed: a power failure may undo the last commits; commit: it does not", get_args(Durability))
 LEVEL = Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
 TRANSPORT = Choice(
@@ -40,9 +40,12 @@ KEY_FILE = FilePath("file with the encryption key: 32 bytes, 64 hex digits or ba
 
 @dataclass(frozen=True, kw_only=True)
 class DiskConfig:
-    """The disk tier. `path` is a directory with a store for each model, dtype and layout, or unix:/path/of/socket of
-    one that `hicache store serve` serves to several engines, with its settings; `budget_bytes` bounds the files of all
-    its stores from the first write."""
+    """The disk tier.
+
+    `path`: a directory with one store for each model, dtype and layout; or unix:/path/of/socket of a store that
+    `hicache store serve` serves to several engines with its own settings. `budget_bytes`: limit of the files of all
+    stores in `path`, from the first write on.
+    """
 
     path: Annotated[
         str,
@@ -67,12 +70,12 @@ class DiskConfig:
 
     @property
     def write_bytes_per_s(self) -> float:
-        """The budget of writes; 0: half of the measured rate."""
+        """The write budget in bytes per second; 0: half of the measured rate."""
         return 0 if self.write_budget == "auto" else self.write_budget
 
     @property
     def url(self) -> str:
-        """Of the stores, for `hicache.storage.open_store`, or unix:/path/of/socket."""
+        """The URL for `hicache.storage.open_store`, or unix:/path/of/socket."""
         if self.path.startswith(SOCKET):
             return self.path
         quoted = quote(os.fsencode(os.path.abspath(self.path)))
@@ -81,8 +84,8 @@ class DiskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RemoteConfig:
-    """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to it
-    beside the disk, and a prefetch asks it for what the disk lacks."""
+    """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to the disk
+    and to it. A prefetch reads from it the pages that the disk does not have."""
 
     url: Annotated[str, Urls("the store, like mooncake://host:50051 or s3://bucket/prefix")]
     backup: Annotated[
