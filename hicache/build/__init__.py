@@ -1,1 +1,1 @@
-"""An engine from its configuration: its sizes, its pools and its stores."""
+"""Builds an engine from its configuration: its sizes, its pools and its stores."""

@@ -1,4 +1,4 @@
-"""Builds an engine from its configuration: the one place where tiers are sized and wired."""
+"""Builds an engine from its configuration. No other module sizes or connects the tiers."""
 
 from __future__ import annotations
 
@@ -70,14 +70,16 @@ def build_engine(
     remote: PageStore | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> CacheEngine:
-    """An engine for `model`; start it before use.
+    """Build an engine for `model`. Start it before use.
 
-    `model`: the geometry of attention with grouped heads or latent rows, with windows or recurrent layers among it
-    where the model has them, whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of
-    slots. `components`: of one's own, beside those of the model. `store`, `remote`: stores of one's own, in place of
-    those that the settings of disk and remote tier describe; the caller closes them, after the engine. `clock`:
-    seconds, by which next turns are awaited. Raises
-    `ConfigError`, `OutOfMemory`, and what the store raises when it was made for another model or layout.
+    `model`: the geometry of a model with grouped heads or latent rows, with or without window and recurrent layers,
+    whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of slots.
+    `components`: the caller's component classes, in addition to those of the model.
+    `store`, `remote`: the caller's stores, in place of those that the settings of the disk and the remote tier
+    describe. The caller closes them after the engine.
+    `clock`: seconds, by which hints about next turns expire and budgets of writes are counted.
+
+    Raises `ConfigError`, `OutOfMemory`, and errors of a store that was made for another model or layout.
     """
     device = device_named(config.device)
     config = resolve(config, model, available_bytes() if config.has_host else 0)
@@ -119,7 +121,7 @@ def build_engine(
     built = tuple(kind(parts, found, links[found.name]) for kind, found in present.items())
     _register_counters(pool, {component.name: component.counter for component in built})
     stores = build_stores(config, given, links, metrics, tells_removed=events is not None)
-    with ExitStack() as opened:  # so that what cannot be built leaves no store locked
+    with ExitStack() as opened:  # if the engine cannot be built, close the stores, so that none stays locked
         for tier in stores.values():
             opened.callback(tier.close)
         context = EngineContext(
@@ -138,7 +140,7 @@ def _publisher(config: EngineConfig, events: EventLog, metrics: Metrics) -> Even
 def _present(
     config: EngineConfig, model: ModelGeometry | KVCache, components: Sequence[type[CacheComponent]]
 ) -> dict[type[CacheComponent], TreeComponent]:
-    """The components of the model and `components`, each with its counterpart in the tree."""
+    """The components of the model and `components`, each with its component of the tree."""
     of_model = {kind: kind.tree_component_for(config, model) for kind in (*COMPONENTS, *components)}
     present = {kind: found for kind, found in of_model.items() if found is not None}
     names = [found.name for found in present.values()]
@@ -148,7 +150,7 @@ def _present(
 
 
 def _compile(pool: KVCache, table: ReqToTokenPool) -> None:
-    """Compile the kernels that admissions launch; transfers compile theirs when they start."""
+    """Compile the kernels that admission launches. Transfers compile their own kernels when they start."""
     if isinstance(pool, SWAKVPool):
         pool.compile()
     if isinstance(table, HybridReqToTokenPool):
@@ -156,7 +158,7 @@ def _compile(pool: KVCache, table: ReqToTokenPool) -> None:
 
 
 def _register_counters(pool: KVCache, counters: dict[Component, LayerTransferCounter]) -> None:
-    """Have each layer of the pool wait for the counter of its component."""
+    """Register for each layer of the pool the counter of its component, on which the layer waits."""
     if isinstance(pool, SWAKVPool):
         layers = [pool.layers_mapping[layer_id] for layer_id in pool.layer_ids]
         pool.register_layer_transfer_counter(
@@ -167,7 +169,7 @@ def _register_counters(pool: KVCache, counters: dict[Component, LayerTransferCou
 
 
 def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.device) -> ReqToTokenPool:
-    """Rows for requests, with states where the model has recurrent layers."""
+    """The request table, with recurrent states if the model has recurrent layers."""
     row_len = -(-config.max_context_len // config.page_size) * config.page_size
     state = model.state if isinstance(model, ModelGeometry) else None
     if state is None or not isinstance(model, ModelGeometry):
@@ -217,7 +219,7 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
 
 
 def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device) -> SWAKVPool:
-    # The tree's pages are of full attention: a model that has windows in every layer keeps its first layer whole.
+    # Pages of the tree belong to full attention. If every layer has a window, the first layer keeps all tokens instead.
     full, heads = geometry.full_layers or geometry.window_layers[:1], geometry.window_heads
     whole = geometry.full_heads if geometry.full_layers else heads
     return SWAKVPool(
@@ -239,7 +241,7 @@ def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.de
 
 
 def _whole_pages(config: EngineConfig) -> int:
-    """Tokens of the device tier."""
+    """Tokens of the device tier, in complete device pages."""
     return config.device_tokens // config.page_size * config.page_size
 
 
@@ -250,8 +252,8 @@ def _links(
     watch: HostWatch | None,
     is_exclusive: bool,
 ) -> dict[Component, HostLink]:
-    """How each component moves between device and host. `watch`: told of full pages that come and leave.
-    `is_exclusive`: the host drops first what the device has."""
+    """The connection of each component between device and host. `watch`: is notified when the host stores or evicts
+    full pages. `is_exclusive`: the host evicts first the pages that the device has."""
     hosts: dict[Component, HostPagePool] = {}
     packers: dict[Component, PagePacker | None] = {}
     if config.has_host:
@@ -277,7 +279,8 @@ def _links(
     links: dict[Component, HostLink] = {}
 
     def left(rows: Rows) -> None:
-        """Windows of full pages that leave leave too, unless the device has these: they are of no use alone."""
+        """Evict windows together with their full pages unless the device has the full pages: a window alone is
+        useless."""
         full, windows = links[FULL].pages, links[SWA].pages if SWA in links else None
         assert watch is not None and full is not None
         watch.left(full, rows)
@@ -302,7 +305,7 @@ def _links(
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:
-    """The caller's pool, when the settings say the same of it."""
+    """The caller's pool. Raises ConfigError unless its sizes and dtype equal those of the settings."""
     if len(pool.slot_spaces) > 1:
         raise ConfigError(
             f"{type(pool).__name__} needs to be wired at both its ends; pass the model's ModelGeometry instead"
@@ -320,7 +323,8 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
 
 
 def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> BaseTokenToKVPoolAllocator:
-    """Slots are chosen on the host, so that copies know which of them are runs; window slots, where their peers are."""
+    """The slot allocator. It chooses slots on the CPU, so that copies know which slots are contiguous; slots of windows
+    are chosen where the full slots are."""
     if isinstance(pool, SWAKVPool):
         sizes = (pool.size, pool.size_swa, config.page_size)
         return SWATokenToKVPoolAllocator(*sizes, pool.dtype, device, pool, need_sort=True)
@@ -332,8 +336,8 @@ def _allocator(config: EngineConfig, pool: KVCache, device: torch.device) -> Bas
 def build_transfer(
     config: EngineConfig, pool: KVCache | SlotSpace, host: HostPagePool | None, packer: PagePacker | None = None
 ) -> tuple[TransferBackend | None, LayerTransferCounter]:
-    """The backend for the pool's device, and the layer counter it reports to; no backend without a host tier. `packer`
-    where the pages of `host` are packed."""
+    """The transfer backend for the pool's device, and the layer counter that it reports to. Without a host tier the
+    backend is None. `packer`: packs the pages of `host`."""
     layers, on_cuda = pool.layout.layers, pool.device.type == "cuda"
     counter = LayerTransferCounter(len(layers), CudaLayerEvents if on_cuda else CpuLayerEvents)
     if host is None:

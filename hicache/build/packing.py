@@ -1,10 +1,10 @@
-"""Which components keep packed pages, and how large these are.
+"""Decides which components have packed host pages, and computes the size of packed pages.
 
-    kv_packing=auto   4 bits on CUDA, for full attention and windows whose pools `PagePacker` takes; others stay raw
-    kv_packing=3, 4   everywhere, on a CPU with torch; ConfigError where such a pool cannot be packed
+    kv_packing=auto   4 bits on CUDA, for full attention and windows whose pools `PagePacker` supports; others stay raw
+    kv_packing=3, 4   everywhere, on a CPU with torch; ConfigError if such a pool cannot be packed
 
-States, and pools of other dtypes than bfloat16, stay raw: float16 has 5 bits of exponent, of which packing saves none.
-So do pools that have more than rows of one size, a token each: values of another size than keys, sparse latent
+States and pools of other dtypes than bfloat16 stay raw: packing would save nothing of the 5 exponent bits of float16.
+Pools also stay raw if they store more than equal rows for each token: values of another size than keys, sparse latent
 attention (NSA), whose index keys are bytes by device page, and labels (DoubleSparse).
 """
 
@@ -29,14 +29,15 @@ _FORMATS = {"3": THREE_BITS, "4": FOUR_BITS}
 
 
 def wanted_format(config: EngineConfig) -> PackFormat | None:
-    """What the settings ask for, where a pool can be packed."""
+    """The format that the settings request for pools that can be packed; None: raw."""
     if config.kv_packing == "auto":
         return FOUR_BITS if config.device.startswith("cuda") else None
     return _FORMATS.get(config.kv_packing)
 
 
 def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_tokens: int) -> PagePacker | None:
-    """What packs the host pages of a component; None: they stay raw. ConfigError where the settings forbid that."""
+    """The packer of a component's host pages; None: they stay raw. Raises ConfigError if the settings request packing
+    and the pages cannot be packed."""
     wanted = wanted_format(config)
     if wanted is None or name not in (FULL, SWA):
         return None
@@ -59,19 +60,20 @@ def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_toke
 
 
 def place_bytes(packer: PagePacker) -> int:
-    """Bytes of a host page."""
+    """Bytes of a packed host page, aligned."""
     return _aligned(packer.page_bytes)
 
 
 def _aligned(num_bytes: int) -> int:
-    """Rounded up to a power of two, of at most a memory page, that costs less than 1/256: where pages begin at any
-    multiple of 16, the copy engine loses 1.5 % of the link."""
+    """`num_bytes` rounded up to a power of two that is at most a memory page and costs less than 1/256. With pages at
+    arbitrary multiples of 16 bytes, the copy engine loses 1.5 % of the link's rate."""
     alignment = min(1 << max(16, num_bytes // 256).bit_length() - 1, mmap.PAGESIZE)
     return -(-num_bytes // alignment) * alignment
 
 
 def page_bytes(config: EngineConfig, row_dims: Sequence[int], num_layers: int) -> int:
-    """Bytes of a host page of an engine that is not built. `row_dims`: a token's elements in each buffer of a layer."""
+    """Bytes of a host page of an engine before it is built. `row_dims`: elements of a token in each buffer of a
+    layer."""
     tokens, wanted, dtype = config.host_page_size, wanted_format(config), config.torch_dtype
     raw_bytes = num_layers * tokens * sum(row_dims) * dtype.itemsize
     is_power = tokens & (tokens - 1) == 0 and tokens >= PagePacker.LEAST_TOKENS

@@ -1,16 +1,17 @@
-"""Sizes that the configuration leaves open, computed from the model and the available memory before anything is built.
+"""Computes sizes that the configuration leaves open from the model and the available memory, before anything is built.
 
-    dtype            the model's, or the pool's; bfloat16 where neither has one
-    max_context_len  at most what the model's keys allow
+    dtype            the model's or the pool's; bfloat16 if neither has one
+    max_context_len  at most the longest sequence that the model's keys allow
     window_tokens    a window for each of max_requests, one prefill chunk, and cached windows; at most device_tokens
     mamba_size       two states for each of max_requests (running and checkpoint), and cached states
-    host_bytes       twice the device tier; at most half of the available memory, and 32 GiB where it is pinned for CUDA
-                     "free": what is available, less the device tier on a CPU, and less an eighth
+    host_bytes       twice the device tier; at most half of the available memory, and 32 GiB if it is pinned for CUDA
+                     "free": the available memory, less the device tier on a CPU, and less an eighth
     host_states      cached states
 
-Cached windows and cached states take at most half as many bytes as the KV of full attention on the same tier, and
-there is at most one state per page. A host tier below an eighth of the device tier would hold too little of what the
-device evicts: then there is none. Pinning takes about half a second per GiB, which the limit of 32 GiB bounds.
+Cached windows and cached states take at most half of the bytes of the KV of full attention on the same tier. There is
+at most one state per page. If the host tier would be below an eighth of the device tier, there is none: it would hold
+too few of the pages that the device evicts. Pinning takes about half a second per GiB, which the limit of 32 GiB
+bounds.
 """
 
 from __future__ import annotations
@@ -34,16 +35,17 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 STATES_PER_REQUEST = 2
 HOST_RATIO = 2
 MAX_PINNED_BYTES = 32 << 30
-_KV_PER_CACHED = 2  # bytes of full attention for each byte of cached windows or states
+_KV_PER_CACHED = 2  # bytes of full attention per byte of cached windows or states
 _MEMORY_SHARE = 2  # the host tier takes at most 1/2 of the available memory
-_MIN_HOST_SHARE = 8  # a host tier below 1/8 of the device tier is not built
+_MIN_HOST_SHARE = 8  # no host tier below 1/8 of the device tier
 
 log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RowBytes:
-    """Bytes over all layers: of a token in layers kept whole, of a token in window layers, of a recurrent state."""
+    """Bytes over all layers: of a token in layers that keep all tokens, of a token in window layers, of a recurrent
+    state."""
 
     full: int
     window: int = 0
@@ -51,7 +53,8 @@ class RowBytes:
 
 
 def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
-    """What the pools of a model store in `dtype`. A model with windows in every layer keeps its first layer whole."""
+    """Bytes that the pools of a model store in `dtype`. If every layer has a window, the first layer keeps all
+    tokens."""
     (full_dims, num_full), (window_dims, num_window) = _rows_of(geometry)
     state_bytes = 0
     if (state := geometry.state) is not None:
@@ -65,8 +68,8 @@ def row_bytes(geometry: ModelGeometry, dtype: torch.dtype) -> RowBytes:
 
 
 def host_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> dict[Component, int]:
-    """Of each component of a model: bytes of a host page, packed where that is so, and of a state. The configuration
-    has a dtype."""
+    """Bytes of a host page of each component of a model, packed if the settings say so, and of a state. The
+    configuration must have a dtype."""
     full, window = _rows_of(geometry)
     found = {FULL: packing.page_bytes(config, *full)}
     if geometry.window_layers and window[1]:
@@ -77,10 +80,9 @@ def host_page_bytes(config: EngineConfig, geometry: ModelGeometry) -> dict[Compo
 
 
 def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int) -> EngineConfig:
-    """The configuration with a number for every size. `available`: bytes that this process may take.
+    """The configuration with a number for every size. `available`: bytes of memory that this process may allocate.
 
-    Raises `ConfigError` and `OutOfMemory` where a size that was given does not fit, or a disk tier would have no host
-    tier.
+    Raises `ConfigError` and `OutOfMemory` if a given size does not fit, or if a disk tier would have no host tier.
     """
     if config.dtype == "auto":
         config = dataclasses.replace(config, dtype=str(model.dtype or torch.bfloat16).removeprefix("torch."))
@@ -104,7 +106,8 @@ def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int
 
 
 def window_tokens(config: EngineConfig, window: int, rows: RowBytes) -> int:
-    """Slots of the window layers, in whole device pages. `ConfigError` where those given are too few."""
+    """Slots of the window layers, in complete device pages. Raises `ConfigError` if the configured number is too
+    small."""
     size, page = _whole(config.device_tokens, config.page_size), config.cache_page_size
     minimum = min(size, 2 * (window + page))
     if config.window_tokens:
@@ -130,14 +133,14 @@ def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
 
 
 def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
-    """Bytes of the device tier; every pool has a page, or a state, as a sink for padding."""
+    """Bytes of the device tier. Every pool has an additional page, or state, as a sink for padding."""
     tokens, page = _whole(config.device_tokens, config.page_size), config.page_size
     window = (config.window_tokens + page) * rows.window
     return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
 
 
 def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available: int) -> int:
-    """Bytes of the host tier, 0 for none. `minimum`: a page of each of its pools and their sinks."""
+    """Bytes of the host tier; 0: none. `minimum`: bytes of one page and one sink page of each pool."""
     on_cuda = config.device.startswith("cuda")
     if config.host_bytes == "free":
         return free_bytes("host_bytes", max(0, available - (0 if on_cuda else device_bytes)), minimum)
@@ -163,17 +166,18 @@ def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available:
 
 
 def host_states(config: EngineConfig, total: int, page_bytes: int, state_bytes: int) -> int:
-    """Recurrent states of a host tier of `total` bytes, beside pages of `page_bytes`."""
+    """Number of recurrent states of a host tier of `total` bytes that also holds pages of `page_bytes`."""
     if config.host_states:
         return config.host_states
     by_bytes, by_pages = total // (1 + _KV_PER_CACHED) // state_bytes, total // (page_bytes + state_bytes)
-    return max(1, min(by_bytes, by_pages) - 1)  # a state is the sink
+    return max(1, min(by_bytes, by_pages) - 1)  # one state is the sink
 
 
 def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states: int | None) -> dict[str, int]:
-    """Bytes of each host pool of a resolved configuration, by component: states as set, of all others as many pages.
+    """Bytes of each host pool, by component: the configured states, and equally many pages of all other components. The
+    configuration is resolved.
 
-    `page_bytes`: of a page of each pool. `num_states`: of recurrent states; None without such a pool.
+    `page_bytes`: of a page of each pool. `num_states`: recurrent states; None without such a pool.
     """
     total = config.host_bytes
     assert isinstance(total, int), "the configuration is resolved"
@@ -184,8 +188,8 @@ def host_shares(config: EngineConfig, page_bytes: Mapping[str, int], num_states:
 
 
 def _rows_of(geometry: ModelGeometry) -> tuple[tuple[tuple[int, ...], int], tuple[tuple[int, ...], int]]:
-    """Of layers kept whole, and of window layers: elements of a token in each buffer of a layer, and their number. A
-    model with windows in every layer keeps its first layer whole."""
+    """For layers that keep all tokens, then for window layers: elements of a token in each buffer of a layer, and the
+    number of layers. If every layer has a window, the first layer keeps all tokens."""
     full, window = ((at.head_num * at.head_dim, at.head_num * at.v_head_dim)
                     for at in (geometry.full_heads, geometry.window_heads))  # fmt: skip
     if not geometry.full_layers:

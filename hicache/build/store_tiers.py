@@ -1,4 +1,4 @@
-"""Builds the tiers below memory: disk and remote, each a client of a store."""
+"""Builds the disk tier and the remote tier, each a client of a store."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from hicache.stores.page_format import identity_of, page_filter
 from hicache.stores.tier import JOB_PAGES, StoreTier, given_tier, open_tier
 from hicache.tiers import DISK, REMOTE, Component, Store
 
-# Of one job, which is one call to a remote store: a client works on many pages at once, and calls in several threads
-# beside one another disturb each other. What is there at the deadline of a call counts.
+# A job is one call to a remote store. The store's client works on many pages at once, and concurrent calls slow each
+# other down. Pages that arrived by the deadline of a call count.
 _MAX_REMOTE_JOB_PAGES, _REMOTE_JOB_BYTES = 64, 64 << 20
-# A job costs the scheduler's thread the same however small its pages are.
+# The scheduler's thread spends the same time on each job, however small its pages are.
 _MAX_DISK_JOB_PAGES, _DISK_JOB_BYTES = 32, 32 << 20
-# One call fills the link to a store of this scheme; where a request takes long, as to S3, several calls hide it.
+# One call to a store of this scheme uses the full rate of the link. Several calls hide the latency of stores like S3.
 _ONE_READER = "mooncake://"
 _REMOTE_READERS = 4
-_MAX_REMOTE_BACKOFF_S = 30.0  # a server that was restarted is to be used again soon
+_MAX_REMOTE_BACKOFF_S = 30.0  # so that a restarted server is soon used again
 
 
 class _HostPages:
-    """The host pages of all components, which stores get. `formats`: by size; where two share one, the first decides.
-    `num_bytes`: of all, `largest_bytes`: of one."""
+    """The host pages of all components, as the stores see them. `formats`: one for each page size; if components share
+    a size, that of the first. `num_bytes`: of all pages. `largest_bytes`: of the largest page."""
 
     def __init__(self, config: EngineConfig, links: Mapping[Component, HostLink]) -> None:
         self.hosts = [link.host for link in links.values() if link.host is not None]
@@ -57,8 +57,8 @@ def build_stores(
     *,
     tells_removed: bool,
 ) -> dict[Store, StoreTier]:
-    """The tiers that an engine has, in the order in which reads ask them. `given`: stores of the caller, which closes
-    them. `tells_removed`: answers of writes name the pages that the disk lost."""
+    """The store tiers of an engine, in the order in which reads ask them. `given`: stores of the caller, who closes
+    them. `tells_removed`: replies to writes name the pages that the disk removed."""
     if config.disk is None and config.remote is None and not given:
         return {}
     pages, stores = _HostPages(config, links), dict[Store, StoreTier]()
@@ -79,7 +79,8 @@ def build_stores(
 
 
 def given_stores(config: EngineConfig, store: PageStore | None, remote: PageStore | None) -> dict[Store, PageStore]:
-    """The stores of the caller's. ConfigError where one stands beside one of the settings, or cannot be used."""
+    """The caller's stores. Raises ConfigError if the settings describe the same tier, or if the engine cannot use
+    stores."""
     if store is not None and config.disk is not None:
         raise ConfigError(f"the engine is given a store and disk path={config.disk.path}; give one of them")
     if remote is not None and config.remote is not None:
@@ -111,7 +112,7 @@ def _disk_settings(config: EngineConfig, pages: _HostPages) -> ServiceSettings:
     return ServiceSettings(
         readers=advanced.disk_reader_threads,
         queue_jobs=advanced.disk_queue_jobs,
-        full_bytes=pages.num_bytes // 2,  # what may be locked on its way to the store
+        full_bytes=pages.num_bytes // 2,  # maximum of pages locked until the store has written them
         limits=limits,
     )
 

@@ -1,4 +1,4 @@
-"""Checks of settings that depend on no model. A command runs them before it loads one, which takes minutes."""
+"""Checks settings without a model. Commands run these checks before they load a model, which takes minutes."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from hicache.storage.urls import opener_of
 
 
 def require_usable(config: EngineConfig) -> None:
-    """Raise if no engine can be built from `config`, whatever its model: `ConfigError`, and `StoreError` for a store
-    without a client."""
+    """Raise if no engine can be built from `config`, whatever its model: `ConfigError`, or `StoreError` for a store
+    that has no client."""
     with allocation_region(config.enable_memory_saver), custom_pool_region(device_named(config.device)):
-        pass  # their packages are installed
+        pass  # raises if their packages are not installed
     rank_policy(config.eviction_policy)
     rank_policy(config.host_order, "host_eviction_policy")
     if config.write_policy != "auto":
@@ -45,7 +45,7 @@ def require_usable(config: EngineConfig) -> None:
 
 
 def device_named(name: str | torch.device) -> torch.device:
-    """The device with its index. `ConfigError` unless torch has it and engines run on its kind."""
+    """The device with its index. Raises `ConfigError` unless torch has the device and engines support its kind."""
     try:
         device = torch.device(name)
     except RuntimeError:
@@ -61,7 +61,7 @@ def device_named(name: str | torch.device) -> torch.device:
 
 
 def _require_folder(path: str) -> None:
-    """`ConfigError` unless `path` is a directory or one can be made there."""
+    """Raise `ConfigError` unless `path` is a directory or can be created."""
     found = Path(os.path.abspath(path))
     while not os.path.lexists(found):
         found = found.parent
