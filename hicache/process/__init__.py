@@ -1,1 +1,1 @@
-"""What a process owes to whoever runs it: logs that somebody may read, and the work of process 1 of a container."""
+"""Process-wide duties of a command: log lines that never block it, and the work of process 1 of a container."""

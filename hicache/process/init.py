@@ -1,8 +1,9 @@
-"""Process 1 of a container, which the kernel treats unlike any other.
+"""Process 1 of a container, which the kernel treats differently from other processes.
 
-No signal ends process 1 by default, so a SIGTERM is lost until a program has set its handlers; and every orphan of the
-container becomes its child, a zombie until it is waited for. As process 1 a command goes on in a child, with signals as
-anywhere else, and what is left passes signals on and waits for whoever ends. tini and dumb-init do the same.
+No signal ends process 1 by default, so a SIGTERM is lost until a program has set its handlers. Every orphan of the
+container becomes a child of process 1 and stays a zombie until process 1 waits for it. If a command is started as
+process 1, it therefore continues in a child, where signals work normally; process 1 forwards signals to the child and
+reaps ended processes. tini and dumb-init do the same.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ _NOT_PASSED_ON = {*_OF_DEFECTS, signal.SIGKILL, signal.SIGSTOP}
 
 
 def leave_process_1() -> None:
-    """Return in a child of this process if it is process 1, else at once. To be called before there are threads."""
+    """If this process is process 1, fork and return in the child; else return at once. Call it before threads are
+    started."""
     if os.getpid() == _INIT:
         supervise()
 
 
 def supervise() -> None:
-    """Return in a child of this process, which ends as the child does: with its status, or 128 and its signal."""
+    """Fork and return in the child. This process ends when the child ends: with its status, or with 128 plus its
+    signal."""
     passed_on = signal.valid_signals() - _NOT_PASSED_ON
     before = signal.pthread_sigmask(signal.SIG_BLOCK, passed_on)
     child = os.fork()
@@ -38,12 +41,12 @@ def _pass_on(signals: Collection[int], child: int) -> NoReturn:
         came = signal.sigwaitinfo(signals)
         if came.si_signo == signal.SIGCHLD:
             _reap(child)
-        elif came.si_code <= 0:  # sent by a process: the child has those of its terminal too
+        elif came.si_code <= 0:  # sent by a process; signals of the terminal reach the child directly
             os.kill(child, came.si_signo)
 
 
 def _reap(child: int) -> None:
-    """Wait for all that have ended, and end where the child is among them."""
+    """Reap all ended processes. If the child is among them, end this process."""
     while True:
         try:
             pid, status = os.waitpid(-1, os.WNOHANG)

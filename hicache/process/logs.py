@@ -1,7 +1,7 @@
-"""The logs of servers and their store processes: lines on stderr, text on a terminal and JSON elsewhere.
+"""Logs of servers and their store processes: lines on stderr, as text on a terminal and as JSON elsewhere.
 
-No line holds text of a prompt or an answer, whatever fails. A thread writes the lines. If stderr is not read, lines are
-dropped and counted, and the process goes on.
+No line contains text of a prompt or an answer, whatever fails. A separate thread writes the lines. If nothing reads
+stderr, lines are dropped and counted, and the process continues.
 """
 
 from __future__ import annotations
@@ -22,17 +22,18 @@ from typing import Any
 
 LEVELS = ("debug", "info", "warning", "error")
 _OWN = "hicache"
-_MAX_LINES = 4096  # that wait to be written, about a megabyte
-_LEFT_S = 1.0  # that the last lines have, at the end of the process
+_MAX_LINES = 4096  # lines that may be queued, about a megabyte
+_LEFT_S = 1.0  # time to write queued lines at the end of the process
 _STDERR = 2
-_PLAIN = re.compile(r'"[^\s"\\]+"')  # text in JSON that is as clear without its quotes
+_PLAIN = re.compile(r'"[^\s"\\]+"')  # JSON strings that are unambiguous without quotes
 
 
 class JsonLines(logging.Formatter):
-    """One JSON object a line. `extra={"fields": {...}}` adds fields.
+    """Formats a record as one JSON object in a line. `extra={"fields": {...}}` adds fields.
 
-    An exception's message and the lines of a message after the first may quote what a client sent, so an exception is
-    its class and where it was raised. Other libraries' messages keep their first line.
+    An exception's message, and the lines of a message after the first, may quote text that a client sent. So an
+    exception is logged as its class and the place that raised it, and messages of other libraries are cut to their
+    first line.
     """
 
     def format(self, record: logging.LogRecord) -> str:
@@ -41,7 +42,8 @@ class JsonLines(logging.Formatter):
 
 
 class TextLines(logging.Formatter):
-    """The same for people: `10:30:00 INFO request route=/health status=200`, with escapes for control characters."""
+    """Formats a record as a readable line: `10:30:00 INFO request route=/health status=200`. Escapes control
+    characters."""
 
     def format(self, record: logging.LogRecord) -> str:
         time = datetime.datetime.fromtimestamp(record.created).strftime("%H:%M:%S")
@@ -52,7 +54,7 @@ class TextLines(logging.Formatter):
 
 
 def _fields(record: logging.LogRecord) -> dict[str, Any]:
-    """The event of a record, and its fields."""
+    """The event of a record and its other fields, by name."""
     line: dict[str, Any] = {"event": record.getMessage().split("\n", 1)[0], **record.__dict__.get("fields", {})}
     if record.exc_info and record.exc_info[1] is not None:
         line.update(described(record.exc_info[1]))
@@ -60,7 +62,7 @@ def _fields(record: logging.LogRecord) -> dict[str, Any]:
 
 
 def described(error: BaseException) -> dict[str, Any]:
-    """The fields of an exception: its class, and where it was raised."""
+    """The fields of an exception: its class and its stack frames."""
     frames = traceback.extract_tb(error.__traceback__)
     return {
         "error": type(error).__name__,
@@ -69,18 +71,18 @@ def described(error: BaseException) -> dict[str, Any]:
 
 
 class LineWriter(logging.Handler):
-    """Writes lines to a file descriptor, on a thread of its own; `emit` never waits for it.
+    """Writes lines to a file descriptor on its own thread. `emit` never waits for that thread.
 
-    Of lines that find the queue full it tells the number, once there is room. A forked process has no such thread, and
-    writes nothing: what it meets, its parent is to log.
+    Lines that find the queue full are dropped; once the queue has capacity, a line says how many. In a forked process,
+    which has no such thread, nothing is written.
     """
 
     def __init__(self, descriptor: int = _STDERR, max_lines: int = _MAX_LINES) -> None:
         super().__init__()
-        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # its number may be that of another file
+        is_closed = descriptor == _STDERR and sys.__stderr__ is None  # then the number 2 may belong to another file
         self._descriptor = -1 if is_closed else descriptor
         self._process = os.getpid()
-        self._lines = queue.Queue[bytes | threading.Event | None](max_lines)  # an event: of a `flush`
+        self._lines = queue.Queue[bytes | threading.Event | None](max_lines)  # an event is set for `flush` when reached
         self._num_dropped = 0
         self._thread = threading.Thread(target=self._write_all, name="hicache-logs", daemon=True)
         self._thread.start()
@@ -95,7 +97,7 @@ class LineWriter(logging.Handler):
             self._num_dropped += 1
 
     def flush(self) -> None:
-        """What was logged is written, unless nobody reads it."""
+        """Wait until the lines logged so far are written, at most `_LEFT_S` seconds."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         written = threading.Event()
@@ -104,7 +106,7 @@ class LineWriter(logging.Handler):
             written.wait(_LEFT_S)
 
     def close(self) -> None:
-        """Write what waits, unless nobody reads it."""
+        """Write the queued lines and stop the thread, within a few seconds even if nothing reads them."""
         super().close()
         with contextlib.suppress(queue.Full):
             self._tell_dropped(_LEFT_S)
@@ -120,7 +122,7 @@ class LineWriter(logging.Handler):
     def _line(self, record: logging.LogRecord) -> bytes:
         try:
             text = self.format(record)
-        except (TypeError, ValueError, LookupError):  # a defect of who logs, told without what it was to say
+        except (TypeError, ValueError, LookupError):  # a defect in the logging code; its arguments are left out
             text = self.format(_warning(f"{record.pathname}:{record.lineno} logs what cannot be formatted"))
         return f"{text}\n".encode(errors="backslashreplace")
 
@@ -135,17 +137,19 @@ class LineWriter(logging.Handler):
         while line:
             try:
                 line = line[os.write(self._descriptor, line) :]
-            except BlockingIOError:  # of a terminal or socket that another process has set so
+            except BlockingIOError:  # another process made this terminal or socket non-blocking
                 time.sleep(_LEFT_S / 10)
-            except OSError:  # the reader is gone, and so is the place to tell it
+            except OSError:  # the reader is gone, so the error cannot be reported either
                 return
 
 
 @contextlib.contextmanager
 def server_lines(level: int = logging.INFO) -> Iterator[None]:
-    """Inside, all logging of this process goes to stderr, as text if that is a terminal, else as JSON: hicache's from
-    `level` on, and from WARNING on warnings, the errors that end a thread, and other libraries, also those with a
-    handler of their own."""
+    """Inside, write all logging of this process to stderr: as text if that is a terminal, else as JSON.
+
+    hicache's records are written from `level` on. From WARNING on are written those of other libraries, also of
+    libraries with handlers of their own, Python warnings, and errors that end a thread.
+    """
     with contextlib.ExitStack() as stack:
         writer = stack.enter_context(contextlib.closing(LineWriter()))
         writer.setFormatter(TextLines() if os.isatty(_STDERR) else JsonLines())
@@ -168,7 +172,7 @@ def server_lines(level: int = logging.INFO) -> Iterator[None]:
 
 @contextlib.contextmanager
 def text_lines(format: str, level: int) -> Iterator[None]:
-    """As `server_lines`, always as text, for a process that ends behind it."""
+    """Inside, write all logging to stderr as text in the given format. For a process that ends after this block."""
     with contextlib.closing(LineWriter()) as writer:
         writer.setFormatter(logging.Formatter(format))
         logging.basicConfig(handlers=[writer], level=level)
