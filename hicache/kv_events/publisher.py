@@ -1,8 +1,8 @@
-"""Publishes KV events on a thread of its own, so that no step of the scheduler waits for those who read them.
+"""Publishes KV events on a separate thread, so that no step of the scheduler waits for subscribers.
 
-Each step's changes are one batch with the next sequence number. A batch that the queue has no room for is dropped, and
-so is one that the sink could not write; the number stays used, so whoever reads the stream sees the gap. Imports the
-tree's changes, and no movement.
+The changes of each step are one batch with the next sequence number. A batch is dropped if the queue is full or if the
+sink fails to write it. Its number stays used, so subscribers see the gap. This module imports the tree's changes and no
+movement.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _CLOSE_S = 5.0
 
 @dataclass(frozen=True)
 class EventBatch:
-    """The changes of one step. `time_s`: since the epoch, when the step ended."""
+    """The changes of one step. `time_s`: when the step ended, in seconds since the epoch."""
 
     sequence: int
     time_s: float
@@ -33,35 +33,36 @@ class EventBatch:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that it tells of, at least 1."""
+        """Number of blocks in the changes, at least 1."""
         return max(1, sum(len(change.keys) for change in self.changes))
 
 
 class EventSink(Protocol):
-    """Where batches go. Built on the thread that builds the engine; used by the publisher's thread alone."""
+    """Writes batches to a file or sockets. Built on the thread that builds the engine; used only by the publisher's
+    thread."""
 
     @property
     def poll_s(self) -> float | None:
-        """How long at most to wait for a batch before `serve` is called, in seconds; None: with each is enough."""
+        """Maximum seconds to wait for a batch before `serve` is called; None: call `serve` only after each batch."""
         ...
 
     def send(self, batch: EventBatch) -> None:
-        """Write a batch. Whatever it raises loses the batch."""
+        """Write a batch. If this raises any exception, the batch is lost."""
         ...
 
     def serve(self) -> None:
-        """Answer who asked for something, for a bounded time: batches wait meanwhile."""
+        """Answer requests of subscribers for a bounded time. Batches wait meanwhile."""
         ...
 
     def close(self) -> None: ...
 
 
 class EventPublisher:
-    """Owns a queue, a thread and a sink; `log` is that of the engine's tree.
+    """Owns a queue, a thread and a sink. `log`: the event log of the engine's tree.
 
-    The scheduler thread calls `start`, `publish` once a step, and `close`. `publish` holds a lock while it appends, and
-    makes no event. Batches wait as long as they tell of at most `queue_blocks` blocks together, and one always may. The
-    stream begins and ends with `AllBlocksCleared`: what another engine told before is over.
+    The scheduler thread calls `start`, `publish` once a step, and `close`. `publish` holds a lock only while it appends
+    a batch. The queue accepts batches of at most `queue_blocks` blocks in total, and always at least one batch. The
+    stream begins and ends with `AllBlocksCleared`, which invalidates the events of an earlier engine.
     """
 
     def __init__(self, log: EventLog, sink: EventSink, queue_blocks: int, metrics: Metrics) -> None:
@@ -82,7 +83,7 @@ class EventPublisher:
         metrics.gauge("kv_events.waiting_blocks", "blocks whose events were not written yet", lambda: self._num_blocks)
 
     def start(self) -> None:
-        """Start the thread, and the stream. Idempotent."""
+        """Start the thread and begin the stream. Idempotent."""
         if self._thread is None:
             self._log.cleared()
             self.publish()
@@ -90,7 +91,7 @@ class EventPublisher:
             self._thread.start()
 
     def publish(self) -> None:
-        """Hand what changed since the last call to the thread. Never waits."""
+        """Queue the changes since the last call for the thread. Never waits."""
         changes = self._log.take_changes()
         if not changes:
             return
@@ -106,7 +107,8 @@ class EventPublisher:
             self._changed.notify()
 
     def close(self, within_s: float = _CLOSE_S) -> bool:
-        """End the stream, write what waits and close the sink, in at most `within_s` seconds; whether that was enough.
+        """End the stream, write queued batches and close the sink within `within_s` seconds. Returns whether that
+        succeeded.
 
         Idempotent. The thread is a daemon: one that hangs in its sink does not keep the process alive.
         """
@@ -114,7 +116,7 @@ class EventPublisher:
             self._sink.close()
             return True
         if not self._ends:
-            self.publish()  # what closing has changed so far
+            self.publish()  # changes that closing the engine has made so far
             self._log.cleared()
             self.publish()
         self._end()
@@ -154,7 +156,7 @@ class EventPublisher:
             self._sink.close()
 
     def _next(self) -> EventBatch | None:
-        """The next batch; None where none came within `poll_s`, or none will come."""
+        """The next batch; None if there was none within `poll_s`, or if the stream has ended."""
         with self._changed:
             self._changed.wait_for(lambda: bool(self._waiting) or self._ends, self._sink.poll_s)
             return self._waiting.popleft() if self._waiting else None
@@ -165,7 +167,7 @@ class EventPublisher:
                 self._sink.send(batch)
                 self._sent.value += 1
             self._sink.serve()
-        except Exception:  # the reader sees the gap in the numbers
+        except Exception:  # subscribers see the gap in the sequence numbers
             if not self._failed.value:
                 log.exception("KV events: a batch could not be written, or replayed; further ones are counted")
             self._failed.value += 1

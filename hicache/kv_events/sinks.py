@@ -1,6 +1,7 @@
-"""Where KV events go: a file of JSON lines, or ZeroMQ sockets that the routers of vLLM and SGLang subscribe to.
+"""Sinks of KV events: a file of JSON lines, or ZeroMQ sockets that the routers of vLLM and SGLang subscribe to.
 
-Both write the same events: maps with `type` and the field names of vLLM's event classes. docs/events.md has the format.
+Both write the same events: maps with `type` and the field names of vLLM's event classes. docs/events.md defines the
+format.
 """
 
 from __future__ import annotations
@@ -20,24 +21,24 @@ from hicache.kv_events.publisher import EventBatch, EventSink
 from hicache.tree.events import BlockStored, KVCacheEvent
 
 _RANK = 0  # of data parallelism
-_EVENT_BLOCKS = 64  # of one event: no call into C holds the interpreter's lock for longer than these take
-_POLL_S = 0.05  # between two looks for requests to replay
-_LINGER_MS = 500  # at the end, for subscribers that read
-_MAX_UNREAD = 4096  # batches that wait for one slow subscriber; ZeroMQ drops what comes beyond that
+_EVENT_BLOCKS = 64  # maximum blocks of one event, which bounds how long a call into C holds the interpreter's lock
+_POLL_S = 0.05  # between two polls for replay requests
+_LINGER_MS = 500  # at close, for subscribers that still read
+_MAX_UNREAD = 4096  # batches queued for one slow subscriber; ZeroMQ drops further ones
 _REPLAY_BATCHES, _REPLAY_BYTES = 4096, 64 << 20
-_ANSWER_BATCHES = 256  # of one call: new batches go out between two
+_ANSWER_BATCHES = 256  # batches that one call of `serve` replays, so that new batches are sent between two calls
 _END = (-1).to_bytes(8, "big", signed=True)
 
 
 def sink_of(address: str, topic: str = "", replay: str = "") -> EventSink:
-    """The sink for the address of `kv_events`. Raises `ConfigError` where it cannot be used."""
+    """The sink for an address of `kv_events`. Raises `ConfigError` if the address cannot be used."""
     if address.startswith("file:"):
         return FileSink(path_in(address))
     return ZmqSink(address, topic, replay)
 
 
 def path_in(address: str) -> str:
-    """The path in `file:PATH`. Raises `ConfigError` where there is none."""
+    """The path in `file:PATH`. Raises `ConfigError` if there is none."""
     try:
         return path_text(address if address.startswith("file://") else address.removeprefix("file:"))
     except ConfigError as error:
@@ -45,7 +46,7 @@ def path_in(address: str) -> str:
 
 
 def events_of(batch: EventBatch) -> Iterator[dict[str, Any]]:
-    """The events of a batch, each as a map: `type` and its fields."""
+    """The events of a batch, each as a map of `type` and its fields."""
     for change in batch.changes:
         for event in change.blocks(_EVENT_BLOCKS):
             yield _as_map(event)
@@ -54,21 +55,21 @@ def events_of(batch: EventBatch) -> Iterator[dict[str, Any]]:
 def _as_map(event: KVCacheEvent) -> dict[str, Any]:
     fields: dict[str, Any] = {"type": type(event).__name__, **vars(event)}
     if isinstance(event, BlockStored):
-        fields |= {"lora_id": None, "lora_name": None}  # vLLM's class has no default for these
+        fields |= {"lora_id": None, "lora_name": None}  # required fields of vLLM's class
     return fields
 
 
 class FileSink:
-    """Appends one line a batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`. A new file is private to its user:
-    token ids are prompts.
+    """Appends one line for each batch: `{"sequence": 0, "time_s": 1.5, "events": [...]}`. Only the user can read a new
+    file, because events contain token ids of prompts.
 
-    A FIFO must have its reader before the engine is built.
+    A FIFO must have a reader before the engine is built.
     """
 
     poll_s: float | None = None
 
     def __init__(self, path: str) -> None:
-        """Raises `ConfigError` where the file cannot be opened."""
+        """Open the file. Raises `ConfigError` if that fails."""
         try:
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NONBLOCK | os.O_CLOEXEC, 0o600)
         except OSError as error:
@@ -79,7 +80,7 @@ class FileSink:
     def send(self, batch: EventBatch) -> None:
         events = ",".join(json.dumps(event, separators=(",", ":")) for event in events_of(batch))
         line = f'{{"sequence":{batch.sequence},"time_s":{batch.time_s},"events":[{events}]}}\n'
-        # What a full disk left of a line stays a line of its own.
+        # After a partial write to a full disk, begin a new line, so that only the partial line is unreadable.
         left = memoryview((("\n" if self._is_torn else "") + line).encode())
         self._is_torn = True
         while left:
@@ -87,7 +88,7 @@ class FileSink:
         self._is_torn = False
 
     def serve(self) -> None:
-        """Nobody asks."""
+        """Do nothing: a file has no requests."""
 
     def close(self) -> None:
         if self._file >= 0:
@@ -96,24 +97,24 @@ class FileSink:
 
 
 class ZmqSink:
-    """A PUB socket, and with `replay` a ROUTER socket from which missed batches are had.
+    """A PUB socket, and with `replay` a ROUTER socket from which subscribers request missed batches.
 
-    PUB     topic, sequence number (8 bytes, big endian), msgpack of [time, events, rank]
-    ROUTER  asked with an empty frame and a sequence number, it answers with every batch from there on that it still
-            has, each as an empty frame and the three of PUB, and at the end with an empty topic and number -1
+        PUB     topic, sequence number (8 bytes, big endian), msgpack of [time, events, rank]
+    ROUTER  a request is an empty frame and a sequence number. The answer is every kept batch from that number on, each
+                as an empty frame and the three frames of PUB, and at the end an empty topic and number -1
 
-    `address` is bound; behind `connect:` it is connected to. No call waits for a subscriber.
+    `address` is bound, or connected to if it begins with `connect:`. No call waits for a subscriber.
     """
 
     def __init__(self, address: str, topic: str = "", replay: str = "") -> None:
-        """Raises `ConfigError` where an address cannot be used or a package is missing."""
+        """Create the sockets. Raises `ConfigError` if an address cannot be used or a package is missing."""
         zmq, self._pack = _packages()
         self._zmq = zmq
         self._topic = topic.encode()
         self._context = zmq.Context()
         self._buffer: deque[tuple[bytes, bytes]] = deque()
         self._buffer_bytes = 0
-        self._asked: tuple[bytes, bytes] | None = None  # whom an answer is under way to, and the number it goes on from
+        self._asked: tuple[bytes, bytes] | None = None  # client of the replay in progress, and the next number for it
         try:
             self._publisher = self._socket(zmq.PUB, address, "kv_events", _MAX_UNREAD)
             self._router = self._socket(zmq.ROUTER, replay, "kv_events_replay", 0) if replay else None
@@ -123,7 +124,8 @@ class ZmqSink:
 
     @property
     def addresses(self) -> tuple[str, str]:
-        """What the sockets are bound to, the second empty without `kv_events_replay`: port 0 is the system's choice."""
+        """The bound addresses of both sockets, with the port that the system chose for port 0. The second is empty
+        without `kv_events_replay`."""
         bound = self._zmq.LAST_ENDPOINT
         router = "" if self._router is None else self._router.getsockopt_string(bound)
         return self._publisher.getsockopt_string(bound), router
@@ -142,7 +144,7 @@ class ZmqSink:
             self._keep(number, payload)
 
     def serve(self) -> None:
-        """Go on with the answer to who asked for batches again, and then with that to the next."""
+        """Continue the replay in progress, or begin the next requested one."""
         if self._router is None:
             return
         if self._asked is None and self._router.poll(0):
@@ -165,7 +167,7 @@ class ZmqSink:
 
     def _answer(self, client: bytes, *frames: bytes) -> None:
         assert self._router is not None
-        with contextlib.suppress(self._zmq.Again):  # it asks again when it has read what is under way
+        with contextlib.suppress(self._zmq.Again):  # the client's queue is full; it requests the rest after reading
             self._router.send_multipart((client, b"", *frames), self._zmq.DONTWAIT)
 
     def _keep(self, number: bytes, payload: bytes) -> None:
@@ -189,7 +191,7 @@ class ZmqSink:
 
 
 def _packages() -> tuple[Any, Any]:
-    """The module of ZeroMQ, and msgpack's encoder."""
+    """The module of ZeroMQ, and msgpack's encoder. Raises `ConfigError` if a package is missing."""
     try:
         return importlib.import_module("zmq"), importlib.import_module("msgspec").msgpack.encode
     except ImportError as error:
