@@ -1,4 +1,4 @@
-"""The flags of `hicache store`: what an operator does to a store of pages, without an engine and without its model."""
+"""The command `hicache store`: an operator inspects and maintains a store of pages without an engine or a model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hicache.store_command.reporting import LogCapture, Steps
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The subcommands of `hicache store`, each with its flags."""
+    """Add the subcommands of `hicache store` with their flags."""
     subparsers = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
     _add(subparsers, commands.stat, "stat", "what a store holds; of one that is open, what its record says")
 
@@ -54,7 +54,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Run one subcommand; returns the exit status. Raises what the subcommand raises."""
+    """Run one subcommand. Returns the exit status. Passes on the subcommand's exceptions."""
     if flags.verb == "serve":
         with text_lines("%(asctime)s %(levelname)s %(message)s", logging.INFO):
             serve(flags.url, flags.socket)

@@ -1,4 +1,4 @@
-"""The subcommands of `hicache store`, one function each: it takes a `Task` and returns an `Outcome`."""
+"""The subcommands of `hicache store`: each is one function that takes a `Task` and returns an `Outcome`."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from hicache.storage.store_folder import last_use_s, remove_store
 from hicache.store_command.reporting import LogCapture, Steps
 
 _DAY_S = 86400
-_SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of an identity
+_SUMMARY_FIELDS = ("server", "model", "dtype", "layout")  # of a store's identity
 
 
 @dataclass(frozen=True)
 class Task:
-    """One call: the flags, where to show progress, and what the store logged so far."""
+    """One run of a subcommand: its flags, its progress display, and the store's log messages so far."""
 
     flags: argparse.Namespace
     progress: Steps
@@ -50,7 +50,7 @@ class Task:
 
     @property
     def folder(self) -> Path:
-        """Of one store, or of those of servers."""
+        """The given directory: of one store, or of several stores."""
         path = Path(self.flags.path)
         if path.exists() and not path.is_dir():
             raise ConfigError(f"{path} is no directory; give the one that holds the store")
@@ -58,7 +58,7 @@ class Task:
 
     @property
     def path(self) -> Path:
-        """Of one store: the only one of a folder, too."""
+        """The directory of the store. If the given directory contains exactly one store, that store's."""
         folders = store_folders(self.folder)
         if len(folders) > 1:
             raise ConfigError(f"{self.folder} holds {len(folders)} stores; name one of them, like {folders[0]}")
@@ -70,7 +70,7 @@ class Task:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a subcommand: for programs, for people, and the exit status."""
+    """The result of a subcommand: as JSON values, as text, and the exit status."""
 
     stats: dict[str, Any]
     text: str
@@ -78,7 +78,7 @@ class Outcome:
 
 
 def stat(task: Task) -> Outcome:
-    """Of a store, or a summary of those in a folder."""
+    """Describe a store, or summarize the stores in a directory."""
     folders = store_folders(task.folder)
     if len(folders) > 1:
         return _stat_all(task.folder, folders)
@@ -87,7 +87,7 @@ def stat(task: Task) -> Outcome:
 
 
 def _stat_all(path: Path, folders: Sequence[Path]) -> Outcome:
-    """One row a store, and sums; status 1 when one of them cannot be read."""
+    """One block of rows for each store, and sums. The status is 1 if a store cannot be read."""
     stats: list[dict[str, Any]] = []
     parts: list[str] = []
     for folder in folders:
@@ -142,7 +142,7 @@ def _stats_of(found: StoreDescription) -> dict[str, Any]:
 
 
 def prune_stores(task: Task) -> Outcome:
-    """Whole stores of a folder, by their last use; those that are open stay."""
+    """Remove the stores of a directory that were not used for some days. Stores that are open stay."""
     if not task.folder.is_dir():
         raise ConfigError(f"{task.folder} is no directory; give the one that holds the stores")
     removed, left = list[Path](), list[Path]()
@@ -155,7 +155,7 @@ def prune_stores(task: Task) -> Outcome:
 
 
 def _last_use(found: StoreDescription) -> str:
-    """In UTC, to the minute."""
+    """The time of the last use in UTC, to the minute; `-` if unknown."""
     if found.last_use_s == 0:
         return "-"
     return datetime.fromtimestamp(found.last_use_s, UTC).strftime("%Y-%m-%d %H:%M UTC")
@@ -212,8 +212,8 @@ def verify_pages(task: Task) -> Outcome:
 
 
 def _verify_once(task: Task, cipher: PageCipher | None) -> tuple[VerifyReport, tuple[Fault, ...], int | None]:
-    """The first report, after a repair if that is asked for, the faults that are left, and how many pages the index had
-    if opening built it anew."""
+    """Verify the store, and repair it if requested. Returns the first report, the remaining faults, and the number of
+    pages in the index if opening the store rebuilt it."""
     repair = task.flags.repair
     with _opened(task, cipher, keeps_index=True) as store:
         with task.progress.during("verifying") as step:
@@ -260,7 +260,7 @@ def evict_pages(task: Task) -> Outcome:
 
 
 def _verify_text(stats: dict[str, Any]) -> str:
-    """One line per fault, and the verdict."""
+    """One line for each fault, and a summary."""
     faults, left, repaired = stats["faults"], stats["left"], stats["repair"]
     lines = []
     for fault in faults:

@@ -1,4 +1,4 @@
-"""What `hicache store` tells while it works: its progress, and what the store logged."""
+"""Output of `hicache store` while it works: progress, and warnings that the store logged."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from hicache.serving.interrupt import CalmInterrupt
 
 
 class LogCapture(logging.Handler):
-    """Collects the warnings of the store, each once, so that an error stays one line and can name its cause."""
+    """Collects each different warning of the store once, so that an error message stays one line and can name its
+    cause."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -34,10 +35,10 @@ class LogCapture(logging.Handler):
 
 
 class Steps:
-    """The points at which Ctrl-C takes effect, and a bar that shows them where it is `wanted`.
+    """Progress display and interruption. Ctrl-C takes effect between two steps only.
 
-    `during` yields a function that is called after each step with the steps done and the steps in all (None: not
-    known). The work between two calls is never interrupted.
+    `during` yields a function to call after each step with the steps done and the total steps (None: unknown). With
+    `wanted`, it also shows a progress bar.
     """
 
     def __init__(self, calm: CalmInterrupt, *, wanted: bool) -> None:
