@@ -1,2 +1,1 @@
-"""The tiers below memory as an engine sees them: identity and byte order of its pages, and the client of their
-store."""
+"""The tiers below memory from an engine's view: identity and byte order of pages, and the client of a store."""

@@ -1,4 +1,4 @@
-"""What a stored page belongs to, and how its bytes are ordered before compression."""
+"""The identity of stored pages, and the reordering of their bytes before compression."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ PAGE_FORMAT_VERSION = 1
 def identity_of(
     config: EngineConfig, layouts: Mapping[str, PoolLayout], packed: Mapping[str, PackFormat] = MappingProxyType({})
 ) -> dict[str, str | int]:
-    """Everything that decides whether stored bytes may serve this engine, readable, for the store's own record.
+    """The fields that decide whether an engine may use stored pages, in readable form for the store's record.
 
-    The salt is part of the page keys only: tenants may share a store, never a page. `layouts`: by component; `packed`:
-    of those whose pages are packed. IdentityError without a model_id.
+    The salt is not included; it is part of each page key, so tenants may share a store but never a page. `layouts`: by
+    component. `packed`: formats of the components whose pages are packed. Raises IdentityError without a model_id.
     """
     if not config.model_id:
         raise IdentityError(
@@ -46,7 +46,7 @@ def namespace_digest(
 ) -> bytes:
     """The digest of identity and salt that seeds every page key.
 
-    An engine without a disk may leave model_id empty; its keys never leave the process.
+    An engine without a store may leave model_id empty, because its keys never leave the process.
     """
     fields: dict[str, str | int] = {"salt": config.salt, "layout": _digests(layouts)}
     if packed:
@@ -57,15 +57,15 @@ def namespace_digest(
 
 
 def page_filter(layout: PoolLayout, *, is_packed: bool = False) -> PageFilter:
-    """The filter for host pages. Packed ones stay as they are: zstd would cost a processor a second for each 0.8 GB."""
+    """The filter for host pages. Packed pages are not compressed: zstd would need a second of CPU time per 0.8 GB."""
     if is_packed:
         return PageFilter("uncompressed")
-    # Where element widths differ, the smallest: a larger one would mix numbers of two buffers.
+    # If buffers differ in element width, use the smallest. A larger one would mix bytes of two buffers' numbers.
     return PageFilter("byte_shuffle", min(spec.dtype.itemsize for spec in layout.buffers))
 
 
 def _packing(packed: Mapping[str, PackFormat]) -> str:
-    """Bits and shares of escapes of each component."""
+    """Exponent bits and shares of escapes of each packed component, as text."""
     return ",".join(
         f"{name}={format.bits}/{'/'.join(f'{share:g}' for share in format.escapes)}"
         for name, format in sorted(packed.items())
@@ -73,5 +73,5 @@ def _packing(packed: Mapping[str, PackFormat]) -> str:
 
 
 def _digests(layouts: Mapping[str, PoolLayout]) -> str:
-    """Of the layout of each component."""
+    """The digest of each component's layout, as text."""
     return ",".join(f"{name}={layout.digest().hex()}" for name, layout in sorted(layouts.items()))

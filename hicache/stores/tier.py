@@ -1,7 +1,7 @@
-"""A tier below memory as an engine sees it: the client of its store, and what it counts.
+"""A tier below memory from an engine's view: the client of its store, and its metrics.
 
-open_tier    the store runs in a process that is started for it, or in the process behind unix:/path/of/socket
-given_tier   the store is a Python object of the caller's, served by a thread of this process
+open_tier    the store runs in a process started for it, or in an operator's process behind unix:/path/of/socket
+given_tier   the store is a Python object of the caller, and runs in a thread of this process
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "used_ratio": ("gauge", "file_bytes over budget_bytes"),
     "drive_writes_per_day": ("gauge", "put_stored_bytes over drive_bytes, of a day, since the store was opened"),
 }
-# By fields of `StoreStats`.
+# By field of `StoreStats`: name of the metric, its type and its help text.
 _STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
     "entries": ("stored_pages", "gauge", "pages in the store: of tokens, windows and states"),
     "live_bytes": ("live_bytes", "gauge", "their bytes as stored"),
@@ -61,12 +61,12 @@ assert tuple(_QUEUE_METRICS) == QUEUE_NUMBERS
 
 
 class StoreTier(StoreClient):
-    """Owned by the scheduler thread; no method waits for the medium longer than its argument says.
+    """A store tier, used by the scheduler thread only. No method waits for the medium longer than its argument allows.
 
     `job_pages`: pages of one job that reads a prefix. `num_readers`: threads that read from the store. `patience_s`:
-    until a job is answered, or announced as stalled, at most. A store that cannot be had now is tried again with
-    growing delays; other errors of opening are raised. `tells_removed`: answers of writes name each page that the store
-    lost; where several engines share a process, each is named to one of them.
+    maximum seconds until a job is answered or reported as stalled. `tells_removed`: replies to writes name each page
+    that the store removed; if several engines share a store process, each page is named to one of them. If the store is
+    unavailable now, opening it is retried with growing delays; other errors of opening are raised.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class StoreTier(StoreClient):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         settings = request.settings
-        # Jobs that wait there, and those that the threads work on.
+        # Queued jobs, and jobs that the threads work on.
         super().__init__(transport, request, max_jobs=settings.queue_jobs + settings.readers, clock=clock)
         self.name = settings.name
         self.num_readers = settings.readers
@@ -89,23 +89,23 @@ class StoreTier(StoreClient):
         self.open()
 
     def register(self, metrics: Metrics) -> None:
-        """Enter what it counts."""
+        """Register the metrics of the tier."""
         register_tier(metrics, self.name, self._numbers, self._queue_numbers)
 
     def close(self, within_s: float | None = None) -> bool:
-        """Finish what is queued and close the store. Idempotent. In a fork it does nothing.
+        """Finish queued jobs and close the store. Idempotent. In a fork it does nothing.
 
-        Waits at most `within_s` (default: `close_s` of the limits). False: a thread of the store did not return. The
-        store then keeps its path, and nobody else may use the pages of the thread's job; a later call tries again.
-        Raises what closing the store raises.
+        Waits at most `within_s` seconds (default: `close_s` of the limits). Returns False if a thread of the store did
+        not end. Then the store keeps its path locked, the pages of that thread's job must not be reused, and a later
+        call tries again. Raises errors of closing the store.
         """
         if not self._owner.is_here:
             return True
         return super().close(self._limits.close_s if within_s is None else within_s)
 
     def abandon(self, within_s: float) -> None:
-        """Close the store, or end its process without that: nothing that was acknowledged is lost. For an engine that
-        ends without a close."""
+        """Close the store, or kill its process. No acknowledged write is lost. For an engine that ends without
+        `close`."""
         if not self.close(within_s):
             self.end()
 
@@ -133,7 +133,8 @@ def register_tier(
     numbers: Callable[[], Mapping[str, float]],
     queue_numbers: Callable[[str], Mapping[str, float]],
 ) -> None:
-    """Enter what a tier of this name counts: `numbers`, and those of its reads and writes."""
+    """Register the metrics of the tier `name`. `numbers`: its values by name. `queue_numbers`: those of its reads or
+    writes."""
     for queue in ("reads", "writes"):
         named, of_queue = f"{name}.{queue}_", {"direction": queue.removesuffix("s")}
         families = {f"{named}{metric}": (f"{name}_{metric}", of_queue) for metric in _QUEUE_METRICS}
@@ -152,9 +153,9 @@ def open_tier(
     job_pages: int = JOB_PAGES,
     clock: Callable[[], float] = time.monotonic,
 ) -> StoreTier:
-    """The tier over the store of `request.url`: in a process of its own, or, for `unix:/path/of/socket`, in the
-    process that an operator started there. `in_process`: in a thread of this process. Raises what opening the store
-    raises, but for StoreUnavailable."""
+    """The tier over the store of `request.url`: in a process started for it; for `unix:/path/of/socket` in the process
+    that an operator started; with `in_process` in a thread of this process. Raises errors of opening the store except
+    StoreUnavailable."""
     transport: Transport
     if request.url.startswith(SOCKET):
         transport = ServedSocket(request.url.removeprefix(SOCKET))
@@ -173,7 +174,6 @@ def given_tier(
     job_pages: int = JOB_PAGES,
     clock: Callable[[], float] = time.monotonic,
 ) -> StoreTier:
-    """The tier over a store that is an object of this process, in a thread of it. `owns_store`: closed with the
-    tier."""
+    """The tier over a store that is an object of this process, in a thread. `owns_store`: the tier closes the store."""
     transport = InlineServer(OpenStores(clock=clock, given=store, owns_given=owns_store), clock)
     return StoreTier(transport, StoreRequest("", {}, (), settings=settings), job_pages=job_pages, clock=clock)
