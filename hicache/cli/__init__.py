@@ -1,14 +1,14 @@
 """The command line: `hicache demo`, `serve`, `chat`, `top`, `plan`, `store`, `replay`, `bench`, `config`.
 
-An error is one line on stderr and a status.
+An error is printed as one line on stderr, and sets the exit status.
 
-A command is a module with `run(flags)`, and one with `add_flags(parser)`, often the same. They are imported by name
-when it is called, since the imports of `demo`, `serve` and `chat` take seconds and need packages that the others, and
-`--help`, do not. This module imports the standard library, `hicache.console` and `hicache.process.init` only, so that
-Ctrl-C and SIGTERM work from the start.
+A command is a module with `run(flags)`, and a module with `add_flags(parser)`, often the same. Both are imported when
+the command is called: imports of `demo`, `serve` and `chat` take seconds and need packages that other commands and
+`--help` do not need. This module imports only the standard library, `hicache.console` and `hicache.process.init`, so
+that Ctrl-C and SIGTERM work from the start.
 
-Exit status: 0 done, 1 the demo's outcome is not identical, the server's engine failed, a store has faults or a
-benchmark regressed, 2 wrong input or an unusable file, 130 interrupted, 141 the output's reader is gone.
+Exit status: 0 success; 1 the demo's outcomes differ, the server's engine failed, a store has faults, or a benchmark
+regressed; 2 wrong input or an unusable file; 130 interrupted; 141 the reader of the output is gone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hicache.process.init import leave_process_1
 
 _WRONG_INPUT_STATUS = 2
 _INTERRUPTED_STATUS = 130
-_BROKEN_PIPE_STATUS = 141  # as the shell gives for a program that a closed pipe ended
+_BROKEN_PIPE_STATUS = 141  # the status that a shell reports for a program ended by SIGPIPE
 _SERVE_PACKAGES = (
     "transformers",
     "tokenizers",
@@ -50,8 +50,8 @@ _INTERRUPTED = "hicache: interrupted"
 
 
 class _Command(NamedTuple):
-    """`flags`: the module with `add_flags`, where it is another. `first`: the flags that `--help` lists where it leaves
-    the rest to `--help-all`; empty: `--help` lists all."""
+    """A subcommand. `flags`: the module with `add_flags`, if it is not `module`. `first`: the flags that `--help` lists
+    if `--help-all` lists the rest; empty: `--help` lists all."""
 
     module: str
     help: str
@@ -137,16 +137,16 @@ _COMMANDS = {
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports wrong flags in one line, with the flag that may be meant and the command that lists the right ones."""
+    """Reports wrong flags in one line, with the flag that was probably meant and the command that lists all flags."""
 
     def error(self, message: str) -> NoReturn:
         help = "--help-all" if "--help-all" in self._option_string_actions else "--help"
         self.exit(_fail(f"{message}; '{self.prog} {help}' lists the flags"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """Parse, and refuse unknown flags in the name of one command."""
+        """Parse the arguments. Reports unknown flags with the usage of the called subcommand."""
         takes_rest = any(action.nargs == argparse.REMAINDER for action in self._actions)
-        if self._subparsers is None and not takes_rest:  # before a value is checked: it may be taken for an argument
+        if self._subparsers is None and not takes_rest:  # first, because argparse may take an unknown flag for a value
             given = list(sys.argv[1:] if args is None else args)
             given = given[: given.index("--")] if "--" in given else given
             options = [each for each in given if each.startswith("--") and " " not in each.partition("=")[0]]
@@ -163,7 +163,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _parser(called: str | None) -> argparse.ArgumentParser:
-    """The parser of all commands, with the flags of the one that is called, whose module is imported here."""
+    """The parser of all commands. Only the module of the called command is imported, and its flags added."""
     version = importlib.import_module("hicache").__version__
     parser = _Parser(
         prog="hicache",
@@ -182,7 +182,7 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
 
 
 class _HelpAll(argparse.Action):
-    """Print the help with every flag. `hidden`: the help of each flag that `--help` leaves out."""
+    """Prints the help with every flag. `hidden`: help texts of the flags that `--help` leaves out."""
 
     def __init__(self, hidden: dict[argparse.Action, str | None], **given: Any) -> None:
         super().__init__(nargs=0, **given)
@@ -196,7 +196,7 @@ class _HelpAll(argparse.Action):
 
 
 def _shorten_help(parser: argparse.ArgumentParser, first: Sequence[str]) -> None:
-    """Leave the flags of `first` in `--help`, and add `--help-all`."""
+    """Show only the flags of `first` in `--help`, and add `--help-all`."""
     shown = {"--help", *first}
     flags = [action for action in parser._actions if action.option_strings]
     hidden = {action: action.help for action in flags if shown.isdisjoint(action.option_strings)}
@@ -206,7 +206,7 @@ def _shorten_help(parser: argparse.ArgumentParser, first: Sequence[str]) -> None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; returns the exit status. Wrong flags and `--help` leave through SystemExit."""
+    """Run the command line. Returns the exit status. Wrong flags and `--help` raise SystemExit."""
     leave_process_1()
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -238,8 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 @contextlib.contextmanager
 def _interrupt_ends_the_process() -> Iterator[None]:
-    """While modules load, Ctrl-C ends the process at once: there is nothing to clean up yet, and an exception in the
-    middle of an import may be swallowed, or end in a traceback of another package."""
+    """While modules are imported, let Ctrl-C end the process at once. Nothing needs cleanup yet, and an exception
+    inside an import may be swallowed or printed as a traceback of another package."""
     before = signal.getsignal(signal.SIGINT)
     if before is not signal.default_int_handler or threading.current_thread() is not threading.main_thread():
         yield
@@ -257,7 +257,7 @@ def _interrupt_ends_the_process() -> Iterator[None]:
 
 
 def _line_of(error: Exception) -> str | None:
-    """The message for an error of input or environment; None for a defect of this program."""
+    """The message of an error of input or environment; None for a defect of hicache."""
     if isinstance(error, ImportError):
         missing = (error.name or "").split(".")[0]
         extra = _EXTRAS.get(missing)

@@ -1,4 +1,4 @@
-"""`hicache config --show`: every setting in force, its value with unit, and where it came from. Loads no torch."""
+"""`hicache config --show`: every setting in force, its value with unit, and its source. Imports no torch."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _PLACEHOLDERS: Mapping[str, Any] = MappingProxyType({"device_tokens": 1 << 30, "
 
 
 class _Row(NamedTuple):
-    """A setting or a variable. `value`: as JSON has it; `text`: as the table has it; `computed_from`: of an auto value,
-    what the engine computes it from."""
+    """A setting or an environment variable. `value`: as in JSON. `text`: as in the table. `computed_from`: the inputs
+    from which the engine computes an auto value; empty for other values."""
 
     name: str
     value: object
@@ -32,7 +32,7 @@ class _Row(NamedTuple):
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The flags of `hicache config`: its own, and those of the settings."""
+    """Add the flags of `hicache config` and of all settings."""
     parser.usage = "hicache config --show [--json] [--config FILE] [--SETTING VALUE ...]"
     parser.add_argument("--show", action="store_true", required=True, help="print the settings in force")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
@@ -40,7 +40,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Print the table or the JSON object; returns 0. Raises `ConfigError` where the settings are wrong."""
+    """Print the table or the JSON object. Returns 0. Raises `ConfigError` if the settings are wrong."""
     settings, variables = list(_settings(flags)), [_variable(variable) for variable in VARIABLES]
     if flags.json:
         print(json.dumps({"settings": _object(settings), "environment": _object(variables)}))
@@ -80,7 +80,7 @@ def _variable(variable: Variable) -> _Row:
 
 
 def _object(rows: Sequence[_Row]) -> dict[str, dict[str, object]]:
-    """Rows by name, without what is empty."""
+    """The rows by name. Empty fields are left out."""
     found: dict[str, dict[str, object]] = {row.name: {"value": row.value, "source": row.source} for row in rows}
     for row in rows:
         found[row.name] |= {"unit": row.unit} if row.unit else {}
