@@ -1,7 +1,7 @@
 """Plug-ins for vLLM, which imports them by name: `"module_path": "hicache.integrations.vllm"`.
 
-A name is loaded when vLLM asks for it, if the release of vLLM is one of the tested. From then on hicache logs through
-vLLM.
+A name is imported when vLLM first uses it. Before that, the release of vLLM is checked, and hicache's log is connected
+to vLLM's.
 """
 
 from hicache.integrations.vllm.release import vllm_release

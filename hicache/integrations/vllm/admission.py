@@ -1,6 +1,6 @@
-"""What the tier answers a request whose chunks the disk holds: read them, not here, or ask again.
+"""Decides the tier's answer to a look-up of chunks that the disk holds: hit (load them), miss, or retry.
 
-It knows which tokens the chunks have and what the CPU tier has room for; the gate decides.
+This module knows which tokens the chunks contain and how many rows the CPU tier has free; the gate decides.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from hicache.integrations.vllm.promotions import Promotions
 
 
 class Admission:
-    """Owned by the tier. `queue`: what the disk does. `chunk_tokens`: by group of layers."""
+    """Owned by the tier. `queue`: returns the disk's pending loads. `chunk_tokens`: tokens of a chunk, by group of
+    layers."""
 
     def __init__(
         self,
@@ -33,12 +34,12 @@ class Admission:
         self._queue = queue
         self._chunk_tokens = chunk_tokens
         self._chunk_bytes = chunk_bytes
-        self._waiting: dict[str, Promotions] = {}  # requests with rows for what the disk brings, until scheduled
+        self._waiting: dict[str, Promotions] = {}  # requests with loads, until they are scheduled
 
     def admits(self, chunk: OffloadKey, req_context: ReqContext) -> bool | None:
-        """Whether the request is to have the chunk, which the disk holds, read; None: ask again in the next step, for
-        nobody knows yet how much it holds, or the CPU tier has no rows yet. Where vLLM does not say which tokens the
-        chunk has, it is read."""
+        """Whether to load a chunk that the disk holds, for a request. None: retry in the next step, because the store
+        has not answered for all chunks yet, or the CPU tier has no free rows yet. If vLLM does not report the chunk's
+        tokens, it is loaded."""
         gate, request = self._gate, req_context.req_id
         candidate = gate.candidate(request)
         if candidate is None or not candidate.loads:
@@ -58,7 +59,7 @@ class Admission:
         return candidate.loads
 
     def promotions(self, req_context: ReqContext) -> Promotions:
-        """Of a request that has something read."""
+        """The loads of a request, created at its first load."""
         promotions = req_context.get_state(Promotions)
         if promotions is None:
             promotions = self._waiting[req_context.req_id] = Promotions()
@@ -66,29 +67,29 @@ class Admission:
         return promotions
 
     def waits_no_longer(self, request: str) -> None:
-        """It is scheduled, or has finished."""
+        """Note that the request is scheduled or has finished."""
         promotions = self._waiting.pop(request, None)
         if promotions is not None:
             promotions.waits = False
 
     def span(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> tuple[int, int] | None:
-        """Tokens [start, end) of the prompt that the chunks have, with those in between; None where vLLM does not say
-        it, or there are none."""
+        """The tokens [start, end) of the prompt from the first to the last of the chunks; None without chunks, or if
+        vLLM does not report their tokens."""
         spans = self._spans(chunks, req_context)
         return (min(start for start, _ in spans), spans[-1][1]) if spans else None
 
     def _asked(self, chunk: OffloadKey, start: int, req_context: ReqContext) -> Candidate:
-        """The request asks for the first time; or for more than before, for while it waited the CPU tier lost chunks
-        that it had. What was decided, or not answered, without them says nothing of them."""
+        """Start a candidate for the request. If there was one before, the CPU tier evicted chunks while the request
+        waited, so the request now needs more chunks, and the earlier decision and look-ups do not cover these."""
         request = req_context.req_id
         if self._gate.candidate(request) is not None:
             self._lookups.forget(request)
             self._lookups.lookup(chunk, request)
-        # vLLM does not say how long a prompt is, and stops looking up where a chunk is missing.
+        # vLLM reports no prompt length, and stops looking chunks up at a missing one.
         return self._gate.asked(request, start, max(req_context._offload_key_positions.values()))
 
     def _weigh(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
-        # What another request has read meanwhile, or is about to, needs no row and no read.
+        # Chunks that another request has loaded meanwhile, or will load, need no row and no read.
         spans = self._spans(self._room.lacking(held) or held, req_context)
         if not spans:
             return
@@ -96,7 +97,7 @@ class Admission:
         if self._gate.has_waiting:
             rows = Rows(0, len(spans), may_grow=True)
         else:
-            # Nobody with rows waits for more, so the requests that have some give them free.
+            # No request with rows waits for more rows, so all of them will release theirs.
             may_grow = queue.gives_rows or bool(self._waiting.keys() - {request})
             rows = self._room.rows(req_context, until, may_grow=may_grow)
         self._gate.weigh(request, spans, self._chunk_bytes, queue, rows)
@@ -104,7 +105,7 @@ class Admission:
             self._room.keep(req_context, candidate.until, self.promotions(req_context))
 
     def _spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
-        """Tokens [start, end) of each chunk, in the order of their ends; none where vLLM does not say it of one."""
+        """The tokens [start, end) of each chunk, ordered by end; empty if vLLM does not report those of a chunk."""
         spans = []
         for chunk in chunks:
             end = req_context.get_offload_key_position(chunk)

@@ -1,14 +1,14 @@
-"""Where tokens and channels lie within a block of vLLM's cache, as `PagePacker` needs it.
+"""Positions of tokens and channels within a block of vLLM's cache, in the form that `PagePacker` needs.
 
-A tile has one token in each of its rows, with channels of one head's keys or values, so that a channel's exponents are
-near one another:
+Each row of a tile contains channels of one head's keys or values for one token. Then the exponents of a channel are
+close to each other:
 
     HND (LBHNC)   [head][token][keys, values]     row of token n, head h: number h * tokens + n
     NHD (LBNHC)   [token][head][keys, values]     number n, all heads in it
 
-Tiles have 128 channels, and what a head has beyond a multiple of that is in tiles of 64, 32 and 16; each width has a
-packer of its own. A shape that is not that of the cache makes chunks that do not fit more frequent. What is packed
-comes back in any case.
+Tiles have 128 channels. The remaining channels of a head are in tiles of 64, 32 and 16; each width has its own packer.
+If a shape is not that of the cache, more chunks do not fit their packed size, but unpacking still restores the same
+bytes.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ _WIDTHS = (128, 64, 32, 16)
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """`channels`: elements that a token has of one head, keys and values; None: not known."""
+    """The layout of heads in a block. `channels`: elements of keys and values that a token has in one head; None:
+    unknown."""
 
     channels: int | None = None
     is_token_first: bool = False
@@ -40,8 +41,8 @@ class HeadLayout:
 
 @dataclass(frozen=True)
 class BlockShape:
-    """Of blocks of `tokens` tokens, rows of `row_bytes`: tile j of token n begins at byte `firsts[j] + n * row_bytes`,
-    and has `width` elements. Blocks are `block_rows` rows apart."""
+    """The tiles of blocks of `tokens` tokens, in rows of `row_bytes` bytes. Tile j of token n begins at byte `firsts[j]
+    + n * row_bytes` and has `width` elements. Blocks begin `block_rows` rows apart."""
 
     tokens: int
     width: int
@@ -51,15 +52,16 @@ class BlockShape:
 
     @property
     def kind(self) -> tuple[int, ...]:
-        """What the packed bytes depend on."""
+        """The values that the packed bytes depend on."""
         return (self.tokens, self.width, self.row_bytes, *self.firsts)
 
     def within(self, page_bytes: int) -> BlockShape:
-        """The same where blocks are side by side."""
+        """The same shape for contiguous blocks of `page_bytes`."""
         return BlockShape(self.tokens, self.width, self.row_bytes, page_bytes // self.row_bytes, self.firsts)
 
     def buffers(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """The tiles of all blocks of `tensor`, uint8 `[blocks, page_bytes]`: bfloat16 `[rows, width]` each."""
+        """The tiles of all blocks of `tensor`, uint8 `[blocks, page_bytes]`: one bfloat16 `[rows, width]` view for each
+        tile."""
         num_rows = (len(tensor) - 1) * self.block_rows + self.tokens
         whole = torch.as_strided(tensor, ((len(tensor) - 1) * tensor.stride(0) + tensor.shape[1],), (1,))
         elements = whole.view(torch.bfloat16)
@@ -74,12 +76,13 @@ class BlockShape:
         ]
 
     def slots(self, blocks: npt.NDArray[np.int64]) -> torch.Tensor:
-        """The rows of the blocks' tokens, int64 `[blocks * tokens]`."""
+        """The rows of the tokens of `blocks`, int64 `[blocks * tokens]`."""
         return torch.from_numpy((blocks[:, None] * self.block_rows + np.arange(self.tokens)).reshape(-1))
 
 
 def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
-    """7 bytes that differ where packed chunks would be read in another way. With each shape its tensors, by index."""
+    """A digest of 7 bytes that differs if packed chunks must be unpacked differently. Each shape comes with the indices
+    of its tensors."""
     told = repr([(shape.kind, tuple(tensors)) for shape, tensors in shapes])
     return hashlib.sha256(told.encode()).digest()[:7]
 
@@ -87,15 +90,15 @@ def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
 def shapes_of(
     page_bytes: int, block_bytes: int, tokens: int, heads: HeadLayout, format: PackFormat, blocks_per_chunk: int
 ) -> list[BlockShape]:
-    """The tiles of blocks of `page_bytes` that are `block_bytes` apart, by width. ConfigError where they have not all
-    bytes of a block."""
+    """The tiles of blocks of `page_bytes` that begin `block_bytes` apart, by width. Raises ConfigError if no tiles
+    cover all bytes of a block."""
     all_channels, rest = divmod(page_bytes, tokens * _ELEMENT_BYTES)
     channels, is_token_first = heads.channels or 0, heads.is_token_first
     widths = _widths_of(channels)
     tile_bytes = partial(format.tile_bytes, 0, tokens * blocks_per_chunk)
     packed_bytes = sum(map(tile_bytes, widths))
     if not widths or all_channels % channels or packed_bytes * TILE_CHANNELS > channels * tile_bytes(TILE_CHANNELS):
-        # Heads are too small, or not known: their bytes in order.
+        # The heads are too small or unknown: divide the bytes in their order.
         channels, is_token_first = TILE_CHANNELS * (1 if all_channels % _WIDTHS[0] else 2), False
         widths = [channels]
     row_bytes = (all_channels if is_token_first else channels) * _ELEMENT_BYTES
@@ -118,7 +121,7 @@ def shapes_of(
 
 
 def _widths_of(channels: int) -> list[int]:
-    """Of the tiles that the channels of a head are divided into; none where they are no multiple of 16."""
+    """The widths of the tiles that cover the channels of a head; empty if `channels` is not a multiple of 16."""
     if channels % _WIDTHS[-1]:
         return []
     return [_WIDTHS[0]] * (channels // _WIDTHS[0]) + [width for width in _WIDTHS[1:] if channels & width]

@@ -1,4 +1,4 @@
-"""The rows of vLLM's CPU tier, as requests that wait for the disk find them."""
+"""The free rows of vLLM's CPU tier, for requests that wait for the disk."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ from hicache.integrations.vllm.promotions import Promotions
 
 
 class CpuRoom:
-    """Owned by the tier. vLLM's own policies evict what a request waits for, so under them nobody waits for rows."""
+    """Owned by the tier. Under vLLM's own policies no request waits for rows, because they may evict its other
+    chunks."""
 
     def __init__(self, spec: OffloadingSpec) -> None:
         self._spec = spec
 
     @cached_property
     def _policy(self) -> CachePolicy | None:
-        """vLLM makes it, and the manager, before the first request and after this tier."""
+        """The policy of the CPU tier. vLLM creates it and the manager after this tier, but before the first request."""
         manager = self._spec.get_manager()
         return manager.primary_tier._policy if isinstance(manager, TieringOffloadingManager) else None
 
     def lacking(self, chunks: Iterable[OffloadKey]) -> list[OffloadKey]:
-        """Those that the CPU tier neither has nor is about to get."""
+        """The chunks that the CPU tier neither has nor is loading."""
         policy = self._policy
         return [chunk for chunk in chunks if policy is None or policy.get(chunk) is None]
 
     def rows(self, req_context: ReqContext, until: int, *, may_grow: bool) -> Rows:
-        """For the request's tokens up to `until`, beside the rows that have some of them."""
+        """The rows that the request can get for its tokens up to `until`, in addition to rows that already have some of
+        them."""
         if not isinstance(self._policy, KeepsAwaited):
             return UNKNOWN_ROWS
         resident = self._resident(req_context, until)
@@ -40,7 +42,7 @@ class CpuRoom:
         return Rows(self._policy.num_obtainable(resident), num_all, may_grow)
 
     def keep(self, req_context: ReqContext, until: float, promotions: Promotions) -> None:
-        """The request waits: what the CPU tier has of its tokens up to `until` stays."""
+        """Keep the request's tokens up to `until` that are in the CPU tier, while it waits."""
         if isinstance(self._policy, KeepsAwaited):
             self._policy.keep(self._resident(req_context, until), promotions)
 

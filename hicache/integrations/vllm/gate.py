@@ -1,11 +1,12 @@
-"""Whether what the disk holds of a prompt is worth waiting for, by the speeds that this server and its disk have shown.
+"""Decides whether the chunks that the disk holds of a prompt are loaded, by the measured speeds of server and disk.
 
-    looked up | answered and weighed | room in the CPU tier | read, part by part | scheduled | computed | stored
+    looked up | answered and weighed | rows in the CPU tier | read, part by part | scheduled | computed | stored
     <- no: the disk says nothing  -> <- retry, or a part -> <- the disk is silent ->           <- speed of prefill ->
 
-A load takes the GPU from nobody, so it is made where it takes no longer than computing costs all requests together:
-`W + l <= c (1 + n)`, of which `Queue` gives W and `LoadGate.num_delayed` n. Where the whole does not pay, the part is
-loaded that does. What is declined is "not here" for vLLM, which computes it. Imports nothing of vLLM.
+A load does not use the GPU. It is chosen if it takes no longer than the delay that computing would cause for all
+requests together: `W + l <= c (1 + n)`, where `Queue` determines W and `LoadGate.num_delayed` n. If loading all chunks
+is too slow, a first part of them may still be loaded. For vLLM a declined chunk is a miss, and vLLM computes it.
+Imports nothing of vLLM.
 """
 
 from __future__ import annotations
@@ -20,18 +21,20 @@ from hicache.flow.cost import CostModel, LoadEstimate
 from hicache.integrations.load_gate import ServerLoadPolicy
 from hicache.metrics import Metrics
 
-# Tokens that are timed together. A step of fewer is mostly launches, and says little of a long prompt; a pass of many
-# steps would hide at which positions they were.
+# Tokens that are timed together. The time of a step with fewer tokens is mostly kernel launches, and shows little of
+# long
+# prompts. The time of many steps together would not show the positions of their tokens.
 _PASS_TOKENS = 2048
-# A disk that works brings a part of a load, some chunks of a few MB, within a tenth of this even at 0.3 GB/s.
+# A working disk completes a part of a load, some chunks of a few MB, within a tenth of this even at 0.3 GB/s.
 _SILENT_S = 1.0
-# Below what serves long contexts on a GPU. Where the speed is unknown or loads always pay, waits for rows end too.
+# A lower bound of practical prefill speeds. It limits waits for rows if the speed is unknown or loads are always
+# chosen.
 _LEAST_TOKENS_PER_S = 1000.0
 
 
 @dataclass(slots=True)
 class _Prompt:
-    """Tokens [start, end) of it are computed, since `begin_s`."""
+    """A prompt whose tokens [start, end) are being computed since `begin_s`."""
 
     begin_s: float
     start: int
@@ -39,31 +42,32 @@ class _Prompt:
 
 
 class PrefillTimer:
-    """The speed of prefill: tokens of prompts, by the seconds of the steps that computed them. Owned by the gate.
+    """Measures the prefill speed: tokens of prompts, divided by the time of the steps that computed them. Owned by the
+    gate.
 
-    vLLM copies a chunk in the step after the one that computed it. So what has arrived when a step begins was computed
-    before the last step began, at the latest:
+    vLLM copies a chunk to the CPU tier in the step after the one that computed it. Tokens that have arrived when a step
+    begins were therefore computed before the last step began:
 
         step begins | computed | step begins | copied | arrives | step begins: counted
         <----- counted ------->
 
-    Time counts once, for what arrives first; time in which no prompt is computed does not.
+    Time counts once, for the tokens that arrive first. Time in which no prompt is computed does not count.
     """
 
     def __init__(self, cost: CostModel, clock: Callable[[], float]) -> None:
         self._cost = cost
         self._clock = clock
         self._prompts: dict[str, _Prompt] = {}
-        self._begin_s = math.inf  # of the earliest prompt of which something has arrived in this step
-        self._step_s = self._counted_s = -math.inf  # when the last step began, until when time has been counted
+        self._begin_s = math.inf  # of the earliest prompt with tokens that arrived in this step
+        self._step_s = self._counted_s = -math.inf  # begin of the last step, and end of the time counted so far
         self._tokens = self._positions = self._seconds = 0.0
 
     def begin(self, request: str, start: int, end: int) -> None:
-        """It is in its first step, and what is computed of its prompt are whole chunks within [start, end)."""
+        """Note the first step of a request, which computes complete chunks of its prompt within tokens [start, end)."""
         self._prompts[request] = _Prompt(self._clock(), start, end)
 
     def computed(self, request: str, start: int, end: int) -> None:
-        """Its tokens [start, end) have reached the CPU tier."""
+        """Note that tokens [start, end) of a request have arrived in the CPU tier."""
         prompt = self._prompts.get(request)
         if prompt is None:
             return
@@ -77,11 +81,11 @@ class PrefillTimer:
             del self._prompts[request]
 
     def forget(self, request: str) -> None:
-        """It has finished, or was preempted."""
+        """Forget a request that has finished or was preempted."""
         self._prompts.pop(request, None)
 
     def step(self) -> None:
-        """A step begins."""
+        """Note the begin of a step, and count the tokens that arrived."""
         if self._begin_s < math.inf:
             self._seconds += max(0.0, self._step_s - max(self._counted_s, self._begin_s))
             self._counted_s = max(self._counted_s, self._step_s)
@@ -94,10 +98,13 @@ class PrefillTimer:
 
 @dataclass(slots=True)
 class Candidate:
-    """A load to be decided on: the tier was asked for tokens from `start` on of a prompt whose last whole chunk ends at
-    `end`. `loads`: whether what the disk holds of them, up to token `until`, is to be loaded; None until that is
-    weighed. `step`: in which this was tried last; `waits_until_s`: how long it may wait for rows of the CPU tier, if it
-    does; `num_delayed`: the others that computing would have delayed when it was weighed."""
+    """A load to be decided on. The tier was asked for tokens from `start` on of a prompt whose last complete chunk ends
+    at `end`.
+
+    `loads`: whether to load the chunks that the disk holds, up to token `until`; None until decided. `step`: the last
+    step in which a decision was tried. `waits_until_s`: end of the wait for rows of the CPU tier, if there is one.
+    `num_delayed`: other requests that computing would have delayed at the decision.
+    """
 
     asked_s: float
     step: int
@@ -110,8 +117,8 @@ class Candidate:
 
 
 class Queue(NamedTuple):
-    """Loads that are under way: bytes that they still lack, and when the disk last brought a part of one; None: there
-    are none. `gives_rows`: jobs of the disk are under way that give rows of the CPU tier free when they end."""
+    """The disk's pending jobs. `num_bytes`: still to be read by loads in flight. `progress_s`: when a load last made
+    progress; None: there is none. `gives_rows`: jobs are in flight that release rows of the CPU tier when they end."""
 
     num_bytes: int = 0
     progress_s: float | None = None
@@ -119,24 +126,25 @@ class Queue(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """Those that one request can have in the CPU tier, `num` at present, of `all`. `may_grow`: loads, stores or
-    requests are under way that give rows free when they end."""
+    """Rows that one request can get in the CPU tier: `num` now, at most `all`. `may_grow`: loads, stores or requests
+    are in progress that release rows when they end."""
 
     num: int
     all: int
     may_grow: bool = False
 
     def are_few(self, num_chunks: int) -> bool:
-        """Whether waiting could bring more of so many chunks. What never fits is content with half of the rows: others
-        have some of them at any time."""
+        """Whether waiting could provide more rows for `num_chunks` chunks. Chunks that can never all fit need only half
+        of the rows, because other requests hold some rows at any time."""
         return self.may_grow and self.num < (num_chunks if num_chunks <= self.all else self.all // 2)
 
 
-UNKNOWN_ROWS = Rows(1 << 62, 1 << 62)  # more than there are
+UNKNOWN_ROWS = Rows(1 << 62, 1 << 62)  # stands for no limit
 
 
 class _Part(NamedTuple):
-    """The first chunks that the disk holds of a prompt: with them tokens [start, end) are not computed."""
+    """The first `num_chunks` chunks that the disk holds of a prompt. If they are loaded, tokens [start, end) need no
+    computing."""
 
     num_chunks: int
     start: int
@@ -144,23 +152,24 @@ class _Part(NamedTuple):
 
 
 def _part_of(spans: Sequence[tuple[int, int]], num_chunks: int) -> _Part:
-    """The first of chunks with these tokens [start, end), in the order of their ends. Where a gap follows, the CPU tier
-    has the tokens in it."""
+    """The part of the first `num_chunks` chunks. `spans`: tokens [start, end) of each chunk, ordered by end. Tokens in
+    a gap after the part are in the CPU tier, so the part includes them."""
     ends = [spans[num_chunks - 1][1], *(start for start, _ in spans[num_chunks : num_chunks + 1])]
     return _Part(num_chunks, min(start for start, _ in spans), max(ends))
 
 
 def _parts_of(spans: Sequence[tuple[int, int]]) -> list[_Part]:
-    """What may be best to load: all, or up to a gap, whose tokens then come for nothing.
+    """The parts that may be best to load: all chunks, or the chunks before a gap, because the tokens in the gap then
+    need no computing.
 
-    To end elsewhere saves less than one of these: loading costs the same for each chunk, computing more for later ones.
+    Other ends save less: each chunk costs the same to load, but a later chunk costs more to compute.
     """
     gaps = [i for i, ((_, end), (start, _)) in enumerate(pairwise(spans), 1) if start > end]
     return [_part_of(spans, num_chunks) for num_chunks in [*gaps, len(spans)]]
 
 
 def _saved_s(estimate: LoadEstimate) -> float:
-    """What the load saves all requests together, in seconds of each; without end until both times are known."""
+    """Seconds that the load saves all requests together; inf until both times are known."""
     load_s, compute_s, num_delayed = estimate
     if load_s is None or compute_s is None or compute_s == math.inf:
         return math.inf
@@ -168,8 +177,8 @@ def _saved_s(estimate: LoadEstimate) -> float:
 
 
 class LoadGate(ServerLoadPolicy):
-    """Owned by the tier, called under vLLM's lock. `clock`: seconds. `job_bytes`: what one reader of the disk takes at
-    a time."""
+    """Decides on loads. Owned by the tier, called under vLLM's lock. `clock`: seconds. `job_bytes`: bytes of one job of
+    a reader of the disk."""
 
     def __init__(self, cost: CostModel, clock: Callable[[], float], metrics: Metrics, *, job_bytes: int) -> None:
         super().__init__(cost, metrics)
@@ -178,29 +187,30 @@ class LoadGate(ServerLoadPolicy):
         self._timer = PrefillTimer(cost, clock)
         self._candidates: dict[str, Candidate] = {}
         self._step = 0
-        # Requests that have come and not finished, and those of them that wait for the disk, or for rows.
+        # Requests that have arrived and not finished, and those of them that wait for the disk or for rows.
         self._live = set[str]()
         self._at_disk = set[str]()
-        # Of the loads that were accepted in this step: vLLM submits them at its end.
+        # Bytes of loads accepted in this step, which vLLM submits at the step's end.
         self._accepted_bytes = 0
-        self.has_waiting = False  # for rows, since this step began: who comes later in it waits behind
+        self.has_waiting = False  # a request waits for rows since this step began; later requests wait behind it
 
     def came(self, request: str) -> None:
-        """vLLM has a new request."""
+        """Note a new request of vLLM."""
         self._live.add(request)
 
     def candidate(self, request: str) -> Candidate | None:
-        """That of the request, if it has asked."""
+        """The candidate of the request; None if it has not asked yet."""
         return self._candidates.get(request)
 
     def asked(self, request: str, start: int, end: int) -> Candidate:
-        """The tier is asked for tokens from `start` on of a prompt whose last whole chunk ends at `end`."""
+        """Start a candidate: the tier is asked for tokens from `start` on of a prompt whose last complete chunk ends at
+        `end`."""
         candidate = self._candidates[request] = Candidate(self._clock(), self._step, start, end)
         return candidate
 
     def asks_more(self, candidate: Candidate, start: int) -> bool:
-        """Whether the tier is asked for tokens from `start` on where it was asked for fewer in an earlier step. Within
-        one step vLLM may look up from the end."""
+        """Whether the request asks for earlier tokens, from `start` on, than in an earlier step. Within one step vLLM
+        may look chunks up from the end."""
         if start >= candidate.start:
             return False
         if candidate.step < self._step:
@@ -209,8 +219,8 @@ class LoadGate(ServerLoadPolicy):
         return False
 
     def is_due(self, candidate: Candidate) -> bool:
-        """Whether it is to be weighed: once a step, not before all chunks of the prompt were asked for, and not while
-        it waits behind another for rows."""
+        """Whether to decide on the candidate now: at most once a step, not before all chunks of the prompt were looked
+        up, and not while it waits behind another request for rows."""
         if candidate.loads is not None or candidate.step == self._step:
             return False
         if self.has_waiting and self._clock() < candidate.waits_until_s:
@@ -219,11 +229,12 @@ class LoadGate(ServerLoadPolicy):
         return True
 
     def num_delayed(self, request: str) -> int:
-        """Others that computing for this request delays: those that run or wait for the GPU, not for the disk."""
+        """Other requests that computing for this one delays: those that run or wait for the GPU, but not for the
+        disk."""
         return len(self._live - self._at_disk - {request})
 
     def wait(self, request: str, candidate: Candidate) -> None:
-        """The disk has not answered yet: that may take as long as computing costs all."""
+        """End the wait for the disk's answer if it has taken as long as computing would cost all requests."""
         wait_s, num_delayed = self._clock() - candidate.asked_s, self.num_delayed(request)
         if not self.compare_wait(wait_s, candidate.start, candidate.end, num_delayed).is_worth_loading():
             self.abandon()
@@ -237,7 +248,8 @@ class LoadGate(ServerLoadPolicy):
         queued: Queue,
         rows: Rows = UNKNOWN_ROWS,
     ) -> None:
-        """The disk holds chunks of the prompt with these tokens [start, end), in the order of their ends."""
+        """Decide on the candidate of a request. `spans`: tokens [start, end) of each chunk that the disk holds, ordered
+        by end."""
         candidate = self._candidates[request]
         candidate.num_delayed = num_delayed = self.num_delayed(request)
         estimates = {part: self._estimate(part, chunk_bytes, queued, num_delayed) for part in _parts_of(spans)}
@@ -262,8 +274,8 @@ class LoadGate(ServerLoadPolicy):
             self._accepted_bytes += part.num_chunks * chunk_bytes
 
     def abandons(self, request: str, start: int, end: int, progress_s: float) -> bool:
-        """Whether the rest of a load, tokens [start, end), is computed instead: the disk is stuck. `progress_s`: when
-        it last brought a part of this load, or of one before it, or the load was submitted."""
+        """Whether to abandon the rest of a load, tokens [start, end), and compute it because the disk is stalled.
+        `progress_s`: when this load or one before it last made progress, or when this load was submitted."""
         candidate = self._candidates.get(request)
         if not self._is_silent(progress_s, start, end, candidate.num_delayed if candidate else 0):
             return False
@@ -271,20 +283,20 @@ class LoadGate(ServerLoadPolicy):
         return True
 
     def read(self, num_bytes: int, seconds: float) -> None:
-        """One reader of the disk has brought so much in that time."""
+        """Note that one reader of the disk has read `num_bytes` in `seconds`."""
         self.cost.observe_read(num_bytes, seconds)
 
     def loaded(self, request: str) -> None:
-        """The disk brings nothing more for the request."""
+        """Note that the request has no more loads in flight."""
         self._at_disk.discard(request)
 
     def stored(self, request: str, start: int, end: int) -> None:
-        """Tokens [start, end) of the request's prompt were computed and have reached the CPU tier."""
+        """Note that tokens [start, end) of the request's prompt were computed and have arrived in the CPU tier."""
         self._timer.computed(request, start, end)
 
     def step(self, scheduled: Iterable[str], preempted: Iterable[str]) -> None:
-        """A step of the scheduler ends, in which these requests were scheduled for the first time, or preempted. Now
-        the GPU computes it."""
+        """Note the end of a scheduler step that scheduled these requests for the first time and preempted those. Then
+        the GPU computes the step."""
         self._step += 1
         self._accepted_bytes = 0
         self.has_waiting = False
@@ -298,7 +310,7 @@ class LoadGate(ServerLoadPolicy):
                 self._timer.begin(request, candidate.start, candidate.end)
 
     def forget(self, request: str) -> None:
-        """It has finished."""
+        """Forget a finished request."""
         self._candidates.pop(request, None)
         self._live.discard(request)
         self._at_disk.discard(request)
@@ -312,7 +324,8 @@ class LoadGate(ServerLoadPolicy):
         return self.compare(load_s, part.start, part.end, num_delayed)
 
     def _may_wait(self, candidate: Candidate, part: _Part, estimate: LoadEstimate) -> bool:
-        """Whether to wait for rows, or go on with that: for as long as the load saves, at its first weighing."""
+        """Whether to wait for rows, or to continue waiting: for as long as the load would save, estimated at the first
+        decision."""
         if candidate.waits_until_s == -math.inf:
             load_s, compute_s, num_delayed = estimate
             if compute_s is None or compute_s == math.inf:
@@ -321,7 +334,8 @@ class LoadGate(ServerLoadPolicy):
         return self._clock() < candidate.waits_until_s
 
     def _is_silent(self, progress_s: float, start: int, end: int, num_delayed: int) -> bool:
-        """Whether the disk has brought nothing for so long that nothing is to be expected: longer than computing costs
-        all, and than a disk that works. Who gave up sooner, as many wait for one stall, would all compute at once."""
+        """Whether the disk has made no progress for so long that the load must be considered stalled: for longer than
+        computing would cost all requests, and for longer than a working disk ever needs. With a shorter limit, all
+        requests that wait during one stall would compute at once."""
         silent_s = self._clock() - progress_s
         return silent_s > _SILENT_S and not self.compare_wait(silent_s, start, end, num_delayed).is_worth_loading()

@@ -1,7 +1,7 @@
-"""What vLLM tells a worker of the layers behind the tensors of its cache.
+"""Finds the layout of heads in the layers behind the tensors of vLLM's cache.
 
-An `OffloadingSpec` gets tensors of bytes. While a worker makes its caches, vLLM has its configuration at hand for all
-that is built then, layers of attention or connectors.
+An `OffloadingSpec` gets tensors of bytes. While a worker creates its caches, vLLM's current configuration is available
+to all objects created then, including connectors.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from hicache.integrations.vllm.block_shapes import HeadLayout
 
 
 def head_layouts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> list[HeadLayout]:
-    """Of each tensor; of unknown heads where vLLM does not tell. ConfigError where a layer has no bfloat16."""
+    """The layout of each tensor; with unknown heads if vLLM does not report them. Raises ConfigError for a layer
+    without bfloat16."""
     specs = _layer_specs()
     found = [HeadLayout()] * len(kv_caches.tensors)
     for group, refs in zip(config.groups, kv_caches.group_data_refs, strict=True):
@@ -36,7 +37,7 @@ def head_layouts(config: OffloadingConfig, kv_caches: CanonicalKVCaches) -> list
 
 
 def _layer_specs() -> dict[str, KVCacheSpec | None]:
-    """By the name of the layer. None, and no entry: it has no cache of its own."""
+    """The cache specification of each layer, by name. None, or no entry: the layer has no cache of its own."""
     vllm_config = get_current_vllm_config_or_none()
     if vllm_config is None:
         return {}

@@ -1,4 +1,4 @@
-"""What decides whether the bytes of a chunk may serve this vLLM: the identity of its store."""
+"""The identity of a store: the fields that decide whether this vLLM may load the bytes of a chunk."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def identity_of(
     packing: RowPacking | None = None,
     recurrent_states: str = "",
 ) -> dict[str, str | int]:
-    """`row_bytes`: of one chunk in vLLM's CPU tier, where the parts of all workers lie side by side.
+    """The identity of chunks. `row_bytes`: bytes of a chunk in vLLM's CPU tier, including the parts of all workers.
 
-    `recurrent_states`: shapes and dtypes of recurrent states; "" if there are none, or vLLM does not tell.
+    `recurrent_states`: shapes and dtypes of recurrent states; "" if there are none, or if vLLM does not report them.
 
-    vLLM gives the model by name alone. Where its files are on this machine, all their bytes count as well. What vLLM
-    does not tell (revision, adapters, a draft model, overrides of the model's configuration) is for the salt.
+    vLLM reports only the model's name. If the model's files are on this machine, the digest of their bytes is included.
+    Differences that vLLM does not report (revision, adapters, a draft model, overrides of the model's configuration)
+    must be expressed in the salt.
 
-    How many workers there are is left out where they write the same canonical row, each its heads. vLLM refuses to
+    The number of workers is left out if all of them write the same canonical row, each its own heads. vLLM refuses to
     start a worker that cannot do so.
     """
     parallel, is_portable = config.parallel, config.canonical_layout and config.parallel.is_parallelism_agnostic
@@ -65,7 +66,7 @@ def identity_of(
 
 
 def refuse_pipelines(config: OffloadingConfig) -> None:
-    """Raise ConfigError for several pipeline stages: no vLLM with them was served over hicache."""
+    """Raise ConfigError for several pipeline stages, because vLLM with pipeline stages is not tested with hicache."""
     if config.parallel.pp_size > 1:
         raise ConfigError(
             f"pipeline_parallel_size={config.parallel.pp_size} is not supported: each stage has other layers; use "
@@ -74,8 +75,8 @@ def refuse_pipelines(config: OffloadingConfig) -> None:
 
 
 def page_format(dtype: str, row_bytes: int, *, is_packed: bool = False) -> PageFormat:
-    """Of chunks of elements of vLLM's `dtype`; those of one byte, and unknown ones, keep the order of their bytes.
-    Packed ones are not compressed."""
+    """The format of chunks with elements of vLLM's `dtype`. Elements of one byte or of unknown dtypes keep their byte
+    order. Packed chunks are not compressed."""
     if is_packed:
         return PageFormat(row_bytes, PageFilter("uncompressed"))
     width = _ELEMENT_BYTES.get(dtype, 1)
@@ -83,13 +84,13 @@ def page_format(dtype: str, row_bytes: int, *, is_packed: bool = False) -> PageF
 
 
 def _chunk_tokens(config: OffloadingConfig) -> str:
-    """Tokens of a chunk, for each group of layers; and those of a block hash."""
+    """Tokens of a chunk for each group of layers, and tokens of a block hash, as text."""
     chunks = (str(group.tokens_per_block * config.cache.blocks_per_chunk) for group in config.groups)
     return f"{','.join(chunks)} of {config.cache.tokens_per_hash}"
 
 
 def _platform() -> str:
-    """The device; the layout of a block on CPUs depends on their instructions."""
+    """The name of the device. On CPUs it includes instruction sets, because they decide the layout of a block."""
     if not current_platform.is_cpu():
         return str(current_platform.get_device_name())
     instructions = f"{torch.backends.cpu.get_cpu_capability()} amx={torch.cpu._is_amx_tile_supported()}"

@@ -1,4 +1,4 @@
-"""Which chunks the store holds, as far as it was asked: vLLM asks for one at a time and may not wait."""
+"""Results of look-ups in the store: vLLM asks for one chunk at a time and must not wait."""
 
 from __future__ import annotations
 
@@ -14,19 +14,22 @@ _LOOKUPS_A_POLL = 16
 
 @dataclass(slots=True)
 class _Verdict:
-    """`held`: None until the store has answered. `requests`: that asked and have not finished."""
+    """The result of a look-up. `held`: None until the store has answered. `requests`: unfinished requests that
+    asked."""
 
     held: bool | None = None
     requests: set[str] = field(default_factory=set)
 
 
 class Lookups:
-    """Owned by the tier, called under vLLM's lock. The chunks that are looked up in one step of the scheduler become
-    one job for the disk, at the end of the step. The first one of a request is asked for at once: most new prompts end
-    there, and vLLM, which looks up all chunks of a prompt in every step until it knows, need not go on.
+    """Owned by the tier, called under vLLM's lock.
 
-    A verdict lasts as long as a request that asked for it, unless `mark` corrects it: otherwise a chunk whose load
-    fails would be found, and loaded in vain, again and again.
+    The chunks that are looked up in one scheduler step become one job for the disk at the end of the step. Only the
+    first chunk of a request is looked up at once: most new prompts miss there, and vLLM then need not look up all
+    chunks of the prompt in every step.
+
+    A result is kept until all requests that asked for it have finished, unless `mark` corrects it. Otherwise a chunk
+    whose load fails would be found and loaded again and again.
     """
 
     def __init__(
@@ -35,24 +38,25 @@ class Lookups:
         keys_of: Callable[[Sequence[bytes]], list[bytes]],
         poll: Callable[[], None],
     ) -> None:
-        """`poll`: hand what the store has answered to `answered`."""
+        """`poll`: must pass the store's answers to `answered`."""
         self._reads = reads
         self._keys_of = keys_of
         self._poll = poll
-        self._first: dict[str, _Verdict] = {}  # of the requests that came in this step
+        self._first: dict[str, _Verdict] = {}  # first look-ups of the requests that arrived in this step
         self._verdicts: dict[bytes, _Verdict] = {}
-        self._asked_by: dict[str, dict[bytes, _Verdict]] = {}  # in the order of asking
+        self._asked_by: dict[str, dict[bytes, _Verdict]] = {}  # each in the order of look-up
         self._batch: list[bytes] = []
         self._in_flight: dict[int, list[bytes]] = {}
         self._num_jobs = 0
 
     def __len__(self) -> int:
-        """Chunks that a request which has not finished asked for."""
+        """Number of chunks that unfinished requests have looked up."""
         return len(self._verdicts)
 
     def lookup(self, chunk: bytes, request: str) -> bool | None:
-        """Whether the store holds it; None: ask again in the next step. False behind a first chunk that is missing,
-        for this step: vLLM has been told None of that one, and asks for all again where it wants no prefix."""
+        """Whether the store holds the chunk; None: retry in the next step. If the first chunk of the request turns out
+        to be missing, return False for the following chunks of this step. vLLM got None for the first chunk, so it
+        retries all of them if it does not need a prefix."""
         asked, first = self._asked_by.get(request), self._first.get(request)
         if first is not None and first.held is None and not len(self._asked_by[request]) % _LOOKUPS_A_POLL:
             self._poll()
@@ -75,8 +79,8 @@ class Lookups:
         return verdict.held
 
     def held(self, request: str) -> list[bytes] | None:
-        """Of what the request asked for, the chunks that the store holds without a gap, from the first of them on.
-        None: the store has not answered for all yet."""
+        """The chunks of a request that the store holds, without a gap from the first held one on. None: the store has
+        not answered for all chunks yet."""
         asked = self._asked_by.get(request, {})
         if any(verdict.held is None for verdict in asked.values()):
             return None
@@ -84,7 +88,7 @@ class Lookups:
         return list(takewhile(lambda chunk: asked[chunk].held, found))
 
     def flush(self) -> None:
-        """Ask the store for what was looked up since the last call."""
+        """Submit the look-ups since the last call to the store."""
         batch, self._batch = [chunk for chunk in dict.fromkeys(self._batch) if chunk in self._verdicts], []
         self._first.clear()
         if batch:
@@ -98,24 +102,24 @@ class Lookups:
             self._settle(batch, [False] * len(batch))
 
     def answered(self, done: FindDone) -> None:
-        """Of a job that was announced as stalled before, nothing is left to settle."""
+        """Note the store's answer to a job. The answer to a job that was reported as stalled before changes nothing."""
         batch = self._in_flight.pop(done.ticket, [])
         held = done.others if done.answered and done.others else (False,) * len(batch)
         self._settle(batch, held[: len(batch)])
 
     def stalled(self, ticket: int) -> None:
-        """The store does not answer: nothing that it was asked for is held."""
+        """Note that the store does not answer a job: all its chunks count as not held."""
         self.answered(FindDone(ticket, 0, answered=False))
 
     def mark(self, chunks: Iterable[bytes], held: bool) -> None:
-        """A load or a store has shown what the store holds."""
+        """Correct results: a load or a store has shown whether the store holds these chunks."""
         for chunk in chunks:
             verdict = self._verdicts.get(chunk)
             if verdict is not None:
                 verdict.held = held
 
     def forget(self, request: str) -> None:
-        """It has finished."""
+        """Drop the results that only this finished request needed."""
         for chunk in self._asked_by.pop(request, ()):
             verdict = self._verdicts[chunk]
             verdict.requests.discard(request)

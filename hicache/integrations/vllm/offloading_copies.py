@@ -1,11 +1,11 @@
 """Copies between vLLM's cache blocks on the device and the rows of its CPU tier, by hicache's transfer backends.
 
-To a backend a block of vLLM's cache is a token, a cache tensor is a layer, and a chunk is a page:
+For a backend, a block of vLLM's cache is a token, a cache tensor is a layer, and a chunk is a page:
 
     row r of the CPU tier     one chunk of `blocks_per_chunk` blocks of every tensor, [tensor][block][bytes]
-    tensor t in it            [offset_t, offset_t + blocks_per_chunk * page_bytes_t), where vLLM's own worker puts it
+    tensor t in it            [offset_t, offset_t + blocks_per_chunk * page_bytes_t), as in vLLM's own worker
 
-A chunk of which only some blocks are wanted, at the ends of a prefix, goes block by block.
+If a transfer needs only some blocks of a chunk, at the ends of a prefix, these are copied block by block.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ _CHUNK_PAGES = 512  # chunks of blocks in one copy from device to host
 class ChunkBlocks:
     """The blocks of one cache group in a transfer.
 
-    `rows` [n] are wanted whole, with `blocks` [n * blocks_per_chunk] in their order. Of other rows single blocks are:
-    block `part_index[i]` of row `part_rows[i]` is the device's block `part_blocks[i]`.
+    All blocks of `rows` [n] are transferred: `blocks` [n * blocks_per_chunk], in order. Of other rows single blocks are
+    transferred: block `part_index[i]` of row `part_rows[i]` is the device's block `part_blocks[i]`.
     """
 
     rows: Ids
@@ -56,10 +56,10 @@ def chunk_blocks(
     block_indices: Sequence[int],
     blocks_per_chunk: int,
 ) -> list[ChunkBlocks]:
-    """What a transfer of vLLM asks for, by cache group: `group_sizes[g]` of the `blocks` belong to group g, the first
-    of them is block number `block_indices[g]` of its request, and `rows` has the chunks that they lie in.
+    """The blocks of a transfer of vLLM, by cache group. `group_sizes[g]` of the `blocks` belong to group g, beginning
+    with block number `block_indices[g]` of the request. `rows`: the chunks that contain the blocks.
 
-    ValueError when there are other than these rows.
+    Raises ValueError if the blocks do not belong to exactly these rows.
     """
     found, first_row, first_block = [], 0, 0
     for size, index in zip(group_sizes, block_indices, strict=True):
@@ -84,22 +84,22 @@ def chunk_blocks(
 
 
 class _NoLayers:
-    """vLLM waits for whole loads."""
+    """A layer counter that does nothing, because vLLM waits for complete loads and not for layers."""
 
     def queue_on_demand(self, load_id: int, queue: Callable[[int], None]) -> None:
-        """Loads are queued at once."""
+        """Do nothing: loads are queued when submitted."""
 
     def record(self, load_id: int, layer: int, stream: torch.cuda.Stream | None = None) -> None:
-        """Nobody waits for a layer."""
+        """Do nothing: no pass waits for a layer."""
 
     def fail(self, load_id: int, error: Exception) -> None:
-        """The operation of the load has the error."""
+        """Do nothing: the operation of the load keeps the error."""
 
 
 class SingleBlocks:
-    """Blocks of some tensors, one copy each: for parts of chunks, and where the backend failed.
+    """Copies blocks of some tensors one by one: for parts of chunks, and to repeat failed transfers.
 
-    `tensors`: uint8 [num_blocks, page_bytes]. `host`: uint8 [rows, bytes], of these tensors alone.
+    `tensors`: uint8 [num_blocks, page_bytes]. `host`: uint8 [rows, bytes], only the bytes of these tensors.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], host: torch.Tensor, blocks_per_chunk: int) -> None:
@@ -111,8 +111,8 @@ class SingleBlocks:
         self._stream = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
 
     def copy(self, direction: Direction, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
-        """Copy block `index[i]` of row `rows[i]` from (load) or to (store) the device's `blocks[i]`, behind the work
-        that is queued on the current stream. Without a GPU it is done on return."""
+        """Copy block `index[i]` of row `rows[i]` from (load) or to (store) the device's block `blocks[i]`, after the
+        work queued on the current stream. Without a GPU the copy is complete on return."""
         op = PlainOp(len(blocks) * self._block_bytes, self._device)
         with op.timed(self._stream):
             for tensor, part in self._pairs:
@@ -123,13 +123,13 @@ class SingleBlocks:
         return op
 
     def close(self) -> None:
-        """Finish what is submitted."""
+        """Finish submitted copies."""
         if self._stream is not None:
             self._stream.synchronize()
 
 
 class PlainOp:
-    """A `TransferOp` of plain copies on one stream, or of copies that are done."""
+    """A `TransferOp` of plain copies on one stream, or of copies that are already complete."""
 
     is_undelayed, misfits = False, ()
 
@@ -142,7 +142,8 @@ class PlainOp:
 
     @contextlib.contextmanager
     def timed(self, stream: torch.cuda.Stream | None, *, behind_current: bool = True) -> Iterator[None]:
-        """Copies within are made on `stream`, behind the current one. What they raise is kept in `error`."""
+        """Inside, make copies on `stream`, after the work of the current stream. A RuntimeError of a copy is kept in
+        `error`."""
         start = time.perf_counter()
         try:
             if stream is None:
@@ -170,7 +171,7 @@ class PlainOp:
             self._events[1].synchronize()
 
     def wait_outcome(self) -> None:
-        """Copies fail when they are submitted."""
+        """Do nothing: errors of plain copies are known when they are submitted."""
 
     def seconds(self) -> float:
         return self._seconds if self._events is None else float(self._events[0].elapsed_time(self._events[1])) / 1e3
@@ -184,7 +185,7 @@ def chunk_backend(
     staging_bytes: int,
     packer: PagePacker | None = None,
 ) -> TransferBackend:
-    """Between the device of `mover` and `host`; `packer` packs the pages of its pool."""
+    """The transfer backend between the device of `mover` and `host`. `packer`: packs the pages of its pool."""
     if mover.table.device.type != "cuda":
         return CpuTransfer(host, mover, _NoLayers(), packer)
     return CudaTransfer(
@@ -200,10 +201,12 @@ def chunk_backend(
 
 
 class ChunkLink:
-    """Transfers between consecutive cache tensors and their part of each row: whole chunks by a transfer backend.
+    """Transfers between consecutive cache tensors and their part of each row. Complete chunks are copied by a transfer
+    backend.
 
-    `tensors`: uint8 [num_blocks, page_bytes]; blocks may lie apart. `host`: uint8 [rows, bytes], pinned for a GPU, rows
-    may lie apart; `rows_per_chunk` of them are pinned together. Called by the worker's thread.
+    `tensors`: uint8 [num_blocks, page_bytes]; there may be gaps between blocks. `host`: uint8 [rows, bytes], pinned if
+    the device is a GPU; there may be gaps between rows. `rows_per_chunk`: rows that are pinned together. Called by the
+    worker's thread.
     """
 
     def __init__(
@@ -224,7 +227,7 @@ class ChunkLink:
         self._num_loads = 0
 
     def submit(self, direction: Direction, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
-        """Start the copies; each comes with what repeats it block by block."""
+        """Start the copies. Each is returned with a function that repeats it block by block."""
         ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
         if len(wanted.rows):
             index = np.tile(np.arange(self._blocks_per_chunk), len(wanted.rows))
@@ -237,7 +240,7 @@ class ChunkLink:
         return ops
 
     def close(self) -> None:
-        """Finish what is submitted."""
+        """Finish submitted copies."""
         self.backend.close()
         self.single.close()
 
@@ -248,5 +251,5 @@ class ChunkLink:
         op = self.backend.load(pages, slots, self._num_loads)
         self._num_loads += 1
         if self._device.type == "cuda":
-            op.wait_outcome()  # queues the rest, which no forward will ask for
+            op.wait_outcome()  # also queues the remaining layers, which no forward pass will request
         return op

@@ -1,5 +1,5 @@
-"""What the user of `HiCacheOffloadingSpec` gives beside vLLM's own keys. Imports nothing of vLLM, so that the
-documentation has the declarations where no server is installed."""
+"""Settings of `HiCacheOffloadingSpec` other than vLLM's own keys. Imports nothing of vLLM, so that the documentation
+can be built where vLLM is not installed."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from hicache.integrations.vllm.region_files import agreed_bytes, shared_bytes
 
 _MIN_BYTES = 1 << 12
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
-# By the name that users give, the class that vLLM loads.
+# The class that vLLM loads for each name that users give.
 POLICIES = {"lru": "LRUPolicy", "lfu": "LFUPolicy", "fifo": "FIFOPolicy", "slru": "SLRUPolicy", "arc": "ARCPolicy"}
-# What vLLM reads itself, in one of the tested releases.
+# Keys that vLLM reads itself, in one of the tested releases.
 OF_VLLM = {
     "spec_name",
     "spec_module_path",
@@ -35,7 +35,7 @@ OF_VLLM = {
 
 @dataclass(frozen=True, kw_only=True)
 class OffloadingSettings:
-    """What the user gives beside vLLM's own keys. `disk`: as for the tier alone; None for no disk."""
+    """The settings that users give in addition to vLLM's own keys. `disk`: as for `HiCacheTier`; None: no disk."""
 
     cpu_bytes_to_use: Annotated[
         int | Free,
@@ -58,8 +58,8 @@ class OffloadingSettings:
 
 
 def cpu_bytes(settings: OffloadingSettings, engine_id: str) -> int:
-    """Bytes of the CPU tier, the same in each process of the engine. `OutOfMemory` where it is to take what is free,
-    which is too little."""
+    """Bytes of the CPU tier, equal in all processes of the engine. Raises `OutOfMemory` for "free" if too little memory
+    is free."""
 
     def free() -> int:
         return free_bytes("cpu_bytes_to_use", min(available_bytes(), shared_bytes()), _MIN_BYTES)
@@ -69,7 +69,7 @@ def cpu_bytes(settings: OffloadingSettings, engine_id: str) -> int:
 
 
 def offloading_settings(given: Mapping[str, Any]) -> OffloadingSettings:
-    """The settings in `kv_connector_extra_config`. ConfigError names what is wrong, and what is known."""
+    """Check the settings in `kv_connector_extra_config`. ConfigError names the wrong setting and the known ones."""
     if given.get("canonical_layout"):
         raise ConfigError(f"{_WHERE}: canonical_layout is not supported; remove it, or use TieringOffloadingSpec")
     own = {key: value for key, value in given.items() if key not in {*OF_VLLM, "canonical_layout"}}

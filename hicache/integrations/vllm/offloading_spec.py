@@ -4,8 +4,8 @@
         "spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm",
         "cpu_bytes_to_use": "64GB", "disk": {"path": "/nvme/kv", "budget": "500GB"}}
 
-The bookkeeping between the tiers is that of vLLM's `TieringOffloadingSpec`, with our policy and our disk in it; the
-copies are ours. `docs/decisions/033-vllm-offloading-spec.md` has the reasons.
+vLLM's `TieringOffloadingSpec` does the bookkeeping between the tiers, with hicache's policy and disk. hicache makes the
+copies. `docs/decisions/033-vllm-offloading-spec.md` gives the reasons.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _PLUGINS = "hicache.integrations.vllm"
 
 
 def _for_tiering(given: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
-    """The same as `TieringOffloadingSpec` wants it, with `sizes` where they were computed."""
+    """The settings in the form of `TieringOffloadingSpec`. `sizes`: computed values that replace given ones."""
     settings = offloading_settings(given)
     disk: list[dict[str, Any]] = []
     if settings.disk is not None:
@@ -68,7 +68,8 @@ def _for_tiering(given: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
 
 
 def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacking | None:
-    """How the rows are packed, the same in each process; ConfigError where the settings ask for what cannot be."""
+    """The packing of the rows, equal in all processes; None: rows are not packed. Raises ConfigError if the settings
+    request packing and the rows cannot be packed."""
     wanted = format_of(settings.kv_packing, is_cuda=current_platform.is_cuda())
     if wanted is None:
         return None
@@ -84,9 +85,10 @@ def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacki
 
 
 class HiCacheOffloadingSpec(TieringOffloadingSpec):
-    """Built by vLLM in the scheduler's process, for the manager, and in each worker's. ConfigError for bad settings.
+    """Created by vLLM in the scheduler's process, for the manager, and in the process of each worker. Raises
+    ConfigError for wrong settings.
 
-    `row_packing`: how rows are packed, for the tiers behind it; None where rows have vLLM's own bytes.
+    `row_packing`: how rows are packed, for the tiers below the CPU tier; None: rows have vLLM's own bytes.
     `recurrent_states`: of the scheduler's spec, for the identity of a store.
     """
 
@@ -100,7 +102,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
 
     @classmethod
     def config_info_keys(cls, extra_config: dict[str, Any]) -> tuple[str, ...]:
-        """Called by vLLM 0.33."""
+        """See `OffloadingSpec`. Called by vLLM 0.33."""
         keys: tuple[str, ...] = super().config_info_keys(_for_tiering(extra_config))
         return keys
 
@@ -112,7 +114,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing = _packing(self._settings, config)
         changed: dict[str, Any] = {"extra_config": _for_tiering(config.extra_config, cpu_bytes_to_use=num_bytes)}
-        if self.row_packing is not None:  # vLLM derives the size of rows and their number
+        if self.row_packing is not None:  # vLLM computes the bytes and number of rows from this
             changed["worker_kv_bytes_per_block"] = self.row_packing.part_bytes // config.cache.blocks_per_chunk
         super().__init__(dataclasses.replace(config, **changed))
         if self.num_chunks < 1:
@@ -127,7 +129,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         if is_first:
             correct_scheduler()
             assert self._scheduler_mmap is not None
-            self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # behind the ranks
+            self._note_mapped(self._scheduler_mmap, self.config.parallel.world_size)  # users 0, 1, … are the ranks
         return manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
@@ -136,7 +138,8 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         return self._worker
 
     def create_worker(self, kv_caches: CanonicalKVCaches) -> HiCacheOffloadingWorker:
-        """ConfigError for devices that hicache does not copy from, OutOfMemory for rows that cannot be pinned."""
+        """Create the worker. Raises ConfigError for devices that hicache cannot copy from, OutOfMemory if rows cannot
+        be pinned."""
         device = kv_caches.tensors[0].tensor.device
         if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
             raise ConfigError(f"hicache copies from CUDA devices and CPUs, not {device}; use TieringOffloadingSpec")
@@ -162,13 +165,14 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             raise
 
     def _note_mapped(self, region: SharedOffloadRegion, user: int) -> None:
-        """Of a process of this engine, which has mapped its region: that has no name from when all have."""
+        """Note that a process of this engine has mapped the region. When all have, the names of its files are
+        removed."""
         num_users = self.config.parallel.world_size + 1
         if region.fd is not None and remove_names_once_mapped(region.mmap_path, region.fd, user, num_users):
             region._creator = False
 
     def _links(self, kv_caches: CanonicalKVCaches, rows: ChunkRows) -> list[list[Link]]:
-        """Of each cache group. ConfigError for caches that hicache cannot copy, or pack."""
+        """The links of each cache group. Raises ConfigError for caches that hicache cannot copy or pack."""
         sizes = {"rows_per_chunk": rows.rows_per_chunk, "staging_bytes": self._settings.staging_bytes}
         if self.row_packing is None:
             return raw_links(kv_caches, rows.host, self.blocks_per_chunk, **sizes)

@@ -1,10 +1,10 @@
 """vLLM's `OffloadingWorker` over hicache's transfer backends: copies between its cache and the CPU tier's rows.
 
-The rows lie in vLLM's shared region: the scheduler's process, which reads and writes the disk, maps the same memory. A
-worker of several has a part of each row, of `cpu_page_bytes` from `rank * cpu_page_bytes` on.
+The rows are in vLLM's shared region. The scheduler's process, which reads and writes the disk, maps the same memory.
+With several workers, each owns a part of each row: `cpu_page_bytes` bytes from `rank * cpu_page_bytes` on.
 
-vLLM knows no failed transfer: it would serve what the blocks hold. So a copy that fails is made again, block by block,
-and the server ends only if that fails too.
+vLLM does not handle failed transfers: it would use whatever bytes the blocks contain. A failed copy is therefore
+repeated block by block, and the server stops only if that fails too.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ _CANNOT_SHARE = (
 class ChunkRows:
     """This worker's part of the rows of a region: `host`, uint8 [rows, cpu_page_bytes]. Owns the region.
 
-    `registry`: by which rows are pinned, for a cache on a GPU. Where it cannot pin the region, `host` is memory of this
-    worker alone; where rows are `is_shared`, read or written by other processes too, that is an `OutOfMemory`.
+    `registry`: pins the rows, for a cache on a GPU. If the region cannot be pinned, `host` is private memory of this
+    worker. If other processes read or write the rows too (`is_shared`), OutOfMemory is raised instead.
     """
 
     def __init__(
@@ -72,26 +72,26 @@ class ChunkRows:
             self._is_private = True
 
     def forget_name(self) -> None:
-        """The scheduler and all workers are ready, so the name is removed at the latest now, and memory that nobody
-        uses."""
+        """Remove the names of the region's files, because the scheduler and all workers are ready. If this worker uses
+        private memory, free the region's memory too."""
         if self._is_named:
             self._is_named = self._region._creator = False
             remove_names(self._region.mmap_path)
             if self._is_private:
-                self._region.mmap_obj.madvise(mmap.MADV_REMOVE)  # nobody uses the region
+                self._region.mmap_obj.madvise(mmap.MADV_REMOVE)  # no process uses the region
 
     def close(self) -> None:
-        """Unpin and unmap. No copy may be under way."""
+        """Unpin and unmap the region. No copy may be in flight."""
         if self._pins is not None:
             self._pins.close()
         del self.host, self._pins  # the region cannot be unmapped while a tensor refers to it
-        self._region._creator &= os.path.exists(self._region.mmap_path)  # else it looks for a name that is gone
+        self._region._creator &= os.path.exists(self._region.mmap_path)  # else vLLM would remove a name that is gone
         self._region.cleanup()
 
 
 @dataclass
 class _Job:
-    """A transfer of vLLM: its copies, each with what repeats it."""
+    """A transfer of vLLM: its copies, each with a function that repeats it."""
 
     job_id: int
     copies: list[tuple[TransferOp, Callable[[], TransferOp]]]
@@ -109,7 +109,7 @@ class _Job:
             op.wait()
 
     def repeat_failed(self) -> int:
-        """Make the failed copies again, once; how many there were."""
+        """Repeat the failed copies, at most once. Returns their number."""
         failed = [] if self.is_repeated else [i for i, (op, _) in enumerate(self.copies) if op.error is not None]
         for i in failed:
             _, again = self.copies[i]
@@ -126,13 +126,13 @@ class _Job:
 
 
 class HiCacheOffloadingWorker(OffloadingWorker):
-    """Called by the worker's thread alone. Transfers of one direction end in the order of their submission.
+    """Called only by the worker's thread. Transfers of one direction end in the order of their submission.
 
-    `num_repeated`: copies that failed and were made again.
+    `num_repeated`: copies that failed and were repeated.
     """
 
     def __init__(self, groups: list[list[Link]], rows: ChunkRows, blocks_per_chunk: int) -> None:
-        """`groups`: the links of each cache group, which may share them. `rows` are closed by `shutdown`."""
+        """`groups`: the links of each cache group; groups may share links. `shutdown` closes `rows`."""
         self._rows = rows
         self._blocks_per_chunk = blocks_per_chunk
         self._groups = groups
@@ -147,7 +147,7 @@ class HiCacheOffloadingWorker(OffloadingWorker):
     def submit_load(
         self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec, expedited: bool = False
     ) -> bool:
-        """Loads keep their order, expedited ones too (vLLM 0.33, with sync_load_budget_bytes)."""
+        """Submit a load. Loads keep their order, also expedited ones (vLLM 0.33 with sync_load_budget_bytes)."""
         return self._submit("load", job_id, dst_spec, src_spec)
 
     def get_finished(self) -> list[TransferResult]:
@@ -162,7 +162,7 @@ class HiCacheOffloadingWorker(OffloadingWorker):
                     job.wait()
 
     def shutdown(self) -> None:
-        """Finish what is submitted, and give back the rows. Idempotent."""
+        """Finish submitted copies and close the rows. Idempotent."""
         if not self._is_shut_down:
             self._is_shut_down = True
             self._groups = []
@@ -174,7 +174,7 @@ class HiCacheOffloadingWorker(OffloadingWorker):
 
     def _submit(self, direction: Direction, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> bool:
         assert isinstance(host, BlockIDsLoadStoreSpec)
-        self._rows.forget_name()  # the scheduler sends transfers when it and all workers are ready
+        self._rows.forget_name()  # a transfer shows that the scheduler and all workers are ready
         wanted = chunk_blocks(
             host.block_ids, device.block_ids, device.group_sizes, device.block_indices, self._blocks_per_chunk
         )

@@ -1,14 +1,14 @@
-"""Copies between vLLM's cache blocks and rows of its CPU tier that hold packed chunks (`row_packing`).
+"""Copies between vLLM's cache blocks and rows of its CPU tier that contain packed chunks (`row_packing`).
 
-Whole chunks go through a transfer backend, which packs and unpacks them on the device. To it a token is a token, a
-cache tensor is a layer, and a chunk is a page. What it cannot do goes through one chunk of memory on the device, in
-which a chunk lies as vLLM has it, `[tensor][block][bytes]`:
+A transfer backend copies complete chunks, and packs and unpacks them on the device. For the backend, a token is a
+token, a cache tensor is a layer, and a chunk is a page. Other copies use scratch memory of one chunk on the device, in
+vLLM's layout `[tensor][block][bytes]`:
 
     a part of a chunk is loaded    row -> unpacked there -> its blocks
     a chunk did not fit            its blocks -> raw, the first part into the row, the rest into memory of the worker
     a copy failed                  as these
 
-A part of a chunk is stored with copies of one of its blocks in place of the others, which nobody reads.
+If only some blocks of a chunk are stored, copies of one of them fill the other blocks, which no load reads.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class Misfits:
-    """How many chunks were stored, and how many of them did not fit. Shared by the links of a worker."""
+    """Numbers of stored chunks, and of chunks that did not fit their packed size. Shared by the links of a worker."""
 
     stored: int = 0
     misfits: int = 0
@@ -65,8 +65,8 @@ class Misfits:
 
 @dataclass(frozen=True)
 class _Part:
-    """The tiles of one shape in all tensors that have it: bytes [start, end) of a row. `scratch_packer` and
-    `scratch_slots`: of the scratch memory."""
+    """The tiles of one shape in all tensors that have it: bytes [start, end) of a row. `scratch_packer`,
+    `scratch_slots`: for the scratch memory."""
 
     shape: BlockShape
     start: int
@@ -82,8 +82,8 @@ class _Part:
 class PackedChunkLink:
     """Transfers between the cache tensors of one group and this worker's part of each row. See `ChunkLink`.
 
-    `shapes[i]`: of the tiles in blocks of `tensors[i]`. ConfigError where they do not fit the rows. `rests`: of chunks
-    that lie in two parts, by row.
+    `shapes[i]`: shapes of the tiles in blocks of `tensors[i]`. Raises ConfigError if they do not fit the rows. `rests`:
+    by row, the second part of each chunk that did not fit.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class PackedChunkLink:
         self._device = tensors[0].device
         self._misfits = misfits
         self._on_gpu = self._device.type == "cuda"
-        self._row_bytes = packing.part_bytes - TRAILER_BYTES  # of a chunk, in a row
+        self._row_bytes = packing.part_bytes - TRAILER_BYTES  # bytes of a chunk in a row
         self._trailers = host.numpy()[:, self._row_bytes : packing.part_bytes]
         self._stream = torch.cuda.Stream(self._device) if self._on_gpu else None
         sizes = [blocks_per_chunk * tensor.shape[1] for tensor in tensors]
@@ -125,14 +125,14 @@ class PackedChunkLink:
         self._num_loads = 0
 
     def submit(self, direction: Direction, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
-        """Start the copies; each comes with what makes it again by other means."""
+        """Start the copies. Each is returned with a function that repeats it in another way."""
         if direction == "load":
             return self._load(wanted)
         rows, blocks = self._with_parts(wanted)
         return [self._store(rows, blocks)] if len(rows) else []
 
     def close(self) -> None:
-        """Finish what is submitted."""
+        """Finish submitted copies."""
         for part in self.parts:
             part.backend.close()
         if self._stream is not None:
@@ -165,7 +165,7 @@ class PackedChunkLink:
         return _Part(shape, start, backend, scratch_packer, slots)
 
     def _with_parts(self, wanted: ChunkBlocks) -> tuple[Ids, Ids]:
-        """All rows that are stored, and for each all blocks of a chunk."""
+        """All stored rows, and for each all blocks of a chunk, including those that fill missing blocks."""
         rows, starts = np.unique(wanted.part_rows, return_index=True)
         blocks = np.repeat(wanted.part_blocks[starts][:, None], self._blocks_per_chunk, 1)
         blocks[np.searchsorted(rows, wanted.part_rows), wanted.part_index] = wanted.part_blocks
@@ -179,17 +179,17 @@ class PackedChunkLink:
         return _StoreOp(ops, partial(self._stored, rows, of_row)), partial(self._keep_raw, rows, of_row)
 
     def _stored(self, rows: Ids, blocks: Ids, misfits: Sequence[int]) -> None:
-        """The chunks have come; `misfits`: positions of those that do not fit."""
+        """Complete a store whose packed chunks have arrived. `misfits`: positions of the chunks that do not fit."""
         self._misfits.count(len(rows), len(misfits))
         self._trailers[rows] = self._trailer(RowKind.PACKED)
         if misfits:
-            # Not behind the current stream: the blocks were written before the store was submitted.
+            # Need not wait for the current stream: the blocks were written before the store was submitted.
             raw = self._keep_raw(rows[misfits], blocks[misfits], behind_current=False)
             if raw.error is not None:
                 raise raw.error
 
     def _keep_raw(self, rows: Ids, blocks: Ids, *, behind_current: bool = True) -> TransferOp:
-        """Store chunks in two parts, with plain copies; done on return."""
+        """Store raw chunks in two parts with plain copies. Complete on return."""
         op = PlainOp(len(rows) * self._scratch.numel(), self._device)
         with op.timed(self._stream, behind_current=behind_current):
             for row, of_row in zip(rows.tolist(), blocks, strict=True):
@@ -205,7 +205,7 @@ class PackedChunkLink:
     def _load(self, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
         ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
         is_packed = self._are_packed(wanted.rows)
-        self._forget(wanted.rows[is_packed])  # the disk wrote over raw ones
+        self._forget(wanted.rows[is_packed])  # the disk has overwritten raw chunks in these rows
         blocks = wanted.blocks.reshape(-1, self._blocks_per_chunk)
         if is_packed.any():
             rows, of_row = wanted.rows[is_packed], blocks[is_packed]
@@ -215,7 +215,7 @@ class PackedChunkLink:
                 op = part.backend.load(pages, part.shape.slots(flat), self._num_loads)
                 self._num_loads += 1
                 if self._on_gpu:
-                    op.wait_outcome()  # queues the rest, which no forward will ask for
+                    op.wait_outcome()  # also queues the remaining layers, which no forward pass will request
                 ops.append((op, again))
         singly = self._by_block(wanted.rows[~is_packed], blocks[~is_packed])
         parts = wanted.part_rows, wanted.part_index, wanted.part_blocks
@@ -226,12 +226,12 @@ class PackedChunkLink:
         return ops
 
     def _by_block(self, rows: Ids, blocks: Ids) -> tuple[Ids, Ids, Ids]:
-        """Row, number in the chunk and number in the cache of each block."""
+        """For each block of complete chunks: its row, its index in the chunk, and its number in the cache."""
         index = np.tile(np.arange(self._blocks_per_chunk), len(rows))
         return np.repeat(rows, self._blocks_per_chunk), index, blocks.reshape(-1)
 
     def _load_blocks(self, rows: Ids, index: Ids, blocks: Ids) -> TransferOp:
-        """Block `index[i]` of row `rows[i]` to the device's `blocks[i]`; copies of one chunk after the other."""
+        """Copy block `index[i]` of row `rows[i]` to the device's block `blocks[i]`, one chunk after the other."""
         op = PlainOp(len(blocks) * self._scratch.numel() // self._blocks_per_chunk, self._device)
         with op.timed(self._stream):
             for row in np.unique(rows).tolist():
@@ -243,7 +243,7 @@ class PackedChunkLink:
         return op
 
     def _unpack(self, row: int) -> None:
-        """Bring the chunk of a row to the scratch memory."""
+        """Copy the chunk of a row to the scratch memory, unpacked."""
         if not self._are_packed(np.array([row]))[0]:
             rest = self._rest(row)
             self._scratch[: self._row_bytes].copy_(self._host[row, : self._row_bytes], non_blocking=True)
@@ -261,13 +261,14 @@ class PackedChunkLink:
         return are_packed
 
     def _forget(self, rows: Ids) -> None:
-        """The rows do not hold the chunks any longer whose rests are here."""
+        """Drop the second parts of raw chunks in these rows, which now contain other chunks."""
         if self.rests:
             for row in rows.tolist():
                 self.rests.pop(row, None)
 
     def _rest(self, row: int) -> torch.Tensor:
-        """Of a raw chunk. TransferError where the row is not what this worker stored: its bytes must not be served."""
+        """The second part of a raw chunk. Raises TransferError if the row does not contain the chunk that this worker
+        stored."""
         tag, rest = self.rests.get(row, (b"", torch.empty(0)))
         if not tag or (self._trailers[row] != self._trailer(RowKind.RAW, tag)).any():
             raise TransferError(f"row {row} of the CPU tier holds no chunk that this worker can read")
@@ -278,8 +279,8 @@ class PackedChunkLink:
 
 
 class _StoreOp:
-    """The stores of a chunk's parts, and what follows them: `settle`, with the positions of chunks that do not fit, is
-    called once, before the operation is done."""
+    """The stores of a chunk's parts. `settle` is called once before the operation is done, with the positions of chunks
+    that do not fit."""
 
     is_undelayed, misfits = False, ()
 

@@ -1,8 +1,8 @@
-"""The dtypes of recurrent states, which vLLM does not tell an `OffloadingSpec`.
+"""Finds the dtypes of recurrent states, which vLLM does not pass to an `OffloadingSpec`.
 
-vLLM pads the states of recurrent layers to the size of an attention block. Then chunks with states of other dtypes have
-the same sizes, and a store must not serve these. `OffloadingConnectorScheduler` gets vLLM's configuration of the cache
-and asks the spec for its manager, so its constructor is replaced by one that tells the spec before.
+vLLM pads the states of recurrent layers to the size of an attention block, so chunks with states of different dtypes
+have equal sizes. A store must not mix them. `OffloadingConnectorScheduler` gets vLLM's cache configuration and then
+asks the spec for its manager; its constructor is replaced by one that first passes the dtypes to the spec.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 
-# vLLM's own.
+# vLLM's own constructor.
 INIT = OffloadingConnectorScheduler.__init__
 
 
@@ -31,7 +31,7 @@ def _init(
 
 
 def recurrent_states(kv_cache_config: KVCacheConfig) -> str:
-    """Kind, shapes and dtypes of the states in each group of recurrent layers; "" for a cache without."""
+    """Kind, shapes and dtypes of the states in each group of recurrent layers, as JSON; "" if there are none."""
     specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
     states = [
         [str(spec.mamba_type), [list(shape) for shape in spec.shapes], [str(dtype) for dtype in spec.dtypes]]

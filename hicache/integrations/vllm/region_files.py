@@ -1,11 +1,11 @@
-"""The files in /dev/shm behind vLLM's CPU tier, which are as large as that is.
+"""The files in /dev/shm that back vLLM's CPU tier. They are as large as the tier.
 
-    named       from when the first worker makes them until the scheduler and all workers have mapped them
-    nameless    from then on: the memory goes with the last process, however that ends
+    named       from when the first worker creates them until the scheduler and all workers have mapped them
+    nameless    from then on: the kernel frees the memory when the last process ends, however it ends
 
-vLLM's tiering keeps the names until an orderly shutdown, which its processes are often killed before. What a server
-left that was killed while its files had names, the next one removes before it makes its own. Imports nothing of vLLM,
-which calls `remove_leftovers` in each of its processes as a plug-in.
+vLLM's tiering keeps the names until a clean shutdown, but its processes are often killed before. If a server is killed
+while its files have names, the next server removes them before it creates its own. Imports nothing of vLLM, which calls
+`remove_leftovers` in each of its processes as a plug-in.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ _MAKING_S = 0.05
 
 
 def remove_leftovers() -> None:
-    """Remove the files that a killed server left: those of this user that nobody has open or mapped, in whichever
-    container. Where the file system cannot tell, they stay."""
+    """Remove the files of killed servers: files of this user that no process in any container has open or mapped. If
+    the file system cannot tell that, the files stay."""
     for path in sorted(_FOLDER.glob("vllm_offload_*")):
         if _NAME.fullmatch(path.name) is None:
             continue
@@ -43,14 +43,14 @@ def remove_leftovers() -> None:
 
 
 def shared_bytes() -> int:
-    """That the folder has room for."""
+    """Free bytes in the folder."""
     found = os.statvfs(_FOLDER)
     return found.f_bavail * found.f_frsize
 
 
 def agreed_bytes(engine_id: str, measure: Callable[[], int]) -> int:
-    """What the first process of an engine measures, also in the others: a region has one size. The file that tells it
-    goes with the names of the region."""
+    """The bytes that the first process of an engine measures. The other processes return the same, because a region has
+    one size. The number is in a file, which is removed together with the names of the region."""
     path = _FOLDER / f"vllm_offload_{engine_id}.bytes"
     if not path.exists():
         own = path.with_name(f"{path.name}.{os.getpid()}")
@@ -62,8 +62,8 @@ def agreed_bytes(engine_id: str, measure: Callable[[], int]) -> int:
 
 
 def remove_names(path: str) -> None:
-    """Of the region whose first file is `path`; it may be in several, of numbered names (vLLM 0.33). What is no region
-    of vLLM's stays."""
+    """Remove the names of the region whose first file is `path`. It may consist of several numbered files (vLLM 0.33).
+    Paths that are not regions of vLLM are ignored."""
     if Path(path).parent != _FOLDER or _NAME.fullmatch(Path(path).name) is None:
         return
     for name in (path, f"{path.removesuffix('.mmap')}.bytes", *glob.glob(f"{glob.escape(path)}.*")):
@@ -72,10 +72,11 @@ def remove_names(path: str) -> None:
 
 
 def remove_names_once_mapped(path: str, descriptor: int, user: int, num_users: int) -> bool:
-    """The user of this number, of `num_users`, has mapped the region that is open as `descriptor`, and keeps it open.
-    If all have, remove the names. Whether that is so.
+    """Note that process number `user` of `num_users` has mapped the region open as `descriptor`, and keeps it open. If
+    all have, remove the names and return True.
 
-    Each user locks the byte of its number, which ends with its process. On a kernel without such locks: False.
+    Each process locks the byte of its number; the lock ends with the process. On a kernel without such locks: return
+    False.
     """
     try:
         fcntl.fcntl(descriptor, fcntl.F_OFD_SETLK, struct.pack(_FLOCK, fcntl.F_WRLCK, os.SEEK_SET, user, 1, 0))
@@ -94,8 +95,8 @@ def _is_locked(descriptor: int, byte: int) -> bool:
 
 
 def _remove_unused(path: Path) -> int | None:
-    """Its size where it was removed: where the kernel gives a lease, which it refuses for what anybody has open for
-    writing. All who use a region do, as long as they have it mapped."""
+    """Remove a file that no process uses. Returns its bytes if it was removed. The kernel grants a lease only on a file
+    that no process has open for writing; processes that have mapped a region have it open for writing."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         found = os.fstat(descriptor)
@@ -103,9 +104,9 @@ def _remove_unused(path: Path) -> int | None:
             return None
         fcntl.fcntl(
             descriptor, fcntl.F_SETSIG, signal.SIGURG
-        )  # who opens it now sends this, and not SIGIO, which ends us
+        )  # a process that opens the file now causes this signal, and not SIGIO, which would end this process
         fcntl.fcntl(descriptor, fcntl.F_SETLEASE, fcntl.F_RDLCK)
-        if not found.st_size:  # it may be in the making: then its maker asks for the lease before he has it open
+        if not found.st_size:  # it may just have been created; its creator breaks the lease when it opens the file
             time.sleep(_MAKING_S)
         if fcntl.fcntl(descriptor, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
             return None

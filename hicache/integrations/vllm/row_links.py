@@ -1,4 +1,4 @@
-"""The links between the tensors of vLLM's cache and a worker's part of the CPU tier's rows, by group of layers."""
+"""Creates the links between the tensors of vLLM's cache and a worker's part of the CPU tier's rows."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def raw_links(
     rows_per_chunk: int,
     staging_bytes: int,
 ) -> list[list[Link]]:
-    """Of rows laid out as vLLM's own worker does it, tensor by tensor. `host`: see `ChunkRows`. ConfigError for caches
-    that hicache cannot copy."""
+    """The links of each group of layers, for rows in the layout of vLLM's own worker, tensor by tensor. `host`: see
+    `ChunkRows`. Raises ConfigError for caches that hicache cannot copy."""
     tensors = _tensors(kv_caches)
     offsets = np.cumsum([0, *(tensor.shape[1] * blocks_per_chunk for tensor in tensors)]).tolist()
     if offsets[-1] > host.shape[1]:
@@ -64,7 +64,8 @@ def packed_links(
     rows_per_chunk: int,
     staging_bytes: int,
 ) -> list[list[Link]]:
-    """Of packed rows. `heads[i]`: of tensor i. ConfigError for caches that cannot be packed."""
+    """The links of each group of layers, for packed rows. `heads[i]`: of tensor i. Raises ConfigError for caches that
+    cannot be packed."""
     tensors, misfits = _tensors(kv_caches), Misfits()
     links: dict[tuple[int, ...], Link] = {}
     groups: list[list[Link]] = []
@@ -92,7 +93,7 @@ def packed_links(
 
 
 def _tensors(kv_caches: CanonicalKVCaches) -> list[torch.Tensor]:
-    """uint8 `[num_blocks, page_bytes]`; blocks may lie apart."""
+    """The cache tensors as uint8 `[num_blocks, page_bytes]`; there may be gaps between blocks."""
     return [
         entry.tensor.view(torch.int8).view(-1, entry.page_size_bytes).view(torch.uint8)
         if entry.tensor.is_contiguous()

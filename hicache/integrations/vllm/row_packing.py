@@ -1,8 +1,8 @@
-"""Rows of vLLM's CPU tier that hold packed chunks: whether they do, how large they are, and what one says of itself.
+"""Decides whether rows of vLLM's CPU tier contain packed chunks, computes their size, and defines their trailer.
 
-The scheduler's process and each worker's ask for this before there is a cache, so it follows from vLLM's configuration
-alone. That has no heads and no head size: a row has the bytes of tiles of 64 channels, which wider ones undercut. What
-tiles they are the workers find out (`block_shapes`). Of one row, side by side:
+The scheduler's process and each worker need the size before there is a cache, so it is computed from vLLM's
+configuration alone, which has no heads and no head size. A row therefore has the size of tiles of 64 channels; wider
+tiles need less. The workers determine the actual tiles (`block_shapes`). The layout of one row:
 
     part of worker 0 | part of worker 1 | ... | padding to a multiple of 4096 bytes
 
@@ -11,7 +11,7 @@ tiles they are the workers find out (`block_shapes`). Of one row, side by side:
     7 bytes                digest of the shape of the tiles
     8 bytes                of a raw chunk: random, the same as that of the rest; else 0
 
-Imports nothing of vLLM, so that it is tested where no server is installed.
+Imports nothing of vLLM, so that it can be tested without an installed server.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from hicache.kernels.pack import FOUR_BITS, PackFormat, PagePacker
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-TRAILER_BYTES = 16  # of a part
+TRAILER_BYTES = 16  # of each worker's part
 TILE_CHANNELS = 64
 _FORMATS = {
     "3": PackFormat(3, (0.05,)),
     "4": FOUR_BITS,
-}  # 3 bits with the share of values: tiles are of keys and values
-_ATTENTION = ("attn", "mla_attn")  # how vLLM ends the names of layers that have keys and values, or latents
+}  # with the share of escapes of values for 3 bits, because a tile contains keys and values
+_ATTENTION = ("attn", "mla_attn")  # last parts of vLLM's names of layers with keys and values, or with latents
 _ELEMENT_BYTES = 2
 _ROW_STEP = 4096  # of vLLM's rows
 
 
 class RowKind(enum.IntEnum):
-    """PACKED: a chunk as it was packed. RAW: the first part of one that did not fit."""
+    """The content of a row. PACKED: a packed chunk. RAW: the first part of a chunk that did not fit when packed."""
 
     PACKED = 0
     RAW = 1
@@ -49,7 +49,7 @@ class RowKind(enum.IntEnum):
 
 @dataclass(frozen=True)
 class RowPacking:
-    """How the rows are packed. `part_bytes`: of one worker, with its trailer; a row has `num_parts` of these."""
+    """The packing of rows. `part_bytes`: bytes of one worker's part with its trailer. A row has `num_parts` parts."""
 
     format: PackFormat
     part_bytes: int
@@ -57,26 +57,26 @@ class RowPacking:
 
     @property
     def name(self) -> str:
-        """For the identity of a store, as `docs/disk_format.md` has it."""
+        """The name in the identity of a store (`docs/disk_format.md`)."""
         return f"rows={self.format.bits}/{self.format.escapes[0]:g}"
 
     def are_packed(self, rows: npt.NDArray[np.uint8], ids: Sequence[int]) -> list[bool]:
-        """Of rows, uint8 `[rows, bytes]`, those that are packed in all parts. Others are raw, and have not all bytes of
-        their chunk."""
+        """For each row of `ids`, whether all its parts are packed. `rows`: uint8 `[rows, bytes]`. A raw row does not
+        contain all bytes of its chunk."""
         ends = np.arange(1, self.num_parts + 1) * self.part_bytes - TRAILER_BYTES
         packed: list[bool] = (rows[np.asarray(ids, np.int64)[:, None], ends] == RowKind.PACKED).all(1).tolist()
         return packed
 
 
 def format_of(kv_packing: str, *, is_cuda: bool) -> PackFormat | None:
-    """What the setting asks for."""
+    """The format that the setting requests; None: no packing."""
     if kv_packing == "auto":
         return FOUR_BITS if is_cuda else None
     return _FORMATS.get(kv_packing)
 
 
 def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers: bool) -> RowPacking:
-    """ValueError says why the rows of this configuration cannot be packed."""
+    """The packing of rows. Raises ValueError with the reason if the rows of this configuration cannot be packed."""
     [first, *others] = (group.tokens_per_block for group in config.groups)
     parallel, blocks = config.parallel, config.cache.blocks_per_chunk
     tokens, raw_bytes = first * blocks, config.worker_kv_bytes_per_block * blocks
@@ -106,7 +106,8 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
 
 
 def part_bytes_of(format: PackFormat, channels: int, tokens: int, blocks_per_chunk: int) -> int:
-    """Of one worker's part of a row, for a chunk of `tokens` tokens with `channels` elements each, a multiple of 64."""
+    """Bytes of one worker's part of a row, for a chunk of `tokens` tokens with `channels` elements each, a multiple of
+    64."""
     packed_bytes = channels // TILE_CHANNELS * format.tile_bytes(0, tokens, TILE_CHANNELS)
-    step = 16 * blocks_per_chunk  # vLLM counts in blocks
+    step = 16 * blocks_per_chunk  # so that the part is divisible into blocks, in which vLLM counts
     return -(-(packed_bytes + TRAILER_BYTES) // step) * step

@@ -1,5 +1,5 @@
-"""Log lines of hicache in the log of vLLM. vLLM configures the logger `vllm` alone: no INFO line of another logger is
-shown.
+"""Writes hicache's log records to vLLM's log. vLLM configures only the logger `vllm`, so INFO records of other loggers
+would not be shown.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ import logging
 
 
 class _VllmHandler(logging.Handler):
-    """Passes a record to the logger `vllm` as vLLM has configured it at that time."""
+    """Passes a record to the logger `vllm`, with the handlers and level that it has then."""
 
     def emit(self, record: logging.LogRecord) -> None:
         server = logging.getLogger("vllm")

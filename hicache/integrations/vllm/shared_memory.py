@@ -1,4 +1,4 @@
-"""Which file stands behind memory of this process, so that another process can map the same."""
+"""Finds the file that backs memory of this process, so that another process can map the same file."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ class _File(NamedTuple):
 
 
 def descriptor_of(memory: PageBuffer) -> int | None:
-    """A new descriptor of the file that `memory`, contiguous, maps from its beginning on and shares. None where there
-    is no such file, or where this process does not have it open."""
+    """A new descriptor of the file that backs `memory`. `memory` is contiguous and begins at the first byte of a shared
+    mapping of the file. None if there is no such file, or if this process does not have it open."""
     file = _file_at(memory)
     if file is None:
         return None
@@ -28,19 +28,19 @@ def descriptor_of(memory: PageBuffer) -> int | None:
             is_writable = fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDWR
             if (found.st_dev, found.st_ino) == file[:2] and found.st_size >= memory.nbytes and is_writable:
                 return os.dup(descriptor)
-        except OSError:  # it was closed meanwhile
+        except OSError:  # another thread closed it
             continue
     return None
 
 
 def name_of(memory: PageBuffer) -> str:
-    """The name of that file, or what the kernel calls one without."""
+    """The name of the file that backs `memory`, or the kernel's name of a file without one."""
     file = _file_at(memory)
     return "" if file is None else file.name
 
 
 def _file_at(memory: PageBuffer) -> _File | None:
-    """The file whose first byte is mapped where `memory` begins, shared."""
+    """The file whose first byte is mapped, shared, at the beginning of `memory`; None if there is none."""
     address = int(memory.__array_interface__["data"][0])
     try:
         lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()

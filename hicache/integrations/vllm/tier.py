@@ -1,8 +1,8 @@
-"""The page store under vLLM's CPU tier: a secondary tier of its `TieringOffloadingSpec`.
+"""The page store below vLLM's CPU tier: a secondary tier of vLLM's `TieringOffloadingSpec`.
 
-vLLM calls one method at a time, under a lock, and none may wait but `drain_jobs` and `shutdown`. A chunk is a row of
-the CPU tier's memory, a file in /dev/shm that the store process maps too: nothing is copied here. vLLM keeps the rows
-of a job until its result is taken:
+vLLM calls one method at a time, under a lock. Only `drain_jobs` and `shutdown` may wait. A chunk is a row of the CPU
+tier's memory, a file in /dev/shm that the store process maps too, so this process copies nothing. vLLM keeps the rows
+of a job until it takes the job's result:
 
     submitted ... | answered by the store process | result taken by vLLM
     <-- the store process may touch the rows ---->
@@ -58,20 +58,20 @@ from hicache.tiers import DISK
 
 log = logging.getLogger(__name__)
 
-_PART_CHUNKS = 8  # of a load that one reader takes: parts of one load are read side by side
+_PART_CHUNKS = 8  # of a load that one reader reads; several readers read parts of one load concurrently
 _QUEUE_JOBS = 4096
 _HASH_BYTES = 32  # of SHA-256
-_GROUP_BYTES = 4  # of the group of layers, behind the hash
+_GROUP_BYTES = 4  # number of the group of layers, after the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
 
 
 class HiCacheTier(SecondaryTierManager):
-    """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, encrypted if there is a key.
-    What costs less to compute than to load stays there (`gate`).
+    """Keeps vLLM's chunks in a page store on disk: verified, compressed, within a budget, and encrypted if there is a
+    key. Chunks that cost less to compute than to load are not loaded (`gate`).
 
-    Invariants: every job gets one result, once the store process does not use its rows; after construction nothing
-    raises.
+    Invariants: each job gets one result, after the store process has stopped using its rows; no method raises after
+    construction.
     """
 
     medium: ClassVar[Medium] = Medium.STORAGE
@@ -86,7 +86,8 @@ class HiCacheTier(SecondaryTierManager):
     ) -> None:
         """`primary_kv_view`: bytes `[num_chunks, row_bytes]`. `settings`: see `ServerStoreConfig`.
 
-        `ConfigError` for wrong settings, `StoreError` for a budget that is too small, or memory that cannot be shared.
+        Raises `ConfigError` for wrong settings, and `StoreError` for a budget that is too small or memory that cannot
+        be shared.
         """
         super().__init__(offloading_spec, primary_kv_view, tier_type, backpressure_detector)
         remove_leftovers()
@@ -96,7 +97,7 @@ class HiCacheTier(SecondaryTierManager):
         config = server_store_config(settings, f"vLLM secondary tier {tier_type}")
         rows = np.asarray(primary_kv_view).view(np.uint8)
         row_bytes = rows.shape[1]
-        # Stores that wait pin rows, the most recent ones. A quarter is left for what comes meanwhile.
+        # Queued stores pin rows, those used most recently. A quarter of the rows stays free for new chunks.
         self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
         self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
         is_ours = isinstance(offloading_spec, HiCacheOffloadingSpec)
@@ -131,7 +132,7 @@ class HiCacheTier(SecondaryTierManager):
         self._results: list[JobResult] = []
         self._waiting_bytes = 0
         self._refused_hash = False
-        self._heard_s = self._disk.clock()  # when a job of the disk has last begun or brought something
+        self._heard_s = self._disk.clock()  # when a job of the disk was last submitted or made progress
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -139,8 +140,8 @@ class HiCacheTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
-        """RETRY until the store has answered, which is asked at the end of the step, and while the CPU tier has no row
-        for what is worth waiting for."""
+        """Look a chunk up. RETRY until the store has answered (it is asked at the end of the step), and while a load is
+        chosen but the CPU tier has no free row for it."""
         if len(key) != _KEY_BYTES and not self._are_sha256([key]):
             return LookupResult.MISS
         held = self._lookups.lookup(key, req_context.req_id)
@@ -157,8 +158,8 @@ class HiCacheTier(SecondaryTierManager):
         self._disk.used(self._server.keys(tuple(keys)))
 
     def submit_store(self, job_metadata: TransferJob) -> None:
-        """A store that would pin too many rows, or that nobody would take, fails at once. Chunks that do not fit their
-        packed row stay in CPU memory: the job stores the others."""
+        """Submit a store. It fails at once if it would pin too many rows or if the store refuses it. Chunks that do not
+        fit their packed row stay in CPU memory; the job stores the others."""
         chunks, pages = tuple(job_metadata.keys), self._pages(job_metadata)
         span = self._admission.span(chunks, job_metadata.req_context)
         if span is not None:
@@ -222,7 +223,8 @@ class HiCacheTier(SecondaryTierManager):
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """Waits for what is stalled in its disk for as long as that takes: its rows are not to be used."""
+        """Wait until all jobs have ended, however long a stalled disk takes, because their rows must not be reused
+        before."""
         begin_s, warned = time.monotonic(), False
         self._poll()
         while self._loads or self._stores:
@@ -233,7 +235,7 @@ class HiCacheTier(SecondaryTierManager):
             self._poll()
 
     def shutdown(self) -> None:
-        """Finish what is being stored, close the store and let go of the rows. Idempotent."""
+        """Finish stores in flight, close the store and release the rows. Idempotent."""
         for load in self._loads.values():
             load.cancelled.set()
         try:
@@ -254,7 +256,7 @@ class HiCacheTier(SecondaryTierManager):
         return Queue(num_bytes, progress_s, is_heard and bool(self._loads or self._stores))
 
     def _give_up(self) -> None:
-        """Cancel the loads that are stuck in the disk: of these, vLLM computes what was not read."""
+        """Cancel the loads that are stalled. vLLM then computes the chunks that were not read."""
         abandoned = False
         for load in self._loads.values():
             if load.span is None or load.cancelled.is_set():
@@ -270,7 +272,7 @@ class HiCacheTier(SecondaryTierManager):
         return PageRows(self._rows, job.chunk_ids.tolist())
 
     def _whole(self, chunks: tuple[OffloadKey, ...], pages: PageRows) -> tuple[tuple[OffloadKey, ...], PageRows]:
-        """Those whose rows have all their bytes."""
+        """The chunks whose rows contain all their bytes, and their rows."""
         if self._packing is None:
             return chunks, pages
         assert self._rows is not None, "the tier is shut down"
@@ -280,7 +282,7 @@ class HiCacheTier(SecondaryTierManager):
         return tuple(itertools.compress(chunks, are_packed)), PageRows(self._rows, ids)
 
     def _are_sha256(self, chunks: Sequence[OffloadKey]) -> bool:
-        """Whether the chunks' names mean the same in every process; logs the remedy once."""
+        """Whether the names of the chunks mean the same in every process. If not, log the remedy once."""
         if all(len(chunk) == _KEY_BYTES for chunk in chunks):
             return True
         if not self._refused_hash:
@@ -293,7 +295,7 @@ class HiCacheTier(SecondaryTierManager):
         return False
 
     def _poll(self) -> None:
-        """Take what the disk has answered."""
+        """Process the answers of the disk."""
         for read in self._disk.reads.poll():
             if isinstance(read, FindDone):
                 self._lookups.answered(read)
@@ -314,7 +316,7 @@ class HiCacheTier(SecondaryTierManager):
         load.left -= len(done.ok)
         self._heard_s = self._disk.clock()
         for job_id, other in self._loads.items():
-            if job_id >= done.ticket:  # those that wait behind it, too
+            if job_id >= done.ticket:  # also loads that wait behind it
                 other.progress_s = self._heard_s
         self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds)
         if not load.left:
@@ -355,14 +357,14 @@ class HiCacheTier(SecondaryTierManager):
 
 
 def _chunk_tokens(spec: OffloadingSpec) -> dict[int, int]:
-    """By group of layers."""
+    """Tokens of a chunk, by group of layers."""
     config = spec.config
     return {group.group_id: group.tokens_per_block * config.cache.blocks_per_chunk for group in config.groups}
 
 
 def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
-    """Of the file that has them, whose name is removed, unless the spec does that: vLLM starts its scheduler when all
-    workers have mapped it. StoreError where a store process could not map it."""
+    """A descriptor of the file that backs `rows`. Its name is removed unless the spec removes it: all workers have
+    mapped it when vLLM starts the scheduler. Raises StoreError if a store process could not map it."""
     descriptor = descriptor_of(rows.reshape(-1))
     if descriptor is None:
         raise StoreError("vLLM's CPU tier is not one open file of this process that a store process could map too")

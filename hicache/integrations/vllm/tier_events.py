@@ -1,5 +1,4 @@
-"""What the disk takes and loses of the chunks, as vLLM's own KV events: for routers that choose a server by what it
-holds."""
+"""Reports chunks that the disk stores or removes as vLLM's KV events, for routers that choose a server by its cache."""
 
 from __future__ import annotations
 
@@ -11,9 +10,10 @@ OWNER = "hicache"
 
 
 class TierEvents:
-    """Owned by the tier. A chunk is told as stored once, until it was told as removed.
+    """Owned by the tier. A chunk is reported as stored once, until it is reported as removed.
 
-    The store names what it loses by its own keys, so this keeps the name of every chunk that it told, some 200 bytes.
+    The store names removed chunks by its own keys, so this class keeps the name of every reported chunk, about 200
+    bytes each.
     """
 
     def __init__(self, medium: Medium, locality: Locality) -> None:
@@ -24,17 +24,18 @@ class TierEvents:
         self._times_lost = 0
 
     def stored(self, keys: Sequence[bytes], chunks: Sequence[OffloadKey]) -> None:
-        """The store holds the chunks, by these keys."""
+        """Note that the store holds the chunks under these keys."""
         new = {key: chunk for key, chunk in zip(keys, chunks, strict=True) if key not in self._chunk_of}
         self._chunk_of.update(new)
         self._tell(list(new.values()), removed=False)
 
     def removed(self, keys: Sequence[bytes]) -> None:
-        """The store has lost these."""
+        """Note that the store has removed the chunks of these keys."""
         self._tell([self._chunk_of.pop(key) for key in keys if key in self._chunk_of], removed=True)
 
     def note_losses(self, times_lost: int) -> None:
-        """So often has the store's process ended: what it had lost at last, nobody tells any more."""
+        """Note how often the store's process has ended. After a new end, report all chunks as removed, because the
+        process can no longer report its last removals."""
         if times_lost != self._times_lost:
             self._times_lost = times_lost
             self.removed(list(self._chunk_of))

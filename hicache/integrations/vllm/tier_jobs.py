@@ -1,4 +1,4 @@
-"""What the tier remembers of vLLM's jobs until they end."""
+"""The tier's records of vLLM's jobs in flight."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from vllm.v1.kv_offload.base import OffloadKey
 
 @dataclass(slots=True)
 class Load:
-    """`ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: not known. `progress_s`: when the
-    disk last brought a part of it, or of a load before it. `left`: chunks whose jobs are not answered yet; when there
-    are none, the load ends."""
+    """A load. `ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: unknown. `progress_s`: when
+    this load or one before it last made progress. `left`: chunks in unanswered jobs; the load ends when there are
+    none."""
 
     request: str
     chunks: tuple[OffloadKey, ...]
@@ -26,7 +26,7 @@ class Load:
 
     @property
     def span_left(self) -> tuple[int, int]:
-        """As if what was read were the beginning."""
+        """The tokens that are still to be loaded, as if chunks were read from the beginning on."""
         start, end = self.span or (0, 0)
         return end - (end - start) * self.left // len(self.chunks), end
 

@@ -1,8 +1,8 @@
-"""What the disk and its gate count, in vLLM's own metrics: hicache's families behind `vllm:hicache_`, with the
+"""Metrics of the disk and its gate in vLLM's metrics: hicache's families with the prefix `vllm:hicache_`, and the
 directory of the store as a label.
 
-vLLM declares the families in the process of its API server, where there is no tier, and sends it what the tier reports
-between steps.
+vLLM declares the families in the process of its API server, which has no tier. The tier's values are sent to it between
+steps.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from hicache.stores.tier import register_tier
 from hicache.tiers import DISK
 
 EVERY_S = 1.0
-_NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM makes these loads
+_NOT_MEASURED = {"cost.load_bytes_per_second"}  # vLLM makes the loads from the CPU tier
 
 
 def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
-    """All families by name, as vLLM declares them."""
+    """All families by name, in the form in which vLLM declares them."""
     metrics = Metrics()
     LoadGate(CostModel("auto", {DISK: 1}, metrics, time.monotonic), time.monotonic, metrics, job_bytes=1)
     dropped_jobs(metrics)
@@ -54,7 +54,7 @@ def _family(info: MetricInfo) -> str:
 
 
 class TierMetrics:
-    """Owned by the tier. `store`: the label. Reports what has changed, at most every `EVERY_S` seconds."""
+    """Owned by the tier. `store`: value of the label. Reports changed values at most every `EVERY_S` seconds."""
 
     def __init__(self, metrics: Metrics, store: str, clock: Callable[[], float]) -> None:
         self._metrics = metrics
@@ -65,20 +65,20 @@ class TierMetrics:
         self._next_s = clock()
 
     def take(self) -> OffloadingConnectorStats | None:
-        """What is to be added to counters, and new values of gauges."""
+        """Increments of counters and new values of gauges since the last report; None if none is due."""
         now_s = self._clock()
         if now_s < self._next_s:
             return None
         self._next_s = now_s + EVERY_S
         stats = OffloadingConnectorStats()
         for name, number in flattened(self._metrics.snapshot()).items():
-            value, told = float(number), self._told.get(name)  # flags and states too: it goes to another process
+            value, told = float(number), self._told.get(name)  # float also for flags and states, for serialization
             if value == told or name in _NOT_MEASURED:
                 continue
             self._told[name], info = value, self._described[name]
             labels = (self._store, *(text for _, text in sorted(info.labels.items())))
             if info.type == "gauge":
                 stats.set_gauge(_family(info), value, labels)
-            else:  # those of a store begin again with its process
+            else:  # a lower value: the counters of a store restart with its process
                 stats.increase_counter(_family(info), value - (told or 0) if value >= (told or 0) else value, labels)
         return stats
