@@ -1,1 +1,1 @@
-"""The plug-in for SGLang, which loads `HiCacheDisk` from `hicache.integrations.sglang.storage`."""
+"""The plug-in for SGLang: SGLang loads `HiCacheDisk` from `hicache.integrations.sglang.storage`."""

@@ -1,7 +1,7 @@
-"""hicache's counters and gauges at SGLang's own `/metrics`, beside those that SGLang keeps of a backend.
+"""Exports hicache's counters and gauges at SGLang's `/metrics`.
 
-SGLang's `StorageMetrics` has the pages and GB/s of reads and writes, and nothing else. The rest goes where it goes: to
-the process' `prometheus_client`, from where SGLang gathers it.
+SGLang's `StorageMetrics` accepts only pages and GB/s of reads and writes. All other metrics are registered with the
+`prometheus_client` of the process, from which SGLang collects its metrics.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from typing import Any
 from hicache.metrics import HistogramValue, Metrics
 
 _EVERY_S = 1.0
-_FAMILIES: dict[str, Any] = {}  # of this process: prometheus_client takes each name once
+_FAMILIES: dict[str, Any] = {}  # of this process, because prometheus_client accepts each name once
 
 
 class Endpoint:
-    """One a rank, in SGLang's scheduler thread. `labels`: of the rank."""
+    """Exports the metrics of one rank, in SGLang's scheduler thread. `labels`: of the rank."""
 
     def __init__(self, labels: Mapping[str, str], clock: Callable[[], float]) -> None:
         self._labels = dict(labels)
@@ -25,7 +25,7 @@ class Endpoint:
         self._due_s = clock()
 
     def publish(self, metrics: Metrics) -> None:
-        """What has changed, once a second at most."""
+        """Export the metrics that have changed, at most once a second."""
         if self._clock() < self._due_s:
             return
         self._due_s = self._clock() + _EVERY_S
@@ -40,13 +40,13 @@ class Endpoint:
                 family.set(value)
                 continue
             before = self._counted.get(name, 0.0)
-            family.inc(value - before if value >= before else value)  # less: it was opened again
+            family.inc(value - before if value >= before else value)  # a lower value: the store was reopened
             self._counted[name] = value
 
 
 def _family(kind: str, name: str, help: str, labels: tuple[str, ...]) -> Any:
     if name not in _FAMILIES:
-        # Imported once SGLang has said where its processes gather what they count.
+        # Imported late: SGLang first sets the folder in which its processes collect their metrics.
         from prometheus_client import Counter, Gauge
 
         if kind == "gauge":

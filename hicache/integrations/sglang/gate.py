@@ -1,16 +1,16 @@
-"""Whether what the disk holds of a prompt is worth waiting for, by the speeds that this server and its disk have shown.
+"""Decides whether the pages that the disk holds of a prompt are loaded, by the measured speeds of server and disk.
 
     looked up | loads                  | computes the rest   | stored
-              ^ the disk is busy       ^ waits for the GPU, or has it: other prompts that compute delay it
+              ^ the disk is busy       ^ waits for the GPU or runs on it: other prompts that compute delay it
 
-SGLang tells a backend nothing of its requests or passes. What can be known of others is which prompts were looked up
-and did not come: of each, the keys that are still to be read, and those that are still to be computed. Requests that
-generate their answer are not seen, so fewer are counted than wait.
+SGLang passes no information on its requests or forward passes to a backend. The gate therefore keeps, for each prompt
+that was looked up and is not complete, the keys of pages still to be read and of pages still to be computed.
+Requests that decode are not visible, so the gate counts fewer requests than wait.
 
-The speed of prefill follows from the copies to the host that SGLang makes of what it has computed (with
-`write_through`): their tokens, by the seconds since the copy before, or since a prompt began to wait where none did. A
-copy of what no prompt waited for counts as nothing, and of two neighbours the faster one counts twice: what makes the
-other slow (compilers, a full GPU) is no computing. With `prefill_tokens_per_s` nothing is measured.
+The prefill speed is measured by SGLang's copies of computed tokens to the host (with `write_through`): the tokens of
+copies, divided by the time since the copies before, or since a prompt began to wait if none waited before. Copies of
+tokens that no waiting prompt needs are not counted. Of two successive measurements the faster one is used, because
+compilation or a busy GPU slows single measurements. With `prefill_tokens_per_s` set, no speed is measured.
 """
 
 from __future__ import annotations
@@ -26,16 +26,18 @@ from hicache.integrations.load_gate import KeepsNote, PrefillNote, ServerLoadPol
 from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
-_MIN_TOKENS = 1024  # of less, the time is mostly overhead
-_FORGET_S = 30.0  # after which a prompt counts as gone: SGLang does not say which requests were aborted
-_MIN_WAIT_S = 0.5  # a disk that works hesitates now and then
+_MIN_TOKENS = 1024  # of a measurement; for fewer tokens most of the time is overhead
+_FORGET_S = 30.0  # after which a prompt is dropped, because SGLang does not report aborted requests
+_MIN_WAIT_S = 0.5  # because a working disk pauses now and then
 
 
 @dataclass(slots=True, eq=False)
 class _Prompt:
-    """Pages that are still to come: those of `to_load`, and then `to_compute`, keys by their place behind `start`
-    tokens, of which `num_done` tokens are computed. `last`: the key that tells it from others, also when it is looked
-    up again."""
+    """A prompt with pages that are still to be loaded (`to_load`) and then computed (`to_compute`).
+
+    `to_compute` maps each key to the index of its page behind the first `start` tokens; `num_done` of these pages'
+    tokens are computed. `last`: the last key, which identifies the prompt when it is looked up again.
+    """
 
     last: str
     looked_up_s: float
@@ -56,7 +58,8 @@ class _Computed(NamedTuple):
 
 
 class LoadGate(ServerLoadPolicy):
-    """Any thread. `page_tokens`: of a page. `clock`: seconds. `store`: keeps the speed of prefill."""
+    """May be called by any thread. `page_tokens`: tokens of a page. `clock`: seconds. `store`: keeps the prefill
+    speed."""
 
     def __init__(
         self,
@@ -66,20 +69,20 @@ class LoadGate(ServerLoadPolicy):
         clock: Callable[[], float],
         store: KeepsNote,
     ) -> None:
-        # The parallel reads of a call are timed as one.
+        # The parallel reads of one call are timed as one read.
         super().__init__(CostModel(tokens_per_s, {DISK: 1}, metrics, clock), metrics)
         self._page_tokens = page_tokens
         self._clock = clock
         self._note = PrefillNote(self.cost.prefill, store)
         self._lock = threading.Lock()
-        self._prompts: list[_Prompt] = []  # that did not come yet, in the order of their look-up
-        self._since_s = math.inf  # of what the next copy to the host brings; inf: no prompt waits
+        self._prompts: list[_Prompt] = []  # not yet complete, in the order of their look-up
+        self._since_s = math.inf  # when the tokens of the next measurement began to be computed; inf: no prompt waits
         self._copied = 0  # tokens since then
-        self._pairs = 0.0  # the sum of these tokens times their position
+        self._pairs = 0.0  # sum over these tokens of their positions
         self._before: _Computed | None = None
 
     def weigh(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
-        """Whether to load the pages that the disk holds of a prompt's `keys`, `num_held` from the first on."""
+        """Whether to load the pages of a prompt that the disk holds: the first `num_held` of `keys`."""
         if not keys:
             return False
         with self._lock:
@@ -99,13 +102,13 @@ class LoadGate(ServerLoadPolicy):
         return loads
 
     def wait_s(self, num_pages: int) -> float:
-        """How long to wait at most for the next of so many pages: as long as computing all would take."""
+        """Maximum wait for the next of `num_pages` pages, in seconds: the time that computing them all would take."""
         with self._lock:
             return max(_MIN_WAIT_S, self.cost.longest_wait_s(0, num_pages * self._page_tokens))
 
     def read(self, keys: Sequence[str], num_read: int, page_bytes: int, seconds: float) -> None:
-        """A call has read the first `num_read` pages of `keys` in that time; SGLang reads no more of the prompt where
-        that is not all."""
+        """Note that a call has read the first `num_read` pages of `keys` in `seconds`. If pages were missing, SGLang
+        reads no further pages of the prompt."""
         with self._lock:
             self.cost.observe_read(num_read * page_bytes, seconds)
             for prompt in self._prompts:
@@ -114,14 +117,15 @@ class LoadGate(ServerLoadPolicy):
             self._settle()
 
     def abandon_read(self) -> None:
-        """Pages did not come in time."""
+        """Count a read that was ended because a page did not arrive in time."""
         with self._lock:
             self.abandon()
 
     def computed(self, num_tokens: int) -> None:
-        """SGLang copies the state of so many tokens to the host. Its scheduler calls this: the store is not asked."""
+        """Note that SGLang copies the KV of `num_tokens` tokens to the host. Called by SGLang's scheduler; does not
+        access the store."""
         with self._lock:
-            for prompt in self._waiting():  # in their order, as SGLang serves them as a rule
+            for prompt in self._waiting():  # in the order of look-up, in which SGLang usually serves them
                 done = min(num_tokens, len(prompt.to_compute) * self._page_tokens - prompt.num_done)
                 self._copied += done
                 self._pairs += done * (prompt.start + prompt.num_done + done / 2)
@@ -135,11 +139,11 @@ class LoadGate(ServerLoadPolicy):
             self._settle()
 
     def offered(self, keys: Sequence[str]) -> None:
-        """Pages are to be stored: they were computed, unless they were loaded."""
+        """Note that SGLang offers pages to be stored: they were computed, or loaded before."""
         with self._lock:
             self._note.step()
             for prompt in self._prompts:
-                if not prompt.to_load.isdisjoint(keys):  # what SGLang found too little to load
+                if not prompt.to_load.isdisjoint(keys):  # SGLang computed these pages, because it found too few to load
                     prompt.to_load.clear()
                 end = 1 + max((prompt.to_compute.get(key, -1) for key in keys), default=-1)
                 prompt.num_done = max(prompt.num_done, end * self._page_tokens)
@@ -155,7 +159,7 @@ class LoadGate(ServerLoadPolicy):
         return (prompt for prompt in self._prompts if not prompt.to_load)
 
     def _settle(self) -> None:
-        """Leave out the prompts that have come, and know since when one waits for the GPU."""
+        """Drop completed prompts, and keep the time since when a prompt has waited for the GPU."""
         self._prompts = [
             prompt
             for prompt in self._prompts

@@ -1,7 +1,7 @@
-"""How many tokens SGLang copies from the GPU to a host pool, as it submits the copies.
+"""Counts the tokens that SGLang copies from the GPU to a host pool, when SGLang submits the copies.
 
-With `write_through` it does so as soon as they are computed, so this shows the speed of prefill, which nothing else
-tells a storage backend. Other policies copy later: they are not watched.
+With `write_through` SGLang copies tokens as soon as they are computed, so the copies show the prefill speed, which
+SGLang does not report to a storage backend. Other write policies copy later and are not watched.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ _METHOD = "backup_from_device_all_layer"
 
 
 class HostCopies:
-    """Wraps the method of one pool by which SGLang's scheduler copies to it. Scheduler thread."""
+    """Wraps the method of a host pool by which SGLang's scheduler thread copies tokens to it."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def watch(self, pool: Any, told: Callable[[int], None]) -> None:
-        """From now on, and in place of another pool: `told` gets the tokens of each copy, and does not raise."""
+        """Watch `pool` from now on, and no other pool. `told` is called with the tokens of each copy and must not
+        raise."""
         self.end()
         if get_server_args().hicache_write_policy != "write_through":
             return
@@ -37,7 +38,7 @@ class HostCopies:
         self._pool = pool
 
     def end(self) -> None:
-        """The pool is as it was."""
+        """Restore the method of the pool."""
         if self._pool is not None:
             delattr(self._pool, _METHOD)
             self._pool = None

@@ -1,14 +1,14 @@
-"""A page of SGLang's host pools as one run of bytes, whatever the pool's layout.
+"""Copies a page of SGLang's host pools to and from one run of bytes, for any layout of the pool.
 
-SGLang tells where the pieces of a page lie, and in which order (`get_page_buffer_meta`):
+SGLang returns the addresses and the order of the pieces of a page (`get_page_buffer_meta`):
 
     layer_first                      2 * layers pieces a page: K and V of each layer
     page_first, page_first_direct    2 pieces: K and V of all layers
     latent attention, index keys     1 piece, or one a layer
     Mamba states                     one a component
 
-Pools without such pieces (some layouts of sidecar pools) give flat copies; pools without bytes (anchors of pools whose
-bytes all lie in sidecars) get a marker page, so that their pages exist like others.
+Pools without pieces (some layouts of sidecar pools) return flat copies. Pools without bytes (anchors of pools whose
+bytes are all in sidecars) get a marker page, so that the store can tell which of their pages exist.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Piece(NamedTuple):
     num_bytes: int
 
 
-Location: TypeAlias = Any  # where one page lies, as the pool's `HostPages` names it
+Location: TypeAlias = Any  # where one page is in the pool, in the form that its `HostPages` uses
 
 
 class HostPages(Protocol):
-    """The pages of one host pool. `form` names the order of their bytes, `page_slots` the slots of a page.
+    """The pages of one host pool. `form`: the order of a page's bytes. `page_slots`: slots of a page.
 
-    `locations` finds pages by their slots, `[pages * page_slots]`; `gather` copies one into `page`, `scatter` copies it
-    back. Their memory is the pool's, which must be alive.
+    `locations` finds pages by their slots, `[pages * page_slots]`. `gather` copies a page into `page`, `scatter` copies
+    it back. They access the pool's memory, so the pool must be alive.
     """
 
     form: str
@@ -82,7 +82,7 @@ class PiecedPages:
 
 
 class FlatPages:
-    """Pages that the pool flattens itself. A location is the first slot."""
+    """Pages that the pool itself flattens. A location is the first slot of a page."""
 
     form = "flat"
 
@@ -104,7 +104,7 @@ class FlatPages:
 
 
 class MarkerPages:
-    """Pages without bytes."""
+    """Pages without bytes: their stored page is a marker of zeros."""
 
     form = "marker"
     page_bytes = MARKER_BYTES
@@ -119,19 +119,19 @@ class MarkerPages:
         page[:] = 0
 
     def scatter(self, location: None, page: PageBuffer) -> None:
-        """There is nothing to copy."""
+        """Do nothing: the page has no bytes."""
 
 
 def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
-    """The pages of `pool`. `pieces` False: in the order of its flat pages, for callers that pass those. `ConfigError`
-    for a pool that does not give its pages so."""
+    """The pages of `pool`. `pieces` False: in the byte order of its flat pages, for callers that pass flat pages.
+    Raises `ConfigError` if the pool supports neither."""
     refusals = []
     if pieces:
         try:
-            # None: a pool without bytes, which gives empty flat pages.
+            # None is returned by a pool without bytes, whose flat pages are empty.
             if (found := pool.get_page_buffer_meta(torch.arange(pool.page_size, dtype=torch.int64))) is not None:
                 return PiecedPages(pool, found[1])
-        except (NotImplementedError, ValueError) as error:  # how pools say that they have no pieces
+        except (NotImplementedError, ValueError) as error:  # raised by pools that have no pieces
             refusals.append(str(error))
     try:
         flat = FlatPages(pool)
@@ -147,7 +147,8 @@ def host_pages(name: str, pool: Any, *, pieces: bool) -> HostPages:
 
 
 def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:
-    """Bytes of one significance compress better together, where the page is numbers of one width."""
+    """The format of stored pages: if all numbers of a page have one width, bytes of equal significance are grouped,
+    because they compress better."""
     width = dtype.itemsize
     if pages.form == "marker" or width not in _FILTERED_BYTES or pages.page_bytes % width:
         return PageFormat(pages.page_bytes)
@@ -155,5 +156,5 @@ def page_format(pages: HostPages, dtype: torch.dtype) -> PageFormat:
 
 
 def as_bytes(tensor: torch.Tensor) -> PageBuffer:
-    """The bytes of a tensor on the CPU; of a copy unless it is contiguous."""
+    """The bytes of a CPU tensor as an array; a tensor that is not contiguous is copied."""
     return tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()

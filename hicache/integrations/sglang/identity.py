@@ -1,4 +1,4 @@
-"""What the bytes of a page mean: everything that SGLang's keys leave out, which name tokens alone."""
+"""The identity of stored pages: all that decides the meaning of their bytes. SGLang's keys only identify tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hicache.integrations.sglang.release import HEADS, RELEASE, MLATokenToKVPool
 
 
 def rank_labels(config: Any) -> dict[str, str]:
-    """Of this process, as SGLang names its ranks in metrics. `config`: SGLang's `HiCacheStorageConfig`."""
+    """The labels of this process's rank, as in SGLang's metrics. `config`: SGLang's `HiCacheStorageConfig`."""
     return {
         "tp_rank": str(config.tp_rank),
         "pp_rank": str(config.pp_rank),
@@ -23,8 +23,8 @@ def rank_labels(config: Any) -> dict[str, str]:
 
 
 def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -> dict[str, str | int]:
-    """Of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool that holds the
-    model's attention state. `ConfigError` without a model, or where its weights cannot be read."""
+    """The identity of a store. `config`: SGLang's `HiCacheStorageConfig`. `anchor`: the description of the pool that
+    holds the model's KV. Raises `ConfigError` without a model name, or if the weights cannot be read."""
     if not config.model_name:
         raise ConfigError("SGLang names no model, so pages could be served to another one; set --served-model-name")
     tp = "any" if shared else f"{config.tp_size}/{config.tp_rank}"
@@ -35,10 +35,10 @@ def store_identity(config: Any, anchor: dict[str, str | int], *, shared: bool) -
 
 
 def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
-    """What decides the meaning of this pool's bytes, readable."""
+    """The fields that decide the meaning of a pool's bytes, in readable form."""
     found: dict[str, str | int] = {
         "pool": type(pool).__name__,
-        # A host pool keeps numbers of 8 bits as plain bytes: the server's setting tells their kinds apart.
+        # A host pool stores all 8-bit types as plain bytes, so the server's setting is needed to distinguish them.
         "dtype": f"{pool.dtype}/{get_server_args().kv_cache_dtype}".removeprefix("torch."),
         "layout": pool.layout,
         "order": pages.form,
@@ -55,6 +55,6 @@ def describe(pool: Any, pages: HostPages) -> dict[str, str | int]:
 
 
 def key_prefix(name: str, description: dict[str, str | int]) -> bytes:
-    """What precedes SGLang's key in the name of a page: pools of one store never meet."""
+    """The prefix of the names of a pool's pages. It differs between the pools of one store."""
     digest = hashlib.sha256(json.dumps(description, sort_keys=True).encode()).hexdigest()
     return f"{name}\0{digest}\0".encode()

@@ -1,4 +1,4 @@
-"""What tells a model that SGLang serves from others of its name."""
+"""The part of the identity that distinguishes models of the same name that SGLang serves."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from hicache.integrations.weights import weights_digest
 
 
 def model_identity(server_args: Any) -> dict[str, str | int]:
-    """`server_args`: SGLang's `ServerArgs`. ConfigError where the weights cannot be read."""
+    """The identity of the model. `server_args`: SGLang's `ServerArgs`. Raises ConfigError if the weights cannot be
+    read."""
     path, revision = str(server_args.model_path), server_args.revision
     return {
         "revision": str(revision),

@@ -1,11 +1,11 @@
-"""SGLang's third tier: a storage backend over hicache's page store, loaded as `dynamic`.
+"""SGLang's third tier: a storage backend over hicache's page store, which SGLang loads as `dynamic`.
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config '{"backend_name": "hicache",
         "module_path": "hicache.integrations.sglang.storage", "class_name": "HiCacheDisk", "interface_v1": 1,
         "path": "/data/pages", "budget": "100GB"}'
 
-A page of a pool is one value of the store. Ranks that hold different parts of a model have a store each; what all
-ranks hold alike, as with latent attention, is written by one of them and read by all.
+A page of a pool is one value in the store. Each rank has a store for the pools of which it holds a different part of
+the model. Pages that are equal on all ranks, as with latent attention, are written by one rank and read by all.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ log = logging.getLogger(__name__)
 _WHERE = "SGLang's --hicache-storage-backend-extra-config"
 _LOADER_KEYS = {"backend_name", "module_path", "class_name", "interface_v1"}
 _KV = "kv"
-_MAX_SAMPLES = 4096  # of transfers that nobody asked for
+_MAX_SAMPLES = 4096  # of transfers since the last call of get_stats
 
 
 class Pool(NamedTuple):
-    """A host pool of SGLang, and where its pages are stored."""
+    """A host pool of SGLang and the store of its pages."""
 
     pages: HostPages
     prefix: bytes
@@ -52,16 +52,18 @@ class Pool(NamedTuple):
     writes: bool
 
     def keys(self, keys: Sequence[str]) -> list[bytes]:
-        """Those of the store."""
+        """The store's keys of SGLang's `keys`."""
         return self.server.keys([self.prefix + key.encode() for key in keys])
 
 
 class HiCacheDisk(hicache_storage.HiCacheStorage):
-    """Constructed, given its host pools, cleared and closed by SGLang's scheduler thread; asked by its prefetch
-    thread, read by its I/O thread, written by its backup thread, at the same time.
+    """The storage backend. Used concurrently by four threads of SGLang: the scheduler thread constructs it, passes its
+    host pools, clears and closes it; the prefetch thread looks pages up; the I/O thread reads them; the backup thread
+    writes them.
 
-    Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message. Later what
-    cannot be stored or loaded is a miss. SGLang logs what a bug raises in one of its threads, and computes.
+    Construction and registration raise `ConfigError` or `StoreError`, which stop the server with a message. Later, a
+    page that cannot be stored or loaded is a miss. If a bug raises in one of SGLang's threads, SGLang logs it and
+    computes the tokens.
     """
 
     def __init__(self, storage_config: Any, kwargs: Any = None) -> None:
@@ -74,8 +76,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self._host_pools: dict[str, Any] = {}
         self._pools: dict[str, Pool] = {}
         self._tiers: list[WaitingTier] = []
-        self.metrics = Metrics()  # since the store was opened
-        self.gate: LoadGate | None = None  # from then on
+        self.metrics = Metrics()  # replaced when the stores are opened
+        self.gate: LoadGate | None = None  # None until the stores are opened
         self._copies = HostCopies()
         self._endpoint: Endpoint | None = None
         self._sampling = threading.Lock()
@@ -92,14 +94,14 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         known, self._host_pools[str(host_pool_name)] = self._host_pools.get(str(host_pool_name)), host_pool
-        if self._tiers and host_pool is not known:  # one that joins after the others
+        if self._tiers and host_pool is not known:  # registered after the stores were opened
             self._open()
 
     def on_host_pools_registered(self) -> None:
         self._open()
 
     def _open(self) -> None:
-        """Open the stores that the registered pools need, and close those that were open."""
+        """Open the stores that the registered pools need. Close stores that were open before."""
         pages = {
             name: host_pages(name, pool, pieces=self._has_pieces or name != _KV)
             for name, pool in self._host_pools.items()
@@ -137,13 +139,14 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         self._copies.watch(self._host_pools[_KV], self.gate.computed)
 
     def clear(self) -> None:
-        """Remove all pages on this machine's disk that this process may write."""
+        """Remove all pages of the local stores that this process may write."""
         for pool in {pool.tier: pool for pool in self._pools.values() if pool.writes}.values():
             if not pool.tier.clear():
                 log.warning("the pages in %s are not removed yet", pool.server.path)
 
     def close(self) -> bool:
-        """False: a medium does not answer, and its store stays open; a later call tries again."""
+        """Close the stores. Returns False if a store stays open because its medium does not answer; a later call
+        retries."""
         self._pools = {}
         self._copies.end()
         self._tiers = [tier for tier in self._tiers if not self._closed(tier)]
@@ -157,8 +160,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             return True
 
     def get_stats(self) -> StorageMetrics:
-        """Pages and GB/s of each read and write since the last call, which SGLang asks for once a step where it shows
-        metrics: all else is put beside them."""
+        """Pages and GB/s of each read and write since the last call. SGLang calls this once a step if it exports
+        metrics; all other metrics are exported here too."""
         if self._endpoint is not None and self._pools:
             self._endpoint.publish(self.metrics)
         with self._sampling:
@@ -193,7 +196,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
             elif transfer.hit_policy == policies.TRAILING_PAGES:
                 window = max(1, len(transfer.keys or ()))
                 restorable = _restorable(self._pools[str(transfer.name)], keys[:num_kv], window)
-            else:  # never limits what is read
+            else:  # this policy never limits the pages that are read
                 continue
             if restorable:
                 hits[transfer.name] = max(restorable)
@@ -203,11 +206,11 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return hicache_storage.PoolTransferResult(max(legal, default=0), hits, sorted(legal))
 
     def _loads(self, keys: list[str], num_pages: int) -> bool:
-        """Whether to load what is stored of a prompt."""
+        """Whether to load the stored pages of a prompt."""
         return self.gate is not None and self.gate.weigh(keys, num_pages, self._pools[_KV].pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
-        """From the first on, without a gap."""
+        """The number of `keys` that are stored without a gap from the first on."""
         pool = self._pools[name]
         return sum(1 for _ in takewhile(bool, pool.tier.find(pool.keys(keys))))
 
@@ -247,7 +250,8 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
         return self._read(pool, keys, lambda i, page: pool.pages.scatter(locations[i], page))
 
     def _read(self, pool: Pool, keys: list[str], landed: Callable[[int, PageBuffer], None]) -> list[bool]:
-        """A page of the prompt's attention may take as long to come as computing all."""
+        """Read pages; returns for each whether it was read. The wait for each page of the KV pool is limited to the
+        time that computing all of them would take."""
         gate, clock = self.gate, pool.server.tier.clock
         assert gate is not None
         begin_s = progress_s = clock()
@@ -313,14 +317,14 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
 
 def _locations(pool: Pool, keys: list[str], slots: torch.Tensor | None) -> Sequence[Any]:
-    """Where the pages of `keys` lie, which take the slots `[keys * page_slots]`."""
+    """The locations in the pool of the pages of `keys`, by their slots `[keys * page_slots]`."""
     if slots is None or slots.numel() != len(keys) * pool.pages.page_slots:
         raise ValueError(f"{len(keys)} pages of {pool.pages.page_slots} slots, but the slots are {slots}")
     return pool.pages.locations(slots)
 
 
 def _restorable(pool: Pool, keys: list[str], window: int) -> set[int]:
-    """The prefix lengths, in pages, whose last `window` pages are stored."""
+    """The prefix lengths, in pages, at which the last `window` pages are stored."""
     lengths, run = set(), 0
     for length, is_stored in enumerate(pool.tier.find(pool.keys(keys)), 1):
         run = run + 1 if is_stored else 0
