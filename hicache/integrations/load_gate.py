@@ -1,5 +1,5 @@
-"""What the gates before the disk under vLLM and SGLang share: their counters, and the speed of prefill that outlives
-the server."""
+"""Common parts of the gates that decide on loads from the disk under vLLM and SGLang: their counters, and a measured
+prefill speed that is kept across restarts of the server."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _FAMILY = "load_gate_loads"
 
 
 class KeepsNote(Protocol):
-    """A store that keeps a few bytes beside its pages: see `StoreClient`."""
+    """A store that keeps a short note in addition to its pages: see `StoreClient`."""
 
     @property
     def note(self) -> bytes: ...
@@ -28,10 +28,10 @@ class KeepsNote(Protocol):
 
 
 class PrefillNote:
-    """The speed of prefill, left with the store: after a restart the first prompts are weighed by it, though all of
-    them may be on the disk and none is computed. Called by one thread at a time.
+    """Keeps the measured prefill speed in the store. After a restart, loads are compared with this speed until one is
+    measured; if all prompts were on the disk, none would be computed and measured. Called by one thread at a time.
 
-    The note is two float64, little-endian: seconds of a token, and of a token and position (`PrefillCost`).
+    The note is two float64, little-endian: seconds per token, and seconds per token and position (`PrefillCost`).
     """
 
     def __init__(self, measured: PrefillCost, store: KeepsNote) -> None:
@@ -39,7 +39,8 @@ class PrefillNote:
         self._store = store
 
     def step(self) -> None:
-        """Assume what an earlier server left, until one is measured; leave that, and each change by a tenth."""
+        """Until a speed is measured, use the one in the note. Then write the measured speed to the note, and again
+        whenever it has changed by more than a tenth."""
         left = _terms_in(self._store.note)
         if not self._measured.is_measured:
             self._measured.assume(*left)
@@ -48,13 +49,14 @@ class PrefillNote:
 
 
 def _terms_in(note: bytes) -> tuple[float, float]:
-    """0, 0 for what is not two times."""
+    """The two times in a note; 0, 0 if it does not contain two times."""
     token_s, pair_s = _TERMS.unpack(note) if len(note) == _TERMS.size else (0.0, 0.0)
     return (token_s, pair_s) if math.isfinite(token_s + pair_s) and min(token_s, pair_s) >= 0 else (0.0, 0.0)
 
 
 class ServerLoadPolicy(LoadPolicy):
-    """The policy of a server's loads from the disk. `abandoned`: waits for the disk that ended."""
+    """The policy of a server's loads from the disk. `abandoned`: counts waits for the disk that ended
+    because it did not answer in time."""
 
     def __init__(self, cost: CostModel, metrics: Metrics) -> None:
         super().__init__(cost, metrics, "gate", "disk", _FAMILY)
@@ -62,7 +64,7 @@ class ServerLoadPolicy(LoadPolicy):
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 
     def abandon(self) -> None:
-        """Count a wait that ended."""
+        """Count a wait that was ended because the disk did not answer."""
         if not self.abandoned.value:
             log.info("the disk brings nothing: the rest of a prompt is computed instead")
         self.abandoned.value += 1

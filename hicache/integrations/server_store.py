@@ -1,12 +1,12 @@
-"""The page store of one server, beside those of other servers in one directory.
+"""The page store of one server, next to the stores of other servers in one directory.
 
     path/vllm-0.32-4f0c…/    one identity: server, model, dtype, layout, …, sizes of pages, encryption key
     path/sglang-0.5.23-…/    another one
 
-So servers of different identities on one path never see each other's pages, and none is refused. One process writes and
-reads a store: one that the server starts and that outlives it until all is written, or that of an operator, which
-serves the stores of one directory to all servers of the machine. Where the store of its identity cannot be used, a
-server goes on without it and tries again.
+Servers of different identities can use the same path: each sees only the pages of its own store. One process reads and
+writes a store. Either the server starts this process, which then outlives the server until all pages are written; or an
+operator starts it, and it serves the stores of one directory to all servers of the machine. If the store of its
+identity is unavailable, a server continues without it and retries.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ _SERVE = "start `hicache store serve lmdb:///PATH --socket SOCKET` and give each
 
 @dataclass(frozen=True, kw_only=True)
 class ServerStoreConfig:
-    """Where a server's pages lie on disk, and how, and the speed that loads are weighed against. `path` holds one store
-    for each model, dtype and layout that is served with it; `budget` bounds all of them together. Where `path` is the
-    socket of a process that serves a directory, that was told `budget`, `durability` and `level`."""
+    """Settings of a server's disk store, and of the prefill speed that loads are compared with.
+
+    `path`: a directory with one store for each model, dtype and layout; `budget` limits all of them together. If `path`
+    is the socket of a process that serves a directory, that process's own `budget`, `durability` and `level` apply.
+    """
 
     path: Annotated[
         str,
@@ -71,18 +73,19 @@ class ServerStoreConfig:
 
     @property
     def is_served(self) -> bool:
-        """Whether the process of an operator has the stores."""
+        """Whether an operator's process serves the stores."""
         return self.path.startswith(SOCKET)
 
 
 def server_store_config(given: Mapping[str, Any], where: str) -> ServerStoreConfig:
-    """The settings in `given`. `ConfigError` names `where` they stand, what is wrong and what is known."""
+    """Check the settings in `given`. `ConfigError` names `where` they were given, the wrong setting and the known
+    ones."""
     config: ServerStoreConfig = from_mapping(ServerStoreConfig, as_mapping(given, where), where)
     return config
 
 
 class ServerStore:
-    """The store of one identity under `config.path`, behind `tier`. `path`: its directory, or the socket."""
+    """The store of one identity under `config.path`. `tier`: its client. `path`: its directory, or the socket."""
 
     @classmethod
     def open(
@@ -95,12 +98,12 @@ class ServerStore:
         full_bytes: int = 1 << 30,
         tells_removed: bool = False,
     ) -> ServerStore:
-        """Open or create it. `identity`: everything that decides what the bytes of a page mean, and "server", the name
-        and release of the server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`. `tells_removed`:
-        see `StoreRequest`.
+        """Open the store, or create it.
 
-        `ConfigError` for a path or a key that cannot be used, `StoreError` for what the store refuses (a budget that is
-        too small for these pages).
+        `identity`: every field that decides the meaning of a page's bytes, and "server", the name and release of the
+        server, like "vllm 0.32". `queue_jobs`, `full_bytes`: see `ServiceSettings`. `tells_removed`: see
+        `StoreRequest`. Raises `ConfigError` for an unusable path or key, and `StoreError` if the store refuses, for
+        example because the budget is too small for these pages.
         """
         cipher = require_usable(config)
         identity = identity_with_key(identity, cipher)
@@ -130,13 +133,13 @@ class ServerStore:
         self._salt = hashlib.sha256(b"hicache salt\0" + salt.encode()).digest()
 
     def keys(self, names: Sequence[bytes]) -> list[bytes]:
-        """The store's keys for pages that the server names so. Those of two salts never meet."""
+        """The store's keys of pages with these names. Keys of different salts never coincide."""
         return [hashlib.sha256(self._salt + name).digest() for name in names]
 
 
 def require_usable(config: ServerStoreConfig) -> PageCipher | None:
-    """The cipher of `config`. `ConfigError` for a key that cannot be read, and unless `config.path` is a socket, or is,
-    or can become, a directory of stores alone."""
+    """The cipher of `config`; None: no encryption. Raises `ConfigError` for an unreadable key, and unless `config.path`
+    is a socket or a directory that contains only stores, or can be created."""
     key = key_of(DiskConfig(path=config.path, key_file=config.key_file))
     if not config.is_served:
         _require_directory(Path(config.path))
@@ -144,7 +147,7 @@ def require_usable(config: ServerStoreConfig) -> PageCipher | None:
 
 
 def require_shared(config: ServerStoreConfig) -> None:
-    """`ConfigError` where processes cannot read what another one stores."""
+    """Raise `ConfigError` if other processes cannot read the pages that one process stores."""
     if not config.is_served:
         raise ConfigError(f"path={config.path} is read by one process alone, and several hold the same pages: {_SERVE}")
 
@@ -157,7 +160,7 @@ def _require_directory(root: Path) -> None:
     except OSError as error:
         if is_lasting(opening_error("", error)):
             raise ConfigError(f"path={root} cannot be used: {error.strerror}; {remedy}") from error
-        return  # which the store says, and tries again
+        return  # a temporary error: the store reports it and retries
     if others:
         raise ConfigError(f"path={root} holds files of something else ({', '.join(sorted(others)[:3])}); {remedy}")
     if not os.access(root, os.R_OK | os.W_OK | os.X_OK):

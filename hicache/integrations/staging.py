@@ -1,10 +1,11 @@
-"""A tier for servers whose memory a store process cannot share: shared pages in between, and calls that wait.
+"""A blocking client of a store tier, for servers whose memory a store process cannot share. Pages pass through shared
+staging pages.
 
     write   the caller copies into staging pages | the process reads these | they are free again
     read    the process writes staging pages | the caller copies out of these | they are free again
 
-So the process never touches the server's memory, and nothing does after a call has returned. There is no thread here:
-of the threads that wait, one takes what the process says, for all of them.
+The store process never accesses the server's memory, and no copy runs after a call has returned. This module starts no
+thread: one of the waiting threads receives the process's answers for all of them.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from hicache.storage.process.jobs import FindDone, FindJob, Job, ReadJob, Remove
 from hicache.storage.process.shared_memory import new_memory
 from hicache.stores.tier import StoreTier
 
-_LOOK_S = 0.25  # between two looks for a process that says nothing
-_JOB_BYTES = 8 << 20  # of one job, or one page
-_WRITE_BYTES = 128 << 20  # staged for writes, or two pages
-_MAX_PAGES = 4096  # of a staging
+_LOOK_S = 0.25  # between two checks while the process sends nothing
+_JOB_BYTES = 8 << 20  # of one job; at least one page
+_WRITE_BYTES = 128 << 20  # of staging pages for writes; at least two pages
+_MAX_PAGES = 4096  # of staging pages for reads, and for writes
 
 J = TypeVar("J", bound=Job)
 P = ParamSpec("P")
@@ -36,8 +37,8 @@ T = TypeVar("T")
 
 
 class StagingPages:
-    """`num_pages` pages, each of up to `page_bytes`, that the process of `tier` shares. What is never used takes no
-    memory. One thread at a time."""
+    """`num_pages` staging pages of up to `page_bytes` each, in memory shared with the process of `tier`. Pages that
+    were never used take no memory. For one thread at a time."""
 
     def __init__(self, tier: StoreTier, num_pages: int, page_bytes: int) -> None:
         self._descriptor, memory = new_memory("hicache-staging", num_pages * page_bytes)
@@ -46,14 +47,14 @@ class StagingPages:
         self._free = list(memory.reshape(num_pages, page_bytes))
 
     def take(self, num_pages: int) -> list[PageBuffer] | None:
-        """None where fewer are free."""
+        """Take `num_pages` free pages; None if fewer are free."""
         return [self._free.pop() for _ in range(num_pages)] if num_pages <= len(self._free) else None
 
     def give_back(self, pages: Sequence[PageBuffer]) -> None:
         self._free += pages
 
     def close(self) -> None:
-        """Idempotent."""
+        """Close the descriptor of the memory. Idempotent."""
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
@@ -63,9 +64,9 @@ class StagingPages:
 class _StagedJob:
     """A job of a tier and its staging pages, uint8 [page_bytes] each.
 
-    `ok`: of each key, whether it is held, read, stored or removed; false while the answer is late and if the tier took
-    no such job. `is_under_way`: the store may still use the pages. `is_left`: the caller needs neither the pages nor
-    the answer.
+    `ok`: for each key, whether it was found, read, stored or removed; all False if the tier refused the job or has not
+    answered in time. `is_under_way`: the store may still access the pages. `is_left`: the caller needs neither the
+    pages nor the answer any more.
     """
 
     staging: StagingPages | None
@@ -82,13 +83,14 @@ class _StagedJob:
 
 
 class WaitingTier:
-    """A tier for threads that wait. Any thread; a second reader waits for the first, and a second writer too.
+    """Blocking calls on a tier, from any thread. A second reader waits for the first, and a second writer too.
 
-    What the medium does not answer within the tier's I/O timeout is missing or not stored, and so is the rest of the
-    call, and what is asked before the tier's breaker closes. `page_bytes`: of the largest pages.
+    If the medium does not answer within the tier's I/O timeout, the rest of a call counts as missing or not stored, and
+    so does each call until the tier's breaker closes. `page_bytes`: of the largest pages.
 
-    A job is begun, submitted, answered and released, in this order, each step under the lock. Released before its
-    answer, its staging pages are free with that: nothing uses them then.
+    A job is begun, submitted, answered and released, in this order, each step under the lock. If a job is released
+    before it is answered, its staging pages become free when the answer arrives, because the store may use them until
+    then.
     """
 
     def __init__(self, tier: StoreTier, page_bytes: int) -> None:
@@ -100,7 +102,7 @@ class WaitingTier:
         self._tickets = itertools.count()
         self._under_way: dict[int, _StagedJob] = {}
         self._changed = threading.Condition()
-        self._is_watched = False  # a thread waits at the socket, and takes the answers of all
+        self._is_watched = False  # a thread waits at the socket and receives the answers for all threads
         self._reading = threading.Lock()
         self._writing = threading.Lock()
 
@@ -114,11 +116,13 @@ class WaitingTier:
         landed: Callable[[int, PageBuffer], None],
         wait_s: float = math.inf,
     ) -> int:
-        """How many pages of `page_bytes` were read, up to the first that is missing. `landed(i, page)` takes page i,
-        whose memory is used again when it returns; what it raises ends the call. `wait_s`: how long the next page
-        may take; it is missing then."""
+        """Read pages of `page_bytes`. Returns the number of pages read before the first missing one.
+
+        `landed(i, page)` receives page i, whose memory is reused when it returns; an exception in it ends the call.
+        `wait_s`: maximum wait for the next page, after which the page counts as missing.
+        """
         staging, cancelled = self._for_reads, threading.Event()
-        share = -(-len(keys) // (2 * self.tier.num_readers))  # few pages go to all readers
+        share = -(-len(keys) // (2 * self.tier.num_readers))  # divides also few pages among all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
         under_way, num_read, num_asked = deque[_StagedJob](), 0, 0
         with self._reading:
@@ -132,7 +136,7 @@ class WaitingTier:
                         self._do(self._submit_read, job, part, cancelled)
                         num_asked += len(part)
                     if not under_way:
-                        break  # late jobs have all pages
+                        break  # all staging pages belong to late jobs
                     job = under_way[0]
                     num_good = sum(1 for _ in takewhile(bool, self._wait(job, wait_s)))
                     for page in job.pages[:num_good]:
@@ -148,8 +152,8 @@ class WaitingTier:
         return num_read
 
     def write(self, keys: Sequence[bytes], page_bytes: int, fill: Callable[[int, PageBuffer], None]) -> list[bool]:
-        """Which pages of `page_bytes` are stored now, up to some that are not. `fill(i, page)` writes page i into
-        `page`, in order; what it raises ends the call."""
+        """Write pages of `page_bytes`. Returns for each key whether its page is stored; no page is written after one
+        that was not stored. `fill(i, page)` writes page i into `page`, in order; an exception in it ends the call."""
         staging, writes = self._for_writes, self.tier.writes
         job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
         under_way, stored, num_filled = deque[_StagedJob](), list[bool](), 0
@@ -183,7 +187,7 @@ class WaitingTier:
         self._do(self.tier.keep, note)
 
     def clear(self) -> bool:
-        """Remove all pages. False: that takes longer than the I/O timeout, and goes on, or fails."""
+        """Remove all pages. Returns False if that takes longer than the I/O timeout and continues, or if it fails."""
         return self._wait(self._do(self._submit_remove, None)) == [True]
 
     def used(self, keys: Sequence[bytes]) -> None:
@@ -193,14 +197,15 @@ class WaitingTier:
         return self._do(self._close)
 
     def _do(self, do: Callable[P, T], *arguments: P.args, **named: P.kwargs) -> T:
-        """Under the lock, after taking what has come, unless the thread at the socket does."""
+        """Call `do` under the lock. Before that, process received answers, unless a thread at the socket does that."""
         with self._changed:
             if not self._is_watched:
                 self._poll()
             return do(*arguments, **named)
 
     def _wait(self, job: _StagedJob, wait_s: float = math.inf) -> list[bool]:
-        """The answer to a job under way; that it failed where there is none in that time."""
+        """Wait for the answer to a submitted job. Returns its result; all False if there is no answer within
+        `wait_s`."""
         until_s = self.tier.clock() + wait_s
         while True:
             with self._changed:
@@ -225,7 +230,7 @@ class WaitingTier:
     # Under the lock
 
     def _begin(self, staging: StagingPages, num_pages: int, page_bytes: int) -> _StagedJob | None:
-        """A job with pages of `staging`; None if fewer are free."""
+        """A new job with `num_pages` pages of `staging`; None if fewer are free."""
         taken = staging.take(num_pages)
         return None if taken is None else _StagedJob(staging, taken, page_bytes)
 
@@ -242,7 +247,7 @@ class WaitingTier:
         self._submit(staged, self.tier.writes.submit, job, len(keys))
 
     def _submit_remove(self, keys: Sequence[bytes] | None) -> _StagedJob:
-        """None: all pages, with one answer."""
+        """Submit the removal of `keys`. None: of all pages, with one result."""
         job = RemoveJob(next(self._tickets), None if keys is None else tuple(keys))
         return self._submit(_StagedJob(None, []), self.tier.writes.submit, job, 1 if keys is None else len(keys))
 
@@ -255,7 +260,7 @@ class WaitingTier:
         return staged
 
     def _poll(self) -> None:
-        """Take the answers of the tier. Never blocks."""
+        """Process the received answers of the tier. Never blocks."""
         for outcome in (*self.tier.reads.poll(), *self.tier.writes.poll()):
             self._take(outcome)
 
@@ -277,7 +282,8 @@ class WaitingTier:
             job.ok = list(outcome.others)
 
     def _release(self, job: _StagedJob) -> None:
-        """The caller needs neither the job's pages nor its answer any more."""
+        """Note that the caller needs neither the pages nor the answer. Free the pages unless the store may still use
+        them."""
         job.is_left = True
         if not job.is_under_way and job.staging is not None:
             job.staging.give_back(job.taken)

@@ -1,4 +1,4 @@
-"""Which releases of a server a plug-in works with. Interfaces of servers change between minor releases."""
+"""The supported releases of each server. Interfaces of servers change between minor releases."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ SGLANG = ("0.5.23",)
 
 
 def require_version(server: str, version: str, tested: Sequence[str]) -> str:
-    """The release of `version`, like "0.32" of "0.32.0+cpu". `tested`: those that are supported; one with three
-    numbers, like "0.5.23", stands for itself and what comes before and after it, as 0.5.23rc1 and 0.5.23.post1.
+    """The supported release that `version` belongs to, like "0.32" for "0.32.0+cpu".
 
-    `ConfigError` for every other: better no start than wrong pages.
+    `tested`: the supported releases. A release of three numbers, like "0.5.23", includes its release candidates and
+    post releases: 0.5.23rc1, 0.5.23.post1. Raises `ConfigError` for any other version, because an untested version
+    might load wrong pages.
     """
     numbers = re.split(r"[^\d.]", version, maxsplit=1)[0].strip(".").split(".")
     for release in tested:

@@ -1,13 +1,12 @@
-"""What tells the weights of a server's model from others of the same name: a digest of every byte that decides what it
-computes.
+"""Distinguishes the weights of models of the same name by a digest of every byte that decides the model's results.
 
-A model of 100 GB takes a minute to read, so the digests of its files are kept beside them, or, where nothing can be
-written there, in the user's cache folder:
+A model of 100 GB takes a minute to read, so the digests of its files are kept in its folder or, if that is not
+writable, in the user's cache folder:
 
     .hicache-digests.json    {"model.safetensors": [bytes, mtime ns, ctime ns, inode, XXH3_128 as hex digits], ...}
 
-A file that was replaced, or written to in place, has another inode or ctime, which nobody can set back. The file is
-locked while it is used: of processes that start at once, one reads the weights.
+A file that was replaced or written to has another inode or ctime, which users cannot reset. The file of digests is
+locked during use: if several processes start at once, only one reads the weights.
 """
 
 from __future__ import annotations
@@ -35,25 +34,25 @@ log = logging.getLogger(__name__)
 RECORD = ".hicache-digests.json"
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".ckpt", ".npz", ".npy", ".msgpack"}
 _CODE = ".py"
-_CONFIGS = ("config.json", "params.json", ".index.json")  # the ends of their names
+_CONFIGS = ("config.json", "params.json", ".index.json")  # suffixes of their names
 _NO_CONFIGS = {"generation_config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"}
 _ADAPTER = "adapter_config.json"
 _READERS, _PIECE_BYTES = 4, 8 << 20
-# A write within one tick of a file system's clock leaves no trace in its times; FAT's lasts longest.
+# A write within the same tick of a file system's clock does not change its times. FAT has the longest tick.
 _TICK_NS = 2_000_000_000
 
 Clock = Callable[[], int]
-Digests = dict[str, tuple[int, int, int, int, str]]  # by name: what `_version` gives, and the digest
+Digests = dict[str, tuple[int, int, int, int, str]]  # by name: the result of `_version`, and the digest
 
 
 def weights_digest(
     model: str, revision: str | None = None, download_dir: str | None = None, clock: Clock = time.time_ns
 ) -> str:
-    """32 hex digits over the names and bytes of weights, configurations and code of a model, and of adapters in folders
-    below its own. "" where no file of it is on this machine, which is logged.
+    """32 hex digits over the names and bytes of a model's weights, configurations and code, and of adapters in its
+    subfolders. "" if no file of the model is on this machine, which is logged.
 
-    `model`: a folder, a file, or a name of Hugging Face's hub, whose snapshot of `revision` counts, in `download_dir`
-    where that is given. `clock`: nanoseconds since the epoch. ConfigError for a file that cannot be read.
+    `model`: a folder, a file, or a name of the Hugging Face hub; then the snapshot of `revision` is used, in
+    `download_dir` if given. `clock`: nanoseconds since the epoch. Raises ConfigError for a file that cannot be read.
     """
     folder, files = _files_of(model, revision, download_dir)
     if not files:
@@ -73,7 +72,7 @@ def weights_digest(
 
 
 def _files_of(model: str, revision: str | None, download_dir: str | None) -> tuple[Path, list[Path]]:
-    """The folder of a model and the files that count, which may be none."""
+    """The folder of a model and its files that are included in the digest; none if the model is not on this machine."""
     path = Path(model)
     if path.is_file():
         return path.parent, [path]
@@ -85,21 +84,21 @@ def _files_of(model: str, revision: str | None, download_dir: str | None) -> tup
 
 
 def _snapshot(name: str, revision: str | None, download_dir: str | None) -> Path | None:
-    """The folder of a hub's model in the hub's cache on this machine."""
+    """The folder of a hub model's snapshot in the local cache of the hub; None if it is not there."""
     try:
         found = huggingface_hub.try_to_load_from_cache(name, "config.json", cache_dir=download_dir, revision=revision)
-    except ValueError:  # no name of a hub
+    except ValueError:  # not a valid name of a hub model
         return None
     return Path(found).parent if isinstance(found, str) else None
 
 
 def _counts(file: Path) -> bool:
     is_config = file.name.endswith(_CONFIGS) and file.name not in _NO_CONFIGS
-    return (is_config or file.suffix in {*_WEIGHTS, _CODE}) and file.is_file()  # which a link to nothing is not
+    return (is_config or file.suffix in {*_WEIGHTS, _CODE}) and file.is_file()  # excludes broken links
 
 
 def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:
-    """Those that are kept, and of other files new ones, which are kept then."""
+    """The digests of `files`: kept ones if the file is unchanged, else newly computed ones, which are then kept."""
     named = {file.relative_to(folder).as_posix(): file for file in files}
     with _record(folder) as record:
         known = {} if record is None else _read(record)
@@ -125,7 +124,7 @@ def _digests(folder: Path, files: Sequence[Path], clock: Clock) -> Digests:
 
 @contextmanager
 def _record(folder: Path) -> Iterator[BinaryIO | None]:
-    """The file with the digests of a folder's files, locked; None where none can be written."""
+    """The locked file that keeps the digests of a folder's files; None if no such file can be written."""
     own = hashlib.sha256(os.fsencode(folder.resolve())).hexdigest()[:32]
     with ExitStack() as stack:
         yield _locked(stack, lambda: folder / RECORD) or _locked(stack, lambda: digests_folder() / f"{own}.json")
@@ -144,7 +143,7 @@ def _locked(stack: ExitStack, place: Callable[[], Path]) -> BinaryIO | None:
 
 
 def _read(record: BinaryIO) -> Digests:
-    """What a file of digests has; nothing of a damaged one, which is written anew."""
+    """The digests in a file; none if the file is damaged, which is then written again."""
     record.seek(0)
     try:
         kept = json.loads(record.read() or b"{}")
@@ -155,7 +154,7 @@ def _read(record: BinaryIO) -> Digests:
 
 
 def _write(record: BinaryIO, digests: Mapping[str, object]) -> None:
-    """In place: who is killed here leaves a damaged file."""
+    """Write the digests in place. A process that is killed here leaves a damaged file."""
     try:
         record.truncate(0)
         record.write(json.dumps(digests, indent=1, sort_keys=True).encode() + b"\n")
@@ -165,7 +164,7 @@ def _write(record: BinaryIO, digests: Mapping[str, object]) -> None:
 
 
 def _version(file: Path) -> tuple[int, int, int, int]:
-    """What changes whenever the bytes of a file do. Of a link, of the file that it leads to."""
+    """Size, times and inode of a file, which change whenever its bytes do. Links are followed."""
     found = file.stat()
     return found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino
 
