@@ -3,6 +3,6 @@
     client <-> app (asyncio) -> frontend -> commands -> engine thread: scheduler, runner, engine
                                 frontend <- tokens, outcomes <-
 
-One thread owns engine, scheduler and runner. Everything else runs on the event loop. Two queues connect them: commands
-go to the thread, bounded by the number of requests that are open, and tokens come back once a step.
+One thread owns engine, scheduler and runner. All other work is on the event loop. Two queues connect them: commands to
+the thread, limited by the number of open requests, and tokens from it, once a step.
 """

@@ -38,7 +38,7 @@ from hicache.serving.server.workers import PromptWorkers
 _ERRORS: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
 _STREAMED: dict[int | str, dict[str, Any]] = {200: {"content": {"application/json": {}, "text/event-stream": {}}}}
 _PAGE = Path(__file__).with_name("dashboard.html")
-# The page asks its own server only, and runs in no frame.
+# The page sends requests only to its own server, and cannot be shown in a frame.
 _POLICY = (
     "default-src 'none'; connect-src 'self'; img-src data:; style-src 'unsafe-inline'; script-src 'unsafe-inline'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
@@ -47,7 +47,7 @@ _POLICY = (
 
 @dataclass(frozen=True)
 class AppSettings:
-    """`api_key`: empty where every client may ask."""
+    """Settings of the application. `api_key`: empty: every client may send requests."""
 
     api_key: str
     max_body_bytes: int
@@ -56,8 +56,7 @@ class AppSettings:
 class EventStream(Response):
     """Server-sent events of a generation.
 
-    The response begins with the first token, so that its status tells of what goes wrong before; later errors are
-    events.
+    The response begins with the first token, so that earlier errors set its status; later errors are sent as events.
     """
 
     def __init__(self, generation: Generation, reply: Reply, fields: dict[str, Any]) -> None:
@@ -89,7 +88,7 @@ class EventStream(Response):
 
 
 def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings) -> RequestLog:
-    """The application; `frontend` may not be serving yet."""
+    """The application. `frontend` need not be serving yet."""
     app = FastAPI(title="hicache", docs_url=None, redoc_url=None, redirect_slashes=False, responses=_ERRORS)
     _add_errors(app)
     model = frontend.model
@@ -105,7 +104,7 @@ def create_app(frontend: Frontend, workers: PromptWorkers, settings: AppSettings
 
 
 class _Desk:
-    """Takes the bodies of requests in."""
+    """Receives and parses the bodies of requests."""
 
     def __init__(self, frontend: Frontend, uploads: Uploads, workers: PromptWorkers) -> None:
         self._frontend = frontend
@@ -113,7 +112,7 @@ class _Desk:
         self._workers = workers
 
     async def prepared(self, kind: str, request: Request) -> Prepared:
-        """`kind`: of `BODIES`. Raises `ApiError`."""
+        """Receive, parse and tokenize the body of a request. `kind`: a key of `BODIES`. Raises `ApiError`."""
         _require_json(request)
         frontend = self._frontend
         arrival_s = record_of(request.scope).arrival_s
@@ -214,7 +213,7 @@ def _add_status(app: FastAPI, frontend: Frontend) -> None:
 
 
 def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
-    """The page, and the figures that it reads each second. Like `/metrics`, neither asks for the key."""
+    """Add the dashboard page, and the figures that it reads each second. Like `/metrics`, both need no key."""
     page = _PAGE.read_text(encoding="utf-8")
 
     @app.get("/dashboard", response_class=HTMLResponse)
@@ -227,13 +226,13 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
 
     @app.get("/metrics.json")
     async def metrics_json() -> Response:
-        """`figures`: those of hicache.monitoring.figures. `time_s`: when, on a clock that only grows."""
+        """`figures`: those of hicache.monitoring.figures. `time_s`: a monotonic time of the server."""
         told = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
         return JSONResponse(told, headers={"Cache-Control": "no-store"})
 
 
 async def _constraint(answers: JsonAnswers, body: GenerationBody) -> JsonConstraint | None:
-    """On a thread: that of a large schema takes a while. Raises `ApiError`."""
+    """The constraint of a request, made on a thread, because a large schema takes long. Raises `ApiError`."""
     schema = None if body.response_format is None else body.response_format.answer_schema
     if schema is None:
         return None
@@ -258,19 +257,20 @@ async def _answer(
         return EventStream(generation, reply, record.fields)
     async with watched(request.receive, generation, record.fields):
         texts = await generation.whole()
-    # That of log probabilities of a long prompt takes a while.
+    # On a thread, because log probabilities of a long prompt take long to encode.
     return await run_in_threadpool(lambda: JSONResponse(reply.whole(texts, generation.usage)))
 
 
 def _require_json(request: Request) -> None:
-    """A page of another site may send other types without asking."""
+    """Refuse other content types: a page of another site could send them without the browser asking this server
+    first."""
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json" and not (kind.startswith("application/") and kind.endswith("+json")):
         raise invalid(NO_OBJECT)
 
 
 def _describe_bodies(app: FastAPI) -> None:
-    """Add what the routes parse themselves to `/openapi.json`."""
+    """Add the bodies that the routes parse themselves to `/openapi.json`."""
     paths: dict[str, type[BaseModel]] = {
         "/v1/completions": CompletionBody,
         "/v1/chat/completions": ChatBody,
@@ -294,7 +294,7 @@ def _unknown_model(model: ServedModel) -> ApiError:
 
 
 def _add_errors(app: FastAPI) -> None:
-    """Every error has OpenAI's body."""
+    """Answer every error with OpenAI's error body."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:

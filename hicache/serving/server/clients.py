@@ -1,4 +1,4 @@
-"""What is done for a client ends when the client goes away."""
+"""Ends the work for a client when the client disconnects."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ T = TypeVar("T")
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], left_s: float, timeout_s: float) -> T:
-    """The result of `work`, which is cancelled where the client goes away, or `left_s` of its `timeout_s` have passed.
+    """The result of `work`. It is cancelled if the client disconnects, or after `left_s`, the rest of `timeout_s`; then
+    `ApiError` is raised. Exceptions of `work` are passed on.
 
-    The body was received before. Raises `ApiError` then, and what `work` raises.
+    The body of the request must have been received before.
     """
     task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
@@ -33,9 +34,9 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], left_s: fl
 
 @contextlib.asynccontextmanager
 async def watched(receive: Receive, generation: Generation, fields: dict[str, Any]) -> AsyncIterator[None]:
-    """Inside, the generation ends as soon as the client goes away; at the end, whatever is left of it.
+    """Inside, end the generation when the client disconnects. At the end, abort all of it that has not finished.
 
-    `fields`: where the log finds how it went.
+    `fields`: of the log line, to which the outcome is added.
     """
 
     async def wait_for_disconnect() -> None:

@@ -1,4 +1,4 @@
-"""`hicache serve`: load a model, choose sizes, listen, serve until SIGTERM or Ctrl-C."""
+"""`hicache serve`: load a model, choose sizes, listen, and serve until SIGTERM or Ctrl-C."""
 
 from __future__ import annotations
 
@@ -51,16 +51,16 @@ from hicache.serving.server.workers import PromptWorkers
 from hicache.serving.support import check_supported
 from hicache.serving.warm_up import warm_up
 
-_BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16  # of JSON: no text or list of ids has more a token, escapes included
-_CLOSE_S = 5  # for connections that do not read the end of their answer
+_BODY_BYTES, _TOKEN_BYTES = 16 << 20, 16  # of JSON; a token of a text or a list of ids has at most 16, with escapes
+_CLOSE_S = 5  # for connections whose clients do not read the end of their answer
 
 log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
 class ServerContext:
-    """What is served: the model, the engine that is built for it, its names, the key that clients must send, what
-    records, what loads its tokenizer, and the port, which is bound."""
+    """The parts of a server: the loaded model, its engine, the names of the model, the key that clients must send, the
+    recorder of a trace, a function that loads the tokenizer, and the bound socket."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -74,14 +74,15 @@ class ServerContext:
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its last check found a fault."""
+    """Serve until SIGTERM or Ctrl-C. Returns 0, or 1 if the engine failed or its final check found a fault."""
     with logs.server_lines(getattr(logging, flags.log_level.upper())), prepared(flags, log.info) as context:
         return asyncio.run(_until_signalled(flags, context))
 
 
 @contextlib.contextmanager
 def prepared(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[ServerContext]:
-    """What the flags ask for, loaded and built. `say` is told of the packaged model. Raises HiCacheError."""
+    """Inside, the model is loaded and the engine is built as the flags say. `say`: called with messages on the packaged
+    model. Raises HiCacheError."""
     key = _checked_key(flags.api_key)
     if flags.record is not None and (flags.record.exists() or not flags.record.parent.is_dir()):
         raise ConfigError(f"--record {flags.record} cannot be made; give a new file in a folder that exists")
@@ -110,7 +111,7 @@ def _recording(path: Path | None, engine: CacheEngine) -> Iterator[TraceRecorder
 
 
 def _checked_key(given: str | None) -> str:
-    """The key of the flag or the environment. Raises ConfigError, without the key, for one that no client can send."""
+    """The key of the flag or the environment. Raises ConfigError, without the key, if no client could send it."""
     key = api_key() if given is None else given
     if given == "":
         raise ConfigError("--api-key is empty; give a key, or leave the flag out to serve without one")
@@ -122,7 +123,8 @@ def _checked_key(given: str | None) -> str:
 
 
 def _checked_names(names: Sequence[str]) -> tuple[str, ...]:
-    """What clients call the model. Raises ConfigError for a name that JSON, which is UTF-8, cannot carry."""
+    """The names by which clients request the model. Raises ConfigError for a name that is not valid UTF-8, which JSON
+    requires."""
     for name in names:
         try:
             name.encode()
@@ -153,7 +155,7 @@ def _announce(name: str, url: str) -> None:
 async def serve(
     flags: argparse.Namespace, context: ServerContext, signals: asyncio.Queue[int], on_listening: Callable[[str], None]
 ) -> int:
-    """Serve until a signal comes, and a second one for requests that still run. `on_listening`: is told the URL once
+    """Serve until a signal arrives. A second signal ends the open requests. `on_listening`: called with the URL when
     clients can connect. Returns the exit status."""
     loop = asyncio.get_running_loop()
     loaded, engine = context.loaded, context.engine
@@ -180,12 +182,12 @@ async def serve(
     server = _Server(
         uvicorn.Config(
             app,
-            http=partial(Connection, connections),  # type: ignore[arg-type]  # it is called as a class is
+            http=partial(Connection, connections),  # type: ignore[arg-type]  # uvicorn calls it like the class
             backlog=backlog,
             lifespan="off",
             ws="none",
             log_config=None,
-            log_level="error",  # its warnings are of requests, which are logged where they are answered
+            log_level="error",  # its warnings concern requests, which this server logs itself
             access_log=False,
             server_header=False,
             timeout_keep_alive=flags.keep_alive_s,
@@ -212,7 +214,7 @@ def _scheduler(flags: argparse.Namespace, engine: CacheEngine, runner: ModelRunn
 
 
 def _warm_up(engine: CacheEngine, runner: ModelRunner, flags: argparse.Namespace) -> None:
-    """A CPU compiles nothing, and its first request is no slower than others."""
+    """Warm up on CUDA. On a CPU nothing is compiled, so the first request is not slower."""
     if engine.pool.device.type != "cuda":
         return
     begin_s = time.perf_counter()
@@ -233,7 +235,7 @@ async def _until_stopped(
     signals: asyncio.Queue[int],
     on_listening: Callable[[str], None],
 ) -> int:
-    """Serve until a signal; then refuse new requests, let the open ones finish, and end the engine.
+    """Serve until a signal. Then refuse new requests, let the open ones finish, and close the engine.
 
     A second signal, or the end of the grace period, ends the open requests. Returns the exit status.
     """
@@ -245,7 +247,7 @@ async def _until_stopped(
         if not context.api_key and not ipaddress.ip_address(listener.getsockname()[0]).is_loopback:
             log.warning("other machines may ask without a key; set HICACHE_API_KEY")
         log.info("listening", extra={"fields": {"url": url, "model": ", ".join(context.names)}})
-        for handler in logging.getLogger().handlers:  # whoever reads that it listens finds why above it
+        for handler in logging.getLogger().handlers:  # so that log lines so far precede the announcement
             handler.flush()
         on_listening(url)
         await _any(serving, signals.get())
@@ -274,8 +276,8 @@ def _url(listener: socket.socket) -> str:
 
 
 class _Server(uvicorn.Server):
-    """Leaves signals to the command, which lets requests finish before connections are closed. `listening`: set once
-    clients can connect."""
+    """A server that leaves signals to the command, which lets requests finish before connections are closed.
+    `listening`: set when clients can connect."""
 
     def __init__(self, config: uvicorn.Config) -> None:
         super().__init__(config)
@@ -284,7 +286,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(MAX_BACKLOG)  # more may wait than are accepted at once
+            listener.listen(MAX_BACKLOG)  # more connections may wait than are accepted at once
         self.listening.set()
 
     @contextlib.contextmanager
@@ -293,7 +295,8 @@ class _Server(uvicorn.Server):
 
 
 def _bound_socket(host: str, port: int) -> socket.socket:
-    """Bound before the model is loaded, so that a port in use is told at once; uvicorn listens on it later."""
+    """Bind before the model is loaded, so that a port in use is reported at once. uvicorn listens on the socket
+    later."""
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

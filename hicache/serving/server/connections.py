@@ -1,8 +1,8 @@
-"""Connections that are bounded in number and in time, and whose clients are seen to leave.
+"""Limits the number and the time of connections, and detects that clients disconnect.
 
-uvicorn bounds neither: a new connection that sends nothing, or half a head, stays for ever, and only the limit of open
-files bounds their number; its `limit_concurrency` refuses probes like all others. And it stops reading a connection
-with bytes behind its request, and so does not see its end.
+uvicorn limits neither. A new connection that sends nothing or an incomplete head stays open forever, and only the limit
+of open files bounds their number; uvicorn's `limit_concurrency` refuses probes like other requests. uvicorn also stops
+reading a connection that sent bytes after its request, and then does not notice when it closes.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 MAX_BACKLOG = 2048
-IS_CROWDED = "hicache.is_crowded"  # of a scope: whether the places for other requests than probes are taken
+IS_CROWDED = "hicache.is_crowded"  # key of a scope: whether all places for requests other than probes are taken
 _SHARE_OF_PROBES = 16
 
 log = logging.getLogger(__name__)
@@ -29,10 +29,11 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class ConnectionLimits:
-    """`max_connections`: at a time. `head_s`: until the head of a request has come, from the connection or from the
-    first byte behind the response before. `request_s`: from then on until the response is complete and sent. `refused`:
-    answers what is no request, by the status, 400, or 503 where there is no place, and the client's address. uvicorn
-    closes a connection that is idle after a response, by its `timeout_keep_alive`."""
+    """Limits of connections. `max_connections`: open at a time. `head_s`: until the head of a request has arrived, from
+    the connection or from the first byte after the last response. `request_s`: from then until the response is sent.
+    `refused`: makes the answer to a connection without a valid request (status 400) or without a place (503), from the
+    status and the client's address. uvicorn closes a connection that is idle after a response, by its
+    `timeout_keep_alive`."""
 
     max_connections: int
     request_s: float
@@ -42,20 +43,20 @@ class ConnectionLimits:
 
     @property
     def max_requests(self) -> int:
-        """That are answered at a time, beside probes, which have a few places of their own."""
+        """Maximum requests answered at a time, without probes, which have a few places of their own."""
         return max(1, self.max_connections - max(1, self.max_connections // _SHARE_OF_PROBES))
 
 
 def bounds_by_descriptors(max_connections: int) -> tuple[int, int]:
-    """Connections, and how many of them may be accepted at once: of the descriptors of this process, connections get
-    one half, and those that were accepted and are not refused yet a quarter."""
+    """The limits of connections and of connections accepted at once. Of the file descriptors of this process,
+    connections get one half, and accepted connections that are not refused yet a quarter."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return max(1, min(max_connections, soft // 2)), max(1, min(MAX_BACKLOG, soft // 16))
 
 
 class Connection(H11Protocol):
-    """One connection. Where there are too many, the one is closed that has been waiting for a request, or for the rest
-    of one, for longest: this one, if all others are being answered. `IS_CROWDED` is in the scope of each request."""
+    """One connection. If there are too many, the connection is closed that has waited longest for a request or the rest
+    of one; if all others are being answered, it is this one. The scope of each request has `IS_CROWDED`."""
 
     def __init__(self, limits: ConnectionLimits, **of_uvicorn: Any) -> None:
         super().__init__(**of_uvicorn)
@@ -63,12 +64,12 @@ class Connection(H11Protocol):
         self._served = self.app
         self.app = self._answer
         self._timer: asyncio.TimerHandle | None = None
-        self._timed: object = None  # the request that the timer is for; None: the head of the next one
+        self._timed: object = None  # the request that the timer limits; None: the head of the next request
         self._waits_since_s = self.loop.time()
 
     @property
     def is_answering(self) -> bool:
-        """Whether a request has come whole, and its response is not complete."""
+        """Whether a complete request has arrived and its response is not complete."""
         return self.cycle is not None and not self.cycle.more_body and not self.cycle.response_complete
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -84,14 +85,14 @@ class Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self.is_answering:
-            # What comes behind a request is not taken: were it kept, the client's end would have to wait behind it.
+            # Drop bytes after a request: if they were kept, the end of the connection would not be noticed before them.
             self.cycle.keep_alive = False
             return
         super().data_received(data)
         self._watch()
 
     def send_400_response(self, msg: str) -> None:
-        """What h11 cannot read: uvicorn's answer would be text that nobody counts."""
+        """Refuse a request that h11 cannot parse. uvicorn's own answer would be text, and would not be counted."""
         self._refuse(400)
 
     def on_response_complete(self) -> None:
@@ -108,7 +109,7 @@ class Connection(H11Protocol):
         await self._served(scope, receive, send)
 
     def _refuse(self, status: int) -> None:
-        """Answer, unless a response has begun, and close."""
+        """Send an error response unless a response has begun, and close the connection."""
         if self.conn.our_state not in (h11.IDLE, h11.SEND_RESPONSE):
             self.transport.abort()
             return
@@ -120,7 +121,7 @@ class Connection(H11Protocol):
         self.transport.close()
 
     def _watch(self) -> None:
-        """Start the time of what is waited for now, unless it runs already."""
+        """Start the timer of the event that the connection waits for, unless it runs already."""
         request = None if self.cycle is None or self.cycle.response_complete else self.cycle
         if self._timer is not None:
             if request is self._timed:

@@ -1,4 +1,4 @@
-"""`hicache serve` inside another command: the same server, in threads of this process."""
+"""Runs `hicache serve` inside another command, in threads of this process."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _Stop: TypeAlias = Callable[[], object]
 
 @contextlib.contextmanager
 def embedded(flags: argparse.Namespace, say: Callable[[str], object]) -> Iterator[str]:
-    """Inside, a server runs; yields its URL. Raises HiCacheError.
+    """Inside, a server runs. Yields its URL. Raises HiCacheError.
 
-    `flags`: those of `add_server_flags`. `say`: is told of the packaged model.
+    `flags`: those of `add_server_flags`. `say`: called with messages on the packaged model.
     """
     with prepared(flags, say) as context:
         listening: concurrent.futures.Future[tuple[str, _Stop]] = concurrent.futures.Future()

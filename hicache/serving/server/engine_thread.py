@@ -1,4 +1,4 @@
-"""The thread that owns engine, scheduler and runner, and the messages that cross to and from it."""
+"""The thread that owns engine, scheduler and runner, and its messages to and from the event loop."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from hicache.metrics import MetricValue
 from hicache.serving.request import Logprobs, Request, RequestOutput, TokenLogprobs
 from hicache.serving.scheduler import Scheduler
 
-_IDLE_S = 0.05  # between two polls, where no request is open but copies may be under way
+_IDLE_S = 0.05  # between two polls if no request is open, because copies may be in flight
 _METRICS_S = 0.5
 
 log = logging.getLogger(__name__)
@@ -25,7 +25,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TokenChosen:
-    """`time_s`: on the clock of `time.perf_counter`. `logprobs`: those that the request asks for, up to the token."""
+    """A token of a request. `time_s`: of `time.perf_counter`. `logprobs`: log probabilities that the request asks for,
+    up to this token."""
 
     request_id: str
     token: int
@@ -35,7 +36,7 @@ class TokenChosen:
 
 @dataclass(frozen=True)
 class RequestEnded:
-    """`saved_s`: as `PrefillMeter.saved_s`, of what it hit."""
+    """The end of a request. `saved_s`: see `PrefillMeter.saved_s`, for the request's hits."""
 
     output: RequestOutput
     saved_s: Mapping[str, float] = field(default_factory=dict)
@@ -49,10 +50,10 @@ Event = TokenChosen | RequestEnded
 
 
 class EngineThread:
-    """Runs `scheduler` over `engine`, which is not started yet, and closes the engine at its end.
+    """Runs `scheduler` over `engine`, which it starts, and closes the engine at its end.
 
-    Its methods and properties are for any thread. Who calls `submit` bounds the number of open requests. `warm_up` is
-    called on the thread before the first step.
+    Any thread may call its methods and properties. Callers of `submit` must limit the number of open requests.
+    `warm_up`: called on the thread before the first step.
     """
 
     def __init__(self, engine: CacheEngine, scheduler: Scheduler, warm_up: Callable[[], None]) -> None:
@@ -74,7 +75,7 @@ class EngineThread:
 
     @property
     def failed(self) -> bool:
-        """Whether a step or the final check of the engine raised."""
+        """Whether a step or the engine's final check raised."""
         return self._failed
 
     @property
@@ -83,11 +84,12 @@ class EngineThread:
 
     @property
     def metrics(self) -> Mapping[str, MetricValue]:
-        """`engine.metrics()`, at most a second old while steps are short."""
+        """The result of `engine.metrics()`, at most a second old while steps are short."""
         return self._metrics
 
     def start(self, deliver: Callable[[Sequence[Event]], None]) -> None:
-        """`deliver` is called on the thread: with the events of a step, in order, and with none when it has ended."""
+        """Start the engine and the thread. `deliver` is called on the thread, with the events of each step in order,
+        and with no events when the thread ends."""
         self._deliver = deliver
         self._engine.start()
         self._publish()
@@ -97,21 +99,21 @@ class EngineThread:
         self._commands.put(partial(self._submit, request))
 
     def abort(self, request_id: str) -> None:
-        """The request ends with the next step; nothing happens if it has ended."""
+        """End the request with the next step. Does nothing if it has ended."""
         self._commands.put(partial(self._scheduler.abort, request_id))
 
     def finish(self, request_id: str) -> None:
-        """As `abort`, for a request whose text is complete: its pages stay in the cache."""
+        """End a request whose text is complete. Its pages stay in the cache."""
         self._commands.put(partial(self._scheduler.finish, request_id))
 
     def reset(self, tiers: Sequence[MemoryTier]) -> concurrent.futures.Future[bool]:
-        """As `CacheEngine.reset`, between two steps; behind all copies, where no request is open that would wait."""
+        """See `CacheEngine.reset`. Runs between two steps; if no request is open, it waits for all copies first."""
         done: concurrent.futures.Future[bool] = concurrent.futures.Future()
         self._commands.put(partial(self._reset, tiers, done))
         return done
 
     def stop(self) -> None:
-        """Abort what runs, write everything to disk, close the engine."""
+        """Abort the open requests, write all pages to disk, and close the engine."""
         self._commands.put(self._stop)
 
     def join(self) -> None:
@@ -134,7 +136,7 @@ class EngineThread:
         self._deliver(())
 
     def _take_commands(self) -> None:
-        """Wait for a command if no request is open, then take all that there are."""
+        """Wait for a command if no request is open, then run all queued commands."""
         try:
             wait_s = 0.0 if self._scheduler.num_unfinished else _IDLE_S
             self._commands.get(block=bool(wait_s), timeout=wait_s or None)()
@@ -187,4 +189,4 @@ class EngineThread:
 
 
 def _nowhere(events: Sequence[Event]) -> None:
-    """Before the thread starts there are no events."""
+    """Do nothing: there are no events before the thread starts."""

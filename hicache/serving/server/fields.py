@@ -1,4 +1,4 @@
-"""Kinds of fields that the bodies of requests have in common."""
+"""Types of fields that several request bodies share."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 
 def _with_utf8(text: str) -> str:
-    """Refuse lone surrogates, which JSON can write and UTF-8 cannot."""
+    """Refuse lone surrogates, which JSON can encode and UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -17,7 +17,8 @@ def _with_utf8(text: str) -> str:
     return text
 
 
-# Which branch of a union checks a value. All would, and a long list would have an error for each item and branch.
+# Names of the branches of a union. A discriminator chooses one: otherwise a wrong list would have an error for each
+# item in each branch.
 SHAPES = ("as text", "as texts", "as ids", "as lists of ids", "as chat")
 
 
@@ -37,9 +38,9 @@ Text = Annotated[str, AfterValidator(_with_utf8)]
 StopText = Annotated[str, Field(min_length=1, max_length=1024), AfterValidator(_with_utf8)]
 SaltText = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_with_utf8)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0)]], Field(min_length=1, fail_fast=True)]
-TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # JSON's objects have no other keys
+TokenId = Annotated[str, Field(pattern="^(0|[1-9][0-9]{0,9})$")]  # text, because keys of JSON objects are text
 Bias = Annotated[float, Field(ge=-100, le=100)]
-NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # beside that of the token itself
+NumLogprobs = Annotated[int, Field(ge=0, le=20)]  # in addition to that of the chosen token
 Penalty = Annotated[float, Field(ge=-2, le=2)]
 Stop = Annotated[
     Annotated[StopText, Tag("as text")]

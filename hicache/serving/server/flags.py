@@ -1,4 +1,4 @@
-"""The flags of `hicache serve`, apart from it, so that they show without the packages that it needs."""
+"""The flags of `hicache serve`, in a separate module, so that help does not need the packages of the command."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
-    """Add what a server can be told; the engine's flags are in a group of their own. `port`: the default one."""
+    """Add the flags of a server, and those of the engine in a separate group. `port`: the default port."""
     parser.add_argument(
         "--model", type=model_flag, metavar="MODEL",
         help="directory of a transformers model, its name in Hugging Face's hub, or 'random' (default: that of the "

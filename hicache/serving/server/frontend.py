@@ -1,4 +1,4 @@
-"""Between HTTP and the engine thread: which requests are open, and where each token goes."""
+"""Connects HTTP requests and the engine thread: keeps the open requests, and passes each token to its request."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ from hicache.serving.server.prompts import Prompt
 from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
-_MAX_PROMPT_LOGPROBS = 1 << 20  # of a request: 100 MiB until they are sent
+_MAX_PROMPT_LOGPROBS = 1 << 20  # of a request; they take 100 MiB until they are sent
 _LEAST_S = 1e-3
-_CONTEXT_TOKENS = 32  # of a prompt, for the decoder of what follows
+_CONTEXT_TOKENS = 32  # last tokens of a prompt, given to the decoder of the answer
 _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
 
 
 @dataclass(frozen=True)
 class ServedModel:
-    """`names`: what clients call it, the first where they name none. `max_len`: tokens of a prompt and its answer
-    together. `sampling`: how tokens are chosen where a request does not say. Token ids are below `vocab_size`."""
+    """The served model. `names`: accepted from clients; the first is used if a client gives none. `max_len`: maximum
+    tokens of a prompt and its answer together. `sampling`: default parameters. Token ids are below `vocab_size`."""
 
     names: tuple[str, ...]
     tokenizer: Tokenizer
@@ -45,7 +45,8 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class Limits:
-    """`max_open`: answers that run or wait. `timeout_s`: of a request, from its arrival to its last token."""
+    """Limits of requests. `max_open`: answers that run or wait. `timeout_s`: of a request, from its arrival to its last
+    token."""
 
     max_open: int
     timeout_s: float
@@ -53,8 +54,8 @@ class Limits:
 
 @dataclass
 class _OpenRequest:
-    """An answer to a prompt. Times are on the clock of `time.perf_counter`. `others`: to the same prompt, which the
-    scheduler gets once this one's first token is there, so that they find the prompt in the cache."""
+    """An answer to a prompt. Times are of `time.perf_counter`. `others`: further answers to the same prompt. They are
+    submitted when the first token of this one arrives, so that they find the prompt in the cache."""
 
     generation: Generation
     arrival_s: float
@@ -63,8 +64,8 @@ class _OpenRequest:
 
 
 class Frontend:
-    """Called on the event loop only. `engine_described`: `CacheEngine.describe()`. `recorder`: is told of every
-    request."""
+    """The open requests. Called on the event loop only. `engine_described`: `CacheEngine.describe()`. `recorder`:
+    records every request."""
 
     def __init__(
         self,
@@ -92,21 +93,22 @@ class Frontend:
         )
 
     def require_serving(self) -> None:
-        """Raises the `ApiError` 503 while the server stops, and after the engine has failed."""
+        """Raise an `ApiError` of status 503 while the server stops, and after the engine has failed."""
         if self._stopping:
             raise _stopping()
         if not self._thread.alive:
             raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
 
     def require_room(self, num_answers: int) -> None:
-        """Raises `ApiError` where a request for so many answers is refused now."""
+        """Raise `ApiError` if a request for `num_answers` answers must be refused now."""
         self.require_serving()
         if len(self._open) + self._num_prepared + num_answers > self.limits.max_open:
             raise overloaded(self.limits.max_open)
 
     @contextlib.contextmanager
     def preparing(self) -> Iterator[None]:
-        """Inside, a request whose prompts are being made has a place. Raises `ApiError` where there is none."""
+        """Inside, count a request whose prompts are being tokenized as open. Raises `ApiError` if there are too
+        many."""
         self.require_room(1)
         self._num_prepared += 1
         try:
@@ -115,7 +117,7 @@ class Frontend:
             self._num_prepared -= 1
 
     def left_s(self, arrival_s: float) -> float:
-        """Seconds that a request has left which arrived then, on the clock of `time.perf_counter`. Above 0."""
+        """Seconds left to a request that arrived at `arrival_s` of `time.perf_counter`. Above 0."""
         return max(_LEAST_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
     def start(
@@ -126,7 +128,7 @@ class Frontend:
         arrival_s: float,
         constraint: JsonConstraint | None = None,
     ) -> Generation:
-        """Submit the prompts, all or none. `constraint`: of each answer. Raises `ApiError`."""
+        """Submit all prompts, or none. `constraint`: of each answer. Raises `ApiError`."""
         num_each = body.n or 1
         self.require_room(len(prompts) * num_each)
         self._require_possible(body, prompts)
@@ -153,7 +155,7 @@ class Frontend:
         return generation
 
     async def reset(self, tiers: Sequence[MemoryTier]) -> bool:
-        """As `EngineThread.reset`. Raises `ApiError`."""
+        """See `EngineThread.reset`. Raises `ApiError`."""
         self.require_serving()
         try:
             return await asyncio.wait_for(asyncio.wrap_future(self._thread.reset(tiers)), self.limits.timeout_s)
@@ -161,7 +163,7 @@ class Frontend:
             raise timed_out(self.limits.timeout_s) from None
 
     def deliver(self, events: Sequence[Event]) -> None:
-        """Hand each event to its request. No events: the engine thread has ended."""
+        """Pass each event to its request. No events mean that the engine thread has ended."""
         for event in events:
             open_request = self._open.get(event.request_id)
             if open_request is None:
@@ -184,11 +186,12 @@ class Frontend:
         self._stopping = True
 
     async def wait_idle(self) -> None:
-        """Until no request is open."""
+        """Wait until no request is open."""
         await self._idle.wait()
 
     def _require_possible(self, body: GenerationBody, prompts: Sequence[Prompt]) -> None:
-        """Raises `ApiError` for tokens that the model does not have, and for more of them than may be generated."""
+        """Raise `ApiError` for token ids outside the vocabulary, for too many log probabilities, and for a `min_tokens`
+        above the maximum of generated tokens."""
         vocab_size = self.model.vocab_size
         for name, ids in (("logit_bias", body.bias), ("stop_token_ids", body.stop_token_ids or ())):
             if max(ids, default=0) >= vocab_size:
@@ -210,7 +213,8 @@ class Frontend:
             self._recorder.arrived(request.request_id, request.tokens, request.namespace)
 
     def _submit_others(self, open_request: _OpenRequest) -> None:
-        """Their time runs since the arrival of the first. They end at once where their generation was aborted."""
+        """Submit the further answers to a prompt. Their deadline counts from the arrival of the first. They are aborted
+        if their generation was aborted."""
         left_s = self.left_s(open_request.arrival_s)
         others, open_request.others = open_request.others, ()
         for request in others:
@@ -219,7 +223,7 @@ class Frontend:
                 self._thread.abort(request.request_id)
 
     def _request(self, body: GenerationBody, prompt: Prompt, request_id: str, number: int, left_s: float) -> Request:
-        """The answer of that number to the prompt, from 0."""
+        """The request for answer `number`, from 0, to the prompt."""
         seed = (secrets.randbits(64) if body.seed is None else body.seed) + number & _SEED_MASK
         sampling = dataclasses.replace(self.model.sampling, **body.sampling, seed=seed)
         eos_ids = frozenset() if body.ignore_eos else self.model.eos_ids

@@ -1,4 +1,4 @@
-"""One HTTP request's prompts while they are generated: tokens in, pieces of text out."""
+"""The answers to one HTTP request while they are generated: takes tokens, returns pieces of text."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from hicache.serving.server.replies import (
 )
 from hicache.serving.text import StopMatcher, TextDecoder
 
-_MAX_LOGPROBS = 256  # tokens of an event that have theirs, so that others have the event loop between two
+_MAX_LOGPROBS = 256  # log probabilities of one event, so that other requests use the event loop between two events
 
 log = logging.getLogger(__name__)
 
 
 class Choice:
-    """One of the answers to a prompt of `prompt_len` tokens. `text` and `logprobs`: what was not taken yet. `outcome`:
-    as metrics name it, once it has ended. `prompt_index`: the prompt's; `is_first`: of its answers."""
+    """One answer to a prompt of `prompt_len` tokens. `text`, `logprobs`: not taken yet. `outcome`: the name in metrics;
+    empty until the answer has ended. `prompt_index`: number of the prompt. `is_first`: it is the first answer to its
+    prompt."""
 
     def __init__(self, index: int, body: GenerationBody, prompt_len: int, decoder: TextDecoder, text: str = "") -> None:
         self.index = index
@@ -52,7 +53,7 @@ class Choice:
 
     @property
     def usage(self) -> Usage:
-        """So far."""
+        """The usage so far."""
         return Usage(self.prompt_len, self.num_tokens)
 
     @property
@@ -61,7 +62,7 @@ class Choice:
         return self._stops.found or self._failed
 
     def push(self, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
-        """Returns whether the text is complete now. `logprobs`: up to the token's."""
+        """Add a token and the log probabilities up to it. Returns whether the text is complete now."""
         if self._has_no_answer:
             self.logprobs += logprobs[:-1]
             return False
@@ -71,7 +72,8 @@ class Choice:
         return self.complete
 
     def take(self) -> Delta:
-        """What there is since the last time; of log probabilities, which a long prompt has many of, the first ones."""
+        """Text and log probabilities since the last call. Of many log probabilities, as of a long prompt, only the
+        first ones."""
         text, self.text = self.text, ""
         logprobs = [self.logprobs.popleft() for _ in range(min(len(self.logprobs), _MAX_LOGPROBS))]
         outcome = "" if self.logprobs else self.outcome
@@ -84,7 +86,7 @@ class Choice:
         self.outcome = "error" if self._failed else "stop" if self._stops.found else reason
 
     def _take(self, decode: Callable[[], str]) -> None:
-        """A tokenizer is the model's: what it raises ends its request, and no other."""
+        """Add decoded text. Exceptions of the model's tokenizer end this request and no other."""
         try:
             text = decode()
             self.text += text if self.num_tokens <= self._min_tokens else self._stops.push(text)
@@ -96,7 +98,7 @@ class Choice:
 class Generation:
     """The answers to one HTTP request. All methods are called on the event loop.
 
-    `choices`: by request id. `ends`: where its requests run. `timeout_s`: for the message.
+    `choices`: by request id. `ends`: the engine thread that runs the requests. `timeout_s`: for the error message.
     """
 
     def __init__(self, choices: dict[str, Choice], ends: EngineThread, timeout_s: float) -> None:
@@ -116,7 +118,7 @@ class Generation:
         return Usage(self._prompt_tokens, generated, self._cached)
 
     def summary(self) -> dict[str, object]:
-        """How it went, for the log."""
+        """Tokens and outcomes, for the log line."""
         usage = self.usage
         return {
             "prompt_tokens": usage.prompt,
@@ -126,20 +128,20 @@ class Generation:
         }
 
     def push(self, request_id: str, token: int, logprobs: Sequence[TokenLogprobs] = ()) -> bool:
-        """Take a token, and the log probabilities up to it; False if it comes after the end of the text."""
+        """Add a token and the log probabilities up to it. Returns False if the text was complete before."""
         choice = self._unfinished.get(request_id)
         if choice is None or choice.complete:
             return False
         for other in self._unfinished.values() if len(logprobs) > 1 else ():
             if other is not choice and other.prompt_index == choice.prompt_index:
-                other.logprobs += logprobs[:-1]  # the prompt's, which the first answer alone has
+                other.logprobs += logprobs[:-1]  # those of the prompt, which only the first answer's request computes
         if choice.push(token, logprobs):
             self._ends.finish(request_id)
         self._news.set()
         return True
 
     def end(self, output: RequestOutput) -> str:
-        """Take the end of a request; returns its outcome."""
+        """Note the end of a request. Returns its outcome."""
         choice = self._unfinished.pop(output.request_id)
         choice.end(output.finish_reason)
         if choice.is_first:
@@ -151,7 +153,7 @@ class Generation:
         return choice.outcome
 
     def fail(self, error: ApiError) -> None:
-        """The engine has ended: nothing more will come."""
+        """End all answers with an error, because the engine has ended."""
         for choice in self._unfinished.values():
             choice.end("error")
         self._unfinished.clear()
@@ -165,14 +167,15 @@ class Generation:
             self._ends.abort(request_id)
 
     def disconnect(self) -> None:
-        """The client is gone."""
+        """End all answers, because the client has disconnected."""
         self._fail(client_gone())
         self._news.set()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
-        """Text as it comes, of several tokens at a time where the reader is slow, until all prompts have ended.
+        """Yield pieces of text as they are generated, until all answers have ended. If the reader is slow, a piece has
+        several tokens.
 
-        A choice's last delta has a finish reason; some deltas have no text yet. Raises `ApiError`.
+        The last delta of a choice has a finish reason; a delta may have no text. Raises `ApiError`.
         """
         told: set[int] = set()
         while len(told) < len(self._choices):
@@ -193,7 +196,7 @@ class Generation:
                 await asyncio.sleep(0)
 
     async def whole(self) -> list[Delta]:
-        """All choices, complete. Raises `ApiError`."""
+        """All answers, complete. Raises `ApiError`."""
         parts: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices.values()}
         async for news in self.deltas():
             for delta in news:

@@ -1,4 +1,4 @@
-"""Log probabilities as OpenAI's objects: those of completions in lists side by side, those of chats token by token."""
+"""Log probabilities as OpenAI's objects: parallel lists for completions, one object for each token for chats."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _LEAST = -9999.0  # vLLM's number for -inf, which JSON does not have
 
 
 class TokenTexts(dict[int, str]):
-    """The text of each token by itself, special ones included. At most as large as the vocabulary."""
+    """The text of each single token, including special tokens. At most as large as the vocabulary."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         super().__init__()
@@ -25,7 +25,8 @@ class TokenTexts(dict[int, str]):
 
 
 class LogprobsReply:
-    """Shapes those of one answer, as they come. `as_ids`: a token's text is "token_id:7", as vLLM writes it."""
+    """Converts the log probabilities of one answer, piece by piece. `as_ids`: write a token's text as "token_id:7",
+    like vLLM."""
 
     def __init__(self, texts: TokenTexts, *, as_ids: bool) -> None:
         self._texts = texts
@@ -33,8 +34,8 @@ class LogprobsReply:
         self._offset = 0
 
     def of_completion(self, entries: Iterable[TokenLogprobs]) -> dict[str, list[Any]]:
-        """`text_offset`: where the token's text begins in the joined texts. `top_logprobs` has the token itself too,
-        and of tokens of equal text the most likely one."""
+        """Lists of a completion. `text_offset`: where the token's text begins in the joined texts. `top_logprobs`
+        includes the token itself; of tokens with equal text it has the most likely one."""
         lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
         for entry in entries:
             tops: dict[str, float] | None = None
@@ -60,7 +61,7 @@ class LogprobsReply:
         }
 
     def _of_token(self, token: int, logprob: float | None) -> dict[str, Any]:
-        """`bytes`: null for a token that is a part of a character."""
+        """The object of one token. `bytes`: null for a token that is a part of a character."""
         text = self._texts[token]
         as_bytes = None if "\ufffd" in text else [*text.encode()]
         return {"token": self._text(token), "logprob": max(_LEAST, logprob or 0.0), "bytes": as_bytes}

@@ -1,4 +1,4 @@
-"""What holds for every HTTP request: an id, a line in the log, a key, a bounded body."""
+"""Common handling of all HTTP requests: a request id, a log line, a check of the key, a limit of the body."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from hicache.serving.server.replies import CLOSE, crowded, internal_error, inval
 REQUEST_ID = "x-request-id"
 _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
-_PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # asked for all the time
+_PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # requested frequently
 _FIRST_ERROR = 400
 _GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
@@ -30,8 +30,8 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class HttpRecord:
-    """What the log says of one HTTP request. `fields`: more of it, set by whoever answers; never text of a client's.
-    `arrival_s`: when its head had come, on the clock of `time.perf_counter`."""
+    """The data of a request's log line. `fields`: further fields, set by the handler; never text from a client.
+    `arrival_s`: when the request's head had arrived, of `time.perf_counter`."""
 
     request_id: str
     arrival_s: float
@@ -45,9 +45,9 @@ def record_of(scope: Scope) -> HttpRecord:
 
 
 class RequestLog:
-    """The outermost: `x-request-id` in and out, one log line and one count per request.
+    """The outermost application: reads and sets `x-request-id`, writes one log line and counts each request.
 
-    An exception that reaches it was answered with status 500, unless the answer had begun. It is logged, without its
+    An exception that reaches it is answered with status 500 unless the response had begun. It is logged without its
     message.
     """
 
@@ -78,7 +78,8 @@ class RequestLog:
             self._done(scope, record)
 
     def refused(self, status: int, client: tuple[str, int] | None) -> Response:
-        """The answer to what is no request, or has no place: counted, and logged, as others are."""
+        """The answer to an invalid HTTP request, or to a connection without a place. It is counted and logged like
+        others."""
         record = HttpRecord(uuid.uuid4().hex, time.perf_counter(), status, {"client": client and client[0]})
         answer = {400: invalid("this is no valid HTTP request", headers=CLOSE), 503: crowded()}[status].response()
         answer.headers[REQUEST_ID] = record.request_id
@@ -86,7 +87,7 @@ class RequestLog:
         return answer
 
     def _done(self, scope: Scope, record: HttpRecord) -> None:
-        # A path that is no route may be anything, so neither the log nor the labels have it.
+        # The path of an unknown route is arbitrary text, so neither the log nor the labels contain it.
         route = getattr(scope.get("route"), "path", "unknown")
         self._metrics.http.labels(route, str(record.status)).inc()
         fields = {
@@ -102,8 +103,9 @@ class RequestLog:
 
 
 class Gate:
-    """Refuses a wrong key where one is asked for, a request where only probes have a place, one of two lengths, which
-    a proxy before this server may end elsewhere, and a body that is announced as larger than `max_body_bytes`."""
+    """Refuses requests with a wrong key on routes that need one; requests other than probes if the server is crowded;
+    requests with two lengths, whose end a proxy may see elsewhere; and requests whose Content-Length exceeds
+    `max_body_bytes`."""
 
     def __init__(self, app: ASGIApp, api_key: str, max_body_bytes: int) -> None:
         self._app = app

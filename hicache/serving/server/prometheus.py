@@ -1,4 +1,4 @@
-"""The server's metrics in Prometheus' format, with those of the engine beside them."""
+"""The metrics of the server and of its engine in Prometheus' format."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _REQUEST_S = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 25, 50, 100, 250, 500)
 
 
 class ServerMetrics:
-    """All metrics of one server, in a registry of its own. Written on the event loop; `text` from any thread."""
+    """All metrics of one server, in a separate registry. Written on the event loop; any thread may call `text`."""
 
     def __init__(
         self,
@@ -37,7 +37,7 @@ class ServerMetrics:
             "hicache_requests", f"Prompts by how they ended: {', '.join(_OUTCOMES)}", ["outcome"], registry=registry
         )
         for outcome in _OUTCOMES:
-            self.requests.labels(outcome)  # a rate begins at 0, so that the first error of a server is seen
+            self.requests.labels(outcome)  # starts at 0, so that a rate shows the first error of a server
         self.http = Counter("hicache_http_responses", "HTTP responses", ["route", "status"], registry=registry)
         self.prompt_tokens = Counter(
             "hicache_prompt_tokens", "Tokens of admitted prompts that have ended", registry=registry
@@ -78,10 +78,11 @@ class ServerMetrics:
 
 
 class EngineCollector(Collector):
-    """The engine's metrics at the time of a scrape: `hicache_`, the family, `_total` for counters. A label that a
-    member lacks is empty, which means the same.
+    """Collects the engine's metrics at each scrape. A name is `hicache_`, the family, and `_total` for counters. A
+    label that a member does not have is empty, which Prometheus treats as absent.
 
-    `metrics`: `CacheEngine.metrics`, or what it returned lately; `described`: `CacheEngine.describe()`.
+    `metrics`: returns the result of `CacheEngine.metrics`, possibly slightly old. `described`:
+    `CacheEngine.describe()`.
     """
 
     def __init__(self, metrics: Callable[[], Mapping[str, MetricValue]], described: Mapping[str, MetricInfo]) -> None:
@@ -100,7 +101,7 @@ class EngineCollector(Collector):
         yield from (family for family in families.values() if family.samples)
 
     def describe(self) -> list[Metric]:
-        """No family twice, and nothing is collected for it at registration."""
+        """The families without values, so that registration collects nothing."""
         return [_family(members) for members in self._members.values()]
 
 

@@ -1,4 +1,4 @@
-"""From the bodies of requests to prompts of token ids, within the model's limits."""
+"""Converts request bodies to prompts of token ids within the model's limits."""
 
 from __future__ import annotations
 
@@ -33,19 +33,20 @@ BODIES: dict[str, type[AnyBody]] = {
     "reset": ResetBody,
 }
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
-_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's
-_GENERATION_PROMPT_TOKENS = 8  # at most, an empty thought included, if a client applied the template
-_MAX_REASONS = 3  # of those why a body is refused
+_DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
+_GENERATION_PROMPT_TOKENS = 8  # maximum, with an empty thought, if the client applied the template itself
+_MAX_REASONS = 3  # reasons in the message of a refused body
 _MAX_NAME = 64  # characters of a client's field name in a message
 _REASONS = {"extra_forbidden": "this route does not support this field", "missing": "the field is required"}
-_TYPICAL_CHARS = 8  # a token of a text has fewer, but for texts that few tokens repeat
+_TYPICAL_CHARS = 8  # more than the mean characters of a token, except for texts that repeat a few long tokens
 _PIECE_CHARS = 1 << 16
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """`tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: where answers
-    begin with it. `shared_len`: tokens that the next turn's prompt shares at least, if one follows."""
+    """A prompt. `tokens`: int64 [len]; together with `max_new_tokens` at most the model's context. `text`: of the
+    prompt, if answers begin with it. `shared_len`: tokens that the next turn's prompt shares at least, if there is
+    one."""
 
     tokens: npt.NDArray[np.int64]
     max_new_tokens: int
@@ -55,7 +56,7 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A body that was checked, without the texts that its prompts were made of."""
+    """A checked body, without the texts of its prompts."""
 
     body: AnyBody
     prompts: list[Prompt]
@@ -63,8 +64,8 @@ class Prepared:
 
 @dataclass(frozen=True)
 class PromptLimits:
-    """`max_len`: tokens of a prompt and its answer together. `max_answers`: that one body may ask for. Token ids are
-    below `vocab_size`."""
+    """Limits of prompts. `max_len`: tokens of a prompt and its answer together. `max_answers`: that one body may
+    request. Token ids are below `vocab_size`."""
 
     max_len: int
     max_answers: int
@@ -72,14 +73,14 @@ class PromptLimits:
 
 
 class PromptEncoder:
-    """Parses bodies and tokenizes their texts. Both may take long, so neither is for the event loop."""
+    """Parses bodies and tokenizes their texts. Both may take long, so neither runs on the event loop."""
 
     def __init__(self, tokenizer: Tokenizer, limits: PromptLimits) -> None:
         self._tokenizer = tokenizer
         self.limits = limits
 
     def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
-        """`kind`: of `BODIES`. Raises `ApiError`."""
+        """Parse a body and tokenize its prompts. `kind`: a key of `BODIES`. Raises `ApiError`."""
         try:
             body = BODIES[kind].model_validate_json(raw)
         except ValidationError as error:
@@ -115,7 +116,7 @@ class PromptEncoder:
         return prompts
 
     def _of_chat(self, body: ChatBody) -> Prompt:
-        """Without a maximum in the body, the answer may be as long as the context allows."""
+        """The prompt of a chat. Without a maximum in the body, the answer may be as long as the context allows."""
         chat = self._chat(body.messages, body.chat_template_kwargs or {})
         rest = max(1, self.limits.max_len - len(chat.ids))
         prompt = self._checked(chat.ids, body.max_completion_tokens or body.max_tokens or rest, "messages")
@@ -148,8 +149,8 @@ class PromptEncoder:
         return encode(text)
 
     def _require_not_far_too_long(self, text: str, param: str) -> None:
-        """Refuse a text before it is tokenized whole: where no tokens could be so long, or where its pieces up to
-        somewhere have twice as many tokens as the context."""
+        """Refuse a text before it is tokenized completely: if its characters cannot fit in the context with the longest
+        tokens, or if its first pieces have more than twice the tokens of the context."""
         max_len = self.limits.max_len
         is_too_long = len(text) > max_len * self._tokenizer.max_token_chars
         if not is_too_long and len(text) > max_len * _TYPICAL_CHARS:
@@ -184,7 +185,7 @@ class PromptEncoder:
 
 
 def _refusal(error: ValidationError) -> ApiError:
-    """What is wrong with a body, by field, without its values."""
+    """The error for an invalid body: the reasons by field, without the values of the fields."""
     reasons: dict[str, str] = {}
     for detail in error.errors(include_url=False, include_input=False):
         if detail["type"] == "json_invalid":

@@ -1,8 +1,8 @@
-"""The bodies of requests: OpenAI's fields, and those of vLLM and SGLang.
+"""The bodies of requests: fields of OpenAI, vLLM and SGLang.
 
-A field does what it says or, if it is in `IGNORED`, changes nothing. Every other field is refused by name, unless its
-value is null or an empty list; docs/serving.md lists both kinds. Null is a field that was left out. Values are not
-converted: "1" is no number.
+A field has its documented effect or, if it is in `IGNORED`, none. Any other field is refused by name, unless its value
+is null or an empty list; docs/serving.md lists both kinds. A null field counts as left out. Values are not converted:
+"1" is not a number.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from hicache.serving.server.fields import (
 )
 from hicache.serving.server.response_format import ResponseFormat
 
-_MAX_FIELDS = 128  # of an object; each unknown one is an error of its own
+_MAX_FIELDS = 128  # of an object, because each unknown field produces an error
 _MAX_SEED = (1 << 63) - 1
 _MAX_PRIORITY = 10
 _MAX_TOKENS = 1 << 31
-_MAX_LISTED_TOKENS = 1024  # each of which a step looks at
+_MAX_LISTED_TOKENS = 1024  # of a list; each step processes all of them
 _MAX_FACTOR = 1e4
 _MAX_ANSWERS = 128
 _SAMPLING = (
@@ -54,7 +54,7 @@ _SAMPLING = (
 )
 
 
-# Of generation. Those about tools choose among the tools of a request, of which this server takes none.
+# Ignored fields of generation. Fields on tools choose among tools in a request, which this server does not support.
 IGNORED = frozenset(
     {
         "user",
@@ -96,7 +96,7 @@ class StreamOptions(Body):
 
 
 class GenerationBody(Body):
-    """What completions and chats have in common."""
+    """The fields that completions and chats share."""
 
     ignored = IGNORED
     model: Text | None = None
@@ -157,7 +157,7 @@ class GenerationBody(Body):
 
     @property
     def num_answers(self) -> int:
-        """Of all prompts."""
+        """Number of answers to all prompts."""
         return self.n or 1
 
     @property
@@ -171,7 +171,8 @@ class GenerationBody(Body):
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many tokens at each place have theirs told, beside the one that was chosen; None: none has."""
+        """Number of most likely tokens whose log probabilities are returned, in addition to the chosen one's; None:
+        none at all."""
         raise NotImplementedError
 
     @property
@@ -180,7 +181,7 @@ class GenerationBody(Body):
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Those that were given of the fields of `SamplingParams`, but the seed."""
+        """The given fields of `SamplingParams`, except the seed."""
         given: dict[str, Any] = {name: getattr(self, name) for name in _SAMPLING}
         given |= {"top_k": None if self.top_k is None else max(0, self.top_k), "logit_bias": (*self.bias.items(),)}
         return {name: value for name, value in given.items() if value is not None}
@@ -192,7 +193,7 @@ class GenerationBody(Body):
 
     @property
     def wants_usage_always(self) -> bool:
-        """Whether each event of a stream has the usage so far."""
+        """Whether each event of a stream contains the usage so far."""
         return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
 
 
@@ -219,7 +220,7 @@ class CompletionBody(GenerationBody):
         return self.logprobs
 
     def without_texts(self) -> CompletionBody:
-        """The rest, which answers depend on."""
+        """A copy without the prompt's text, for the rest of the request's life."""
         return self.model_copy(update={"prompt": [0]})
 
     @property
@@ -287,6 +288,6 @@ class ChatBody(GenerationBody):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     def without_texts(self) -> ChatBody:
-        """The rest, which answers depend on."""
+        """A copy without the messages' text, for the rest of the request's life."""
         none = Message(role="user", content="")
         return self.model_copy(update={"messages": [none], "chat_template_kwargs": None})

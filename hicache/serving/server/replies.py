@@ -1,4 +1,4 @@
-"""What the server answers: OpenAI's objects as JSON, and one kind of error body for every status."""
+"""The answers of the server: OpenAI's objects as JSON, and one form of error body for every status."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class ErrorDetail(BaseModel):
 
 
 class ErrorBody(BaseModel):
-    """The body of every answer that is no success."""
+    """The body of every error response."""
 
     error: ErrorDetail
 
 
 class ApiError(Exception):
-    """An answer that is an error. Nothing of a prompt may be in `message`."""
+    """An error response. `message` must not contain text of a prompt."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class ApiError(Exception):
         self.status = status
         self.headers = dict(headers or {})
         self.body = ErrorBody(error=ErrorDetail(message=message, type=kind, param=param, code=code)).model_dump()
-        super().__init__(status, message)  # what a process that unpickles it calls
+        super().__init__(status, message)  # arguments with which unpickling creates it again
 
     def response(self) -> JSONResponse:
         return JSONResponse(self.body, self.status, self.headers)
@@ -121,7 +121,7 @@ def overloaded(limit: int) -> ApiError:
 
 
 def client_gone() -> ApiError:
-    """For the log and the metrics, by nginx's number: nobody reads it."""
+    """For the log and the metrics only, with nginx's status: no client receives it."""
     return ApiError(499, "the client has closed the connection", kind="client_error", code="client_disconnected")
 
 
@@ -135,8 +135,8 @@ def unavailable(message: str, code: str) -> ApiError:
 
 @dataclass(frozen=True)
 class Usage:
-    """Tokens of one HTTP request, all of its prompts together. `cached`: of the prompts, by the tier that had them;
-    None: not known yet."""
+    """Tokens of one HTTP request, summed over its prompts. `cached`: prompt tokens by the tier of their hit; None:
+    unknown yet."""
 
     prompt: int
     completion: int
@@ -156,8 +156,8 @@ class Usage:
 
 @dataclass(frozen=True)
 class Delta:
-    """More text of choice `index`, whose tokens are `usage` so far; `finish_reason`: where it is the last. `logprobs`:
-    of more tokens, where they are wanted."""
+    """A piece of text of choice `index`. `usage`: of the choice so far. `finish_reason`: set in the last piece.
+    `logprobs`: of further tokens; None: not requested."""
 
     index: int
     text: str
@@ -167,13 +167,13 @@ class Delta:
 
 
 def joined(deltas: Sequence[Delta]) -> Delta:
-    """All of a choice's."""
+    """All pieces of one choice as one."""
     logprobs = None if deltas[-1].logprobs is None else [entry for delta in deltas for entry in delta.logprobs or ()]
     return replace(deltas[-1], text="".join(delta.text for delta in deltas), logprobs=logprobs)
 
 
 class Reply:
-    """Shapes the answer to one request: a completion or a chat, whole or as events of a stream."""
+    """Formats the answer to one request: a completion or a chat, complete or as events of a stream."""
 
     def __init__(self, body: GenerationBody, reply_id: str, model: str, texts: TokenTexts) -> None:
         self.reply_id = reply_id
@@ -200,7 +200,7 @@ class Reply:
         return {**self._head, "object": name, "choices": choices, "usage": usage.as_json()}
 
     def event(self, delta: Delta) -> bytes:
-        """A choice of a chat begins with an event that has its role."""
+        """The events of a piece. The first event of a chat's choice contains its role."""
         if not self._is_chat:
             return self._event({"text": delta.text}, delta)
         event = self._event({"delta": {"content": delta.text}}, delta)
@@ -210,7 +210,7 @@ class Reply:
         return self._event({"delta": {"role": "assistant", "content": ""}}, Delta(delta.index, "", delta.usage)) + event
 
     def usage_event(self, usage: Usage) -> bytes:
-        """The event behind all others, where the client asked for it."""
+        """The last event of a stream, with the usage; empty unless the client requested it."""
         return self._data([], usage.as_json()) if self._with_usage else b""
 
     def _whole_text(self, text: str) -> dict[str, Any]:

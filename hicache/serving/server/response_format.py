@@ -1,4 +1,4 @@
-"""The field `response_format` of OpenAI: a text, any JSON object, or what a JSON schema describes."""
+"""OpenAI's field `response_format`: text, any JSON object, or JSON that matches a schema."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-_MAX_SCHEMA = 1 << 16  # characters: it is read on the event loop
+_MAX_SCHEMA = 1 << 16  # characters, because it is parsed on the event loop
 
 
 class _Strict(BaseModel):

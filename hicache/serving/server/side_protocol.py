@@ -1,4 +1,4 @@
-"""The bodies of `/tokenize`, `/detokenize` and `/reset_prefix_cache`, which are vLLM's routes."""
+"""The bodies of vLLM's routes `/tokenize`, `/detokenize` and `/reset_prefix_cache`."""
 
 from __future__ import annotations
 

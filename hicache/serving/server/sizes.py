@@ -1,4 +1,4 @@
-"""The engine's settings of a server: what the flags say, and for the rest what suits the model and the machine."""
+"""The engine's settings of a server: from the flags, and otherwise computed for the model and the machine."""
 
 from __future__ import annotations
 
@@ -20,15 +20,16 @@ from hicache.layout import ModelGeometry
 if TYPE_CHECKING:
     from hicache.serving.models import LoadedModel  # the planner needs no transformers
 
-CUDA_SHARE = 0.8  # of the memory that the weights leave; activations take the rest
+CUDA_SHARE = 0.8  # of the GPU memory left by the weights; activations use the rest
 _CPU_SHARE = 0.25
-_CPU_BYTES = 512 << 20  # the device tier on a CPU, unless the longest context needs more
-MAX_TOKENS = 1 << 30  # what the request table addresses
-MAX_CONTEXT = 131072  # unless --max-context-len says more
+_CPU_BYTES = 512 << 20  # of the device tier on a CPU, unless the longest context needs more
+MAX_TOKENS = 1 << 30  # that the request table can address
+MAX_CONTEXT = 131072  # default limit of --max-context-len
 
 
 def first_config(flags: argparse.Namespace) -> EngineConfig:
-    """The flags, with placeholders for what depends on the model: wrong ones raise before it is loaded."""
+    """The settings, with placeholders in place of sizes that depend on the model, so that wrong settings raise before
+    it is loaded."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     config = EngineConfig.from_flags(flags, device_tokens=1 << 20, device=device, model_id="not loaded yet")
     with naming_flags(EngineConfig.sources_of(flags)):
@@ -37,8 +38,8 @@ def first_config(flags: argparse.Namespace) -> EngineConfig:
 
 
 def model_dtype(config: EngineConfig) -> torch.dtype | Literal["auto"]:
-    """The dtype of the weights: that of the flags, or of the checkpoint where these give none or one of 8 bits, which
-    is the pool's alone."""
+    """The dtype of the weights: that of the flags; the checkpoint's if the flags give none, or one of 8 bits, which
+    applies only to the pool."""
     if config.dtype == "auto" or config.torch_dtype.itemsize == 1:
         return "auto"
     return config.torch_dtype
@@ -69,14 +70,14 @@ def engine_config(
 
 
 def max_len(config: EngineConfig, loaded: LoadedModel) -> int:
-    """Tokens of a prompt and its answer together: as the model, the request table and the device tier allow."""
+    """Maximum tokens of a prompt and its answer together: as the model, the request table and the device tier allow."""
     capacity = config.device_tokens // config.page_size * config.page_size
     return min(loaded.max_context_len, config.max_context_len, capacity)
 
 
 def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: int) -> int:
-    """Tokens that the device has memory for; `config` has placeholders for them. Raises OutOfMemory where that is not
-    a page."""
+    """Tokens that fit in the device's memory. `config` has placeholders for them. Raises OutOfMemory if not even a page
+    fits."""
     if config.device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(torch.device(config.device))
         num_tokens = largest_device_tokens(config, geometry, int(free * CUDA_SHARE))
@@ -96,8 +97,8 @@ def _device_tokens(geometry: ModelGeometry, config: EngineConfig, context_len: i
 
 
 def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: int, most: int = MAX_TOKENS) -> int:
-    """Slots of the largest device tier of `model`, in whole cache pages, whose pools take at most `budget` bytes; 0 if
-    not even a page fits. `config`: what else determines the pools; its device_tokens do not count."""
+    """Slots of the largest device tier, in complete cache pages, whose pools take at most `budget` bytes; 0 if not even
+    a page fits. `config`: the other settings of the pools; its device_tokens are ignored."""
     page, rows = config.cache_page_size, row_bytes(model, config.torch_dtype)
 
     def fits(num_pages: int) -> bool:
@@ -108,5 +109,5 @@ def largest_device_tokens(config: EngineConfig, model: ModelGeometry, budget: in
             sized = dataclasses.replace(sized, mamba_size=mamba_size(sized, rows))
         return device_bytes(sized, rows) <= budget
 
-    bound = max(0, min(most, budget // rows.full)) // page  # what is above may not fit
+    bound = max(0, min(most, budget // rows.full)) // page  # more pages cannot fit
     return page * bisect.bisect_left(range(1, bound + 1), True, key=lambda num_pages: not fits(num_pages))

@@ -1,4 +1,4 @@
-"""The bodies of requests while they arrive: bounded in bytes, each and all together, and in time."""
+"""Receives the bodies of requests, and limits the bytes of each and of all together, and the time."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from starlette.requests import ClientDisconnect
 
 from hicache.serving.server.replies import client_gone, too_large, too_many_bodies, too_slow
 
-SMALL_BYTES = 64 << 10  # never refused for the bytes of other bodies: the number of connections bounds them
-_NUM_LARGEST = 8  # bodies of the largest size that may be under way at a time
+SMALL_BYTES = 64 << 10  # bodies up to this are only limited by the number of connections
+_NUM_LARGEST = 8  # bodies of maximum size that may be held at a time
 _BODY_S = 60.0
 
 
 class Uploads:
-    """Called on the event loop. A body is under way until it is parsed; `max_body_bytes`: of each."""
+    """Counts the bytes of bodies until they are parsed. Called on the event loop. `max_body_bytes`: of each body."""
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max_body_bytes
@@ -25,7 +25,7 @@ class Uploads:
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, timeout_s: float) -> AsyncIterator[bytearray]:
-        """The body of a request, which is under way inside. Raises `ApiError`."""
+        """Receive the body of a request; its bytes are counted inside the `with`. Raises `ApiError`."""
         body, timeout_s = bytearray(), min(timeout_s, _BODY_S)
         try:
             try:

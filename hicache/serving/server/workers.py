@@ -1,7 +1,7 @@
-"""Bodies become prompts outside the event loop: small bodies on a thread, others in a pool of processes.
+"""Converts bodies to prompts outside the event loop: small bodies on a thread, others in a pool of processes.
 
-To parse and tokenize a large body takes seconds, most of them under the interpreter's lock. A process of the pool never
-forks from the server, which has threads and a CUDA context: a fork server starts it, and the first large body starts
+Parsing and tokenizing a large body takes seconds, mostly under the interpreter's lock. A process of the pool is never
+forked from the server, which has threads and a CUDA context. A fork server starts it, and the first large body starts
 the fork server.
 """
 
@@ -29,20 +29,20 @@ from hicache.serving.server.uploads import SMALL_BYTES
 from hicache.storage.memory import usable_cpus
 
 _NUM_THREADS = 2
-_MAX_CPU_S = 60.0  # of a body: tokenizing the largest one takes 10 s on a slow core
-_NICE = 5  # streams go first
-# Packages that take long to import. The fork server looks for modules in the working directory first, which may have a
-# folder `hicache` that is not this package; a process that it forks has the server's own path.
+_MAX_CPU_S = 60.0  # for one body; tokenizing the largest one takes 10 s on a slow core
+_NICE = 5  # so that running streams have priority
+# Packages with slow imports. hicache is not among them: the fork server looks for modules in the working directory
+# first, which may have another folder `hicache`. A process that it forks has the server's own path.
 _PRELOADED = ["fastapi", "jinja2", "pydantic", "tokenizers", "torch", "transformers", "triton"]
 
 log = logging.getLogger(__name__)
 
 
 class PromptWorkers:
-    """Called on the event loop. `load`: loads the tokenizer in each process, which pickles this function.
+    """Called on the event loop. `load`: loads the tokenizer in each process; it is pickled.
 
-    A process that ends while it works fails the large bodies that the pool has, and the next one gets a new pool. The
-    system ends a process that has spent `max_cpu_s` on one body. All processes end with this object or with the server.
+    If a process ends while it works, all large bodies in the pool fail, and the next one creates a new pool. The system
+    kills a process that spends `max_cpu_s` seconds on one body. All processes end with this object or with the server.
     """
 
     def __init__(self, encoder: PromptEncoder, load: Callable[[], Tokenizer], *, max_cpu_s: float = _MAX_CPU_S) -> None:
@@ -51,16 +51,16 @@ class PromptWorkers:
         self._max_cpu_s = max_cpu_s
         self._threads = concurrent.futures.ThreadPoolExecutor(_NUM_THREADS, "hicache-prompts")
         self._server_ended, self._lifeline = multiprocessing.Pipe(duplex=False)
-        self._pool: ProcessPoolExecutor | None = None  # its semaphores start one more process
+        self._pool: ProcessPoolExecutor | None = None  # created late, because its semaphores start another process
         self._pool_lock = threading.Lock()
 
     async def prepare(self, kind: str, raw: bytes | bytearray) -> Prepared:
-        """As `PromptEncoder.prepare`. If the task is cancelled, a body that no worker has begun is dropped."""
+        """See `PromptEncoder.prepare`. If the task is cancelled, a body that no worker has begun is dropped."""
         loop = asyncio.get_running_loop()
         if len(raw) <= SMALL_BYTES:
             return await loop.run_in_executor(self._threads, self._encoder.prepare, kind, raw)
         try:
-            # On a thread, as the start of the fork server takes seconds.
+            # On a thread, because starting the fork server takes seconds.
             return await asyncio.wrap_future(await loop.run_in_executor(None, self._submit, kind, raw))
         except BrokenProcessPool:
             log.error("a process ended while it made prompts of bodies")
@@ -69,7 +69,7 @@ class PromptWorkers:
         raise internal_error()
 
     def close(self) -> None:
-        """End the processes, whatever they do, and the threads."""
+        """End the processes at once, and the threads."""
         self._lifeline.close()
         if self._pool is not None:
             self._pool.shutdown(wait=False, cancel_futures=True)
@@ -92,7 +92,7 @@ class PromptWorkers:
 
 
 class _Defect(Exception):
-    """A defect in a process of the pool. Its argument: the fields of a log line, which the server's process writes."""
+    """A defect in a process of the pool. Its argument contains the fields of the log line that the server writes."""
 
 
 class _Worker:
@@ -105,19 +105,19 @@ class _Worker:
     def start(
         cls, load: Callable[[], Tokenizer], limits: PromptLimits, max_cpu_s: float, server_ended: Connection
     ) -> None:
-        for number in (signal.SIGINT, signal.SIGTERM):  # they are for the server, which ends this process
+        for number in (signal.SIGINT, signal.SIGTERM):  # sent to the server too, which ends this process
             signal.signal(number, signal.SIG_IGN)
         threading.Thread(target=_end_with_server, args=(server_ended,), daemon=True).start()
-        with contextlib.suppress(OSError):  # a container may refuse either
+        with contextlib.suppress(OSError):  # a container may forbid this, and the next
             os.nice(_NICE)
         with contextlib.suppress(OSError):
-            Path("/proc/self/oom_score_adj").write_text("500")  # out of memory, it is killed before the server
+            Path("/proc/self/oom_score_adj").write_text("500")  # so that the kernel kills it before the server
         cls.encoder = PromptEncoder(load(), limits)
         cls.max_cpu_s = max_cpu_s
 
     @classmethod
     def prepare(cls, kind: str, raw: bytes | bytearray) -> Prepared:
-        signal.setitimer(signal.ITIMER_PROF, cls.max_cpu_s)  # unless it is cleared, the process ends
+        signal.setitimer(signal.ITIMER_PROF, cls.max_cpu_s)  # its signal ends the process unless it is cleared
         try:
             return cls.encoder.prepare(kind, raw)
         except ApiError:
