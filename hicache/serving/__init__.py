@@ -1,11 +1,11 @@
-"""The reference scheduler and model runner: transformers models with long contexts, served through the three tiers.
+"""The reference scheduler and model runner: they serve transformers models with long contexts through the three tiers.
 
-Needs the extra `serve`. No other package imports this one.
+Needs the extra `serve`. Only packages of commands import this one.
 
     from hicache.serving import Scheduler, ModelRunner, Request
 
-`__init__.pyi` lists the public names. Each is imported from its module when it is first used, for transformers takes
-seconds to load, and only the runner needs it.
+`__init__.pyi` lists the public names. Each is imported from its module at its first use: importing transformers takes
+seconds, and only the runner needs it.
 """
 
 from hicache.public_names import on_first_use

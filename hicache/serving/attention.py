@@ -1,13 +1,13 @@
 """Attention of transformers models over the slots of the device pool.
 
-transformers calls the attention function that is registered under the name in a model's configuration. Under the name
-"hicache" that is `attend_by_slots`: it stores the new keys and values at their slots and attends to those of the whole
-sequence where they lie, with `hicache.kernels.pool_attention`. What a pass is over reaches it as the keyword argument
-`hicache` of the model's forward.
+transformers calls the attention function that is registered under the name in a model's configuration. The name
+"hicache" stands for `attend_by_slots`. It stores the new keys and values at their slots, and attends to the keys and
+values of the complete sequence in the pool, with `hicache.kernels.pool_attention`. The model's forward passes the
+description of the pass as keyword argument `hicache`.
 
-In passes over slots all tokens stand in one row, sequence after sequence, so sequences of different lengths and with
-any number of new tokens share a pass without padding. The pool's getters wait for the layer, so a prefix that is still
-being loaded is read layer by layer as it arrives.
+In a pass over slots, the tokens of all sequences are in one row, sequence after sequence. Sequences of different
+lengths and with different numbers of new tokens therefore share a pass without padding. The pool's getters wait for
+each layer, so a pass can read a prefix layer by layer while it is being loaded.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ NAME = "hicache"
 
 @dataclass(frozen=True)
 class QuerySpan:
-    """Tokens [start, end) of a pass, which are the queries of `queries`, in one launch. `counts`: queries of each
-    sequence. `lengths`: as in `queries`; may be empty if every sequence has one query, as in a captured pass."""
+    """Tokens [start, end) of a pass, attended to in one launch with `queries`. `counts`: queries of each sequence.
+    `lengths`: as in `queries`; may be empty if each sequence has one query, as in a captured pass."""
 
     start: int
     end: int
@@ -49,28 +49,28 @@ class QuerySpan:
 
     @property
     def is_long(self) -> bool:
-        """Whether it is a long chunk of one sequence."""
+        """Whether the span is a long chunk of one sequence."""
         return len(self.queries.rows) == 1 and self.queries.max_queries >= MIN_QUERIES
 
     @cached_property
     def prefix_slots(self) -> torch.Tensor:
-        """Of a single sequence: the slots of its tokens before the queries, int64."""
+        """The slots of the tokens before the queries, int64 [prefix]. Only for a span of one sequence."""
         queries = self.queries
         return queries.table.index_select(0, queries.rows)[0, : self.lengths[0] - queries.max_queries].long()
 
 
 @dataclass(frozen=True)
 class SlotPass:
-    """A pass over N tokens. `new_slots`: int64 [N]; `spans` cover [0, N)."""
+    """A pass over N tokens. `new_slots`: their slots, int64 [N]. `spans`: cover [0, N)."""
 
     new_slots: torch.Tensor
     spans: tuple[QuerySpan, ...]
 
 
 class SlotAttention:
-    """The attention of one runner's passes. Called by the model's forward, on the scheduler thread.
+    """The attention of one runner's passes. The model's forward calls it on the scheduler thread.
 
-    The runner calls `begin` before each pass. `geometry` names the layers that see a window or chunks. `name`: of the
+    The runner calls `begin` before each pass. `geometry` tells which layers have windows or chunks. `name`: the
     attention function that layers call.
     """
 
@@ -85,25 +85,25 @@ class SlotAttention:
         self._sources = geometry.sources
         self._swa_layers = frozenset[int]()
         if isinstance(pool, SWAKVPool):
-            # The pool may keep a window layer whole: such a layer is read by full-attention slots.
+            # The pool may keep all tokens of a window layer; such a layer is read by full-attention slots.
             self._swa_layers = frozenset(layer for layer, (_, is_swa) in pool.layers_mapping.items() if is_swa)
         self.slot_pass = SlotPass(torch.empty(0, dtype=torch.int64), ())
         self.number = next(_numbers)
         _attentions[self.number] = self
 
     def begin(self, slot_pass: SlotPass) -> None:
-        """The next pass is `slot_pass`."""
+        """Make `slot_pass` the next pass."""
         self.slot_pass = slot_pass
 
     def layer(self, is_sliding: bool) -> SlotLayer:
-        """An attention layer's part of the `Cache` of a pass."""
+        """The entry of an attention layer in the `Cache` of a pass."""
         return SlotLayer(is_sliding)
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rule: AttentionRule
     ) -> torch.Tensor:
-        """Store the new rows of a layer, unless it reads another's, and attend. All are [B, heads, n, dim], B * n
-        tokens in the order of the pass; returns [B, n, heads, v_dim]."""
+        """Store the new rows of a layer, unless it reads those of another layer, and attend. `query`, `key`, `value`:
+        [B, heads, n, dim], B * n tokens in the order of the pass. Returns [B, n, heads, v_dim]."""
         pool, source = self._pool, self._sources[layer]
         if source == layer:
             pool.set_kv_buffer(layer, self.slot_pass.new_slots, token_rows(key), token_rows(value))
@@ -130,7 +130,7 @@ class SlotAttention:
         return self._pool.full_to_swa_index_mapping
 
 
-# A compiled model reaches its attention by number, for operators take no objects.
+# A compiled model finds its attention by number, because operators accept no Python objects.
 _numbers = itertools.count()
 _attentions: weakref.WeakValueDictionary[int, SlotAttention] = weakref.WeakValueDictionary()
 
@@ -174,7 +174,8 @@ def attend_by_slots(
     position_bias: torch.Tensor | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """See `transformers.AttentionInterface`. Raises UnsupportedModel for what the kernels do not compute."""
+    """The attention function, see `transformers.AttentionInterface`. Raises UnsupportedModel for features that the
+    kernels lack."""
     if hicache is None or attention_mask is not None or position_bias is not None:
         missing = "its layers get no pass" if hicache is None else "it has a mask or biases of its own"
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots: {missing}; use --attention torch")
@@ -190,7 +191,7 @@ AttentionInterface.register(NAME, attend_by_slots)
 
 @contextmanager
 def attending_by_slots(model: Any, name: str = NAME) -> Iterator[None]:
-    """The model's passes inside the `with` call the attention function of that name."""
+    """Inside, the model's passes call the attention function of that name."""
     config = model.config.get_text_config()
     previous, config._attn_implementation = config._attn_implementation, name
     try:
@@ -208,11 +209,13 @@ def spans_of(
     num_splits: tuple[int, int],
     host_lengths: Sequence[int] = (),
 ) -> tuple[QuerySpan, ...]:
-    """Launches for sequences with `counts` queries each, those with one query first: one for these, one for each with
-    at least `MIN_QUERIES`, and one for the others between them.
+    """Divide sequences with `counts` queries each into spans, one for each launch: one for all sequences with one
+    query, which must come first, one for each sequence with at least `MIN_QUERIES`, and one for each run of sequences
+    between these.
 
     `rows`, `lengths` int32 [S], `query_starts` int32 [S + 1], on the pool's device. `num_splits`: of sequences with one
-    query, and of others. `host_lengths`: `lengths`, unless every sequence has one query.
+    query, and of sequences with several. `host_lengths`: `lengths` on the host; may be empty if every sequence has one
+    query.
     """
     kinds = [0 if count == 1 else 1 + (i + 1) * (count >= MIN_QUERIES) for i, count in enumerate(counts)]
     spans, end = [], 0

@@ -1,7 +1,7 @@
-"""What the engine does while the device computes a pass.
+"""Polls the engine while the device computes a pass.
 
-A pass was launched, and the host has nothing to do for it. Where pages are exchanged between device and host, step by
-step, each poll makes one, and a pass is as long as many of them.
+After a pass was launched, the host has nothing to do for it. If pages are exchanged between device and host, each poll
+makes one step of the exchange. One pass takes as long as several polls.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _LOOK_S = 0.0002
 
 
 class BesidePasses:
-    """Owned by the scheduler thread."""
+    """Polls the engine during passes. Owned by the scheduler thread."""
 
     def __init__(self, engine: CacheEngine) -> None:
         self._engine, device = engine, engine.pool.device
@@ -27,11 +27,12 @@ class BesidePasses:
 
     @contextmanager
     def polling(self) -> Iterator[None]:
-        """The block launches a pass. It is polled once behind it, so that room for the next pass is made beside this
-        one, and while pages are exchanged until it ends.
+        """Inside, the caller launches a pass. Then the engine is polled once, so that capacity for the next pass is
+        prepared during this one; and while pages are exchanged, it is polled until the pass ends.
 
-        Copies that a poll submits wait for what the current stream had before the pass, not for the pass: it neither
-        writes to slots of pages that leave the device, which no request holds, nor knows those that are free.
+        Copies that these polls submit wait for work queued on the current stream before the pass, but not for the pass.
+        That is safe: the pass does not write to slots of pages that are being evicted, which no request holds, and does
+        not use free slots.
         """
         if not self._exchanges:
             yield

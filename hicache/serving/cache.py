@@ -1,11 +1,11 @@
 """The device pools as a transformers `Cache`: attention layers read and write slots, recurrent layers read and write
 states.
 
-One `PoolCache` serves one forward pass. An attention layer hands its new keys and values to `update`, which stores them
-at the slots of the new tokens and returns all keys and values that the layer attends to. A recurrent layer gets copies
-of its requests' states and leaves new ones; the runner stores these after the pass, so a pass that fails leaves the
-states as they were. The pools' getters wait for the layer, so a prefix that is still being loaded is read layer by
-layer as it arrives.
+One `PoolCache` serves one forward pass. An attention layer passes its new keys and values to `update`, which stores
+them at the slots of the new tokens and returns all keys and values that the layer attends to. A recurrent layer gets
+copies of its requests' states and returns new ones. The runner stores these after the pass, so a failed pass leaves the
+states unchanged. The pools' getters wait for each layer, so a pass can read a prefix layer by layer while it is being
+loaded.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ LatentPool: TypeAlias = MLATokenToKVPool | HybridLinearKVPool  # the latter with
 
 
 def cache_keyword(model: Any) -> str | None:
-    """The name under which the forward of a transformers model takes its cache; None where it takes none.
+    """The name of the argument by which a transformers model's forward takes its cache; None if it takes none.
 
-    It is `cache` from release 5.24 on; XLM has a dictionary of that name, which is none.
+    From release 5.24 on it is `cache`. XLM has an argument of that name for a dictionary, which is not a `Cache`.
     """
     takes = inspect.signature(model.forward).parameters
     if "past_key_values" in takes:
@@ -43,7 +43,7 @@ def cache_keyword(model: Any) -> str | None:
 
 
 def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
-    """`cache` as the forward of `model`, which takes one, wants it."""
+    """`cache` as a keyword argument of the forward of `model`, which must take one."""
     name = cache_keyword(model)
     assert name is not None, "models that take no cache are refused"
     return {name: cache}
@@ -51,7 +51,7 @@ def cache_argument(model: Any, cache: Cache) -> dict[str, Cache]:
 
 @dataclass(frozen=True)
 class KeySlots:
-    """The keys that attention layers of one kind read, of `B` sequences.
+    """The keys of `B` sequences that attention layers of one kind read.
 
     positions   int64 [B or 1, keys]   of each key in its sequence; positions outside of the sequence are padding
     slots       int64 [B, keys]        full-attention slots; 0 where a key is padding
@@ -63,8 +63,8 @@ class KeySlots:
 
 @dataclass(frozen=True)
 class BatchStates:
-    """The state slots of `B` sequences, int64 [B]. `starting`, bool [B]: sequences whose first token is in this pass
-    and whose slots are not read; None if there are none."""
+    """The state slots of `B` sequences, int64 [B]. `starting`: bool [B], sequences whose first token is in this pass;
+    their slots are not read. None: there are none."""
 
     table: HybridReqToTokenPool
     slots: torch.Tensor
@@ -73,7 +73,7 @@ class BatchStates:
 
 @dataclass(frozen=True)
 class BatchSlots:
-    """The slots of one forward pass over `B` sequences with `n` new tokens each.
+    """The slots of a forward pass over `B` sequences with `n` new tokens each.
 
     new_slots   int64 [B * n]   full-attention slots of the new tokens, sequence after sequence
     past_len                    tokens of the longest sequence before its new ones
@@ -90,8 +90,8 @@ class BatchSlots:
 
 
 class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """An attention layer's part of the `Cache` of one pass, which keeps nothing. In passes over slots the attention
-    function stores what it is given. Called by the model, on the scheduler thread."""
+    """The entry of an attention layer in the `Cache` of one pass. It stores nothing: in passes over slots, the
+    attention function stores the new rows. Called by the model on the scheduler thread."""
 
     def __init__(self, is_sliding: bool = False) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         self.is_initialized = True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Nothing to do: the pool is allocated with the engine."""
+        """Do nothing: the pool is allocated with the engine."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
@@ -110,18 +110,19 @@ class SlotLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyp
         return query_length, 0
 
     def get_seq_length(self) -> int:
-        """0: sequences differ in length, and a captured pass serves any. Positions are passed to the model."""
+        """Return 0, because sequences differ in length and a captured pass serves any length. The runner passes
+        positions to the model."""
         return 0
 
     def get_max_length(self) -> int:
-        """-1: the layer itself has no maximum; the engine bounds the request."""
+        """Return -1: the layer has no maximum; the engine limits the request's length."""
         return -1
 
 
 class PoolLayer(SlotLayer):
-    """An attention layer that stores in the pool, and gathers what it reads.
+    """An attention layer that stores new rows in the pool and gathers the rows that it reads.
 
-    `slots` int64 [B, keys]: what the layer reads, in the slot space of the layer.
+    `slots`: int64 [B, keys], the rows to read, in the slot space of the layer.
     """
 
     def __init__(
@@ -136,29 +137,30 @@ class PoolLayer(SlotLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[B, heads, n, dim]` and return what the layer reads, `[B, heads, keys, dim]`, new tokens last."""
+        """Store `[B, heads, n, dim]`. Return the keys and values that the layer reads, `[B, heads, keys, dim]`, new
+        tokens last."""
         pool, batch = self._pool, self._batch
         pool.set_kv_buffer(self._layer_id, batch.new_slots, token_rows(key_states), token_rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
-            return key_states, value_states  # equal to what the pool would return
+            return key_states, value_states  # the pool would return the same values
         return (
             _gather(pool.get_key_buffer(self._layer_id), self._slots, key_states.dtype),
             _gather(pool.get_value_buffer(self._layer_id), self._slots, value_states.dtype),
         )
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(number of keys, position of the first), for a forward that makes its own mask."""
+        """The number of keys and the position of the first, for a forward that creates its own mask."""
         num_keys = self._slots.shape[1]
         return num_keys, self._batch.past_len + query_length - num_keys
 
     def get_seq_length(self) -> int:
-        """Tokens before the new ones."""
+        """Tokens of the longest sequence before its new ones."""
         return self._batch.past_len
 
 
 class LatentLayer(PoolLayer):
-    """One layer of latent attention in one forward pass: its keys are latents, its values the rotary parts of keys, and
-    the model expands them after `update`."""
+    """A layer of latent attention in one forward pass. Its keys are latents and its values are the rotary parts of
+    keys; the model expands them after `update`."""
 
     def __init__(self, pool: LatentPool, layer_id: int, batch: BatchSlots, slots: torch.Tensor) -> None:
         super().__init__(pool, layer_id, batch, slots)
@@ -167,8 +169,8 @@ class LatentLayer(PoolLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Store `[B, 1, n, rank]` and `[B, 1, n, rope]` and return what the layer reads, `[B, 1, keys, rank]` and
-        `[B, 1, keys, rope]`, new tokens last."""
+        """Store `[B, 1, n, rank]` and `[B, 1, n, rope]`. Return the latents and rotary parts that the layer reads, `[B,
+        1, keys, rank]` and `[B, 1, keys, rope]`, new tokens last."""
         pool, batch, slots = self._latent_pool, self._batch, self._slots
         pool.set_mla_kv_buffer(self._layer_id, batch.new_slots, token_rows(key_states), token_rows(value_states))
         if not batch.past_len and pool.dtype == key_states.dtype:
@@ -178,10 +180,10 @@ class LatentLayer(PoolLayer):
 
 
 class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is untyped here
-    """One recurrent layer in one forward pass. Called by the model, on the scheduler thread.
+    """A recurrent layer in one forward pass. Called by the model on the scheduler thread.
 
-    `source` returns a copy of the state after all tokens before the pass, `[B, ...]` per tensor, with one convolution
-    window; it is called once, when the model reaches the layer. None: all sequences start with this pass.
+    `source`: returns a copy of the state after all tokens before the pass, each tensor `[B, ...]`, with one convolution
+    window. It is called once, when the model reaches the layer. None: all sequences start with this pass.
     """
 
     def __init__(self, source: Callable[[], MambaState] | None) -> None:
@@ -191,15 +193,15 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
 
     @property
     def state(self) -> MambaState | None:
-        """The state after the pass; None if the model left no convolution window. A layer that is a convolution alone
-        has a temporal state of one zero."""
+        """The state after the pass; None if the model left no convolution window. A layer that consists only of a
+        convolution has a temporal state of one zero."""
         conv, temporal = self.conv_states[0], self.recurrent_states[0]
         if conv is None:
             return None
         return MambaState([conv], conv.new_zeros(len(conv), 1) if temporal is None else temporal)
 
     def fetch(self) -> None:
-        """Call the source, unless that was done."""
+        """Call the source unless it was called before."""
         if self._source is None:
             return
         state, self._source = self._source(), None
@@ -211,7 +213,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
         self.device = conv.device
 
     def update_conv_state(self, conv_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """As in transformers: returns the inputs of the convolution, with those before the pass in front."""
+        """As in transformers: return the inputs of the convolution, beginning with those before the pass."""
         self.fetch()
         inputs: torch.Tensor = super().update_conv_state(conv_states, *args, **kwargs)
         return inputs
@@ -223,7 +225,7 @@ class StateLayer(LinearAttentionLayer):  # type: ignore[misc]  # transformers is
 
 
 class HybridLayer(StateLayer, CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here
-    """One layer that has a recurrent state beside `attention`, the layer of its keys and values."""
+    """A layer that has a recurrent state and, in `attention`, keys and values."""
 
     def __init__(self, source: Callable[[], MambaState] | None, attention: CacheLayerMixin) -> None:
         CacheLayerMixin.__init__(self)
@@ -235,26 +237,26 @@ class HybridLayer(StateLayer, CacheLayerMixin):  # type: ignore[misc]  # transfo
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """As `attention`'s."""
+        """Delegate to `attention`."""
         updated: tuple[torch.Tensor, torch.Tensor] = self.attention.update(key_states, value_states, *args, **kwargs)
         return updated
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """As `attention`'s."""
+        """Delegate to `attention`."""
         sizes: tuple[int, int] = self.attention.get_mask_sizes(query_length)
         return sizes
 
     def get_seq_length(self) -> int:
-        """As `attention`'s."""
+        """Delegate to `attention`."""
         return int(self.attention.get_seq_length())
 
     def get_max_length(self) -> int:
-        """As `attention`'s."""
+        """Delegate to `attention`."""
         return int(self.attention.get_max_length())
 
 
 class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
-    """A `Cache` whose recurrent layers are `StateLayer`s: a layer's state is fetched when the model asks for it."""
+    """A `Cache` whose recurrent layers are `StateLayer`s. A layer's state is copied when the model first reads it."""
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         self._fetch(layer_idx)
@@ -273,7 +275,7 @@ class StateCache(Cache):  # type: ignore[misc]  # transformers is untyped here
 
 
 class PoolCache(StateCache):
-    """`model(..., **{cache_keyword(model): PoolCache(...)})` over the slots of `batch`, for one forward pass.
+    """The cache of one forward pass over the slots of `batch`: `model(..., **{cache_keyword(model): PoolCache(...)})`.
 
     On the CPU and in debug mode, raises InvariantError if the pass reads a window slot that was freed.
     """
@@ -284,7 +286,7 @@ class PoolCache(StateCache):
         swa_layers = frozenset[int]()
         swa_slots = None
         if isinstance(pool, SWAKVPool):
-            # The pool may keep a window layer whole: such a layer is read by full-attention slots.
+            # The pool may keep all tokens of a window layer; such a layer is read by full-attention slots.
             swa_layers = frozenset(layer_id for layer_id, (_, swa) in pool.layers_mapping.items() if swa)
             swa_slots = _window_slots(pool, batch.window) if batch.window is not None else None
         layers: list[PoolLayer | StateLayer | DummyLayer] = []
@@ -301,14 +303,14 @@ class PoolCache(StateCache):
                 assert isinstance(pool, MLATokenToKVPool | HybridLinearKVPool), "a pool without latent rows"
                 layers.append(LatentLayer(pool, layer_id, batch, keys.slots))
                 continue
-            source = geometry.sources[layer_id]  # a layer without KV of its own has a mask, and stores nothing
+            source = geometry.sources[layer_id]  # a layer that reads another layer's KV has a mask and stores nothing
             slots = swa_slots if swa_slots is not None and source in swa_layers else keys.slots
             layer = PoolLayer(pool, source, batch, slots, is_sliding=kind == "window")
             layers.append(self._state_layer(layer_id, layer) if kind == "hybrid" else layer)
         super().__init__(layers=layers)
 
     def store_states(self) -> None:
-        """Write the new states of the recurrent layers to the state slots. To be called after the pass."""
+        """Write the new states of the recurrent layers to the state slots. Call it after the pass."""
         if self._batch.states is not None:
             store_states(self, self._geometry, self._batch.states)
 
@@ -325,8 +327,8 @@ def new_state_layer(
     is_start: bool,
     attention: CacheLayerMixin | None = None,
 ) -> StateLayer:
-    """A recurrent layer of one pass over `states`, with `attention` beside it in a hybrid layer. `is_start`: all
-    sequences start with this pass."""
+    """A recurrent layer of one pass over `states`, or with `attention` a hybrid layer. `is_start`: all sequences start
+    with this pass."""
     source = None if is_start else lambda: _copy_states(states, layer_id, shapes)
     return StateLayer(source) if attention is None else HybridLayer(source, attention)
 
@@ -342,7 +344,7 @@ def store_states(cache: StateCache, geometry: ModelGeometry, states: BatchStates
 
 
 def _copy_states(states: BatchStates, layer_id: int, geometry: StateGeometry) -> MambaState:
-    """Copies of one layer's states in the model's dtypes, zeroed for sequences that start."""
+    """Copies of one layer's states in the model's dtypes; zeros for sequences that start with this pass."""
     stored = states.table.mamba2_layer_cache(layer_id)
     copies = [x.index_select(0, states.slots).to(geometry.conv_dtype) for x in stored.conv]
     copies.append(stored.temporal.index_select(0, states.slots).to(geometry.temporal_dtype))
@@ -353,7 +355,7 @@ def _copy_states(states: BatchStates, layer_id: int, geometry: StateGeometry) ->
 
 
 def _window_slots(pool: SWAKVPool, keys: KeySlots) -> torch.Tensor:
-    """The window slots of `keys`, int64 [B, keys]."""
+    """The window slots of the full-attention slots in `keys`, int64 [B, keys]."""
     slots = pool.translate_loc_from_full_to_swa(keys.slots)
     if pool.device.type == "cpu" or debug_checks():
         freed = (slots == 0) & (keys.slots != 0)
@@ -366,12 +368,12 @@ def _window_slots(pool: SWAKVPool, keys: KeySlots) -> torch.Tensor:
 
 
 def token_rows(states: torch.Tensor) -> torch.Tensor:
-    """[B, heads, n, dim] -> [B * n, heads, dim]; a view where B is 1 or n is 1."""
+    """Reshape [B, heads, n, dim] to [B * n, heads, dim]; a view if B or n is 1."""
     return states.transpose(1, 2).reshape(-1, states.shape[1], states.shape[3])
 
 
 def _gather(buffer: torch.Tensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rows of [slots, heads, dim] at `slots` [B, keys] -> [B, heads, keys, dim] in `dtype`."""
+    """Gather rows of [slots, heads, dim] at `slots` [B, keys]. Returns [B, heads, keys, dim] in `dtype`."""
     rows = buffer.index_select(0, slots.flatten()).unflatten(0, slots.shape)
     gathered: torch.Tensor = rows.transpose(1, 2).to(dtype)
     return gathered

@@ -1,9 +1,9 @@
-"""Chats in the form that a checkpoint's chat template reads, so that every message is in the prompt.
+"""Converts a chat to the form that a checkpoint's chat template reads, so that the prompt contains every message.
 
-Templates know different roles, and read a content as a text or as a list of parts. jinja passes over a role or form
-that a template does not know without an error, so a message would be missing from the prompt. Each chat is therefore
-rendered first with a short marker in place of each content: in the first form in which all markers are in the text, the
-chat itself is rendered. A chat without such a form is refused.
+Templates know different roles, and read a content either as a text or as a list of parts. If a template does not know a
+role or form, jinja skips the message without an error. Each chat is therefore first rendered with a short marker in
+place of each content. The chat itself is then rendered in the first form whose text contains all markers. If there is
+no such form, the chat is refused.
 """
 
 from __future__ import annotations
@@ -14,34 +14,34 @@ from typing import Any, NamedTuple
 from hicache.errors import ConfigError
 
 Messages = Sequence[Mapping[str, Any]]
-# (as_system, in_parts): whether the role "developer" of OpenAI's newer clients becomes "system", and whether contents
+# (as_system, in_parts): whether the role "developer" of newer OpenAI clients becomes "system", and whether contents
 # become lists of parts.
 _FORMS = ((False, False), (True, False), (False, True), (True, True))
 
 
 class RenderedChat(NamedTuple):
-    """`generation_prompt`: the end of `text` with which the template begins an answer; empty if it is not known."""
+    """A rendered chat. `generation_prompt`: the end of `text` with which an answer begins; empty if unknown."""
 
     text: str
     generation_prompt: str
 
 
 def rendered_chat(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> RenderedChat:
-    """The text of a chat by the template of a transformers tokenizer. `variables`: of the template. Raises ConfigError
-    if the template refuses the chat or leaves out a message."""
+    """Render a chat by the template of a transformers tokenizer. `variables`: of the template. Raises ConfigError if
+    the template refuses the chat or skips a message."""
     given = _readable(tokenizer, messages, variables)
     text, generation_prompt = _applied(tokenizer, given, variables), ""
     if variables.get("add_generation_prompt"):
         try:
             history = _applied(tokenizer, given, {**variables, "add_generation_prompt": False})
-        except ConfigError:  # of a template that renders no other chats than those to answer
+        except ConfigError:  # the template renders only chats that end with a generation prompt
             history = text
         generation_prompt = text.removeprefix(history) if text.startswith(history) else ""
     return RenderedChat(text, generation_prompt)
 
 
 def in_form(messages: Messages, as_system: bool, in_parts: bool) -> list[dict[str, Any]]:
-    """The same chat as a template may read it, see `_FORMS`."""
+    """The chat in one of the forms of `_FORMS`."""
     return [
         {
             **message,
@@ -53,7 +53,7 @@ def in_form(messages: Messages, as_system: bool, in_parts: bool) -> list[dict[st
 
 
 def _readable(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The chat in the first form in which the template reads all messages. An empty content cannot be lost."""
+    """The chat in the first form in which the template renders all messages. Empty contents are not checked."""
     marked = [{**each, "content": f"the message {i}." if each["content"] else ""} for i, each in enumerate(messages)]
     problems: list[ConfigError] = []
     for form in _FORMS:
@@ -77,5 +77,5 @@ def _readable(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) 
 def _applied(tokenizer: Any, messages: Messages, variables: Mapping[str, Any]) -> str:
     try:
         return str(tokenizer.apply_chat_template([dict(m) for m in messages], tokenize=False, **variables))
-    except Exception as error:  # the template is the checkpoint's, and its variables are the client's
+    except Exception as error:  # the template comes from the checkpoint, and its variables from the client
         raise ConfigError(f"the model's chat template refuses the messages: {error}") from error

@@ -1,6 +1,7 @@
-"""Answers that a JSON schema describes: before each token those that may not come get no probability, by llguidance.
+"""Restricts answers to a JSON schema: before each token, llguidance gives the tokens that may follow, and all others
+get probability 0.
 
-Importing this module works without llguidance; a constraint is then refused.
+The module can be imported without llguidance; a constraint then raises ConfigError.
 """
 
 from __future__ import annotations
@@ -25,40 +26,41 @@ try:
 except ImportError:
     _library = _of_transformers = None
 
-# Enough to indent. Without a bound a small model goes on with blanks for ever.
+# Enough for indentation. Without a limit, a small model may generate blanks forever.
 _BLANKS = r"[ \n]{0,20}"
 _SILENT = 0
 
 
 class JsonConstraint:
-    """What may follow in one answer. Belongs to the scheduler's thread once its request is submitted."""
+    """The tokens that may follow in one answer. Used only by the scheduler's thread once its request is submitted."""
 
     def __init__(self, matcher: Any) -> None:
         self._matcher = matcher
 
     def copy(self) -> JsonConstraint:
-        """For another answer, from where this one is."""
+        """A copy for another answer, in the present state."""
         return JsonConstraint(self._matcher.deep_copy())
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """By token id whether it may come next: [vocab] or a little more."""
+        """Whether each token id may come next: bool [vocab] or slightly longer."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         return np.unpackbits(bits, bitorder="little").astype(np.bool_)
 
     def take(self, token: int) -> None:
-        """The token was chosen."""
+        """Advance by the token that was chosen."""
         self._matcher.consume_token(token)
 
     @property
     def outcome(self) -> FinishReason | None:
-        """The reason "stop" where the answer is complete, "error" where a limit of the library ended it."""
+        """The finish reason: "stop" if the answer is complete, "error" if it exceeded a limit of the library; else
+        None."""
         if not self._matcher.is_stopped():
             return None
         return "error" if self._matcher.is_error() else "stop"
 
 
 class JsonAnswers:
-    """Makes the constraints of one model. For any thread; the first one takes a second."""
+    """Creates the constraints of one model. For any thread. The first constraint takes a second."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
         self._tokenizer = tokenizer
@@ -67,7 +69,7 @@ class JsonAnswers:
         self._lock = threading.Lock()
 
     def constraint(self, schema: str) -> JsonConstraint:
-        """`schema`: as JSON. Raises ConfigError for one that is wrong, or that the library does not implement."""
+        """A constraint by a schema in JSON. Raises ConfigError if the schema is wrong or unsupported by the library."""
         if _library is None:
             raise ConfigError("answers in JSON need llguidance of hicache[serve]: pip install '.[serve]' in its clone")
         with self._lock:
@@ -91,12 +93,12 @@ class JsonAnswers:
         try:
             size = max(self._vocab_size, len(of_model))
             return _of_transformers(of_model, n_vocab=size, eos_token=self._eos_ids or None)
-        except ValueError as error:  # one that is written in Python
+        except ValueError as error:  # raised for a tokenizer written in Python
             raise ConfigError(f"the model's tokenizer takes no constraint: {error}") from error
 
 
 class _Bytes:
-    """What the library asks of a tokenizer."""
+    """The byte tokenizer in the form that the library expects."""
 
     eos_token_id, bos_token_id = ByteTokenizer.end_id, ByteTokenizer.bos_id
     special_token_ids = tuple(range(256, ByteTokenizer.num_tokens))

@@ -1,7 +1,7 @@
-"""`hicache demo`: serve conversations about documents over a device tier too small for them, and compare every token.
+"""`hicache demo`: serve conversations about documents with a device tier too small for them, and compare every token.
 
-Each turn is served twice: through device, host and disk, and on an engine of its own without any hit. One line of the
-table has both.
+Each turn is served twice: through device, host and disk, and on another engine without any hit. One line of the table
+shows both.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
 
 @dataclass(frozen=True)
 class Turn:
-    """One turn of one conversation: its output with the cache and, if that was run, without a cache."""
+    """A turn of a conversation: its output with the cache and, unless --no-baseline is given, without a cache."""
 
     name: str
     number: int
@@ -63,7 +63,7 @@ class Turn:
 
     @property
     def identical(self) -> bool:
-        """Whether the generated tokens equal those of the run without a cache; true if it was not made."""
+        """Whether the generated tokens equal those of the run without a cache; True if there was no such run."""
         return self.recomputed is None or self.recomputed.tokens == self.cached.tokens
 
     def line(self) -> str:
@@ -77,7 +77,7 @@ class Turn:
         )
 
     def text(self) -> str:
-        """Question and answer, a line each, with the tokens that each tier had of the prompt."""
+        """Question and answer in a line each, with the prompt tokens from each tier."""
         end = " ..." if self.cached.finish_reason == "length" else ""
         hits = [f"{tokens} from {tier}" for tier, tokens in dataclasses.asdict(self.cached.hit).items() if tokens]
         return (
@@ -88,8 +88,8 @@ class Turn:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of a demo. `sizes`: tokens of the device tier, of the host tier and of the working set; `stats`: the
-    engine's counters at the end; `device`: name of the processor."""
+    """The results of a demo. `sizes`: tokens of the device tier, the host tier and the working set. `stats`: the
+    engine's metrics at the end. `device`: name of the processor."""
 
     turns: Sequence[Turn]
     sizes: Mapping[str, int]
@@ -108,7 +108,7 @@ class Outcome:
 
     @property
     def hit_tokens(self) -> dict[str, int]:
-        """Prompt tokens that each tier had."""
+        """Prompt tokens from each tier, summed over all turns."""
         hits = [dataclasses.asdict(turn.cached.hit) for turn in self.turns]
         return {tier: sum(hit[tier] for hit in hits) for tier in TIERS}
 
@@ -141,7 +141,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class _Workload:
-    """The model, the conversations and the limit of an answer. `has_answers`: false for random weights."""
+    """The model, the conversations and the maximum length of an answer. `has_answers`: False for random weights."""
 
     loaded: LoadedModel
     geometry: ModelGeometry
@@ -156,7 +156,7 @@ class _Workload:
 
     @property
     def working_set(self) -> int:
-        """Tokens whose KV all conversations together need."""
+        """Tokens of KV that all conversations together need."""
         return sum(conversation.distinct_tokens(self.max_new_tokens) for conversation in self.conversations)
 
     @property
@@ -174,7 +174,7 @@ class _Workload:
         return [(document, turn) for turn in turns for document in (reversed(documents) if turn % 2 else documents)]
 
     def request(self, conversation: int, turn: int) -> Request:
-        """The request of a turn; its id is made of both numbers and the name of the conversation."""
+        """The request of a turn. Its id contains both numbers and the name of the conversation."""
         about = self.conversations[conversation]
         return Request(
             request_id=f"{conversation + 1}.{turn + 1} {about.name}",
@@ -236,7 +236,7 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine | None, 
         for index, (conversation, number) in enumerate(workload.order):
             request = workload.request(conversation, number)
             cached = _answer(scheduler, request, interrupt)
-            engine.flush()  # turns of a person come seconds apart: the disk has the pages of this turn before the next
+            engine.flush()  # a person's turns are seconds apart, so that each turn is on disk before the next
             recomputed = None
             if plain_scheduler is not None:
                 unshared = dataclasses.replace(request, namespace=f"turn {index}")
@@ -292,12 +292,12 @@ def _load(flags: argparse.Namespace, say: Say) -> _Workload:
         require_usable(basis)
     device, dtype = device_named(basis.device), basis.torch_dtype
     if dtype.itemsize == 1:
-        dtype = torch.bfloat16  # of the model; only the pool stores 8 bits
+        dtype = torch.bfloat16  # for the model; only the pool stores 8 bits
     choice = choose_model(flags.model, say)
     loaded = random_model(dtype, device) if choice.path is None else load_local(choice.path, dtype, device)
-    if choice.hub_name:  # its folder is called by the revision
+    if choice.hub_name:  # its folder is named by the revision
         loaded = dataclasses.replace(loaded, name=choice.hub_name)
-    if choice.is_packaged:  # a small model has little to add to its first sentence
+    if choice.is_packaged:  # end answers of the small model after their first sentence
         loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
     document_tokens = _PACKAGED_DOCUMENT_TOKENS if choice.is_packaged else _DOCUMENT_TOKENS
     workload = _Workload(
@@ -329,14 +329,14 @@ def _configure(flags: argparse.Namespace, workload: _Workload, store: Path) -> E
 
 
 def _basis(flags: argparse.Namespace) -> EngineConfig:
-    """The settings, with placeholders for what depends on the workload: invalid ones raise before the model is
-    loaded."""
+    """The settings, with placeholders in place of sizes that depend on the workload. Invalid settings raise before the
+    model is loaded."""
     disk = {"disk": {"path": tempfile.gettempdir()}} if _has_disk_settings(flags) else {}
     return _config(flags, device_tokens=1 << 20, host_bytes=1 << 30, device="cpu", model_id="not loaded yet", **disk)
 
 
 def _config(flags: argparse.Namespace, **defaults: object) -> EngineConfig:
-    """The configuration of `flags`; dtype is float32 unless they say otherwise."""
+    """The configuration of `flags`; dtype is float32 unless given."""
     config = EngineConfig.from_flags(flags, **defaults)
     return dataclasses.replace(config, dtype="float32") if config.dtype == "auto" else config
 
@@ -348,9 +348,9 @@ def _has_disk_settings(flags: argparse.Namespace) -> bool:
 def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> dict[str, object]:
     basis = _basis(flags)
     page, rows = basis.host_page_size, row_bytes(workload.geometry, basis.torch_dtype)
-    # The longest conversation must fit, and one page more for the end of its answer.
+    # The longest conversation must fit, with one more page for the end of its answer.
     device_tokens = max(_pages(workload.working_set // 4, page), _pages(workload.max_len, page) + 1) * page
-    # At least two pages, and page 0, which is the sink.
+    # At least two pages, and page 0 as the sink.
     host_bytes = (max(2, _pages(workload.working_set // 2, page)) + 1) * page * (rows.full + rows.window)
     defaults: dict[str, object] = {
         "device_tokens": device_tokens,
@@ -359,18 +359,18 @@ def _defaults(flags: argparse.Namespace, workload: _Workload, store: Path) -> di
         "max_requests": 1,
         "max_context_len": _pages(workload.max_len, page) * page,
         "prefill_chunk_tokens": _CHUNK_TOKENS,
-        # What the tiers bring is shown, however fast this machine computes.
+        # Show all hits, however fast this machine computes.
         "prefetch_mode": "wait_complete",
         "prefill_tokens_per_s": 0,
         "model_id": workload.loaded.model_id,
     }
     sources = EngineConfig.sources_of(flags)
     if rows.state and "host_bytes" not in sources:
-        # Two states per turn, at the end of its prompt and of its answer, and state 0, which is the sink.
+        # Two states per turn, at the ends of its prompt and of its answer, and state 0 as the sink.
         defaults["host_states"] = 2 * workload.num_turns
         defaults["host_bytes"] = host_bytes + (2 * workload.num_turns + 1) * rows.state
     if workload.geometry.window_layers:
-        # The windows of two requests, and the chunk that is computed.
+        # The windows of two requests, and one prefill chunk.
         windows = 2 * (_pages(workload.geometry.window, page) + 1)
         chunk = _pages(min(_CHUNK_TOKENS, workload.max_len), page)
         defaults["window_tokens"] = max(device_tokens, (windows + chunk) * page)

@@ -1,4 +1,4 @@
-"""The flags of `hicache demo`, apart from it, so that they show without the packages that it needs."""
+"""The flags of `hicache demo`, in a separate module, so that help does not need the packages of the command."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TOKENS = as_flag(Whole("a number of tokens", 1, 1 << 30))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hicache demo`; the engine's are in a group of their own."""
+    """Add the flags of `hicache demo`, and those of the engine in a separate group."""
     workload = parser.add_argument_group("workload")
     workload.add_argument(
         "--model", type=model_flag, metavar="PATH",

@@ -1,7 +1,7 @@
-"""The conversations of the demo: chats about documents that this module makes.
+"""The conversations of the demo: chats about generated documents.
 
-A document is a diary whose days are alike, but for three days that have a fact each. A small model finds such a fact;
-among many alike it would not.
+A document is a diary whose days are similar, except for three days with one fact each. A small model finds such a fact,
+but would not find a fact among many similar ones.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from hicache.serving.models import Tokenizer
 
 _MONTHS = ("January", "February", "March", "April", "May", "June", "July", "August", "September", "October", "November")
 _MONTH_DAYS = 28
-_SENTENCES = 3  # of a day
+_SENTENCES = 3  # for each day
 _WORDS = {
     "side": ("north", "south", "east", "west"),
     "sea": ("calm", "rough", "grey", "smooth", "high"),
@@ -34,7 +34,7 @@ class _Fact(NamedTuple):
 
 
 class _Diary(NamedTuple):
-    """`days`: sentences that a day may have."""
+    """A kind of diary. `days`: sentences from which days are composed."""
 
     title: str
     days: tuple[str, ...]
@@ -147,7 +147,8 @@ _DIARIES = (
 
 @dataclass(frozen=True)
 class Conversation:
-    """`prompts`: tokens of each turn; all turns share [0, `shared`), the document. `questions`: what each asks."""
+    """A conversation. `prompts`: tokens of each turn; all turns share the document, [0, `shared`). `questions`: one for
+    each turn."""
 
     name: str
     prompts: tuple[tuple[int, ...], ...]
@@ -155,7 +156,7 @@ class Conversation:
     questions: tuple[str, ...]
 
     def distinct_tokens(self, max_new_tokens: int) -> int:
-        """Tokens whose KV the whole conversation needs; a prefix shared by several turns counts once."""
+        """Tokens of KV that the complete conversation needs. A prefix shared by several turns counts once."""
         distinct = 0
         for turn, prompt in enumerate(self.prompts):
             shared = max((_common_len(prompt, other) for other in self.prompts[:turn]), default=0)
@@ -164,10 +165,10 @@ class Conversation:
 
 
 def chats_about_diaries(documents: int, turns: int, document_tokens: int, tokenizer: Tokenizer) -> list[Conversation]:
-    """Conversations about diaries of at most `document_tokens`, always the same ones, each turn with a question of its
-    own until all were asked.
+    """Create conversations about diaries of at most `document_tokens`. They are always the same. Turns repeat a
+    question only after all questions of the diary were asked.
 
-    Raises ConfigError if a diary is too short for its facts, or the model has no chat template.
+    Raises ConfigError if a diary is too short for its facts, or if the model has no chat template.
     """
     made = []
     for number, num_tokens in enumerate(document_lengths(documents, document_tokens)):
@@ -181,7 +182,8 @@ def chats_about_diaries(documents: int, turns: int, document_tokens: int, tokeni
 
 
 def document_lengths(documents: int, maximum: int) -> list[int]:
-    """Tokens of each document: from a third of the maximum up to it, in equal ratios, short and long alternating."""
+    """Tokens of each document: from a third of `maximum` up to `maximum` in equal ratios, short and long
+    alternating."""
     steps = max(1, documents - 1)
     ascending = [round(maximum / 3 ** ((steps - i) / steps)) for i in range(documents)]
     middle = (documents + 1) // 2
@@ -191,7 +193,7 @@ def document_lengths(documents: int, maximum: int) -> list[int]:
 
 
 def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer) -> Conversation:
-    """Each question about the text in a chat of its own."""
+    """A conversation in which each question about the text is a separate chat."""
     prompts = [
         tuple(tokenizer.encode_chat([{"role": "user", "content": f"{text}\n\nQuestion: {question}"}]).ids)
         for question in questions
@@ -201,7 +203,7 @@ def _chats(name: str, text: str, questions: Sequence[str], tokenizer: Tokenizer)
 
 
 def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer: Tokenizer) -> str:
-    """A title and the whole days that fit into `num_tokens`; the facts replace some days, spread evenly."""
+    """A title and the complete days that fit into `num_tokens`. Facts replace some days, spread evenly."""
     days, free_tokens = [], num_tokens - len(tokenizer.encode(title))
     for day in _days(diary, number):
         free_tokens -= len(tokenizer.encode(f"{day}\n"))
@@ -217,7 +219,7 @@ def _text_of(title: str, diary: _Diary, number: int, num_tokens: int, tokenizer:
 
 
 def _days(diary: _Diary, number: int) -> Iterator[str]:
-    """The days of a diary, without an end."""
+    """The days of a diary, without end."""
     chosen = random.Random(number)
     for day in itertools.count():
         words = {name: chosen.choice(words) for name, words in _WORDS.items()}
@@ -231,5 +233,5 @@ def _date(day: int) -> str:
 
 
 def _common_len(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
+    """Length of the common prefix of two token sequences."""
     return next((i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))

@@ -1,8 +1,8 @@
-"""The tokens that end an answer: all that a checkpoint names, in whichever of its files.
+"""Collects the tokens that end an answer: all that any file of a checkpoint names.
 
-Fine-tunes change one of them and leave the others: a tokenizer whose turns end with <|im_end|> stands beside
-configurations that know <|endoftext|> alone. SGLang takes the union as well. Files are read as they are, for the
-objects of transformers have end tokens of their own where a file names none.
+Fine-tuning often changes one file only: a tokenizer may end turns with <|im_end|> while the configuration names only
+<|endoftext|>. SGLang uses the union too. Files are read directly, because transformers' configuration objects have
+default end tokens if a file names none.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _ANSWER = "an answer to find again"
 
 
 def end_tokens(folder: Path, model_config: Any, tokenizer: Any) -> frozenset[int]:
-    """Of generation_config.json, of config.json (`model_config` where there is none) and its parts for text, of the
-    tokenizer, and of its chat template; those that the model has. Raises ConfigError for what is no token id."""
+    """End tokens of generation_config.json, of config.json (or `model_config` if there is none) and its parts for text,
+    of the tokenizer, and of its chat template. Ids outside the model's vocabulary are dropped. Raises ConfigError for a
+    value that is no token id."""
     generation, config = folder / "generation_config.json", folder / "config.json"
     found = [*_of_tokenizer(tokenizer), *_named(generation, _read(generation))]
     found += _named(config, _read(config) if config.is_file() else model_config.to_dict())
@@ -42,7 +43,8 @@ def _read(file: Path) -> Any:
 
 
 def _named(file: Path, values: Any) -> Iterable[int]:
-    """By `eos_token_id`, a number, a list of them or null, of a file and of the parts that describe a text model."""
+    """The tokens of `eos_token_id` (a number, a list or null) in a file and in those of its parts that describe a text
+    model."""
     if not isinstance(values, Mapping):
         return
     given = values.get("eos_token_id")
@@ -55,7 +57,8 @@ def _named(file: Path, values: Any) -> Iterable[int]:
 
 
 def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
-    """Its end of a text, its end of a turn, and the added token with which its chat template ends an answer."""
+    """The tokenizer's end of a text, its end of a turn, and the added token with which its chat template ends an
+    answer."""
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id, tokenizer.bos_token_id}
     texts = [tokenizer.special_tokens_map.get("eot_token", ""), _behind_an_answer(tokenizer)]
     firsts = [tokenizer.encode(text, add_special_tokens=False)[:1] for text in texts if text]
@@ -65,7 +68,7 @@ def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
 
 
 def _behind_an_answer(tokenizer: Any) -> str:
-    """What the chat template writes there; nothing where there is no template, or it takes no such chat."""
+    """The text that the chat template writes after an answer; "" without a template, or if it refuses such a chat."""
     if not tokenizer.chat_template:
         return ""
     chat = [{"role": "user", "content": "a question"}, {"role": "assistant", "content": _ANSWER}]

@@ -1,7 +1,7 @@
-"""CUDA graphs of decode passes: one graph per batch size bucket, captured when a batch of its size first comes.
+"""CUDA graphs of decode passes: one graph per batch size bucket, captured at the first batch of that size.
 
-A batch is padded to its bucket with request row 0, slot 0 and length 1, which nobody reads. A replay does not call the
-pool's getters, so it is ordered behind the last layer of the loads that the batch waits for.
+A batch is padded to its bucket with request row 0, slot 0 and length 1; no request reads the padding's results. A
+replay does not call the pool's getters, so it is ordered after the last layer of the loads that the batch waits for.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from hicache.device.base import KVCache
 from hicache.serving.passes import Chunk, PassContext
 
 log = logging.getLogger(__name__)
-_WARM_UPS = 2  # kernels are compiled and libraries allocate their workspaces before the capture
+_WARM_UPS = 2  # passes before a capture, which compile kernels and let libraries allocate their workspaces
 
 
 @dataclass(frozen=True)
 class DecodeBatch:
-    """The inputs of one bucket, which a replay reads where they lie: views of `words`, int64 [3, B].
+    """The inputs of one bucket, which a replay reads in place: views of `words`, int64 [3, B].
 
     input_ids, positions, rows   int64 [B]   rows of the request table, not of the batch
-    query_starts                 int32 [B + 1], last   int64 [B]: every sequence has one token
+    query_starts                 int32 [B + 1]
+    last                         int64 [B]   index of each sequence's last token: every sequence has one token
     """
 
     words: torch.Tensor
@@ -51,7 +52,7 @@ class _Captured:
 
 
 class DecodeGraphs:
-    """Owned by the scheduler thread. `decode` computes a batch without waiting for the device and without reading
+    """Owned by the scheduler thread. `decode`: computes a batch without waiting for the device and without reading
     values of tensors on the host."""
 
     def __init__(self, context: PassContext, decode: Callable[[DecodeBatch], torch.Tensor]) -> None:
@@ -59,12 +60,12 @@ class DecodeGraphs:
         self._decode = decode
         self._last_layers = last_layers(context.pool)
         self._captured: dict[int, _Captured] = {}
-        self._pool: Any = None  # the memory that all graphs share
+        self._pool: Any = None  # memory shared by all graphs
         self._failure: RuntimeError | None = None
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
-        """Float32 logits [requests, vocab] of chunks of one token each, behind the loads that `begin_forward` named.
-        None if the model's passes cannot be captured."""
+        """Decode chunks of one token each, after the loads named in `begin_forward`. Returns float32 logits [requests,
+        vocab]; None if the model's passes cannot be captured."""
         size = bucket(len(chunks))
         if size not in self._captured and not self._capture(size, chunks):
             return None
@@ -78,7 +79,8 @@ class DecodeGraphs:
         return captured.logits[: len(chunks)].clone()
 
     def _capture(self, size: int, chunks: Sequence[Chunk]) -> bool:
-        """Whether the bucket is captured now. The first failure is logged, and later batches run without graphs."""
+        """Capture the bucket. Returns whether that succeeded. The first failure is logged, and later batches run
+        without graphs."""
         if self._failure is not None:
             return False
         context, batch = self._context, DecodeBatch.of(size, self._context.device)
@@ -91,14 +93,14 @@ class DecodeGraphs:
                 for _ in range(_WARM_UPS):
                     self._decode(batch)
             torch.cuda.current_stream(context.device).wait_stream(stream)
-            # Other threads allocate and query events meanwhile.
+            # "thread_local", because other threads allocate memory and query events during the capture.
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 logits = self._decode(batch)
         except RuntimeError as error:
             self._failure = error
             log.warning("decode passes of this model cannot be captured in CUDA graphs, and run without: %s", error)
-            # torch 2.11: a capture that fails at its end leaves the generator of random numbers in it, so that eager
-            # draws raise; one that succeeds takes it out.
+            # torch 2.11: a capture that fails at its end leaves the random number generator in capture mode, so that
+            # eager draws raise. A successful capture resets it.
             with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
                 batch.words.zero_()
             return False
@@ -115,8 +117,8 @@ class DecodeGraphs:
 
 
 def last_layers(pool: KVCache) -> tuple[int, ...]:
-    """The last layer that is stored in each slot space: a load of a space is complete when its last layer is there. The
-    kinds of the layers do not tell, for a pool may keep a window layer whole."""
+    """The last stored layer of each slot space: the load of a space is complete when that layer has arrived. It cannot
+    be computed from the kinds of layers, because a pool may keep all tokens of a window layer."""
     return tuple(space.layout.layers[-1] for space in pool.slot_spaces)
 
 

@@ -1,8 +1,9 @@
-"""Models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache that all its tools share.
+"""Models by their names in Hugging Face's hub, like Qwen/Qwen3-8B, in the cache directory that all tools of the hub
+share.
 
-A model that is completely in the cache is used as it is, without asking the hub: another revision would be another
-model, whose pages no store has. Only weights that hold no code are taken. huggingface_hub is imported where it is
-needed, in a quarter of a second, so that a wrong name is told before what serves it is imported.
+If a model is completely in the cache, it is used without asking the hub: a newer revision would be another model, and
+the stores have no pages of it. Only safetensors weights are downloaded, because they contain no code. huggingface_hub
+is imported inside functions, which takes a quarter of a second, so that a wrong name is reported before slow imports.
 """
 
 from __future__ import annotations
@@ -25,18 +26,19 @@ _FILES: dict[str, Any] = {"allow_patterns": [_WEIGHTS, "*.json", "*.txt", "*.mod
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether it may be one; a directory of that name comes first."""
+    """Whether `text` can be a name of the hub. A directory of that name takes precedence."""
     return _NAME.fullmatch(text) is not None and not Path(text).is_dir()
 
 
 def require_available(name: str) -> None:
-    """ConfigError unless the model is in the cache, or the hub has it. Asks the hub at most once."""
+    """Raise ConfigError unless the model is in the cache or in the hub. Asks the hub at most once."""
     if _cached(name) is None:
         _listed(name)
 
 
 def downloaded(name: str, say: Callable[[str], object]) -> str:
-    """The folder of the model, which `say` is told of where it comes from the hub. Raises ConfigError."""
+    """The folder of the model, which is downloaded if necessary; `say` is then called with a message. Raises
+    ConfigError."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
@@ -53,7 +55,8 @@ def downloaded(name: str, say: Callable[[str], object]) -> str:
 
 
 def _cached(name: str) -> str | None:
-    """The folder of a model that is completely in the cache. Other programs leave single files there."""
+    """The folder of a model that is completely in the cache; None if it is not. Other programs may have cached single
+    files."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
@@ -65,7 +68,7 @@ def _cached(name: str) -> str | None:
 
 
 def _is_complete(folder: Path) -> bool:
-    """Whether the folder has a configuration, a tokenizer, and all files of weights that its index names."""
+    """Whether the folder contains a configuration, a tokenizer, and all files of weights that its index names."""
     shards = {_SINGLE_FILE}
     if (index := folder / f"{_SINGLE_FILE}.index.json").is_file():
         try:
@@ -77,7 +80,7 @@ def _is_complete(folder: Path) -> bool:
 
 
 def _listed(name: str) -> int:
-    """How many bytes the hub has of it."""
+    """Bytes of the model's files in the hub. Raises ConfigError if the hub does not have the model."""
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import DryRunError, RepositoryNotFoundError
 

@@ -1,4 +1,4 @@
-"""Handles Ctrl-C between two steps of a loop, so a step is never interrupted half-way."""
+"""Handles Ctrl-C between two steps of a loop, so that no step is interrupted."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from types import FrameType, TracebackType
 
 
 class CalmInterrupt:
-    """Inside the `with`, the first Ctrl-C is deferred to the next `check()`; the second one is raised at once.
+    """Inside the `with`, the first Ctrl-C is deferred to the next `check()`; the second one raises at once.
 
-    Outside of the main thread, the only one that receives signals, it does nothing.
+    Outside the main thread, which alone receives signals, it does nothing.
     """
 
     def __init__(self) -> None:

@@ -1,17 +1,17 @@
-"""Latent attention over the slots of the device pool: rows are stored and read as they are, and a prefix is expanded
-only to compute a chunk of a prompt.
+"""Latent attention over the slots of the device pool. Latent rows are stored and read as they are; a prefix is expanded
+only to compute a prefill chunk.
 
-`kv_b_proj` expands the latent `c` of a token to the keys `W_UK c` and values `W_UV c` of all heads. Where sequences
-have one new token each, the query goes to latent space instead, attends there, and its result comes back (absorbed
-form):
+`kv_b_proj` expands the latent `c` of a token to the keys `W_UK c` and values `W_UV c` of all heads. If each sequence
+has one new token, the query is projected to latent space instead, attends there, and the result is projected back
+(absorbed form):
 
     score    q_nope . (W_UK c) + q_rope . rope = (q_nope W_UK) . c + q_rope . rope
     result   sum of weight * (W_UV c) = W_UV (sum of weight * c)
 
     kv_b_proj.weight   [heads * (nope + v), rank]   of each head, rows [0, nope) are W_UK and [nope, nope + v) W_UV
 
-A chunk of a prompt has so many queries that expanding what they read takes less: attention in latent space has three
-times the operations.
+For the many queries of a prefill chunk, expanding the rows is faster: attention in latent space needs three times the
+operations.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ MAX_EXPANDED_BYTES = 1 << 30
 
 @dataclass(frozen=True)
 class _Expansion:
-    """The rows that a span expands: `slots` int64 [K] of the tokens of its sequences, one after another, and `queries`
-    over these K rows."""
+    """The expansion of a span. `slots`: int64 [K], of the tokens of its sequences, one sequence after another.
+    `queries`: over these K rows."""
 
     slots: torch.Tensor
     queries: PoolQueries
@@ -75,8 +75,8 @@ class LatentSlotAttention(SlotAttention):
         kv_b_proj: torch.Tensor,
         scale: float,
     ) -> torch.Tensor:
-        """Store the new rows of a layer, `latent` [B, 1, n, rank] and `rope` [B, 1, n, rope], and attend. `query`
-        [B, heads, n, nope + rope], `kv_b_proj` [heads * (nope + v), rank]; returns [B, n, heads, v]."""
+        """Store the new rows of a layer, `latent` [B, 1, n, rank] and `rope` [B, 1, n, rope], and attend. `query` [B,
+        heads, n, nope + rope], `kv_b_proj` [heads * (nope + v), rank]. Returns [B, n, heads, v]."""
         pool, slot_pass, queries = self._latent_pool, self.slot_pass, token_rows(query)
         pool.set_mla_kv_buffer(layer, slot_pass.new_slots, token_rows(latent), token_rows(rope))
         outs = []
@@ -92,7 +92,8 @@ class LatentSlotAttention(SlotAttention):
     def _absorbed(
         self, layer: int, query: torch.Tensor, queries: PoolQueries, kv_b_proj: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """One token of each sequence: `query` [N, heads, nope + rope] -> [N, heads, v]."""
+        """Attend in absorbed form, for one token of each sequence: `query` [N, heads, nope + rope]. Returns [N, heads,
+        v]."""
         stored, rank = self._latent_pool.get_key_buffer(layer), kv_b_proj.shape[1]
         nope, up = query.shape[2] - (stored.shape[2] - rank), kv_b_proj.view(query.shape[1], -1, rank)
         q_latent = torch.einsum("nhd,hdr->nhr", query[..., :nope], up[:, :nope])
@@ -104,8 +105,8 @@ class LatentSlotAttention(SlotAttention):
     def _expanded(
         self, layer: int, query: torch.Tensor, expansion: _Expansion, kv_b_proj: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """Several tokens of some sequences: `query` [N, heads, nope + rope] -> [N, heads, v]. Some heads at a time, so
-        that what is expanded has at most `MAX_EXPANDED_BYTES`, or is that of one head."""
+        """Attend in expanded form, for several tokens of some sequences: `query` [N, heads, nope + rope]. Returns [N,
+        heads, v]. Expands some heads at a time, within `MAX_EXPANDED_BYTES`, but at least one."""
         latent, rope = self._latent_pool.get_mla_kv_buffer(layer, expansion.slots, query.dtype)
         heads, nope = query.shape[1], query.shape[2] - rope.shape[2]
         up, outs = kv_b_proj.view(heads, -1, kv_b_proj.shape[1]), []
@@ -120,7 +121,8 @@ class LatentSlotAttention(SlotAttention):
 
 
 class LatentSlotLayer(SlotLayer):
-    """A latent layer's part of the `Cache` in passes over slots: `attend_latent` stores the rows that it is given."""
+    """The entry of a latent layer in the `Cache` of a pass over slots. `attend_latent` stores the rows passed to
+    `update`."""
 
     def __init__(self, attention: LatentSlotAttention) -> None:
         super().__init__()
@@ -129,13 +131,14 @@ class LatentSlotLayer(SlotLayer):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The first token's row: the model expands what is returned, and nobody reads the result."""
+        """Keep the new rows for `attend_latent`. Return the row of the first token only: the model expands it, and no
+        code reads the result."""
         self._attention.new_rows = key_states, value_states
         return key_states[:, :, :1], value_states[:, :, :1]
 
 
 def absorbs(model: Any, geometry: ModelGeometry) -> bool:
-    """Whether each latent layer of `model` expands by a plain linear module, whose weight can be split."""
+    """Whether each latent layer of `model` expands by a plain linear module, so that its weight can be split."""
     expanding = [module for name, module in model.named_modules() if name.endswith(".kv_b_proj")]
     plain = [module for module in expanding if type(module) is nn.Linear and module.bias is None]
     wide = [module for module in plain if module.weight.dtype.is_floating_point and module.weight.element_size() > 1]
@@ -175,7 +178,7 @@ def attend_to_latents(
     scaling: float | None = None,
     **_: Any,
 ) -> tuple[torch.Tensor, None]:
-    """See `transformers.AttentionInterface`. `key` and `value` are not read."""
+    """The attention function, see `transformers.AttentionInterface`. Does not read `key` and `value`."""
     if hicache is None or attention_mask is not None:
         raise UnsupportedModel(f"{type(module).__name__} cannot attend by slots; use --attention torch")
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
@@ -189,7 +192,7 @@ AttentionInterface.register(NAME, attend_to_latents)
 
 
 def _expansion(span: QuerySpan) -> _Expansion:
-    """What the span's sequences read, without waiting for the device."""
+    """The expansion of a span, computed without waiting for the device."""
     queries, num_keys = span.queries, sum(span.lengths)
     device, lengths = queries.table.device, queries.lengths.long()
     sequences = torch.arange(len(lengths), device=device)

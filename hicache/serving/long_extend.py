@@ -1,11 +1,11 @@
-"""Attention of long chunks of a prompt by cuDNN, which computes products of matrices faster than kernels in Triton.
+"""Attention of long prefill chunks by cuDNN, which multiplies matrices faster than Triton kernels.
 
     new keys     causal, as the layer computed them
     prefix       without a mask, gathered from the pool's slots, segment by segment
     out          both parts, each weighted by its share of the softmax's denominator, exp(log-sum-exp)
 
-On one H200 with heads of 128, cuDNN computes at 590 to 670 TFLOP/s where the kernel that reads slots in place reaches
-370. To gather a segment takes a hundredth of the time to attend to it, in chunks of thousands of tokens.
+On one H200 with heads of 128 elements, cuDNN computes 590 to 670 TFLOP/s, and the kernel that reads slots in place 370.
+In chunks of thousands of tokens, gathering a segment takes a hundredth of the time of attending to it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ import torch
 
 from hicache.kernels.pool_attention import AttentionRule
 
-MIN_QUERIES = 2048  # below this, reading in place is as fast
-_SEGMENT_TOKENS = 32768  # of the prefix at a time: gathered keys and values take 128 MiB in 8B geometry
+MIN_QUERIES = 2048  # with fewer queries, reading slots in place is as fast
+_SEGMENT_TOKENS = 32768  # prefix tokens gathered at a time: their keys and values take 128 MiB in 8B geometry
 _HOPPER = (9, 0)
 
 
 def suits(query: torch.Tensor, rule: AttentionRule) -> bool:
-    """Whether cuDNN computes `rule` for `query` [n, heads, dim] here."""
+    """Whether this module can compute attention by `rule` for `query` [n, heads, dim] on this device."""
     plain = not (rule.window or rule.chunk or rule.softcap) and rule.sinks is None
     half = query.dtype in (torch.bfloat16, torch.float16)
     if not (plain and half and query.device.type == "cuda" and query.shape[2] % 8 == 0 and query.shape[2] <= 128):
@@ -37,8 +37,8 @@ def long_extend(
     prefix_slots: torch.Tensor,
     scale: float,
 ) -> torch.Tensor:
-    """Attention of one sequence's new tokens, `query` [n, heads, dim], to its prefix and to `key`, `value`
-    [n, kv_heads, dim], causally. `prefix_slots`: int64 [prefix], rows of the buffers. Returns [n, heads, dim]."""
+    """Causal attention of one sequence's new tokens, `query` [n, heads, dim], to its prefix and to `key`, `value` [n,
+    kv_heads, dim]. `prefix_slots`: int64 [prefix], rows of the buffers. Returns [n, heads, dim]."""
     out, log_sum = _attend(query, key, value, scale, is_causal=True)
     for start in range(0, len(prefix_slots), _SEGMENT_TOKENS):
         slots = prefix_slots[start : start + _SEGMENT_TOKENS]
@@ -54,7 +54,7 @@ def long_extend(
 def _attend(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, *, is_causal: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(outputs [1, heads, n, dim], log-sum-exps float32 [1, heads, n, 1])"""
+    """Outputs [1, heads, n, dim], and log-sum-exps float32 [1, heads, n, 1]."""
     states = [x.transpose(0, 1)[None] for x in (query, key, value)]
     out, log_sum, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         *states, None, True, 0.0, is_causal, False, scale=scale

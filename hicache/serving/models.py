@@ -1,8 +1,8 @@
 """Models to serve: a random one, or one from a local directory.
 
-A `LoadedModel` has a tokenizer and an identity, a digest of the configuration and of every tensor. So a store
-written by one model is refused for another, whatever their names. Model classes are imported when a model is loaded:
-that takes seconds, and a process that tokenizes needs none.
+A `LoadedModel` has a tokenizer and an identity: a digest of its configuration and all its tensors. A store written by
+one model is therefore refused by another, even if both have the same name. Classes of models are imported when a model
+is loaded: importing them takes seconds, and a process that only tokenizes does not need them.
 """
 
 from __future__ import annotations
@@ -30,58 +30,62 @@ from hicache.serving.sampling import PLAIN, SamplingParams
 from hicache.serving.text import ByteDecoder, TextDecoder, TokenDecoder
 
 _NOT_WEIGHTS = ("transformers_version", "_name_or_path", "_attn_implementation", "dtype", "torch_dtype")
-# Parameters of `apply_chat_template` itself; tools are not implemented.
+# Parameters of `apply_chat_template` itself, which requests may not set. Tools are not implemented.
 _NO_VARIABLES = {*inspect.signature(PreTrainedTokenizerBase.apply_chat_template).parameters} - {
     "add_generation_prompt", "continue_final_message", "documents"
 }  # fmt: skip
 _NONE: Mapping[str, Any] = MappingProxyType({})
 _FILES: Mapping[str, Any] = MappingProxyType({"local_files_only": True, "trust_remote_code": False})
-# transformers fills tensors that the files lack, or have in another shape, with random values, and says which.
+# transformers fills tensors that the files lack, or have in another shape, with random values, and reports their names.
 _WEIGHTS: Mapping[str, Any] = MappingProxyType({"ignore_mismatched_sizes": True, "output_loading_info": True})
 _MAX_NAMED_TENSORS = 3
-UNLIMITED = 1 << 24  # positions of a model that names no limit
+UNLIMITED = 1 << 24  # positions of a model whose configuration names no limit
 RANDOM_CONTEXT = 131072
 
 
 class ChatTokens(NamedTuple):
     """The prompt of a chat. `history_len`: tokens before the generation prompt, with which the answer begins. The next
-    turn's prompt may write an answer in another way, and so share these tokens alone."""
+    turn's prompt may render the answer differently, and then shares only these tokens."""
 
     ids: list[int]
     history_len: int
 
 
 class Tokenizer(Protocol):
-    """Converts text to token ids and back. `max_token_chars`: of the text of one token."""
+    """Converts text to token ids and back. `max_token_chars`: maximum characters of one token's text."""
 
     @property
     def max_token_chars(self) -> int: ...
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a part of a prompt: without the special tokens that stand around a whole one."""
+        """The ids of a part of a prompt, without the special tokens at the ends of a complete prompt."""
         ...
 
     def encode_prompt(self, text: str) -> list[int]:
-        """The ids of a whole prompt: with the special tokens that the tokenizer itself puts around a text."""
+        """The ids of a complete prompt, with the special tokens that the tokenizer adds at its ends."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
-        """The prompt for the assistant's answer to `messages` of a "role", a "content" and perhaps a "name" each,
-        special tokens included. `variables`: of the chat template; `add_generation_prompt` is true unless given.
-        Raises ConfigError if the tokenizer has no chat template, or the template refuses them or leaves one out."""
+        """The prompt for the assistant's answer to `messages`, with special tokens. Each message has a "role", a
+        "content" and optionally a "name".
+
+        `variables`: of the chat template; `add_generation_prompt` is true unless given. Raises ConfigError if the
+        tokenizer has no chat template, or if the template refuses the messages or skips one.
+        """
         ...
 
     def decoder(self, prompt: Sequence[int], skip_special: bool = True) -> TextDecoder:
-        """For the tokens that follow `prompt`, one by one; special tokens decode to nothing if `skip_special`."""
+        """A decoder for tokens that follow `prompt`, one by one. `skip_special`: special tokens decode to empty
+        text."""
         ...
 
 
 class ByteTokenizer:
-    """One token per byte of UTF-8; ids from 256 on are special.
+    """One token for each byte of UTF-8; ids from 256 on are special.
 
-    A chat is bos, then for each message: the start, its role, a line feed, its content, the end.
+    A chat is bos, then for each message: the start token, its role, a line feed, its content, the end token.
     """
 
     num_tokens = 260
@@ -112,7 +116,7 @@ class ByteTokenizer:
 
 
 class LocalTokenizer:
-    """A tokenizer of transformers over one of the library `tokenizers`. Raises ConfigError for any other."""
+    """A transformers tokenizer based on the library `tokenizers`. Raises ConfigError for any other tokenizer."""
 
     def __init__(self, tokenizer: Any) -> None:
         if not isinstance(tokenizer, TokenizersBackend):
@@ -122,7 +126,7 @@ class LocalTokenizer:
             )
         self.transformers_tokenizer: Any = tokenizer
         self._backend = tokenizer.backend_tokenizer
-        # Of byte-level tokens a letter is a byte, which is a character at most.
+        # In a byte-level vocabulary each letter stands for a byte, which is at most one character.
         self.max_token_chars = max(map(len, tokenizer.get_vocab()), default=1)
 
     def encode(self, text: str) -> list[int]:
@@ -134,7 +138,8 @@ class LocalTokenizer:
         return ids
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text as the tokens have it: transformers would clean up spaces, and so change text of a stream."""
+        """The exact text of the tokens. transformers would clean up spaces and so change text that was already
+        streamed."""
         return str(self._backend.decode(tokens, skip_special_tokens=False))
 
     def encode_chat(self, messages: Sequence[Mapping[str, str]], variables: Mapping[str, Any] = _NONE) -> ChatTokens:
@@ -152,8 +157,8 @@ class LocalTokenizer:
 
 @dataclass(frozen=True)
 class LoadedModel:
-    """A model ready to serve. `model_id`: its identity for the disk tier; `max_context_len`: the number of positions it
-    supports; `sampling`: what its checkpoint suggests."""
+    """A model ready to serve. `model_id`: its identity for the disk tier. `max_context_len`: positions that it
+    supports. `sampling`: parameters that its checkpoint suggests."""
 
     name: str
     model: Any
@@ -169,7 +174,8 @@ class LoadedModel:
 
 
 def random_model(dtype: torch.dtype, device: torch.device) -> LoadedModel:
-    """A Llama model over bytes with 3.7 million random weights, drawn on the CPU: the same on every machine."""
+    """A Llama model over bytes with 3.7 million random weights. They are drawn on the CPU, so all machines have equal
+    ones."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
@@ -199,20 +205,21 @@ def random_model(dtype: torch.dtype, device: torch.device) -> LoadedModel:
 
 
 def local_tokenizer(path: str) -> LocalTokenizer:
-    """The tokenizer in a directory; nothing is downloaded. Raises what transformers raises."""
+    """The tokenizer in a directory. Downloads nothing. Raises exceptions of transformers."""
     return LocalTokenizer(AutoTokenizer.from_pretrained(path, **_FILES))
 
 
 def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.device) -> LoadedModel:
-    """A causal language model with its tokenizer from a directory; nothing is downloaded, and no code of the directory
-    runs. `dtype`: "auto" is that of the checkpoint. Raises ConfigError, with a message of one line, if the model cannot
-    be loaded or the checkpoint lacks tensors of it."""
+    """Load a causal language model and its tokenizer from a directory. Downloads nothing and runs no code of the
+    directory. `dtype`: "auto" is the checkpoint's. Raises ConfigError with a message of one line if the model cannot be
+    loaded or the checkpoint lacks some of its tensors."""
     from transformers import AutoModelForCausalLM
 
     require_folder(path)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **_FILES)
-        # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa lacks.
+        # transformers chooses the attention: sdpa, or eager for a model with soft caps or sinks, which sdpa does not
+        # support.
         model, loading = AutoModelForCausalLM.from_pretrained(path, **_FILES, **_WEIGHTS, dtype=dtype)
         model = model.to(device).eval()
     except Exception as error:
@@ -230,8 +237,8 @@ def load_local(path: str, dtype: torch.dtype | Literal["auto"], device: torch.de
 
 
 def _reason(path: str, error: Exception) -> str:
-    """Why transformers failed to load, in one line. transformers asks for `trust_remote_code` if the class of a model
-    or tokenizer is in the directory; hicache has no such setting."""
+    """The reason why transformers failed to load, in one line. If a class of the model or tokenizer is in the
+    directory, transformers asks for `trust_remote_code`; hicache has no such setting."""
     text = " ".join(str(error).split()) or type(error).__name__
     if "trust_remote_code" not in text:
         return text[:300]
@@ -243,8 +250,8 @@ def _reason(path: str, error: Exception) -> str:
 
 
 def _require_all_weights(path: str, loading: Mapping[str, Any]) -> None:
-    """Raises ConfigError, with names of tensors, if the files lack a tensor of the model or have it in another shape.
-    Tensors that the model does not have are no fault by themselves: a checkpoint may contain an image encoder."""
+    """Raise ConfigError, with names of tensors, if the files lack a tensor of the model or have it in another shape.
+    Additional tensors alone are accepted, because a checkpoint may contain an image encoder."""
     found = {
         "lacks tensors of the model": loading["missing_keys"],
         "has tensors in another shape than the model's": {name for name, *_ in loading["mismatched_keys"]},
@@ -264,7 +271,8 @@ def _listed(tensors: Collection[str]) -> str:
 
 
 def _suggested_sampling(file: Path) -> SamplingParams:
-    """What the file says itself: transformers' object has defaults of its own beside it. Raises ConfigError."""
+    """The sampling parameters that the file itself contains. transformers' object would add defaults. Raises
+    ConfigError."""
     names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
     try:
         suggested = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
@@ -275,8 +283,8 @@ def _suggested_sampling(file: Path) -> SamplingParams:
 
 
 def model_identity(model: Any) -> str:
-    """SHA-256, as 32 hex digits, over the configuration and all bytes of every parameter and buffer, also of those that
-    no checkpoint has."""
+    """SHA-256, as 32 hex digits, over the configuration and all bytes of every parameter and buffer, including buffers
+    that no checkpoint contains."""
     config = {name: value for name, value in model.config.to_dict().items() if name not in _NOT_WEIGHTS}
     digest = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for name, tensor in sorted({**dict(model.named_buffers()), **model.state_dict()}.items()):

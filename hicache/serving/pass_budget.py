@@ -1,8 +1,8 @@
-"""What one forward pass computes of prompts: so many tokens, and so long that streams beside them do not stand still.
+"""Limits the prompt tokens of one forward pass: by number, and by time, so that requests that decode are not delayed.
 
     budget of a pass    [prompt by rank | next prompt | ...], each a chunk that begins where its KV ends
 
-A device computes a chunk in milliseconds or in minutes, so a number of tokens alone bounds no time.
+One device computes a chunk in milliseconds and another in minutes, so a number of tokens alone does not limit the time.
 """
 
 from __future__ import annotations
@@ -12,17 +12,17 @@ import math
 from hicache.flow.cost import PrefillCost
 from hicache.serving.request_queue import ScheduledRequest
 
-_AIM = 0.8  # of the longest pass: half of those that aim at it would exceed it
-_KEEP = 0.25
-_ALONE = 4  # times as long a pass may take that delays no token
-_STEP_TOKENS = 16  # chunks are multiples, and one at least, or a prompt would never end
-_MAX_SCORED_TOKENS = 512  # of a pass that has logits of all tokens of a prompt: 150 000 each, in 4 bytes
-_MAX_GROWTH = 1 / 64  # attention costs what everything else does where so many tokens precede
+_AIM = 0.8  # of the maximum time of a pass: if passes aimed at the maximum, half of them would exceed it
+_KEEP = 0.25  # weight of earlier passes after another full pass
+_ALONE = 4  # times the maximum time, for a pass that delays no decoding request
+_STEP_TOKENS = 16  # chunks are multiples of this; the first chunk has at least this many, so that prompts make progress
+_MAX_SCORED_TOKENS = 512  # prompt tokens of a pass whose logits are kept: each has 150 000 logits of 4 bytes
+_MAX_GROWTH = 1 / 64  # at 1 / growth preceding tokens, attention costs as much as all other operations
 
 
 class PassBudget:
-    """Of one pass. `num_tokens`: of prompts. `work`: in tokens at the beginning of a prompt; one at position p is
-    `1 + growth * p` of them, for attention grows with the position."""
+    """The budget of one pass. `num_tokens`: maximum prompt tokens. `work`: maximum work, where a token at position p
+    counts `1 + growth * p`, because attention costs more at later positions."""
 
     def __init__(self, num_tokens: int, work: float = math.inf, growth: float = 0.0) -> None:
         self._tokens = num_tokens
@@ -32,12 +32,12 @@ class PassBudget:
         self._is_whole = True
 
     def share_of(self, req: ScheduledRequest) -> int:
-        """How many tokens of a prompt the pass may compute; of the first one at least one."""
+        """Tokens of a prompt that the pass may compute; for the first prompt at least one."""
         share = min(self._tokens, self._within_work(req.kv_len))
         return min(share, self._scored) if req.is_scoring else share
 
     def take(self, req: ScheduledRequest) -> None:
-        """Tokens [kv_len, end) are in the pass."""
+        """Subtract tokens [kv_len, end) of a request, which are in the pass, from the budget."""
         num_tokens, self._is_whole = req.end - req.kv_len, False
         self._tokens -= num_tokens
         self._work -= num_tokens * (1 + self._growth * (req.kv_len + req.end) / 2)
@@ -53,19 +53,19 @@ class PassBudget:
 
 
 class PrefillPace:
-    """How much of prompts this machine computes in `max_pass_s` seconds, 0: without a bound, by the passes of late.
+    """Estimates how many prompt tokens this machine computes in `max_pass_s` seconds, by recent passes. 0: no limit.
 
-    The time of a pass is that of its decoding requests too. `first_tokens`: a pass of prompts before one was measured.
+    The time of a pass includes its decoding requests. `first_tokens`: prompt tokens of a pass before one was measured.
     """
 
     def __init__(self, max_pass_s: float, first_tokens: float) -> None:
         self._aim_s = _AIM * max_pass_s
         self._first_tokens = first_tokens
         self._cost = PrefillCost()
-        self._work = self._seconds = 0.0  # of passes, which count `_KEEP` when another full one has ended
+        self._work = self._seconds = 0.0  # of passes, weighted by `_KEEP` for each full pass that ended later
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
-        """A pass over so many tokens of prompts took that long."""
+        """Note that a pass over `num_tokens` prompt tokens took `seconds`."""
         if not self._aim_s or seconds <= 0:
             return
         self._cost.observe(num_tokens, seconds, mean_position)
@@ -75,8 +75,9 @@ class PrefillPace:
         self._seconds = keep * self._seconds + seconds
 
     def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
-        """Of the next pass, `num_tokens` of prompts at most. It may take four times as long where none decodes in it:
-        then only those who come and go wait for it, and short passes compute less in the same time."""
+        """The budget of the next pass, at most `num_tokens` prompt tokens. The pass may take four times as long if no
+        request decodes in it: then it delays only arriving and aborted requests, and longer passes compute more tokens
+        per second."""
         if not self._aim_s:
             return PassBudget(num_tokens)
         return PassBudget(num_tokens, self._within_aim * (1 if beside_streams else _ALONE), self._growth)
@@ -88,5 +89,5 @@ class PrefillPace:
     @property
     def _growth(self) -> float:
         token_s, pair_s = self._cost.terms
-        is_most = pair_s > _MAX_GROWTH * token_s  # or all: then there is no ratio
+        is_most = pair_s > _MAX_GROWTH * token_s  # also if token_s is 0 and there is no ratio
         return _MAX_GROWTH if is_most else pair_s / token_s if token_s else 0.0

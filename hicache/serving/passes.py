@@ -1,4 +1,4 @@
-"""What all kinds of passes share: the chunks that they compute, and what they run over."""
+"""Types that all kinds of passes share: chunks to compute, and the context of a pass."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ from hicache.serving.cache import cache_keyword
 
 @dataclass(frozen=True)
 class Chunk:
-    """Tokens [start, end) of one request, to compute in the next pass: a part of its prompt, or the one token that it
-    generated last. `tokens`: int64 [at least end], the request's sequence; `lease` has slots for [0, end). Logits are
-    wanted of the last `num_logits` tokens, 1 to all."""
+    """Tokens [start, end) of one request to compute in the next pass: a part of its prompt, or its last generated
+    token. `tokens`: int64 [at least end], the request's sequence. `lease` has slots for [0, end). Logits are returned
+    for the last `num_logits` tokens, 1 to all."""
 
     lease: Lease
     tokens: npt.NDArray[np.int64]
@@ -34,13 +34,13 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is the one token at the end of its sequence: a token that was generated last, or what the cache
-        lacks of a prompt."""
+        """Whether the chunk is one token at the end of its sequence: the last generated token, or the only uncached
+        token of a prompt."""
         return self.end == self.start + 1 == self.lease.length
 
 
 class ForwardEngine(Protocol):
-    """What the runner needs of an engine."""
+    """The part of an engine that the runner uses."""
 
     @property
     def pool(self) -> KVCache: ...
@@ -49,13 +49,13 @@ class ForwardEngine(Protocol):
     def req_to_token(self) -> ReqToTokenPool: ...
 
     def begin_forward(self, leases: Sequence[Lease]) -> None:
-        """The next pass is for `leases`: its layers wait for their loads."""
+        """Announce that the next pass is for `leases`: its layers wait for their loads."""
         ...
 
 
 @dataclass(frozen=True)
 class PassContext:
-    """What passes run over: a model, its geometry and an engine that was built for it."""
+    """The context of passes: a model, its geometry and an engine that was built for it."""
 
     model: Any
     engine: ForwardEngine
@@ -67,7 +67,7 @@ class PassContext:
 
     @property
     def table(self) -> torch.Tensor:
-        """int32 [requests, max_context_len]: slots of every request's tokens."""
+        """Slots of every request's tokens, int32 [requests, max_context_len]."""
         return self.engine.req_to_token.req_to_token
 
     @cached_property
@@ -82,20 +82,21 @@ class PassContext:
 
     @cached_property
     def cache_keyword(self) -> str:
-        """The argument of the model that takes the cache."""
+        """The name of the model's argument for the cache."""
         name = cache_keyword(self.model)
         assert name is not None, "models that take no cache are refused"
         return name
 
     @cached_property
     def takes_logits_to_keep(self) -> bool:
-        """Whether the model can be told of which tokens to compute logits."""
+        """Whether the model accepts the number of tokens for which to compute logits."""
         return "logits_to_keep" in inspect.signature(self.model.forward).parameters
 
 
 class Passes(Protocol):
-    """A way to compute chunks."""
+    """A way to compute chunks: over slots, or over padded sequences."""
 
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of `chunks`; float32 logits [all wanted, vocab], in the order of the chunks."""
+        """Compute and store KV of `chunks`. Returns float32 logits [all requested, vocab], in the order of the
+        chunks."""
         ...

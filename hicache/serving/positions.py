@@ -1,8 +1,8 @@
-"""How many positions of a model can be served.
+"""Determines how many positions of a model can be served.
 
-Rotary frequencies of type "dynamic" and "longrope" follow the length of the whole sequence once it passes a length in
-the configuration; keys of a cached prefix would then have to change. Up to that length they depend on their own
-position alone.
+Rotary frequencies of type "dynamic" and "longrope" depend on the length of the complete sequence once it exceeds a
+length in the configuration. Keys of a cached prefix would then have to change. Up to that length, a key depends only on
+its own position.
 """
 
 from __future__ import annotations
@@ -12,13 +12,13 @@ from typing import Any
 
 
 def position_limit(config: Any) -> int:
-    """Positions that a model has, as far as keys depend on their own position alone; 0: no limit is configured."""
+    """The positions of a model at which keys depend only on their own position; 0: no limit is configured."""
     limits = [getattr(config, "max_position_embeddings", None), stretched_beyond(config)]
     return min((limit for limit in limits if isinstance(limit, int) and limit > 0), default=0)
 
 
 def stretched_beyond(config: Any) -> int:
-    """The sequence length beyond which all keys depend on the length; 0 if they never do."""
+    """The sequence length above which all keys depend on the length; 0: they never do."""
     parameters = getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {}
     lengths = []
     for rope in (parameters, *parameters.values()):

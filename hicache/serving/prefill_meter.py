@@ -1,8 +1,8 @@
-"""How fast this machine computes prompts: passes are timed beside serving, and the engine is told. The budget of the
-next pass follows from that.
+"""Measures the prefill speed during serving, reports it to the engine, and computes the budget of the next pass from
+it.
 
-On CUDA a pass is launched, not run, when the runner returns: `report` reads the events around it in a later step, when
-the device has passed them, so nothing waits for them. On the CPU it has run by then.
+On CUDA the runner returns after it launched a pass. `report` reads the events around the pass in a later step, when the
+device has passed them, so it never waits for them. On the CPU the pass has run when the runner returns.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from hicache.flow.cost import PrefillCost
 from hicache.serving.pass_budget import PassBudget, PrefillPace
 from hicache.serving.passes import Chunk
 
-_ASSUMED_TOKEN_S = 1e-3  # before the first pass
-_FIRST_TOKENS_ON_CPU = 256  # of the pass before any was measured; a GPU computes what a pass may have
+_ASSUMED_TOKEN_S = 1e-3  # seconds per token before the first pass
+_FIRST_TOKENS_ON_CPU = 256  # prompt tokens of a pass before one was measured; a GPU has no such limit
 
 
 @dataclass(frozen=True)
 class _Pass:
-    """A pass on the device, which computed tokens of prompts: how many, and at which position on average."""
+    """A pass on the device: the number of prompt tokens that it computed, and their mean position."""
 
     num_tokens: int
     mean_position: float
@@ -36,7 +36,7 @@ class _Pass:
 
 
 class PrefillMeter:
-    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU. `max_pass_s`: as the scheduler's.
+    """Owned by the scheduler thread. `clock`: seconds, for passes on the CPU. `max_pass_s`: as in the scheduler.
     `cost`: of prefill, by the passes so far."""
 
     def __init__(
@@ -53,15 +53,15 @@ class PrefillMeter:
 
     @property
     def is_behind(self) -> bool:
-        """Whether the device has not ended the last pass over prompts."""
+        """Whether the device has not finished the last pass over prompts."""
         return self._last is not None and not self._last.query()
 
     @contextmanager
     def measure(self, chunks: Sequence[Chunk]) -> Iterator[None]:
-        """Time the pass over `chunks` that the block launches. A pass that raises does not count.
+        """Inside, the caller launches a pass over `chunks`, which is timed. A pass that raises does not count.
 
-        Neither does one that waits for a load, whose time would count as computing. The tokens that are decoded in the
-        same pass count with their time alone: that is what prompts beside them take.
+        A pass that waits for a load does not count either, because the wait would count as computing. Decoded tokens of
+        the same pass are not counted, but their time is, because prompts in a pass with them take that long.
         """
         prompts = [chunk for chunk in chunks if not chunk.is_decode]
         num_tokens = sum(chunk.end - chunk.start for chunk in prompts)
@@ -83,25 +83,26 @@ class PrefillMeter:
             self._observe(num_tokens, self._clock() - begin_s, positions / num_tokens)
 
     def _mark(self, num_tokens: int) -> None:
-        """A pass that does not count was launched."""
+        """Note that a pass was launched that does not count."""
         if self._on_cuda and num_tokens:
             self._last = torch.cuda.Event()
             self._last.record()
 
     def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
-        """Of the next pass, as `PrefillPace.budget`."""
+        """The budget of the next pass, see `PrefillPace.budget`."""
         return self._pace.budget(num_tokens, beside_streams)
 
     def saved_s(self, hit: Hit) -> dict[str, float]:
-        """By tier, of computing what it had of a prompt: the device its beginning, then the host, then the stores."""
+        """By tier, seconds of computing that its hits of a prompt saved: the device has its beginning, then follow the
+        host and the stores."""
         saved, start = dict[str, float](), 0
         for tier, num_tokens in asdict(hit).items() if self.cost.is_measured else ():
             saved[tier], start = self.cost.seconds(start, start + num_tokens), start + num_tokens
         return saved
 
     def report(self) -> None:
-        """Tell the engine about the passes that have ended. To be called in every step, also in one without a pass: a
-        request that waits for the disk is compared with the speed."""
+        """Report the passes that have ended to the engine. Call it in every step, also without a pass, because the
+        engine compares waits for the disk with the speed."""
         while self._pending and self._pending[0].end.query():
             ended = self._pending.popleft()
             seconds = ended.begin.elapsed_time(ended.end) / 1e3

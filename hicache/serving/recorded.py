@@ -1,4 +1,5 @@
-"""What one short pass of a model shows: what its layers store, and whether they hand their attention over."""
+"""Determines by one short pass of a model what its layers store, and whether they call the registered attention
+function."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SUPPORTED = (
     "beside full attention, a recurrent state of one convolution and one temporal part, with keys and values of one "
     "shape for each kind, grouped heads included, or latent rows of one size"
 )
-NUM_TOKENS = 6  # more than a convolution window
+NUM_TOKENS = 6  # longer than a convolution window
 
 
 class _Recorder(DynamicLayer):  # type: ignore[misc]  # transformers is untyped here
@@ -44,8 +45,9 @@ def recorded_geometry(model: Any, kinds: tuple[LayerKind, ...], window: int, chu
     """The geometry that one pass of `model` shows, given the kinds of its layers.
 
     Layers of a kind must store keys and values of one shape, [1, kv_heads, tokens, head_dim], or latents and rotary
-    parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope]; a layer that stores nothing is taken to read what the
-    last layer of its kind stored. Recurrent layers must keep states of the same shapes. Raises UnsupportedModel.
+    parts of keys, [1, 1, tokens, rank] and [1, 1, tokens, rope]. A layer that stores nothing is assumed to read the
+    keys and values of the last layer of its kind that stored some. Recurrent layers must have states of equal shapes.
+    Raises UnsupportedModel.
     """
     name = type(model).__name__
     recorders = [None if kind in ("recurrent", "stateless") else _Recorder(kind) for kind in kinds]
@@ -109,7 +111,7 @@ def _sources(name: str, layers: Sequence[_Recorder | None]) -> tuple[int, ...]:
 
 
 def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
-    """The parts of a latent row, if that is what all layers store."""
+    """The parts of a latent row if all layers store latent rows; else None."""
     rank, rope = getattr(config, "kv_lora_rank", None), getattr(config, "qk_rope_head_dim", None)
     if rank and rope:
         row = (1, 1, NUM_TOKENS, rank), (1, 1, NUM_TOKENS, rope)
@@ -119,7 +121,7 @@ def _latent(config: Any, layers: Sequence[_Recorder]) -> LatentGeometry | None:
 
 
 def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadShape | None:
-    """What the layers of these kinds store; None without such layers."""
+    """The heads of the layers of these kinds; None without such layers."""
     stored = sorted({pair for layer in layers if layer.kind in kinds for pair in layer.shapes})
     if not stored:
         return None
@@ -132,7 +134,7 @@ def _heads(name: str, layers: Sequence[_Recorder], *kinds: LayerKind) -> HeadSha
 
 
 def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None:
-    """The shapes and dtypes of the recurrent states, which must be the same in all `layers`; None without layers."""
+    """The shapes and dtypes of the recurrent states, which must be equal in all `layers`; None without layers."""
     states = [layer.state for layer in layers]
     found = {
         StateGeometry(
@@ -150,7 +152,7 @@ def _state_geometry(name: str, layers: list[StateLayer]) -> StateGeometry | None
 
 
 class _Calls:
-    """Stands in for a `SlotAttention`: counts the calls of each layer, and attends to nothing."""
+    """Replaces a `SlotAttention`: counts the calls of each layer and computes no attention."""
 
     def __init__(self) -> None:
         self.calls: Counter[tuple[int, tuple[int, ...], tuple[int, ...]]] = Counter()
@@ -167,8 +169,8 @@ class _Calls:
 
 @torch.inference_mode()
 def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
-    """Whether each attention layer calls the registered function once a pass, with the keys and values it stores, or
-    expands latent rows in a way that can be absorbed."""
+    """Whether each attention layer calls the registered function once a pass, with the keys and values that it stores,
+    or expands latent rows by a module that can be absorbed."""
     if geometry.latent is not None and not absorbs(model, geometry):
         return False
     recorder = _Calls()
@@ -185,7 +187,7 @@ def hands_attention_over(model: Any, geometry: ModelGeometry) -> bool:
                 **cache_argument(model, StateCache(layers=layers)),
             )
     except (UnsupportedModel, TypeError):
-        return False  # a layer has biases of its own, or a forward does not take the argument
+        return False  # a layer has its own biases, or the model's forward does not accept the argument
     kinds = {layer: kind for layer, kind in enumerate(geometry.kinds) if kind not in ("recurrent", "stateless")}
     if geometry.latent is not None:
         return Counter(layer for layer, *_ in recorder.calls.elements()) == Counter([*kinds])

@@ -1,5 +1,4 @@
-"""The scheduler's contract: its requests and their outputs, both frozen, the runner that it calls, and the listeners to
-tokens."""
+"""The scheduler's interface: requests and their outputs, both frozen, the runner that it calls, and token callbacks."""
 
 from __future__ import annotations
 
@@ -19,8 +18,8 @@ from hicache.serving.sampling import SamplingParams
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """The log probability of a token where it stands, from the logits as the model gives them, and the most likely
-    tokens there with theirs, in order. The first token of a prompt has none."""
+    """The log probability of a token at its position, by the model's unchanged logits, and the most likely tokens there
+    with theirs, in order. The first token of a prompt has none."""
 
     token: int
     logprob: float | None
@@ -31,41 +30,43 @@ Logprobs = list[TokenLogprobs]
 _MAX_PRIORITY = 1 << 31
 FinishReason = Literal["length", "stop", "abort", "timeout", "error"]
 OnToken = Callable[[int], None]
-"""Called on the scheduler's thread with each token of a request, in order, as it is chosen."""
+"""A function called on the scheduler's thread with each token of a request, in order, when it is chosen."""
 
 
 class Constraint(Protocol):
-    """What the tokens of one answer may be. Its state is that of the tokens taken so far."""
+    """Restricts the tokens of one answer. Its state depends on the tokens taken so far."""
 
     def allowed(self) -> npt.NDArray[np.bool_]:
-        """By token id whether it may come next; ids that it has not may not."""
+        """Whether each token id may come next. Ids beyond the end of the array may not."""
         ...
 
     def take(self, token: int) -> None:
-        """The token was chosen."""
+        """Advance by the token that was chosen."""
         ...
 
     @property
     def outcome(self) -> FinishReason | None:
-        """Why no token may follow; None if one may."""
+        """The reason why no further token may follow; None if one may."""
         ...
 
 
 @dataclass(frozen=True)
 class Request:
     """A prompt to continue. `tokens`: int64 [prompt_len]. Requests of different `namespace`s share no page.
-    `branch_points`, `expected_uses`, `session_end`, `next_turn_within_s`: see `CacheRequest`. `is_counted`: False for a
-    further answer to a prompt, whose hits are no hits of a prompt.
+    `branch_points`, `expected_uses`, `session_end`, `next_turn_within_s`: see `CacheRequest`. `is_counted`: False for
+    another answer to the same prompt, whose hits do not count as hits of a prompt.
 
-    Generation ends after `max_new_tokens`, or after a token of `eos_ids`, which is part of the output, or `deadline_s`
-    seconds after the submission, with the tokens generated so far. Requests are served in the order of their
-    submission, and each level of `priority` is worth some seconds of waiting (`Scheduler`); what stays in the cache
-    does not depend on it.
+    Generation ends after `max_new_tokens`, after a token of `eos_ids`, which is part of the output, or `deadline_s`
+    seconds after the submission, with the tokens generated so far. Requests are served in the order of submission; each
+    level of `priority` is worth some seconds of waiting (`Scheduler`). Priority does not influence which pages stay in
+    the cache.
 
-    `constraint`: of its own, which ends it too. `num_logprobs`: of so many most likely tokens, beside the one chosen,
-    log probabilities are kept at each step; with `scores_prompt` for the prompt's tokens too, for which all of it is
-    computed. Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is no whole number or
-    too large, or a `deadline_s` not above 0.
+    `constraint`: belongs to this request alone, and may end its answer. `num_logprobs`: at each step, keep log
+    probabilities of the chosen token and of this many most likely ones. `scores_prompt`: also for the prompt's tokens,
+    for which the complete prompt is computed.
+
+    Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is not a whole number or too
+    large, or a `deadline_s` not above 0.
     """
 
     request_id: str
@@ -104,10 +105,10 @@ class RequestOutput:
     """The outcome of a request.
 
     `tokens`: the generated ones. `hit`: cached tokens per tier at the first admission; `cached_len` is their sum.
-    `is_counted`: whether it counts in hit rates, for its prompt was admitted and has no other answer that counts.
-    `computed_tokens`: prompt tokens that went through the model, including those computed again after a preemption.
-    `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the
-    cause where `finish_reason` is "error".
+    `is_counted`: whether it counts in hit rates: its prompt was admitted, and no other answer to the prompt counts.
+    `computed_tokens`: prompt tokens that the model computed, including those computed again after a preemption.
+    `ttft_s`: seconds from submission to the first token; 0 if there was none. `error`: the cause if `finish_reason` is
+    "error".
     """
 
     request_id: str
@@ -127,12 +128,13 @@ class RequestOutput:
 
 
 class Runner(Protocol):
-    """What the scheduler needs of a model runner: `ModelRunner` is one."""
+    """The part of a model runner that the scheduler uses; implemented by `ModelRunner`."""
 
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of all `chunks`, of different requests.
+        """Compute and store KV of `chunks`, which belong to different requests.
 
-        Returns float32 logits [rows, vocab], of the last `num_logits` tokens of each, in order. Raises TransferError
-        if a load of a request's prefix failed. Whatever is raised, all of `chunks` are computed again, in other leases.
+        Returns float32 logits [rows, vocab] of the last `num_logits` tokens of each chunk, in order. Raises
+        TransferError if a load of a request's prefix failed. After any exception, all `chunks` are computed again, with
+        other leases.
         """
         ...

@@ -1,5 +1,4 @@
-"""The scheduler's own view of a request, and queues of them in the order in which they are served
-(`hicache.serving.order`)."""
+"""The scheduler's record of a request, and queues of requests in the order of service (`hicache.serving.order`)."""
 
 from __future__ import annotations
 
@@ -20,17 +19,17 @@ log = logging.getLogger(__name__)
 
 
 class ScheduledRequest:
-    """A request that was submitted and has not ended. Changed by the scheduler alone.
+    """A request that was submitted and has not ended. Only the scheduler changes it.
 
         sequence[0, kv_len)         tokens whose KV is in the pool
         sequence[kv_len, length)    tokens to compute: a part of the prompt, or the one that was generated last
         sequence[length, end)       tokens to generate
 
-    `arrival`: the number of its submission. `lead_s`: seconds of waiting that its priority is worth. `rank`: changed by
-    its queue alone. `expected_len`: tokens of its prompt that memory held at the last look, after `seen_commits`
-    commits. `num_scored`: so many tokens of the prompt need no more logits; `is_scoring`: some do. `is_plain`: it wants
-    no more of its logits than a token. `is_decoding`: under its present lease, a token was generated. `end`:
-    where the next pass over it ends.
+    `arrival`: the number of its submission. `lead_s`: seconds of waiting that its priority is worth. `rank`: changed
+    only by its queue. `expected_len`: tokens of its prompt in memory at the last look-up, after `seen_commits` commits.
+    `num_scored`: prompt tokens that need no more logits; `is_scoring`: other prompt tokens do. `is_plain`: its logits
+    are needed only to choose a token. `is_decoding`: a token was generated under its present lease. `end`: end of the
+    next pass over it.
     """
 
     def __init__(
@@ -75,17 +74,17 @@ class ScheduledRequest:
 
     @property
     def is_ready(self) -> bool:
-        """Whether it waits for no prefetch."""
+        """Whether it need not wait for a prefetch."""
         return self.prefetch is None or self.prefetch.ready
 
     @property
     def is_preemptible(self) -> bool:
         """Whether later requests go before it, within `max_overtake_s`: pages of its prompt are still being read, and
-        it would have waited for them if others had been there."""
+        it would wait for them if other requests were delayed by computing it."""
         return self.prefetch is not None and self.prefetch.is_preemptible and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:
-        """It was admitted, or has joined what has come."""
+        """Note the lease of an admission, or the lease that replaces the present one after `join`."""
         if self.hit is None:
             self.hit = lease.hit
         elif self.lease is not None and (lease.request.is_counted or not self.request.is_counted):
@@ -95,7 +94,7 @@ class ScheduledRequest:
         self.stalled_since_s = 0.0
 
     def tell(self, token: int) -> CallbackFailed | None:
-        """Its caller gets a token; where that raises, this is its outcome."""
+        """Pass a token to the request's callback. Returns the error if the callback raised."""
         try:
             if self.on_token is not None:
                 self.on_token(token)
@@ -110,12 +109,12 @@ class ScheduledRequest:
 
     @property
     def num_logits(self) -> int:
-        """Of the next pass, over [kv_len, end)."""
+        """Rows of logits of the next pass, over [kv_len, end)."""
         return self.end - self.kv_len if self.is_scoring else 1
 
     @property
     def cacheable(self) -> npt.NDArray[np.int64]:
-        """The tokens to look for in the cache; the last of them is always computed."""
+        """The tokens to look up in the cache. The last of them is always computed."""
         return self.tokens[: self.num_scored] if self.is_scoring else self.tokens
 
     @property
@@ -128,7 +127,7 @@ class ScheduledRequest:
 
     @cached_property
     def distinct_prompt_tokens(self) -> npt.NDArray[np.int64]:
-        """Those of the prompt, each once."""
+        """The tokens of the prompt, each once."""
         return np.unique(self.request.tokens)
 
     @property
@@ -137,13 +136,13 @@ class ScheduledRequest:
         return self.lease
 
     def has_stalled(self, now_s: float, timeout_s: float) -> bool:
-        """Whether it has waited longer than that while only a transfer could free slots for it."""
+        """Whether it has waited longer than `timeout_s` for slots that only a transfer could free."""
         self.stalled_since_s = self.stalled_since_s or now_s
         return now_s - self.stalled_since_s > timeout_s
 
     @property
     def finish_reason(self) -> FinishReason | None:
-        """Why generation has ended; None if it goes on."""
+        """The reason why generation has ended; None if it continues."""
         if self.num_generated and int(self.sequence[self.length - 1]) in self.request.eos_ids:
             return "stop"
         if (constraint := self.request.constraint) is not None and constraint.outcome is not None:
@@ -151,7 +150,7 @@ class ScheduledRequest:
         return "length" if self.length == len(self.sequence) else None
 
     def cache_request(self, reserve_tokens: int | None) -> CacheRequest:
-        """For its admission now. Admitted before, it is no new prompt."""
+        """The request for admission now. If it was admitted before, it does not count as a new prompt."""
         request = self.request
         return CacheRequest(
             self.request_id,
@@ -168,7 +167,7 @@ class ScheduledRequest:
         )
 
     def output(self, reason: FinishReason, error: HiCacheError | None = None) -> RequestOutput:
-        """Its outcome, where it ends now."""
+        """The outcome if the request ends now."""
         return RequestOutput(
             request_id=self.request_id,
             prompt_tokens=len(self.request.tokens),
@@ -184,8 +183,8 @@ class ScheduledRequest:
 
 
 class RequestQueue:
-    """Requests in the order of their rank, `rank_s` and then arrival. Ranks change in `update` and in `sort`, which
-    takes O(n); a lookup takes O(log n); adding and removing moves pointers."""
+    """Requests in the order of their rank: `rank_s`, then arrival. Only `add`, `update` and `sort` change ranks. `sort`
+    takes O(n), a look-up O(log n); adding and removing move pointers."""
 
     def __init__(self, rank_s: Callable[[ScheduledRequest], float]) -> None:
         self._rank_s = rank_s
@@ -207,18 +206,18 @@ class RequestQueue:
         self._requests.sort(key=_rank)
 
     def discard(self, req: ScheduledRequest) -> None:
-        """Remove a request; nothing happens where it is not in the queue."""
+        """Remove a request. Does nothing if it is not in the queue."""
         index = bisect.bisect_left(self._requests, req.rank, key=_rank)
         if index < len(self._requests) and self._requests[index] is req:
             del self._requests[index]
 
     @property
     def last(self) -> ScheduledRequest:
-        """The one to serve last."""
+        """The request to serve last."""
         return self._requests[-1]
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        """Over those of now: requests may be added and removed meanwhile."""
+        """Iterate over a copy, so that requests may be added and removed during the iteration."""
         return iter(tuple(self._requests))
 
     def __len__(self) -> int:

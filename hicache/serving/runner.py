@@ -1,8 +1,8 @@
 """The reference model runner: forward passes of a transformers model over the slots of the device pools.
 
-A caller hands over chunks: parts of prompts, and the last tokens of requests that decode. Before each pass the runner
-tells the engine which requests it is for, so that the layers wait for the loads of these requests. How chunks become
-passes depends on the attention: over slots (`slot_passes`) or transformers' own over gathered keys (`padded_passes`).
+A caller passes chunks: parts of prompts, and last tokens of requests that decode. Before each pass the runner names its
+requests to the engine, so that layers wait for the loads of these requests. The attention decides how chunks become
+passes: over slots (`slot_passes`), or with transformers' own attention over gathered keys (`padded_passes`).
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["Chunk", "ForwardEngine", "ModelRunner"]
 
 
 class ModelRunner:
-    """Runs `model`, whose layers are described by `geometry` (`check_supported(model)`), over the pools of `engine`.
-    Called on the scheduler thread only. It owns no request.
+    """Runs `model` over the pools of `engine`. `geometry`: describes its layers (`check_supported(model)`). Called on
+    the scheduler thread only. It owns no request.
 
-    `attention`: "triton" reads the pool's slots in place, in kernels (their torch twins without a GPU); "torch" is
-    transformers' own over gathered keys; "auto": triton on CUDA for models that hand their attention over. With
-    attention over slots on CUDA, `use_graphs` replays decode passes from CUDA graphs, and `compiled` lets torch.compile
-    fuse what they capture. `max_mask_entries`: with "torch", a chunk whose mask would have more entries runs in several
-    passes.
+    `attention`: "triton" reads the pool's slots in place with kernels (their torch twins without a GPU). "torch" is
+    transformers' own attention over gathered keys. "auto" is triton on CUDA for models that call the registered
+    attention function, else torch. `use_graphs`: with attention over slots on CUDA, replay decode passes from CUDA
+    graphs. `compiled`: let torch.compile fuse the captured operations. `max_mask_entries`: with "torch", a chunk with a
+    larger mask runs in several passes.
 
-    Raises ShapeError if the engine was built for another model or device, UnsupportedModel if the model cannot run with
-    the attention.
+    Raises ShapeError if the engine was built for another model or device, and UnsupportedModel if the model does not
+    support the attention.
     """
 
     def __init__(
@@ -71,16 +71,16 @@ class ModelRunner:
 
     @torch.inference_mode()
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """Compute and store KV of `chunks`, one or more, of different requests. Tokens [0, start) of each are stored or
-        being loaded.
+        """Compute and store KV of one or more `chunks`, which belong to different requests. KV of tokens [0, start) of
+        each is stored or being loaded.
 
-        Returns float32 logits [rows, vocab], those of the last `num_logits` tokens of each chunk, in order: one row
-        each unless a chunk says otherwise. A request's state covers [0, start) before and [0, end) after; at start = 0
-        its state slot is not read. Window layers read [start - window + 1, end).
+        Returns float32 logits [rows, vocab] of the last `num_logits` tokens of each chunk, in order: one row for each
+        chunk by default. A request's state covers [0, start) before and [0, end) after; at start = 0 its state slot is
+        not read. Window layers read [start - window + 1, end).
 
         Raises ShapeError without chunks, or for a chunk outside of its tokens or its lease. Raises TransferError if a
-        load of a prefix failed: the states of the pass that waited for it are then unchanged, and those of passes
-        before it in the same call have advanced.
+        load of a prefix failed: the states of the pass that waited for it are then unchanged, and those of earlier
+        passes in the same call have advanced.
         """
         if not chunks:
             raise ShapeError("a pass needs at least one chunk")

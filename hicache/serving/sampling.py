@@ -1,8 +1,8 @@
 """Sampling parameters, and the choice of the next token from logits.
 
-A sampled token depends on the request's logits, its seed and the number of tokens it has generated, and on nothing
-else: a counter-based generator yields one uniform number per step, and the inverse of the cumulative distribution maps
-it to a token. So a request gets the same tokens alone and in any batch.
+A sampled token depends only on the request's logits, its seed and its number of generated tokens. A counter-based
+generator yields one uniform number per step, and the inverse of the cumulative distribution maps it to a token. A
+request therefore gets the same tokens alone and in any batch.
 """
 
 from __future__ import annotations
@@ -19,14 +19,16 @@ from hicache.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How the next token is chosen. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep every token.
-    `min_p` drops tokens that are less likely than the most likely one by this factor, before `top_p` counts.
+    """Parameters of the choice of the next token. `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 keep
+    every token. `min_p` drops tokens whose probability is below `min_p` times that of the most likely token, before
+    `top_p` is applied.
 
-    Before, logits change. `logit_bias`: pairs of token and what its logit gets. `repetition_penalty` divides positive
-    logits of tokens of the prompt and the answer, and multiplies negative ones. `presence_penalty` lowers those of
-    tokens of the answer, `frequency_penalty` once for each time. No stop token is chosen before `min_tokens`.
+    First, logits are changed. `logit_bias`: pairs of a token and a number added to its logit. `repetition_penalty`
+    divides positive logits of tokens in the prompt and the answer, and multiplies negative ones. `presence_penalty` is
+    subtracted from logits of tokens in the answer, `frequency_penalty` once for each occurrence. No stop token is
+    chosen before `min_tokens`.
 
-    `seed` fixes the choices of a request, whatever else is in the batch. Raises ConfigError for values out of range.
+    `seed`: fixes the choices of a request, whatever else is in the batch. Raises ConfigError for values out of range.
     """
 
     temperature: float = 0.0
@@ -63,19 +65,20 @@ class SamplingParams:
 
     @property
     def changes_logits(self) -> bool:
-        """Whether logits change before a token is chosen."""
+        """Whether logits are changed before a token is chosen."""
         penalises = self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1
         return bool(penalises or self.logit_bias or self.min_tokens)
 
 
 PLAIN = SamplingParams(temperature=1.0)
-"""Tokens as frequent as the model says."""
+"""Samples tokens by the model's probabilities."""
 
 
 def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps: Sequence[int]) -> list[int]:
-    """One token per row of float32 `logits` [B, vocab]; `steps[i]`: tokens that request i has generated so far.
+    """Choose one token for each row of float32 `logits` [B, vocab]. `steps[i]`: tokens that request i has generated so
+    far.
 
-    Everything is computed where the logits are; the host waits once, for the tokens.
+    All computation is on the device of the logits. The host waits once, for the tokens.
     """
     tokens = logits.argmax(-1)
     numbers = [
@@ -91,7 +94,7 @@ def choose_tokens(logits: torch.Tensor, params: Sequence[SamplingParams], steps:
 
 
 def uniform(seed: int, step: int) -> float:
-    """The number in [0, 1) that decides a request's token of that step."""
+    """The number in [0, 1) that decides the token of a request at that step."""
     return float(np.random.Generator(np.random.Philox(key=seed, counter=step)).random())
 
 
@@ -103,9 +106,9 @@ def _sample(
     min_p: torch.Tensor,
     uniforms: torch.Tensor,
 ) -> torch.Tensor:
-    """Tokens of softmax(logits / temperature), restricted to the `top_k` most likely tokens, to those of at least
-    `min_p` of the most likely one, and then to the smallest set of tokens whose probabilities sum to `top_p`:
-    int64 [n]. `logits`: float64 [n, vocab]; the others float64 [n].
+    """Sample tokens by softmax(logits / temperature), restricted in three steps: to the `top_k` most likely tokens; to
+    those of at least `min_p` of the most likely one's probability; to the smallest set of tokens whose probabilities
+    sum to `top_p`. `logits`: float64 [n, vocab]; the others float64 [n]. Returns int64 [n].
     """
     values, order = logits.sort(dim=-1, descending=True, stable=True)
     ranks = torch.arange(logits.shape[1], device=logits.device)
@@ -115,7 +118,7 @@ def _sample(
     cumulative = (weights / weights.sum(-1, keepdim=True)).cumsum(-1)
     # Keep [0, last]: the first rank where the sum reaches top_p is the last one kept.
     last = torch.where(top_p < 1, (cumulative < top_p[:, None]).sum(-1), (weights > 0).sum(-1) - 1)
-    # Logits that are no numbers, or all -inf, have no rank.
+    # Rows of NaN or only -inf have no rank.
     last = last.clamp(0, logits.shape[1] - 1)[:, None]
     drawn = (cumulative <= uniforms[:, None] * cumulative.gather(-1, last)).sum(-1, keepdim=True)
     return order.gather(-1, drawn.minimum(last))[:, 0]

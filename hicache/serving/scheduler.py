@@ -2,9 +2,9 @@
 
     submit -> prefetch -> waiting queue -> acquire -> running batch -> commit, release
 
-A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it: the next
-token of every request that decodes, and chunks of prompts with the rest of the budget, in the order of
-`hicache.serving.order`. If a running request gets no slots, the one to serve last is retracted.
+A step admits waiting requests, composes one batch under a token budget and makes one forward pass over it. The batch
+has the next token of every request that decodes, and chunks of prompts with the rest of the budget, in the order of
+`hicache.serving.order`. If a running request gets no slots, the last request in this order is preempted.
 """
 
 from __future__ import annotations
@@ -40,20 +40,22 @@ from hicache.serving.waiting_requests import WaitingRequests
 log = logging.getLogger(__name__)
 
 _IDLE_S = 0.0005
-_LOOK_UPS = 4  # a step, of waiting requests whose prefixes are looked up again after commits
-_MAX_RETRIES = 1  # per request, after its prefix failed to load
+_LOOK_UPS = 4  # waiting requests whose prefixes are looked up again in a step, after commits
+_MAX_RETRIES = 1  # of a request after its prefix failed to load
 
 
 class Scheduler:
     """Serves requests through `runner` over `engine`. All methods are called on one thread.
 
-    `chunk_tokens`: the tokens of one pass. One is for each request that decodes; prompts share the others, at least
-    one. `max_pass_s`: how long a pass over prompts may take, by the measured speed of prefill, beside requests that
-    decode, and four times as long alone; 0: without a bound. `max_running`: the maximum number that hold slots.
-    `stall_timeout_s`: how long a request waits for slots while nobody could free any; then it fails.
-    `priority_level_s`: waiting that a level of priority is worth. `max_overtake_s`: a request may go before those
-    submitted so much earlier, if it has less left to compute; 0: first come, first served. `clock`: seconds. The engine
-    must be started and stays open when the scheduler is dropped.
+    `chunk_tokens`: tokens of one pass: one for each request that decodes, and the others, at least one, for prompts.
+    `max_pass_s`: maximum time of a pass with prompts, by the measured prefill speed, if requests decode in it;
+    otherwise it may take four times as long; 0: no limit. `max_running`: maximum requests that hold slots.
+    `stall_timeout_s`: maximum wait for slots while no running request could release any; then the request fails.
+    `priority_level_s`: seconds of waiting that a level of priority is worth. `max_overtake_s`: a request may overtake
+    requests submitted up to this many seconds earlier, if it has less left to compute; 0: first come, first served.
+    `clock`: seconds.
+
+    The engine must be started, and stays open when the scheduler is dropped.
     """
 
     def __init__(
@@ -95,15 +97,16 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        """Requests that hold slots."""
+        """Number of requests that hold slots."""
         return len(self._running_batch)
 
     def submit(self, request: Request, on_token: OnToken | None = None, logprobs: Logprobs | None = None) -> None:
-        """Queue a request and start to prefetch its pages from disk. Raises ConfigError if the id is in use, and
-        InvalidTokens; nothing is queued then.
+        """Queue a request and start to prefetch its pages. Raises ConfigError if the id is in use, and InvalidTokens;
+        then nothing is queued.
 
-        `on_token` is called with each token, in order, as it is chosen. It may submit and abort, not step. Where it
-        raises, its request ends with CallbackFailed. `logprobs` gets those that the request asks for, before that.
+        `on_token` is called with each token, in order, when it is chosen. It may submit and abort requests, but not
+        step. If it raises, its request ends with CallbackFailed. `logprobs`: log probabilities that the request asks
+        for are appended to it before `on_token` is called.
         """
         if request.request_id in self._unfinished:
             raise ConfigError(f"request_id {request.request_id!r} is in use; give every request an id of its own")
@@ -117,7 +120,8 @@ class Scheduler:
             self._finish(req, "error", PromptTooLong(len(req.sequence), max_len, "max_context_len"))
 
     def step(self) -> list[RequestOutput]:
-        """Run one step and return the requests that ended since the last. Sleeps briefly if there was nothing to do."""
+        """Run one step. Returns the requests that ended since the last step. Sleeps briefly if there is nothing to
+        do."""
         self.prefill_meter.report()
         self._engine.poll()
         self._expire()
@@ -140,9 +144,9 @@ class Scheduler:
         return finished
 
     def run(self, requests: Iterable[Request] = ()) -> list[RequestOutput]:
-        """Submit `requests` and step until all are finished; outputs in the order in which they finished.
+        """Submit `requests` and step until all are finished. Returns outputs in the order in which requests finished.
 
-        If anything is raised, all requests are aborted first.
+        After an exception, all requests are aborted before it is raised.
         """
         outputs: list[RequestOutput] = []
         try:
@@ -155,11 +159,12 @@ class Scheduler:
         return outputs
 
     def abort(self, request_id: str) -> bool:
-        """End a request now with reason "abort" and the tokens generated so far. False if the id is unknown."""
+        """End a request now with reason "abort" and the tokens generated so far. Returns False if the id is unknown."""
         return self._end(request_id, "abort")
 
     def finish(self, request_id: str) -> bool:
-        """As `abort`, with reason "stop": its caller has all that it wants, and its pages stay in the cache."""
+        """End a request now with reason "stop", because its caller needs no more tokens. Its pages stay in the
+        cache."""
         return self._end(request_id, "stop")
 
     def _end(self, request_id: str, reason: FinishReason) -> bool:
@@ -180,7 +185,8 @@ class Scheduler:
                 self._finish(req, "timeout")
 
     def _look_up_again(self) -> None:
-        """After commits, and after a prefetch has become ready: those first that were looked up longest ago."""
+        """Look up prefixes again, after commits and after prefetches became ready, beginning with the oldest
+        look-up."""
         for _ in range(_LOOK_UPS):
             if (req := self._waiting.next_to_look_up(self._num_commits)) is None:
                 return
@@ -192,9 +198,9 @@ class Scheduler:
         req.seen_commits = self._num_commits
 
     def _admit_waiting(self) -> None:
-        """Admit by rank, of requests whose prefetch is ready. Skipped are those for which pages are exchanged, and
-        those whose prefix is being computed for another. One that gets no slots blocks the queue, and one that would
-        get nothing of the next passes."""
+        """Admit requests whose prefetch is ready, by rank. Skip a request if pages are being exchanged for it, or if
+        its prefix is being computed for another request. Stop at a request that gets no slots, or that would not be
+        computed in the next passes."""
         for req in self._waiting:
             if not comes_soon(req, self._running_batch, self._chunk_tokens):
                 return
@@ -217,7 +223,7 @@ class Scheduler:
                     self._finish(req, "error", error)
 
     def _admit(self, req: ScheduledRequest) -> None:
-        """Acquire a lease. Raises ResourceExhausted, and PromptTooLong."""
+        """Acquire a lease. Raises ResourceExhausted and PromptTooLong."""
         if len(self._running_batch) >= self._max_running:
             raise ResourceExhausted(f"{self._max_running} requests are running; wait, or raise max_running")
         reserve = self._chunk_tokens if self._engine.takes_chunks else None
@@ -228,9 +234,9 @@ class Scheduler:
     # One batch
 
     def _compose(self) -> list[ScheduledRequest]:
-        """The requests of the next pass, which have slots for their tokens [kv_len, end): first those that decode, then
-        prompts, each by rank, as far as the budget goes. A preemptible request, and those behind it, join no pass
-        before the device has ended the last one: meanwhile pages arrive, and less is to be computed."""
+        """The requests of the next pass, with slots for their tokens [kv_len, end): first those that decode, then
+        prompts within the budget, each by rank. A preemptible request and all after it join no pass before the device
+        has finished the last one: meanwhile pages arrive that then need no computing."""
         batch: dict[ScheduledRequest, None] = {}
         for req in self._running_batch:
             if req.is_decoding:
@@ -248,7 +254,8 @@ class Scheduler:
         return list(batch)
 
     def _join(self, req: ScheduledRequest) -> None:
-        """What has come behind what is computed of a prompt is loaded; where it finds no room, the request waits."""
+        """Load pages that an overlapped prefetch has read behind the computed tokens. Without capacity for them, the
+        request is queued again."""
         if req.lease is not None and req.prefetch is not None and req.prefetch.overlaps:
             try:
                 lease = self._engine.join(req.lease, req.kv_len)
@@ -259,10 +266,10 @@ class Scheduler:
                     req.hold(lease)
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
-        """Add tokens up to `end` of a request to the batch; False if it gets no slots now.
+        """Add tokens up to `end` of a request to the batch. Returns False if it gets no slots now.
 
-        Where none are free, the last of the running requests is preempted, which leaves the batch and may be this one.
-        One that runs alone waits for backups first, for pages keep their slots until they are copied.
+        If no slots are free, the last running request is preempted and leaves the batch; it may be this one. If this is
+        the only running request, wait for backups first, because pages keep their slots until they are copied.
         """
         has_waited = False
         while req.lease is not None and end > req.lease.length:
@@ -287,7 +294,7 @@ class Scheduler:
         return True
 
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
-        """One pass over the batch. Tokens are handed out when what was computed is recorded for all requests."""
+        """Run one pass over the batch. Callbacks get tokens after the computed KV of all requests is recorded."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
         with self._beside.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
@@ -299,7 +306,8 @@ class Scheduler:
             self._append_token(req, token)
 
     def _record_kv(self, req: ScheduledRequest) -> None:
-        """KV of tokens [kv_len, end) is stored. That of a prompt is shared at once, that of generated tokens later."""
+        """Record that KV of tokens [kv_len, end) is stored. KV of a prompt is committed at once, KV of generated tokens
+        later."""
         start, req.kv_len = req.kv_len, req.end
         if req.is_decoding:
             return
@@ -311,7 +319,8 @@ class Scheduler:
             self._retry(req, error)
 
     def _append_token(self, req: ScheduledRequest, token: int) -> None:
-        """Tell the caller of a token, and end the request where it is complete. Callers may end any request."""
+        """Append a token, call the request's callback, and end the request if it is complete. Callbacks may end any
+        request."""
         if req.has_ended:
             return
         req.sequence[req.length] = token
@@ -326,22 +335,24 @@ class Scheduler:
     # Preemption, retry, end
 
     def _preempt_below(self, req: ScheduledRequest) -> bool:
-        """Preempt the last of the running requests if a waiting one of higher priority comes before it."""
+        """Preempt the last running request if a waiting one has higher priority and a lower rank. Returns whether it
+        did."""
         last = self._running_batch.last if self._running_batch else req
         if before := req.lead_s > last.lead_s and req.rank < last.rank:
             self._preempt(last)
         return before
 
     def _preempt(self, req: ScheduledRequest) -> None:
-        """Return a running request to the waiting queue. Its whole pages go to the host: others take its slots."""
+        """Return a running request to the waiting queue. Its complete pages are backed up to the host, because other
+        requests take its slots."""
         req.preemptions += 1
         self._commit(req)
         self._engine.backup(req.held_lease)
         self._requeue(req)
 
     def _repeat(self, batch: Sequence[ScheduledRequest], error: TransferError | None = None) -> None:
-        """A pass raised. It may have advanced states, which cannot be undone, so all its requests start over; those
-        whose prefix failed to load, with `error`, a bounded number of times."""
+        """Restart the requests of a pass that raised, because it may have advanced states, which cannot be undone.
+        Requests whose prefix failed to load with `error` restart a limited number of times."""
         held = [req for req in batch if req.lease is not None]
         failed = [req for req in held if error and self._engine.load_failed(req.held_lease)] or held
         for req in held:
@@ -351,7 +362,8 @@ class Scheduler:
                 self._requeue(req)
 
     def _retry(self, req: ScheduledRequest, error: TransferError) -> None:
-        """Requeue a request whose prefix failed to load. Its pages left the device: they are loaded or computed."""
+        """Requeue a request whose prefix failed to load. Its pages are no longer on the device, so they are loaded
+        again or computed."""
         if req.retries >= _MAX_RETRIES:
             self._finish(req, "error", error)
             return
@@ -359,7 +371,7 @@ class Scheduler:
         self._requeue(req)
 
     def _requeue(self, req: ScheduledRequest) -> None:
-        """Release what a running request holds; it waits again, in its old place."""
+        """Release the lease of a running request, which waits again at its old rank."""
         req.held_lease.drop_hints()
         self._engine.release(req.held_lease)
         self._running_batch.discard(req)
@@ -372,7 +384,7 @@ class Scheduler:
         self._waiting.add(req, prefetch)
 
     def _commit(self, req: ScheduledRequest) -> None:
-        """Commit all KV in the pool."""
+        """Commit the KV of all computed tokens."""
         tokens, lease = req.sequence[: req.kv_len], req.held_lease
         try:
             self._engine.commit(lease, tokens)
@@ -381,7 +393,7 @@ class Scheduler:
             log.warning("request %s ended while its prefix failed to load: %s", req.request_id, error)
 
     def _finish(self, req: ScheduledRequest, reason: FinishReason, error: HiCacheError | None = None) -> None:
-        """End a request; nothing happens where it has ended."""
+        """End a request. Does nothing if it has ended."""
         if req.has_ended:
             return
         if reason in ("length", "stop") and req.lease is not None:

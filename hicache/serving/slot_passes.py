@@ -1,8 +1,8 @@
 """Passes over slots: attention reads the pool in place, and tokens of many requests share a pass.
 
-All chunks of a step are one pass, those of one token first. A model with recurrent layers is the exception: its
-states are by sequence, so a pass is over one chunk of one prompt, or over one token of each sequence of a batch. Passes
-over one token of each sequence are replayed from CUDA graphs.
+All chunks of a step are one pass, in which chunks of one token come first. Models with recurrent layers are an
+exception, because their states belong to sequences: a pass computes one chunk of one prompt, or one token of each
+sequence of a batch. Passes over one token of each sequence are replayed from CUDA graphs.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from hicache.serving.cache import BatchStates, StateCache, new_state_layer, stor
 from hicache.serving.graphs import DecodeBatch, DecodeGraphs
 from hicache.serving.passes import Chunk, PassContext
 
-_MAX_COMPILED = 1 << 16  # variants of a model in a process: more than there are sizes of batches
+_MAX_COMPILED = 1 << 16  # variants of a model in a process; more than there are batch sizes
 
 
 class SlotPasses:
-    """See `Passes`. `attention`: what the layers attend with. `use_graphs`: replay decoding on CUDA. `compiled`: let
-    torch.compile fuse the model's own kernels in the captured passes."""
+    """See `Passes`. `attention`: the attention of the layers. `use_graphs`: replay decode passes on CUDA. `compiled`:
+    let torch.compile fuse the model's own kernels in the captured passes."""
 
     def __init__(
         self, context: PassContext, attention: SlotAttention, *, use_graphs: bool = True, compiled: bool = False
@@ -44,7 +44,7 @@ class SlotPasses:
     def run(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context = self._context
         if context.states is None:
-            # Chunks of one token, which decode as a rule, are attended to in one launch.
+            # One launch computes the attention of all chunks of one token, most of which decode.
             order = sorted(range(len(chunks)), key=lambda i: chunks[i].end - chunks[i].start > 1)
             logits = self._run_batch([chunks[i] for i in order])
             if order == sorted(order):
@@ -62,7 +62,7 @@ class SlotPasses:
         return torch.cat([rows[id(chunk)] for chunk in chunks])
 
     def _run_batch(self, chunks: Sequence[Chunk]) -> torch.Tensor:
-        """One pass over `chunks`, those of one token first."""
+        """Run one pass over `chunks`, in which chunks of one token come first."""
         self._context.engine.begin_forward([chunk.lease for chunk in chunks])
         if self._graphs is not None and chunks[-1].end == chunks[-1].start + 1:
             logits = self._graphs.run(chunks)
@@ -104,7 +104,8 @@ class SlotPasses:
         return logits.float()
 
     def decode_batch(self, batch: DecodeBatch) -> torch.Tensor:
-        """What a CUDA graph captures: one token of each request of `batch`. Returns float32 logits [B, vocab]."""
+        """Run the pass that a CUDA graph captures: one token of each request of `batch`. Returns float32 logits [B,
+        vocab]."""
         table, num = self._context.table, len(batch.rows)
         rows, lengths = batch.rows.int(), (batch.positions + 1).int()
         counts = [1] * num
@@ -122,8 +123,8 @@ class SlotPasses:
         states: BatchStates | None,
         is_start: bool = False,
     ) -> torch.Tensor:
-        """Logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: which tokens of a single row to keep
-        logits of; None: the last of each row."""
+        """Logits [requests, vocab] of one pass over `input_ids` [B, n]. `last`: indices of the tokens of a single row
+        whose logits are kept; None: the last token of each row."""
         context = self._context
         layers = [self._layer(layer, kind, states, is_start) for layer, kind in enumerate(context.geometry.kinds)]
         cache = StateCache(layers=layers)
@@ -148,7 +149,7 @@ class SlotPasses:
         return logits[0] if keep else logits[0, last]
 
     def _layer(self, layer: int, kind: LayerKind, states: BatchStates | None, is_start: bool) -> Any:
-        """A layer's part of the `Cache` of a pass."""
+        """The entry of a layer in the `Cache` of a pass."""
         if kind == "stateless":
             return DummyLayer()
         attention = None if kind == "recurrent" else self._attention.layer(is_sliding=kind == "window")
@@ -165,7 +166,7 @@ class SlotPasses:
         return max(1, int(config.num_attention_heads) // self._kv_heads)
 
     def _upload(self, values: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-        """`values`, int64, on the device, behind what is queued: the host does not wait."""
+        """Copy int64 `values` to the device after its queued work. The host does not wait."""
         ids = torch.from_numpy(np.ascontiguousarray(values, dtype=np.int64))
         if self._context.device.type == "cpu":
             return ids
@@ -173,6 +174,6 @@ class SlotPasses:
 
 
 def _compiled(forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, compiled anew for each shape of its inputs. torch by itself gives up on the ninth."""
+    """`forward`, compiled for each shape of its inputs. By default torch stops compiling after eight shapes."""
     unlimited = torch._dynamo.config.patch(recompile_limit=_MAX_COMPILED, accumulated_recompile_limit=_MAX_COMPILED)
     return unlimited(torch.compile(forward, dynamic=False))  # type: ignore[no-any-return]

@@ -1,8 +1,8 @@
-"""Decides whether the runner can serve a model: by examining the model, not by a list of names.
+"""Decides whether the runner can serve a model, by examining the model instead of a list of names.
 
 `check_supported` reads the kind of each layer and known obstacles from the configuration. Then it serves two sequences
-with `ModelRunner` and compares the logits with those of plain forwards, in float32 whatever the dtype of the weights
-(decision 021). A model that passes keeps no state besides keys, values and recurrent states in the pools.
+with `ModelRunner` and compares their logits with those of plain forwards, in float32 for any dtype of the weights
+(decision 021). A model that passes keeps no state other than keys, values and recurrent states in the pools.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _KINDS: dict[str, LayerKind] = {
     "mlp": "stateless",
     "moe": "stateless",
 }
-# These settings are read for all layers at once; others may vary from layer to layer.
+# These settings must be equal in all layers; others may differ between layers.
 _OF_ALL_LAYERS = {
     "alibi",
     "attention_chunk_size",
@@ -46,7 +46,7 @@ _OF_ALL_LAYERS = {
     "sliding_window",
     "use_sliding_window",
 }
-# Relative to the logits' standard deviation. Rounding in float32 gave at most 4e-5 over all families of transformers.
+# Relative to the logits' standard deviation. Over all families of transformers, float32 rounding gave at most 4e-5.
 _MAX_DIFFERENCE = 0.001
 
 
@@ -54,7 +54,7 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
     """The geometry of `model`, a transformers causal language model, served with `attention` (see `ModelRunner`).
     Raises UnsupportedModel with the reason.
 
-    The model must not be used elsewhere meanwhile: its configuration and weights are changed and restored.
+    No other code may use the model during the call, which changes and restores its configuration and weights.
     """
     name, config, kinds = type(model).__name__, model.config.get_text_config(), _examined(model)
     attention_kernel(model)
@@ -67,7 +67,7 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
             num_tokens, bounds = trial_length(config), _bounds(config, kinds)
             recorded = recorded_geometry(model, kinds, **bounds)
             is_wide = model.dtype == torch.float32
-            if not is_wide:  # raises if it does not run in its own dtype
+            if not is_wide:  # check first that it runs in its own dtype
                 Trial(model, num_tokens).served_difference(recorded, attention)
             stack.enter_context(float32_weights(model))
             geometry = recorded if is_wide else recorded_geometry(model, kinds, **bounds)
@@ -84,8 +84,8 @@ def check_supported(model: Any, attention: Attention = "auto") -> ModelGeometry:
 
 
 def untried_geometry(model: Any) -> ModelGeometry:
-    """What the layers of `model` store, by its configuration and one recorded pass. Nothing is compared, so the weights
-    may be on the device "meta". Raises UnsupportedModel as `check_supported` does before its trial."""
+    """The geometry of `model`, by its configuration and one recorded pass. No results are compared, so the weights may
+    be on the device "meta". Raises UnsupportedModel like `check_supported` before its trial."""
     config, kinds = model.config.get_text_config(), _examined(model)
     with torch.inference_mode():
         recorded = recorded_geometry(model, kinds, **_bounds(config, kinds))
@@ -93,7 +93,7 @@ def untried_geometry(model: Any) -> ModelGeometry:
 
 
 def _examined(model: Any) -> tuple[LayerKind, ...]:
-    """The kinds of the layers. Raises UnsupportedModel where configuration or signature rule the model out."""
+    """The kinds of the layers. Raises UnsupportedModel if configuration or signature rule the model out."""
     config = model.config.get_text_config()
     reason = _config_reason(config) or _interface_reason(model)
     if reason:
@@ -102,7 +102,7 @@ def _examined(model: Any) -> tuple[LayerKind, ...]:
 
 
 def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attention) -> str:
-    """What the trial of a model shows that rules it out; empty if nothing does."""
+    """The reason why the results of a trial rule the model out; empty if they do not."""
     difference = trial.served_difference(geometry, attention)
     if difference <= _MAX_DIFFERENCE:
         return ""
@@ -125,7 +125,7 @@ def _difference_reason(trial: Trial, geometry: ModelGeometry, attention: Attenti
 
 
 def _interface_reason(model: Any) -> str:
-    """Why the signature of the model's forward rules it out; empty if it does not."""
+    """The reason why the signature of the model's forward rules it out; empty if it does not."""
     takes = inspect.signature(model.forward).parameters
     if cache_keyword(model) is None:
         return "no key-value cache (its forward takes neither cache nor past_key_values)"
@@ -135,7 +135,8 @@ def _interface_reason(model: Any) -> str:
 
 
 def _layer_types(config: Any) -> list[str]:
-    """transformers' name of each layer's type. Without `layer_types` in the configuration, all layers have the same."""
+    """transformers' name of each layer's type. Without `layer_types` in the configuration, all layers have the same
+    type."""
     types = getattr(config, "layer_types", None)
     if types is not None:
         return [str(layer_type) for layer_type in types]
@@ -146,12 +147,12 @@ def _layer_types(config: Any) -> list[str]:
 
 
 def _window(config: Any) -> int:
-    """Tokens in the sliding window, the current one included; 0: no window is configured."""
+    """Tokens in the sliding window, including the current one; 0: no window is configured."""
     return int((getattr(config, "use_sliding_window", True) and getattr(config, "sliding_window", None)) or 0)
 
 
 def _bounds(config: Any, kinds: tuple[LayerKind, ...]) -> dict[str, int]:
-    """`window` and `chunk` of the geometry."""
+    """The fields `window` and `chunk` of the geometry."""
     return {
         "window": _window(config) if "window" in kinds else 0,
         "chunk": int(config.attention_chunk_size) if "chunked" in kinds else 0,
@@ -168,7 +169,7 @@ def _several_windows(config: Any) -> str:
 
 
 def _config_reason(config: Any) -> str:
-    """Why the configuration rules the model out; empty if it does not."""
+    """The reason why the configuration rules the model out; empty if it does not."""
     if getattr(config, "is_encoder_decoder", False):
         return "an encoder"
     varying = sorted({*(config.per_layer_attributes or ())} & _OF_ALL_LAYERS)

@@ -1,4 +1,4 @@
-"""From tokens to text, as they are generated: whole characters only, cut before a stop string."""
+"""Converts generated tokens to text, in complete characters only, and cuts the text before a stop string."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 _REPLACEMENT = "\ufffd"
-_MAX_HELD_TOKENS = 64  # a run without a whole character is no text; it is emitted with replacement characters
+_MAX_HELD_TOKENS = 64  # without a complete character; then they are emitted as replacement characters
 _MAX_CHARACTER_BYTES = 4
-_CONTEXT_TOKENS = 6  # a decoder may treat the first token of a sequence in its own way
+_CONTEXT_TOKENS = 6  # because a decoder may treat the first token of a sequence differently
 
 
 class TextDecoder(Protocol):
-    """Turns the tokens of one sequence into text. What it has returned never changes."""
+    """Converts the tokens of one sequence to text. Returned text never changes."""
 
     def push(self, token: int) -> str:
         """The text that `token` completes, without characters that later tokens may change."""
@@ -28,7 +28,8 @@ class TextDecoder(Protocol):
 
 
 class ByteDecoder:
-    """For tokens that are the bytes of UTF-8; those from 256 on are special, as `<|256|>`, or nothing."""
+    """A decoder of tokens that are bytes of UTF-8. Ids from 256 on are special: they decode to `<|256|>`, or to
+    nothing."""
 
     def __init__(self, skip_special: bool = True) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -44,9 +45,9 @@ class ByteDecoder:
 
 
 class TokenDecoder:
-    """The stream of `tokenizers`, with an end. `prompt`: its end is context for the first token.
+    """The `DecodeStream` of `tokenizers`, with an end. `prompt`: its last tokens are context for the first token.
 
-    `held`: tokens whose text ends in what may be an incomplete character.
+    `held`: tokens whose text may end in an incomplete character.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = (), skip_special: bool = True) -> None:
@@ -60,9 +61,9 @@ class TokenDecoder:
         try:
             text: str | None = self._stream.step(self._tokenizer, token)
         except Exception as error:
-            if "Invalid prefix" not in str(error):  # tokenizers has no class for it
+            if "Invalid prefix" not in str(error):  # tokenizers raises no special class
                 raise
-            return self._restarted()  # behind a broken character, a decoder may break the characters before it
+            return self._restarted()  # after a broken character, a decoder may change the characters before it
         if text is None:
             return self._restarted() if len(self._held) == _MAX_HELD_TOKENS else ""
         self._held.clear()
@@ -78,7 +79,7 @@ class TokenDecoder:
         return text
 
     def _context(self, prompt: Sequence[int]) -> list[int]:
-        """The end of the prompt, from the first byte of a character to the last byte of another; else nothing."""
+        """The last tokens of the prompt that begin and end at character boundaries; empty if there are none."""
         ends = (
             list(prompt[-num_tokens:]) for num_tokens in range(_CONTEXT_TOKENS, _CONTEXT_TOKENS + _MAX_CHARACTER_BYTES)
         )
@@ -89,9 +90,10 @@ class TokenDecoder:
 
 
 class StopMatcher:
-    """Cuts a text before the first of `stops` that is complete, however the text is divided into parts.
+    """Cuts a text before the first complete occurrence of one of `stops`, however the text is divided into pieces.
 
-    Of several that end at the same character the longest counts. Text that may be the start of a stop string is held.
+    If several end at the same character, the longest counts. Text that may be the beginning of a stop string is held
+    back.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -100,7 +102,7 @@ class StopMatcher:
         self.found = False
 
     def push(self, text: str) -> str:
-        """The text that is now known to stand before any stop string. Nothing after one was found."""
+        """The text that certainly precedes any stop string; empty after one was found."""
         if self.found or not self._stops:
             return "" if self.found else text
         text = self._held + text
@@ -115,11 +117,11 @@ class StopMatcher:
         return text[:cut]
 
     def finish(self) -> str:
-        """What is held, as the text has ended."""
+        """The held text, because the text has ended."""
         held, self._held = self._held, ""
         return held
 
 
 def _overlap(text: str, stop: str) -> int:
-    """The length of the longest end of `text` that is a proper start of `stop`."""
+    """The length of the longest suffix of `text` that is a proper prefix of `stop`."""
     return next((n for n in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:n])), 0)

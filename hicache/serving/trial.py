@@ -1,9 +1,9 @@
-"""A trial of a model: two sequences served over a small engine and compared with plain forwards of the model.
+"""A trial of a model: two sequences are served over a small engine and compared with plain forwards of the model.
 
-The trial runs the passes of `ModelRunner`, so it exercises the strides, masks and padding that requests will.
+The trial runs the passes of `ModelRunner`, so it exercises the same strides, masks and padding as requests.
 
-    short   7 tokens in chunks of one, several and one token; then decoded beside a chunk of the other, and in a batch
-            of two twice
+    short   7 tokens in chunks of one, several and one token; then decoded in a pass with a chunk of the other, and in a
+            batch of two twice
     long    longer than every bound in the configuration, in two chunks; then decoded in the same batches
 """
 
@@ -27,11 +27,11 @@ from hicache.serving.attention import Attention
 from hicache.serving.positions import position_limit
 from hicache.serving.runner import Chunk, ModelRunner
 
-_SHORT_ENDS = (1, 2, 6, 7)  # where the chunks of the short sequence end
+_SHORT_ENDS = (1, 2, 6, 7)  # ends of the chunks of the short sequence
 _NUM_DECODED = 3
-_MIN_LONG = 20  # tokens of the long sequence
-# A longer sliding window or chunk is replaced by a short one during the trial. Other bounds cannot be replaced and are
-# exceeded, up to `_MAX_BOUND` tokens.
+_MIN_LONG = 20  # minimum tokens of the long sequence
+# During the trial, a longer sliding window or chunk is replaced by a short one. Other bounds cannot be replaced, so the
+# long sequence exceeds them, up to `_MAX_BOUND` tokens.
 _MAX_WINDOW, _TRIAL_WINDOW = 64, 3
 _MAX_BOUND = 4096
 _BOUND = re.compile(r"window|chunk|block|local|keep|sparse|stride|span|topk")
@@ -40,7 +40,7 @@ _NO_BOUND = re.compile(r"^num_|^max_window_layers$|experts")
 
 @contextmanager
 def short_window(config: Any) -> Iterator[None]:
-    """Replace a sliding window and an attention chunk of more than 64 tokens by one of 3 inside the `with`."""
+    """Inside, a sliding window or attention chunk of more than 64 tokens is replaced by one of 3 tokens."""
     with ExitStack() as stack:
         for name in ("sliding_window", "attention_chunk_size"):
             size = getattr(config, name, None)
@@ -51,9 +51,9 @@ def short_window(config: Any) -> Iterator[None]:
 
 
 def trial_length(config: Any) -> int:
-    """Tokens of a sequence that exceeds every bound on what a layer attends to, as far as the positions allow.
+    """Tokens of a sequence that exceeds every limit of a layer's attention, as far as the model's positions allow.
 
-    To be called inside `short_window`. Raises UnsupportedModel if the sequence would be too long for a trial.
+    Call it inside `short_window`. Raises UnsupportedModel if the sequence would be too long for a trial.
     """
     bounds = {
         name: value
@@ -74,8 +74,8 @@ def trial_length(config: Any) -> int:
 
 
 class Trial:
-    """Compares passes of `model` with plain forwards, which it makes at once: of a short sequence and of a long one
-    with `num_tokens` tokens and a few more.
+    """Compares passes of `model` with plain forwards, which the constructor runs: of a short sequence, and of a long
+    one with a few more than `num_tokens` tokens.
 
     A difference is the maximum difference of logits, relative to their standard deviation.
     """
@@ -89,18 +89,18 @@ class Trial:
         self._plain = [plain_logits(model, tokens) for tokens in self._sequences]
 
     def lookahead_difference(self) -> float:
-        """How much later tokens change the logits of earlier ones."""
+        """Difference that later tokens cause in the logits of earlier ones."""
         long, half = self._sequences[1], len(self._sequences[1]) // 2
         return relative_difference(plain_logits(self._model, long[:half])[-1], self._plain[1][half - 1])
 
     def numbering_difference(self) -> float:
-        """How much explicit positions 0, 1, 2, ... change the logits."""
+        """Difference that explicit positions 0, 1, 2, ... cause in the logits."""
         short = self._sequences[0]
         ids = torch.arange(len(short), device=self._model.device)[None]
         return relative_difference(plain_logits(self._model, short, position_ids=ids)[-1], self._plain[0][-1])
 
     def served_difference(self, geometry: ModelGeometry, attention: Attention) -> float:
-        """How much the logits of the served sequences differ from those of plain forwards."""
+        """Difference between the logits of the served sequences and of plain forwards."""
         num_tokens = sum(len(tokens) for tokens in self._sequences)
         with _small_engine(self._model, geometry, num_tokens) as engine:
             runner = ModelRunner(self._model, engine, geometry, attention=attention, use_graphs=False)
@@ -108,14 +108,14 @@ class Trial:
         return max(relative_difference(logits, self._plain[i][position]) for i, position, logits in served)
 
     def _serve(self, runner: ModelRunner, engine: CacheEngine) -> list[tuple[int, int, torch.Tensor]]:
-        """(index of the sequence, position, logits) of every pass."""
+        """Serve both sequences. Returns (index of the sequence, position, logits) for each pass and sequence."""
         served: list[tuple[int, int, torch.Tensor]] = []
         long_end = len(self._sequences[1]) - _NUM_DECODED + 1
         ends = (_SHORT_ENDS, ((long_end + 1) // 2, long_end))
         leases = [engine.acquire(CacheRequest(str(i), self._sequences[i][: ends[i][-1]])) for i in (0, 1)]
 
         def run(*parts: tuple[int, int, int]) -> None:
-            """One pass over tokens [start, end) of sequences, given as (index, start, end)."""
+            """Run one pass over tokens [start, end) of sequences, given as (index, start, end)."""
             for i, _, end in parts:
                 if end > leases[i].length:
                     engine.extend(leases[i], end - leases[i].length)
@@ -150,7 +150,7 @@ def relative_difference(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 def _small_engine(model: Any, geometry: ModelGeometry, num_tokens: int) -> CacheEngine:
     """An engine with capacity for `num_tokens` in the model's dtype and no host or disk tier."""
-    num_tokens += 2 * (geometry.window + 1)  # the engine keeps this many free for windows
+    num_tokens += 2 * (geometry.window + 1)  # the engine keeps this number free for windows
     return build_engine(
         EngineConfig(
             device_tokens=num_tokens,

@@ -11,10 +11,10 @@ from hicache.serving.request_queue import RequestQueue, ScheduledRequest
 
 
 class WaitingRequests:
-    """Owned by the scheduler. A step in which nothing changes costs the same however many requests wait.
+    """Owned by the scheduler. The cost of a step without changes does not depend on the number of waiting requests.
 
     pending     its prefetch is not ready: only in `_requests`
-    ready       in `_queue`, by rank, and in `_looked_up`, the one that was looked up longest ago first
+    ready       in `_queue`, by rank, and in `_looked_up`, ordered by the time of the last look-up, oldest first
     """
 
     def __init__(self, order: ServingOrder) -> None:
@@ -32,13 +32,13 @@ class WaitingRequests:
             self._enter(req)
 
     def discard(self, req: ScheduledRequest) -> None:
-        """Remove a request; nothing happens if it does not wait."""
+        """Remove a request. Does nothing if it does not wait."""
         if self._requests.pop(req.request_id, None) is not None and req in self._looked_up:
             del self._looked_up[req]
             self._queue.discard(req)
 
     def update(self) -> None:
-        """Apply what prefetches have reported, and a new speed of prefill."""
+        """Apply changes that prefetches reported, and a changed prefill speed."""
         while self._changed:
             prefetch = self._changed.popleft()
             req = self._requests.get(prefetch.request_id)
@@ -54,17 +54,17 @@ class WaitingRequests:
             self._queue.sort()
 
     def next_to_look_up(self, num_commits: int) -> ScheduledRequest | None:
-        """The ready request that was looked up longest ago, if `num_commits` have been made since."""
+        """The ready request with the oldest look-up; None if it was looked up after `num_commits` commits."""
         req = next(iter(self._looked_up), None)
         return None if req is None or req.seen_commits >= num_commits else req
 
     def note_look_up(self, req: ScheduledRequest) -> None:
-        """The prefix of a ready request was looked up again."""
+        """Note that the prefix of a ready request was looked up again."""
         self._looked_up.move_to_end(req)
         self._queue.update(req)
 
     def __iter__(self) -> Iterator[ScheduledRequest]:
-        """The ready requests by rank; requests may be added and removed meanwhile."""
+        """Iterate over the ready requests by rank. Requests may be added and removed during the iteration."""
         return iter(self._queue)
 
     def _enter(self, req: ScheduledRequest) -> None:

@@ -1,7 +1,7 @@
-"""What a server does before its first request on CUDA: compile kernels, capture graphs and measure prefill.
+"""Prepares a server on CUDA before its first request: compiles kernels, captures graphs and measures prefill.
 
-Without it the first requests would wait for compilers, and `prefetch_mode=auto` would not know what computing costs.
-Nothing of it stays in the cache.
+Otherwise the first requests would wait for compilation, and `prefetch_mode=auto` would not know the cost of computing.
+The cache keeps nothing of it.
 """
 
 from __future__ import annotations
@@ -21,15 +21,13 @@ from hicache.tiers import SWA
 
 
 def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_running: int) -> None:
-    """Compute prompts of all powers of two, for which attention has kernels of its own, two chunks of one twice, the
-    second time to measure, and decode a batch of each graph's size.
+    """Compute prompts of all powers of two, because attention has different kernels for them. Then compute a prompt of
+    two chunks twice, the second time to measure, and decode a batch of each graph's size.
 
-    Prompts take at most half of the device tier's slots. To be called before any request is admitted.
+    Prompts take at most half of the device tier's slots. Call it before any request is admitted.
     """
     num_slots, windows = engine.pool.size, engine.inspect.context.by_name.get(SWA)
-    if isinstance(
-        windows, SlidingWindow
-    ):  # of which there may be fewer, and a prompt frees none before it is committed
+    if isinstance(windows, SlidingWindow):  # it may have fewer slots, and a prompt frees none before its commit
         num_slots = min(num_slots, windows.max_tokens)
     room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
     tokens = np.zeros(room, dtype=np.int64)
@@ -51,7 +49,7 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
 
 
 def _decode_batches(engine: CacheEngine, runner: ModelRunner, max_running: int) -> None:
-    """Decode as many requests as the device tier has slots and states for, in a batch of each graph's size."""
+    """Decode a batch of each graph's size, up to the requests that the device tier has slots and states for."""
     token, leases = np.zeros(1, dtype=np.int64), list[Lease]()
     try:
         with suppress(ResourceExhausted):

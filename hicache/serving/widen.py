@@ -1,8 +1,8 @@
 """Float32 arithmetic for a model with 16-bit weights, in the memory of one additional layer.
 
-Every 16-bit weight is a float32 number, so the widened model computes the same function without rounding between
-layers. A float32 copy of all weights may not fit in memory, so each decoder layer is widened before its forward and
-restored after it.
+Every 16-bit weight is also a float32 number, so the widened model computes the same function, but without 16-bit
+rounding between layers. A float32 copy of all weights may not fit in memory, so each decoder layer is widened before
+its forward and restored after it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,10 @@ from torch import nn
 
 @contextmanager
 def float32_weights(model: nn.Module) -> Iterator[None]:
-    """Make `model` compute in float32, without TF32, inside the `with`.
+    """Inside, `model` computes in float32 without TF32.
 
-    Tensors outside of lists of layers (embeddings, the head) are widened for the whole time, those of a layer during
-    its own forward. Afterwards the weights are the same tensors as before. The model must not be used elsewhere
-    meanwhile.
+    Tensors outside of lists of layers (embeddings, the head) are widened all the time, those of a layer only during its
+    own forward. Afterwards the model has its original tensors. No other code may use the model meanwhile.
     """
     outside, layers = _split(model)
     widened = _WidenedTensors(outside)

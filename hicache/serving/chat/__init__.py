@@ -1,1 +1,1 @@
-"""`hicache chat`: questions about files, and which tier had each prompt."""
+"""`hicache chat`: questions about files, with the tiers that each prompt's tokens came from."""

@@ -1,4 +1,4 @@
-"""`hicache chat`: ask about files, in a terminal or through a pipe. Loads no torch where the server runs elsewhere."""
+"""`hicache chat`: ask about files in a terminal or through a pipe. Imports no torch if the server runs elsewhere."""
 
 from __future__ import annotations
 
@@ -20,11 +20,12 @@ from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.loopback import is_loopback
 from hicache.serving.chat.conversation import Conversation, documents_of
 
-_TIMEOUT_S = 600.0  # until the next part of an answer: a long prompt takes a while to compute
+_TIMEOUT_S = 600.0  # until the next part of an answer, because a long prompt takes long to compute
 
 
 def run(flags: argparse.Namespace) -> int:
-    """Chat until the end of the input; returns 0. Answers go to stdout, all else to stderr. Raises HiCacheError."""
+    """Chat until the end of the input. Returns 0. Answers are written to stdout, notes to stderr. Raises
+    HiCacheError."""
     documents, notes = documents_of(flags.files), new_console(sys.stderr)
     interactive = sys.stdin is not None and sys.stdin.isatty()
     piped = "" if interactive or sys.stdin is None else sys.stdin.read().strip()
@@ -40,7 +41,7 @@ def run(flags: argparse.Namespace) -> int:
 
 
 def _client(server: str, key: str) -> openai.OpenAI:
-    """Raises ConfigError where the environment names a proxy that cannot be used."""
+    """The client of a server. Raises ConfigError if the environment names an unusable proxy."""
     try:
         through = openai.DefaultHttpxClient(trust_env=False) if is_loopback(server) else None
         return openai.OpenAI(
@@ -55,7 +56,7 @@ def _client(server: str, key: str) -> openai.OpenAI:
 
 @contextlib.contextmanager
 def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
-    """The address of the server that was named, or of one that is started."""
+    """The address of the server given by --url, or of a server started here."""
     if flags.url is None:
         server = importlib.import_module("hicache.serving.server.embedded")
         with server.embedded(flags, lambda line: _note(notes, line)) as url:
@@ -64,7 +65,7 @@ def _server(flags: argparse.Namespace, notes: Console) -> Iterator[str]:
         raise ConfigError("the server at --url has a model and settings of its own; leave --url or the others out")
     else:
         client = MetricsClient(flags.url)
-        client.read()  # it is a server of ours
+        client.read()  # raises unless it is a hicache server
         yield client.server
 
 
@@ -80,7 +81,7 @@ def _typed(notes: Console) -> Iterator[str]:
 
 
 def _answer(conversation: Conversation, question: str, notes: Console) -> None:
-    """Print the answer as it comes, and a line about its prompt."""
+    """Print the answer while it is generated, and a line about its prompt."""
     out, shown = new_console(), False
 
     def show(part: str) -> None:

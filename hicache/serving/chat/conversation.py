@@ -1,4 +1,4 @@
-"""One conversation with `hicache serve`: a question at a time, the answer as it is generated."""
+"""A conversation with `hicache serve`: questions one after another, with streamed answers."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from hicache.console import read_text
 from hicache.errors import ConfigError, HiCacheError, NoServer
 from hicache.serving.packaged_model import CHAT_FIELDS, NAME
 
-_MIN_TIMED_TOKENS = 512  # of a prompt whose time is that of its tokens, not of everything else
+_MIN_TIMED_TOKENS = 512  # of a prompt used to measure the prefill speed; shorter ones take mostly other time
 
 
 @dataclass
 class Conversation:
-    """`server`: its address, for messages. `documents`: what stands before the first question."""
+    """A conversation. `server`: its address, for messages. `documents`: text before the first question."""
 
     client: openai.OpenAI
     server: str
@@ -29,7 +29,8 @@ class Conversation:
     _tokens_per_s: float | None = None  # of the first prompt
 
     def ask(self, question: str, on_text: Callable[[str], object]) -> str:
-        """Hand the answer to `on_text` as it comes; returns a line about its prompt. Raises HiCacheError."""
+        """Ask a question, and pass the answer to `on_text` part by part. Returns a line about its prompt. Raises
+        HiCacheError."""
         if self.documents and not self._messages:
             question = f"{self.documents}\n\nQuestion: {question}"
         self._messages.append({"role": "user", "content": question})
@@ -44,7 +45,7 @@ class Conversation:
         return self._line(usage.prompt_tokens, cached, first_token_s)
 
     def _answer(self, on_text: Callable[[str], object]) -> tuple[str, float, Any]:
-        """The text, the seconds until its first token, and the usage that the server tells."""
+        """The text of an answer, the seconds until its first token, and the usage that the server reports."""
         begin_s, first_token_s, text, usage = time.perf_counter(), 0.0, "", None
         model = self.client.models.list().data[0].id
         more: Any = {"stream_options": {"include_usage": True}, **(CHAT_FIELDS if model == NAME else {})}
@@ -59,7 +60,7 @@ class Conversation:
         return text, first_token_s, usage
 
     def _line(self, prompt_tokens: int, cached: Mapping[str, int], first_token_s: float) -> str:
-        """Where the prompt's tokens came from, and the time that this saved."""
+        """A line with the tiers that the prompt's tokens came from, and the time that this saved."""
         sources = [f"{tokens:,} from {tier}" for tier, tokens in cached.items() if tokens]
         computed = f"{prompt_tokens - sum(cached.values()):,} computed"
         line = f"{prompt_tokens:,} prompt tokens: {', '.join([*sources, computed])}; first token {first_token_s:.2f} s"
@@ -71,7 +72,7 @@ class Conversation:
 
 
 def documents_of(files: Sequence[Path]) -> str:
-    """The files one after another, each under its name. Raises ConfigError where one is empty or no text."""
+    """The texts of the files, each below its name. Raises ConfigError if a file is empty or not text."""
     texts = {file: read_text(file).strip() for file in files}
     if empty := [str(file) for file, text in texts.items() if not text]:
         raise ConfigError(f"{empty[0]} is empty; give a file with text")
@@ -79,10 +80,10 @@ def documents_of(files: Sequence[Path]) -> str:
 
 
 def _as_own(error: openai.APIError, server: str) -> HiCacheError:
-    """The client library's error in words that say what would do."""
+    """The client library's error as a hicache error with a remedy."""
     if isinstance(error, openai.APIConnectionError):
         return NoServer(server, str(error.__cause__ or error))
-    # Without the status, which the client library puts before what the server says.
+    # Without the status that the client library puts before the server's message.
     told = error.body["message"] if isinstance(error.body, dict) and "message" in error.body else error.message
     if error.code == "context_length_exceeded":
         return ConfigError(f"{told}; give fewer or shorter files, or begin a new chat")

@@ -1,4 +1,4 @@
-"""The flags of `hicache chat`, apart from it, so that they show without the packages that it needs."""
+"""The flags of `hicache chat`, in a separate module, so that help does not need the packages of the command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hicache.serving.server.flags import add_server_flags
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of `hicache chat`: its own, and those of the server that it starts unless there is a URL."""
+    """Add the flags of `hicache chat`, and those of the server that it starts if --url is not given."""
     parser.add_argument("files", nargs="*", type=path_of, metavar="FILE", help="texts that the chat is about")
     parser.add_argument("--url", metavar="URL", help="address of a running server (default: one is started here)")
     parser.add_argument(
