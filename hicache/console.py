@@ -64,8 +64,7 @@ def printable(text: str) -> str:
     r"""`text` with non-printable characters replaced by escapes such as `\x1b` or `\ud800`.
 
     Replaced are control characters including line breaks, characters that change the direction of writing, and
-    characters
-    that cannot be encoded.
+    characters that cannot be encoded.
     """
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)
 

@@ -55,8 +55,8 @@ def _terms_in(note: bytes) -> tuple[float, float]:
 
 
 class ServerLoadPolicy(LoadPolicy):
-    """The policy of a server's loads from the disk. `abandoned`: counts waits for the disk that ended
-    because it did not answer in time."""
+    """The policy of a server's loads from the disk. `abandoned`: counts waits for the disk that ended because it did
+    not answer in time."""
 
     def __init__(self, cost: CostModel, metrics: Metrics) -> None:
         super().__init__(cost, metrics, "gate", "disk", _FAMILY)

@@ -22,8 +22,7 @@ from hicache.integrations.load_gate import ServerLoadPolicy
 from hicache.metrics import Metrics
 
 # Tokens that are timed together. The time of a step with fewer tokens is mostly kernel launches, and shows little of
-# long
-# prompts. The time of many steps together would not show the positions of their tokens.
+# long prompts. The time of many steps together would not show the positions of their tokens.
 _PASS_TOKENS = 2048
 # A working disk completes a part of a load, some chunks of a few MB, within a tenth of this even at 0.3 GB/s.
 _SILENT_S = 1.0

@@ -19,8 +19,7 @@ from dataclasses import dataclass, field
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 
 # Maximum reads of a chunk for one request. A policy that does not know of waiting requests may evict the chunk after
-# each
-# read and before its use. After this many reads its tokens are computed.
+# each read and before its use. After this many reads its tokens are computed.
 MAX_READS = 2
 
 
