@@ -95,14 +95,14 @@ _COMMANDS = {
         "hicache.serving.chat.command",
         "a chat about files in the terminal, with the tiers that each prompt came from",
         "Ask a model about files, in a terminal or through a pipe. A server is started for it, unless --url names one. "
-        "Under each answer stands which tier had the tokens of its prompt, and what that saved.",
+        "Below each answer, a line shows the tiers that its prompt came from, and the time saved.",
         "hicache.serving.chat.flags",
         ("--url", "--max-tokens", *_FIRST_OF_SERVER, *_FIRST_OF_ENGINE),
     ),
     "plan": _Command(
         "hicache.planning.command",
         "what the tiers hold for a model and a GPU, when loading pays, and the settings to start with",
-        "Plan the tiers of a model: bytes per token, tokens per tier, time to load beside time to compute, the hit "
+        "Plan the tiers of a model: bytes per token, tokens per tier, time to load and time to compute, the hit "
         "rate of a trace, and the flags of `hicache serve`. Reads the model's configuration and none of its weights.",
     ),
     "top": _Command(
@@ -125,7 +125,7 @@ _COMMANDS = {
     "bench": _Command(
         "hicache.bench.command",
         "benchmarks: list, run, compare",
-        "Measure this machine beside its own ceilings, and compare two results.",
+        "Measure this machine, compare it with its own limits, and compare two results.",
     ),
     "config": _Command(
         "hicache.cli.config",

@@ -77,7 +77,7 @@ class AdvancedConfig:
     ] = 1.0
     disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, MAX_S, unit="seconds")] = 300.0
     kv_events_queue_blocks: Annotated[
-        int, Whole("KV events of more blocks than this wait for nobody: they are dropped and counted", 1, unit="blocks")
+        int, Whole("maximum blocks of queued KV events; further events are dropped and counted", 1, unit="blocks")
     ] = 65536
 
     def __post_init__(self) -> None:
@@ -117,7 +117,7 @@ class EngineConfig:
     host_bytes: Annotated[
         int | Auto | Free,
         Size(
-            "CPU memory of the host tier, like 8GiB; free: what is free, less an eighth; 0: no host tier",
+            "CPU memory of the host tier, like 8GiB; free: the free memory, less an eighth; 0: no host tier",
             word="free",
             computed_from="twice the device tier, half of the available memory, and 32 GiB where it is pinned for CUDA",
         ),
@@ -143,7 +143,7 @@ class EngineConfig:
     kv_packing: Annotated[
         KvPacking,
         Packing(
-            "bits for an exponent in host pages of bfloat16, which get a fourth smaller; auto: 4 on CUDA",
+            "lossless packing of bfloat16 host pages, which saves a quarter: bits per exponent; auto: 4 on CUDA",
             get_args(KvPacking),
         ),
     ] = "auto"
@@ -151,14 +151,14 @@ class EngineConfig:
         str,
         Text(
             "when pages are backed up to the host: write_through, write_back, exclusive",
-            computed_from="the tiers: exclusive where a host has no store below it, else write_through",
+            computed_from="the tiers: exclusive if the host has no store below it, else write_through",
         ),
     ] = "auto"
     prefetch_mode: Annotated[
         PrefetchMode,
         Choice(
-            "whether requests wait for the disk; auto: where computing costs all requests more, and alone they are "
-            "computed meanwhile",
+            "whether requests wait for the disk; auto: if computing would delay all requests together more; a request "
+            "that delays no other is computed meanwhile",
             get_args(PrefetchMode),
         ),
     ] = "auto"
@@ -166,12 +166,12 @@ class EngineConfig:
         float, Number("maximum wait under prefetch_mode=timeout", 0, MAX_S, unit="seconds", has_flag=False)
     ] = 1.0
     prefetch_host_share: Annotated[
-        float, Share("maximum share of the host tier that waits for requests to be admitted", has_flag=False)
+        float, Share("maximum share of the host tier for pages of requests not admitted yet", has_flag=False)
     ] = 0.5
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "speed of prefill, which loads and waits are weighed against; 0: all is loaded",
+            "prefill speed, with which the time of loads and waits is compared; 0: always load",
             unit="tokens/second",
             computed_from="passes that are timed while serving",
         ),
@@ -179,7 +179,10 @@ class EngineConfig:
     eviction_policy: Annotated[str, Text("eviction order: auto, lru, lfu, fifo, mru, filo, priority, slru")] = "auto"
     host_eviction_policy: Annotated[
         str,
-        Text("that of the host; empty: eviction_policy, but lru for auto under write_policy=exclusive", has_flag=False),
+        Text(
+            "eviction order of the host; empty: eviction_policy, but lru for auto under write_policy=exclusive",
+            has_flag=False,
+        ),
     ] = ""
     window_tokens: Annotated[
         int,
@@ -225,11 +228,11 @@ class EngineConfig:
     model_id: Annotated[str, Text("name or digest of the weights, part of every page's identity", has_flag=False)] = ""
     salt: Annotated[str, Text("only engines with the same salt share pages")] = ""
     kv_events: Annotated[
-        str, Address("where KV events go: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: nowhere", EVENTS)
+        str, Address("address of KV events: file:PATH, tcp://*:5557, connect:tcp://router:5557; empty: none", EVENTS)
     ] = ""
     kv_events_topic: Annotated[str, Text("ZeroMQ topic of KV events")] = ""
     kv_events_replay: Annotated[
-        str, Address("where KV events that a subscriber missed are asked for, like tcp://*:5558", ("tcp://", "ipc://"))
+        str, Address("address where subscribers request missed KV events, like tcp://*:5558", ("tcp://", "ipc://"))
     ] = ""
     disk: DiskConfig | None = None
     remote: RemoteConfig | None = None

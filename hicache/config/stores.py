@@ -55,7 +55,7 @@ class DiskConfig:
     write_budget: Annotated[
         int | Auto,
         Size(
-            "bytes a second that may be written, like 40MB, of which 30 seconds may be written at once",
+            "maximum mean bytes per second of writes, like 40MB; a burst may have 30 seconds of it",
             1,
             computed_from="half of what the store was measured to write",
         ),

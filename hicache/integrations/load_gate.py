@@ -60,7 +60,7 @@ class ServerLoadPolicy(LoadPolicy):
 
     def __init__(self, cost: CostModel, metrics: Metrics) -> None:
         super().__init__(cost, metrics, "gate", "disk", _FAMILY)
-        what = "waits for the disk that ended, since it brought nothing for longer than computing takes"
+        what = "waits for the disk that ended, because no data came for longer than computing takes"
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 
     def abandon(self) -> None:

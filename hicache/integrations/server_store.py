@@ -57,12 +57,12 @@ class ServerStoreConfig:
     durability: Annotated[Durability, DURABILITY] = "relaxed"
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
-    salt: Annotated[str, Text("isolates those who share a path: pages of another salt are never served")] = ""
+    salt: Annotated[str, Text("isolates servers that share a path: pages of another salt are never served")] = ""
     readers: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(
-            "speed of prefill, which loads are weighed against; 0: all is loaded",
+            "prefill speed, with which the time of loads is compared; 0: always load",
             unit="tokens/second",
             computed_from="prompts that are timed while serving",
         ),

@@ -75,7 +75,7 @@ class EventPublisher:
         self._ends = False
         self._next_sequence = 0
         self._thread: threading.Thread | None = None
-        self._dropped = metrics.counter("kv_events.dropped_batches", "batches of KV events that found no room")
+        self._dropped = metrics.counter("kv_events.dropped_batches", "batches of KV events dropped from a full queue")
         self._failed = metrics.counter(
             "kv_events.failed_batches", "batches of KV events that were not written or replayed"
         )

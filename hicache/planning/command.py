@@ -99,18 +99,27 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help=f"a transformers config.json, a folder with one, or one of {', '.join(PRESETS)}",
     )
-    parser.add_argument("--gpu", required=True, help=f"its memory, like 80GiB, or one of {', '.join(GPUS)}")
+    parser.add_argument("--gpu", required=True, help=f"one of {', '.join(GPUS)}; or the memory of a GPU, like 80GiB")
     parser.add_argument("--gpus", type=_COUNT, default=1, help="GPUs that share the model's weights (default 1)")
     parser.add_argument(
-        "--host-memory", type=_SIZE, metavar="SIZE", help="of the host tier; 0: none (default: as the engine chooses)"
+        "--host-memory",
+        type=_SIZE,
+        metavar="SIZE",
+        help="size of the host tier; 0: none (default: chosen by the engine)",
     )
-    parser.add_argument("--disk", type=_SIZE, default=0, metavar="SIZE", help="of the disk tier (default: none)")
+    parser.add_argument("--disk", type=_SIZE, default=0, metavar="SIZE", help="size of the disk tier (default: none)")
     parser.add_argument("--disk-path", default=Wanted.disk_path, metavar="PATH", help="directory of the disk tier")
     parser.add_argument(
-        "--dtype", type=as_flag(_ENGINE["dtype"]), default="auto", help="of keys and values (default: the model's)"
+        "--dtype",
+        type=as_flag(_ENGINE["dtype"]),
+        default="auto",
+        help="dtype of keys and values (default: the model's)",
     )
     parser.add_argument(
-        "--trace", type=path_flag, metavar="FILE", help="requests whose hit rate to expect, as `hicache replay` reads"
+        "--trace",
+        type=path_flag,
+        metavar="FILE",
+        help="trace of requests whose hit rates to compute, as `hicache replay` reads",
     )
     add_trace_flags(parser)
     parser.add_argument("--policy", default=EngineConfig.eviction_policy, help="eviction order of that replay")
@@ -119,9 +128,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     serving.add_argument("--max-running", type=_COUNT, default=Wanted.max_running, help="default 32")
     serving.add_argument("--chunk-tokens", type=as_flag(Tokens("")), default=Wanted.chunk_tokens, help="default 8192")
     serving.add_argument("--max-context-len", type=as_flag(_ENGINE["max_context_len"]), help="longest sequence")
-    rates = parser.add_argument_group("in place of what is known or assumed")
-    rates.add_argument("--weight-bytes", type=_POSITIVE, metavar="SIZE", help="of all weights")
-    rates.add_argument("--workspace", type=_SIZE, metavar="SIZE", help="of each GPU, for all but weights and pools")
+    rates = parser.add_argument_group("rates that replace known or assumed ones")
+    rates.add_argument("--weight-bytes", type=_POSITIVE, metavar="SIZE", help="bytes of all weights")
+    rates.add_argument(
+        "--workspace", type=_SIZE, metavar="SIZE", help="of each GPU, for everything except weights and pools"
+    )
     rates.add_argument("--gpu-tflops", type=as_flag(Number("", 1e-3)), help="dense TFLOP/s of a GPU in bfloat16")
     rates.add_argument("--gpu-bandwidth", type=_RATE, metavar="SIZE", help="bytes per second of a GPU's memory")
     rates.add_argument("--link-rate", type=_RATE, metavar="SIZE", help="bytes per second from the host to a GPU")
@@ -130,7 +141,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     )
     rates.add_argument(
         "--compute-share", type=as_flag(Number("", 1e-6, 1)), default=COMPUTE_SHARE,
-        help=f"of a GPU's FLOP/s that prefill reaches (default {COMPUTE_SHARE})",
+        help=f"share of a GPU's FLOP/s that prefill reaches (default {COMPUTE_SHARE})",
     )  # fmt: skip
 
 

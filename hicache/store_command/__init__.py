@@ -20,10 +20,10 @@ from hicache.store_command.reporting import LogCapture, Steps
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the subcommands of `hicache store` with their flags."""
     subparsers = parser.add_subparsers(dest="verb", metavar="COMMAND", required=True)
-    _add(subparsers, commands.stat, "stat", "what a store holds; of one that is open, what its record says")
+    _add(subparsers, commands.stat, "stat", "contents of a store; of an open one, its record only")
 
     listing = _add(subparsers, commands.ls, "ls", "keys, sizes and codecs in use order")
-    limit = Whole("list at most so many pages; without it, all", minimum=1)
+    limit = Whole("maximum pages to list (default: all)", minimum=1)
     listing.add_argument("--limit", type=as_flag(limit), metavar="N", help=limit.help)
     listing.add_argument("--newest", action="store_true", help="most recently used first (default: least recently)")
     _takes_key(listing)
@@ -41,8 +41,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     evicting.add_argument("--to", type=as_flag(size), required=True, metavar="SIZE", help=size.help)
     _takes_key(evicting)
 
-    pruning = _add(subparsers, commands.prune_stores, "prune", "remove whole stores of a path that nobody has open")
-    days = Whole("those that no engine has used for so many days; 0: all", minimum=0, maximum=36500)
+    pruning = _add(
+        subparsers, commands.prune_stores, "prune", "remove complete stores of a path that no process has open"
+    )
+    days = Whole("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
     pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
 
     help = "serve a store to the engines and servers of this machine, until SIGTERM"

@@ -24,38 +24,38 @@ JOB_PAGES = 8
 
 _PROCESS_METRICS: dict[str, tuple[MetricType, str]] = {
     "process_state": ("gauge", "the store process: 0 open, 1 opening its store, 2 lost"),
-    "process_failures": ("counter", "times that the store process ended, or said nothing for too long"),
-    "failed_touches": ("counter", "uses that the store was not told of"),
+    "process_failures": ("counter", "times that the store process ended, or did not answer for too long"),
+    "failed_touches": ("counter", "uses of pages that were not reported to the store"),
     "used_ratio": ("gauge", "file_bytes over budget_bytes"),
     "drive_writes_per_day": ("gauge", "put_stored_bytes over drive_bytes, of a day, since the store was opened"),
 }
 # By field of `StoreStats`: name of the metric, its type and its help text.
 _STORE_METRICS: dict[str, tuple[str, MetricType, str]] = {
     "entries": ("stored_pages", "gauge", "pages in the store: of tokens, windows and states"),
-    "live_bytes": ("live_bytes", "gauge", "their bytes as stored"),
-    "raw_bytes": ("raw_bytes", "gauge", "their bytes before compression"),
+    "live_bytes": ("live_bytes", "gauge", "bytes of the stored pages after compression"),
+    "raw_bytes": ("raw_bytes", "gauge", "bytes of the stored pages before compression"),
     "file_bytes": ("file_bytes", "gauge", "disk space of the store's files"),
-    "budget_bytes": ("budget_bytes", "gauge", "what the files may take"),
-    "drive_bytes": ("drive_bytes", "gauge", "size of the file system that has them; 0: not known"),
-    "hits": ("hit_pages", "counter", "pages that the store was asked for and gave back verified"),
-    "misses": ("missed_pages", "counter", "pages that the store was asked for and did not hold"),
+    "budget_bytes": ("budget_bytes", "gauge", "maximum disk space of the store's files"),
+    "drive_bytes": ("drive_bytes", "gauge", "size of the file system of these files; 0: unknown"),
+    "hits": ("hit_pages", "counter", "requested pages that the store returned, verified"),
+    "misses": ("missed_pages", "counter", "requested pages that the store did not hold"),
     "puts": ("put_pages", "counter", "pages written to the store"),
-    "put_bytes_raw": ("put_raw_bytes", "counter", "their bytes before compression"),
-    "put_bytes_stored": ("put_stored_bytes", "counter", "their bytes as stored"),
+    "put_bytes_raw": ("put_raw_bytes", "counter", "bytes of the pages written, before compression"),
+    "put_bytes_stored": ("put_stored_bytes", "counter", "bytes of the pages written, after compression"),
     "evicted": ("evicted_pages", "counter", "pages evicted from the store to keep its budget"),
     "corrupt": ("corrupt_pages", "counter", "pages that did not verify and were deleted"),
-    "read_errors": ("read_errors", "counter", "reads that the medium failed"),
-    "write_errors": ("write_errors", "counter", "writes that the medium failed"),
-    "read_only": ("read_only_flag", "gauge", "1 while the store takes no pages, after a write failed"),
+    "read_errors": ("read_errors", "counter", "reads that failed on the medium"),
+    "write_errors": ("write_errors", "counter", "writes that failed on the medium"),
+    "read_only": ("read_only_flag", "gauge", "1 while the store accepts no pages, after a write failed"),
 }
 _QUEUE_METRICS: dict[str, tuple[MetricType, str]] = {
     "state": ("gauge", "the breaker of reads or writes: 0 closed, 1 half open, 2 open"),
     "opens": ("counter", "times that the breaker opened"),
-    "failures": ("counter", "calls that the store failed"),
-    "refused_jobs": ("counter", "jobs for which the store was not asked, because the breaker was open"),
-    "stalled_jobs": ("counter", "jobs under way for longer than the tier's I/O timeout"),
+    "failures": ("counter", "calls of the store that failed"),
+    "refused_jobs": ("counter", "jobs refused without calling the store, because the breaker was open"),
+    "stalled_jobs": ("counter", "jobs in flight for longer than the tier's I/O timeout"),
     "queued_jobs": ("gauge", "jobs that wait for a thread"),
-    "queued_bytes": ("gauge", "bytes of their pages"),
+    "queued_bytes": ("gauge", "bytes of the pages of queued jobs"),
 }
 assert tuple(_QUEUE_METRICS) == QUEUE_NUMBERS
 

@@ -39,15 +39,15 @@ class OffloadingSettings:
 
     cpu_bytes_to_use: Annotated[
         int | Free,
-        Size("CPU memory of all workers, like 64GB; free: what is free, less an eighth", _MIN_BYTES, word="free"),
+        Size("CPU memory of all workers, like 64GB; free: the free memory, less an eighth", _MIN_BYTES, word="free"),
     ]
     disk: ServerStoreConfig | None = None
-    eviction_policy: Annotated[str, Choice("what leaves the CPU tier first", tuple(POLICIES))] = "lru"
+    eviction_policy: Annotated[str, Choice("eviction order of the CPU tier", tuple(POLICIES))] = "lru"
     kv_packing: Annotated[
         KvPacking,
         Packing(
-            "bits for an exponent in chunks of bfloat16 in the CPU tier and on disk, which get a fourth smaller; "
-            "auto: 4 on CUDA, where the cache permits it",
+            "lossless packing of bfloat16 chunks in the CPU tier and on disk, which saves a quarter: bits per "
+            "exponent; auto: 4 on CUDA, if the cache permits it",
             get_args(KvPacking),
         ),
     ] = "auto"

@@ -42,7 +42,9 @@ def metric_definitions() -> dict[str, OffloadingMetricMetadata]:
 
 
 def dropped_jobs(metrics: Metrics) -> Counter:
-    return metrics.counter("disk.dropped_jobs", "jobs of stores that the tier did not take, since too much waits")
+    return metrics.counter(
+        "disk.dropped_jobs", "jobs of stores that the tier refused, mostly because too many bytes wait"
+    )
 
 
 def misfit_pages(metrics: Metrics) -> Counter:

@@ -42,36 +42,38 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
     server.add_argument(
         "--served-model-name", nargs="+", metavar="NAME",
-        help="what clients call the model, by the first name or any other (default: its directory)",
+        help="names by which clients may request the model (default: its directory)",
     )  # fmt: skip
-    server.add_argument("--max-queued", type=_COUNT, default=256, help="prompts that wait; more get 429 (default 256)")
+    server.add_argument(
+        "--max-queued", type=_COUNT, default=256, help="maximum waiting prompts; more get 429 (default 256)"
+    )
     server.add_argument(
         "--request-timeout-s", type=_TIMEOUT_S, default=600.0, metavar="SECONDS",
         help="longest time of a request, from its arrival to its last token (default 600)",
     )  # fmt: skip
     server.add_argument(
         "--grace-s", type=_SECONDS, default=20.0, metavar="SECONDS",
-        help="on SIGTERM, how long running requests may take to finish; below the time after which an orchestrator "
-        "kills: 30 by Kubernetes, 10 by docker stop (default 20)",
+        help="time that running requests may take to finish after SIGTERM; choose less than the orchestrator's kill "
+        "timeout: 30 for Kubernetes, 10 for docker stop (default 20)",
     )  # fmt: skip
     server.add_argument(
         "--max-connections", type=_COUNT, default=1024,
-        help="connections, at most half of the files that may be open (default 1024)",
+        help="maximum connections, limited to half of the open files allowed (default 1024)",
     )  # fmt: skip
     server.add_argument(
         "--keep-alive-s", type=_TIMEOUT_S, default=120.0, metavar="SECONDS",
-        help="how long a connection may be idle after a response; longer than proxies and clients keep theirs "
+        help="time that a connection may be idle after a response; choose more than proxies and clients do "
         "(default 120)",
     )  # fmt: skip
     server.add_argument(
         "--max-body-bytes",
         type=_BYTES,
         metavar="SIZE",
-        help="larger bodies get 413 (default: what the context can use, at most 16MiB)",
+        help="maximum body; larger ones get 413 (default: by the longest context, at most 16MiB)",
     )
     server.add_argument(
         "--log-level", choices=LEVELS, default="info",
-        help="what is logged at least; debug has probes and scrapes too (default info)",
+        help="lowest level that is logged; debug includes probes and scrapes (default info)",
     )  # fmt: skip
     server.add_argument(
         "--record", type=path_of, metavar="FILE", help="write a trace of the requests for hicache replay"
@@ -87,21 +89,21 @@ def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     )
     running.add_argument(
         "--priority-level-s", type=_SECONDS, default=15.0, metavar="SECONDS",
-        help="waiting that a level of a request's priority is worth; 0: priority is ignored (default 15)",
+        help="waiting that one level of priority is worth; 0: ignore priority (default 15)",
     )  # fmt: skip
     running.add_argument(
         "--max-overtake-s", type=_SECONDS, default=15.0, metavar="SECONDS",
-        help="requests with less left to compute may go before those submitted so much earlier; 0: first come, first "
-        "served (default 15)",
+        help="requests with less left to compute may overtake requests submitted up to this much earlier; 0: first "
+        "come, first served (default 15)",
     )  # fmt: skip
     running.add_argument("--chunk-tokens", type=_COUNT, default=8192, help="tokens of one forward pass (default 8192)")
     running.add_argument(
         "--max-pass-s", type=_SECONDS, default=0.5, metavar="SECONDS",
-        help="longest forward pass over prompts beside others that get tokens, four times as long alone: on a slow "
-        "device it has fewer than --chunk-tokens; 0: without a bound (default 0.5)",
+        help="maximum time of a forward pass over prompts while other requests decode, else four times that; on a slow "
+        "device a pass then has fewer than --chunk-tokens; 0: no limit (default 0.5)",
     )  # fmt: skip
     running.add_argument(
         "--attention", choices=("auto", *get_args(Kernels)), default="auto",
-        help="triton: in place over the pool's slots; torch: over gathered keys (default: triton on CUDA where it can)",
+        help="triton: reads the pool's slots in place; torch: over gathered keys (default: triton on CUDA if possible)",
     )  # fmt: skip
     running.add_argument("--compile", action="store_true", help="let torch.compile fuse decoding on CUDA")

@@ -34,7 +34,7 @@ class ServerMetrics:
         self.about = {"version": metadata.version("hicache"), "model": model_name}
         Info("hicache", "Version of the server, and the model that it serves", registry=registry).info(self.about)
         self.requests = Counter(
-            "hicache_requests", f"Prompts by how they ended: {', '.join(_OUTCOMES)}", ["outcome"], registry=registry
+            "hicache_requests", f"Ended prompts by outcome: {', '.join(_OUTCOMES)}", ["outcome"], registry=registry
         )
         for outcome in _OUTCOMES:
             self.requests.labels(outcome)  # starts at 0, so that a rate shows the first error of a server
@@ -43,11 +43,11 @@ class ServerMetrics:
             "hicache_prompt_tokens", "Tokens of admitted prompts that have ended", registry=registry
         )
         self.cached_tokens = Counter(
-            "hicache_cached_tokens", "Of these, tokens that a tier had", ["tier"], registry=registry
+            "hicache_cached_tokens", "Tokens of these prompts that were hits in a tier", ["tier"], registry=registry
         )
         self.saved_s = Counter(
             "hicache_saved_prefill_seconds",
-            "What computing these would have taken, by the measured speed of prefill",
+            "Seconds that computing these hits would have taken, by the measured prefill speed",
             ["tier"],
             registry=registry,
         )
