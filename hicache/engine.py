@@ -603,7 +603,7 @@ class CacheEngine:
             if was_running:
                 store_promised(self._context, self._backup, self._persists, self._settle)
         except InvariantError:
-            log.warning("closed while something was counted as under way that never ends; was a call interrupted?")
+            log.warning("closed while a copy was counted as in flight that never ends; was a call interrupted?")
 
     def _forget(self, request_id: str) -> None:
         """End the expectation, the kept page keys and the prefetch of a request that waits no more."""

@@ -62,8 +62,8 @@ def weights_digest(
         digests = _digests(folder, files, clock)
     except OSError as error:
         raise ConfigError(
-            f"{error.filename or folder}: {error.strerror}; make it readable or remove it, for pages of other weights "
-            f"could be served where these are not known"
+            f"{error.filename or folder}: {error.strerror}; make it readable or remove it; otherwise "
+            f"pages of other weights could be served"
         ) from error
     whole = hashlib.sha256()
     for name, (num_bytes, *_, digest) in sorted(digests.items()):

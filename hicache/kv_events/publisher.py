@@ -139,8 +139,8 @@ class EventPublisher:
     def _drop(self, batch: EventBatch) -> None:
         if not self._dropped.value:
             log.warning(
-                "KV events: batch %d was dropped, for whoever reads them is too slow; raise advanced "
-                "kv_events_queue_blocks=%d. Further ones are counted (kv_events.dropped_batches)",
+                "KV events: batch %d was dropped, because subscribers are too slow; raise advanced "
+                "kv_events_queue_blocks=%d. Further drops are counted (kv_events.dropped_batches)",
                 batch.sequence,
                 self._queue_blocks,
             )

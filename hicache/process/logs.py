@@ -115,7 +115,7 @@ class LineWriter(logging.Handler):
 
     def _tell_dropped(self, wait_s: float) -> None:
         if self._num_dropped:
-            told = _warning(f"{self._num_dropped} lines were dropped, for nobody read them")
+            told = _warning(f"{self._num_dropped} lines were dropped, because stderr was not read")
             self._lines.put(self._line(told), block=bool(wait_s), timeout=wait_s or None)
             self._num_dropped = 0
 

@@ -51,7 +51,7 @@ def downloaded(name: str, say: Callable[[str], object]) -> str:
     try:
         return str(snapshot_download(name, **_FILES))
     except OSError as error:
-        raise ConfigError(f"model {name}: the download failed: {_reason(error)}; what has come is kept") from error
+        raise ConfigError(f"model {name}: the download failed: {_reason(error)}; downloaded files are kept") from error
 
 
 def _cached(name: str) -> str | None:

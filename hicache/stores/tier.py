@@ -104,8 +104,8 @@ class StoreTier(StoreClient):
         return super().close(self._limits.close_s if within_s is None else within_s)
 
     def abandon(self, within_s: float) -> None:
-        """Close the store, or kill its process. No acknowledged write is lost. For an engine that ends without
-        `close`."""
+        """Close the store; if that takes longer than `within_s`, end its process. No acknowledged write is lost. For an
+        engine that ends without `close`."""
         if not self.close(within_s):
             self.end()
 

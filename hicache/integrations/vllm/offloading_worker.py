@@ -67,7 +67,7 @@ class ChunkRows:
         except OutOfMemory as error:
             if is_shared:
                 raise OutOfMemory(f"{error}; {_CANNOT_SHARE}") from None
-            log.warning("%s. This worker takes as much memory of its own instead", error)
+            log.warning("%s. This worker allocates private memory of the same size instead", error)
             self.host = allocate_pinned(len(rows), cpu_page_bytes, setting="cpu_bytes_to_use", registry=registry)
             self._is_private = True
 

@@ -56,8 +56,8 @@ class Misfits:
         if not self._is_told and are_too_many(self.misfits, self.stored):
             self._is_told = True
             log.warning(
-                "%d of %d chunks do not fit their packed size: the worker keeps a part of each beside "
-                "cpu_bytes_to_use, and the disk gets none of them; set kv_packing to off",
+                "%d of %d chunks do not fit their packed size: the worker keeps a part of each in memory in "
+                "addition to cpu_bytes_to_use, and none of them is stored on disk; set kv_packing to off",
                 self.misfits,
                 self.stored,
             )

@@ -367,7 +367,7 @@ def _descriptor_of(rows: PageBuffer, spec: OffloadingSpec) -> int:
     mapped it when vLLM starts the scheduler. Raises StoreError if a store process could not map it."""
     descriptor = descriptor_of(rows.reshape(-1))
     if descriptor is None:
-        raise StoreError("vLLM's CPU tier is not one open file of this process that a store process could map too")
+        raise StoreError("a store process cannot map vLLM's CPU tier: it is not one open file of this process")
     if not isinstance(spec, HiCacheOffloadingSpec):
         remove_names(name_of(rows.reshape(-1)))
     return descriptor

@@ -146,7 +146,7 @@ class Connection(H11Protocol):
         if not self._limits.is_reached:
             self._limits.is_reached = True
             log.warning(
-                "%d connections are open; for each new one another is closed that waits for a request. Raise "
-                "--max-connections, and the limit of open files to twice as many",
+                "%d connections are open; each new one closes another that waits for a request. Raise "
+                "--max-connections, and the limit of open files to twice that number",
                 self._limits.max_connections,
             )

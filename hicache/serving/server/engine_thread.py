@@ -154,7 +154,7 @@ class EngineThread:
             try:
                 self._engine.flush()
             except NotStored as error:
-                log.warning("the tiers are emptied all the same: %s", error)
+                log.warning("the tiers are reset although pages are not stored: %s", error)
         if done.set_running_or_notify_cancel():
             done.set_result(self._engine.reset(tiers))
 

@@ -200,8 +200,8 @@ class Frontend:
             num = sum(len(prompt.tokens) for prompt in prompts) * (body.num_logprobs + 1) * (body.n or 1)
             if num > _MAX_PROMPT_LOGPROBS:
                 raise invalid(
-                    f"{num} log probabilities of prompts were asked for, at most {_MAX_PROMPT_LOGPROBS} are told; ask "
-                    "for less with each token, or with fewer or shorter prompts",
+                    f"{num} log probabilities of prompts were requested, at most {_MAX_PROMPT_LOGPROBS} are "
+                    "returned; request fewer for each token, or send fewer or shorter prompts",
                     "logprobs",
                 )
         if any((body.min_tokens or 0) > prompt.max_new_tokens for prompt in prompts):

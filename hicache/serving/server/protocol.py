@@ -127,11 +127,14 @@ class GenerationBody(Body):
         Annotated[int, Field(ge=-_MAX_PRIORITY, le=_MAX_PRIORITY, description="as in vLLM: lower is earlier")] | None
     ) = None
     expected_reuse: (
-        Annotated[int, Field(ge=1, le=_MAX_TOKENS, description="how often it will be asked again")] | None
+        Annotated[int, Field(ge=1, le=_MAX_TOKENS, description="how often the prompt will be used again")] | None
     ) = None
-    session_end: Annotated[bool, Field(description="nobody will go on from this prompt and its answer")] | None = None
+    session_end: Annotated[bool, Field(description="no prompt will continue this one and its answer")] | None = None
     next_turn_within_s: (
-        Annotated[float, Field(ge=0, le=MAX_NEXT_TURN_S, description="when a prompt that goes on is expected")] | None
+        Annotated[
+            float, Field(ge=0, le=MAX_NEXT_TURN_S, description="seconds until a prompt that continues it is expected")
+        ]
+        | None
     ) = None
 
     @field_validator("session_end")

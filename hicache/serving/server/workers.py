@@ -63,9 +63,9 @@ class PromptWorkers:
             # On a thread, because starting the fork server takes seconds.
             return await asyncio.wrap_future(await loop.run_in_executor(None, self._submit, kind, raw))
         except BrokenProcessPool:
-            log.error("a process ended while it made prompts of bodies")
+            log.error("a process ended while it tokenized request bodies")
         except _Defect as defect:
-            log.error("a body could not be made a prompt", extra={"fields": defect.args[0]})
+            log.error("a request body could not be tokenized", extra={"fields": defect.args[0]})
         raise internal_error()
 
     def close(self) -> None:
