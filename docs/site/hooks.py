@@ -1,11 +1,11 @@
-"""What mkdocs does to build the site beside reading docs/: the reference, lists of pages, files outside of docs/.
+"""Hooks of mkdocs that add generated pages to the site: the reference, lists of pages, files outside of docs/.
 
 reference/     a page for each package that has public names, from `hicache/__init__.pyi` and the docstrings
 decisions/     in the navigation and in their index by their titles
-repository/    files outside of docs/ that a page links to, as they are
+repository/    unchanged copies of files outside of docs/ that a page links to
 
-A comment `<!-- decisions -->` or `<!-- packages -->` becomes a list of these pages. Tables of what the code declares
-stand in the pages (`docs/site/tables.py`).
+A comment `<!-- decisions -->` or `<!-- packages -->` becomes a list of these pages. `docs/site/tables.py` writes the
+tables of declarations in the code into the pages.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _LINK = re.compile(r"(\]\()(?!https?:|#)([^)\s#]+)")
 
 @event_priority(100)  # before the plugin that looks for the package
 def on_config(config: MkDocsConfig) -> MkDocsConfig:
-    """Lay the package out as it installs, and fill the sections of the navigation that are folders."""
+    """Link the package's folders as installed, and fill the navigation sections that are folders."""
     shutil.rmtree(PACKAGE, ignore_errors=True)
     (PACKAGE / "hicache").mkdir(parents=True)
     for path in (*(ROOT / "hicache").iterdir(), ROOT / "kernels", ROOT / "storage", ROOT / "bench"):
@@ -41,7 +41,7 @@ def on_config(config: MkDocsConfig) -> MkDocsConfig:
 
 
 def _filled(entry: Any) -> Any:
-    """`entry` of the navigation with lists of pages where it names a folder."""
+    """Replace the folders that a navigation entry names by lists of their pages."""
     pages = {
         "decisions/": [f"decisions/{path.name}" for path in _decisions()],
         "reference/": [f"reference/{name}.md" for name in _public_names()],
@@ -63,7 +63,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    """Put the lists of pages in, and point links that leave docs/ to the copies."""
+    """Insert the lists of pages, and redirect links to files outside of docs/ to their copies."""
     folder = os.path.dirname(page.file.src_uri)
 
     def moved(link: re.Match[str]) -> str:
@@ -74,13 +74,13 @@ def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Fil
 
 
 def _decisions_list() -> str:
-    """The title of each decision, with a link for a page of their folder."""
+    """A Markdown list of the decisions, by title, with links relative to their folder."""
     titles = {path.name: path.read_text().splitlines()[0].removeprefix("# ") for path in _decisions()}
     return "\n".join(f"- [{title}]({name})" for name, title in titles.items())
 
 
 def _packages_list() -> str:
-    """The packages that have public names, with a link for a page of the reference."""
+    """A Markdown list of the packages with public names, with links relative to the reference."""
     lines = []
     for package, names in _public_names().items():
         short = ", ".join(f"`{name.rpartition('.')[2]}`" for name in names)
@@ -97,7 +97,7 @@ def _decisions() -> list[Path]:
 
 
 def _public_names() -> dict[str, list[str]]:
-    """Package below hicache -> its public names with their modules, in the order of the stub."""
+    """Map each package of hicache to its public names with their modules, in the order of the stub."""
     stub = ast.parse((ROOT / "hicache/__init__.pyi").read_text())
     found: dict[str, list[str]] = defaultdict(list)
     for node in stub.body:
@@ -107,7 +107,7 @@ def _public_names() -> dict[str, list[str]]:
 
 
 def _linked_outside() -> set[str]:
-    """Files of the repository, outside of docs/, that pages link to."""
+    """Paths in the repository, outside of docs/, that pages link to."""
     found = set()
     for page in (ROOT / "docs").rglob("*.md"):
         folder = page.parent.relative_to(ROOT / "docs").as_posix()
@@ -117,12 +117,12 @@ def _linked_outside() -> set[str]:
 
 
 def _outside(folder: str, link: str) -> str | None:
-    """The path in the repository of a link from a page in `folder`; None where it stays in docs/ or leads nowhere."""
+    """The path in the repository of a link from a page in `folder`; None if it is in docs/ or does not exist."""
     path = os.path.normpath(os.path.join("docs", folder, link))
     is_inside = path.startswith("docs/")
     return None if is_inside or path.startswith("..") or not (ROOT / path).is_file() else path
 
 
 def _place_of(path: str) -> str:
-    """Where a file of the repository is in the site. Markdown is shown as it is: its own links would lead nowhere."""
+    """The path in the site of a file of the repository. Markdown becomes plain text: its links would not work."""
     return f"repository/{path}.txt" if path.endswith(".md") else f"repository/{path}"

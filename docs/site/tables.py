@@ -1,10 +1,10 @@
-"""Writes the tables of what the code declares into the pages of docs/, between their marks:
+"""Write tables of declarations in the code into the pages of docs/, between marks:
 
     <!-- table: settings EngineConfig -->
     ...
     <!-- end of table -->
 
-`make tables` runs it. A test holds that each page has what it writes.
+`make tables` runs this module. A test checks that the tables of all pages are up to date.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from hicache.metrics import MetricInfo
 from hicache.serving.server.flags import add_flags
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-_MAX_SHOWN = 10_000  # maxima above are those of the machine, and tell nobody anything
+_MAX_SHOWN = 10_000  # larger maxima depend on the machine, and are omitted
 
 _SETTINGS: dict[str, type] = {cls.__name__: cls for cls in (*SECTIONS.values(), ServerStoreConfig, OffloadingSettings)}
 _WITH_FLAGS = (EngineConfig, DiskConfig, RemoteConfig)
@@ -39,7 +39,7 @@ _PREFIXES = {cls.__name__: f"{section}." for section, cls in SECTIONS.items() if
 
 
 def filled(page: str) -> str:
-    """The text of a page with its tables as the code has them now."""
+    """Return the text of a page with its tables replaced by the current ones."""
     return _MARKED.sub(lambda found: f"{found[1]}\n\n{_TABLES[found[2]](found[3] or '')}\n\n{found[4]}", page)
 
 
@@ -58,7 +58,7 @@ def _table(header: str, rows: list[str]) -> str:
 
 @functools.cache
 def _metrics() -> dict[str, MetricInfo]:
-    """Those of engines with windows, states, packed pages and all tiers."""
+    """The metrics of engines with windows, states, packed pages and all tiers, by name."""
     from component_case import PACKABLE, WIDER, config
     from memory_store import MemoryPageStore
 
@@ -100,8 +100,8 @@ def _models_table(_: str) -> str:
 
 
 def _settings_table(name: str) -> str:
-    """The settings that the class `name` declares itself, without those of the classes that it derives from. A star
-    marks a setting with a flag."""
+    """A table of the settings that the class `name` declares, without inherited ones. A star marks a setting with a
+    flag."""
     cls, prefix = _SETTINGS[name], _PREFIXES.get(name, "")
     defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     own = inspect.get_annotations(cls)
@@ -144,7 +144,7 @@ def _environment_table(_: str) -> str:
 
 
 def _flags_table(_: str) -> str:
-    """The flags of `hicache serve` that are no settings of the engine."""
+    """A table of the flags of `hicache serve` that are not settings of the engine."""
     server, engine = argparse.ArgumentParser(add_help=False), argparse.ArgumentParser(add_help=False)
     add_flags(server)
     EngineConfig.add_flags(engine)
