@@ -69,7 +69,7 @@ MUTATIONS = (
     Mutation("hicache/pages/states.py",
              "self.state[rows] &= ABOVE\n        self.place[rows] = self.second_place[rows] = 0",
              "self.state[rows] = 0\n        self.place[rows] = self.second_place[rows] = 0", PAGES),
-    Mutation("hicache/pages/table.py", "np.subtract.at(self.refs, before, 1)", "self.refs[before] -= 1", PAGES),
+    Mutation("hicache/pages/table.py", "cut[(cut >= 0) & ~np.isin(cut, needless)]", "cut[cut >= 0]", TREE),
     Mutation("hicache/pages/table.py", "seen.age[row] = age\n", "seen.age[row] = row\n", PAGES),
     Mutation("hicache/tree/core.py", "self._place(upper, lower.rows[:num_pages])",
              "self._place(upper, lower.rows[: num_pages + 1])", TREE),
@@ -80,7 +80,7 @@ MUTATIONS = (
     Mutation("hicache/tree/core.py", "donated is not None and pos == len(tokens)", "donated is not None", TREE),
     Mutation("hicache/tree/core.py", "None if not len(lacking) else", "None if len(lacking) < 2 else", MATCHES),
     Mutation("hicache/tree/components.py", "max(0, end - self.window)",
-             "max(0, end - self.window + 1)", MATCHES),
+             "max(0, end - 1)", MATCHES),
     Mutation("hicache/tree/core.py", "component.first_required(length) // self.page_size : end",
              "component.first_required(end) // self.page_size : end", "tests/flow/test_engine_in_flight.py"),
     # Eviction
@@ -192,7 +192,7 @@ def copy_tree(target: Path) -> None:
 def is_noticed(tree: Path, mutation: Mutation) -> bool:
     """Whether a default test fails."""
     package = tree / "build" / "package"
-    pytest = [sys.executable, "-m", "pytest", "-x", "-n", "2", "-m", "not long and not remote", "--durations=0"]
+    pytest = [sys.executable, "-m", "pytest", "-x", "--workers", "2", "-m", "not long and not remote", "--durations=0"]
     pytest += ["--timeout=60", "-p", "no:cacheprovider", "-o", f"pythonpath={package} . tests/support"]
     for tests in (mutation.tests, "tests"):
         environment = {**os.environ, "PYTHONPATH": str(package), "HICACHE_TEST_PROFILE": "unshrunk"}
