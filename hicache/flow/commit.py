@@ -75,8 +75,11 @@ class Commit:
     def release(self, lease: Lease) -> None:
         """See `CacheEngine.release`."""
         tree = self._context.tree
+        rows = tree.path_rows(lease.node)
+        tree.table.hold(rows)  # after a failed load only the lock of the lease keeps them
         lease.released = True
         with ExitStack() as steps:  # all of them, the last first, whatever raises
+            steps.callback(tree.table.drop, rows)
             steps.callback(self._restore.free, lease)
             steps.callback(self._use_below, lease)
             steps.callback(tree.unlock, lease.node)

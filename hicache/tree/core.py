@@ -589,7 +589,7 @@ class RadixTree(Columns):
         if any(self.table.previous[row] != previous for previous, row in pairwise(before)):
             found.append(f"{where}: a row says that it follows another row")
         locks = self._full.order.locks[node.rows]
-        if (locks != locks[0]).any() or (not parent.is_root and self._full.order.locks[parent.rows[-1]] < locks[0]):
+        if (np.diff(locks) > 0).any() or (not parent.is_root and self._full.order.locks[parent.rows[-1]] < locks[0]):
             found.append(f"{where}: a page has more locks than the one before it")
         return found
 

@@ -24,6 +24,7 @@ from hicache.tiers import SWA
 from hicache.transfer.cpu import CpuOp
 from hicache.tree.base import Match
 from hicache.tree.node import TreeNode
+from memory_store import MemoryPageStore
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled
 
@@ -143,6 +144,28 @@ def test_a_load_fails_with_the_one_that_it_continues() -> None:
     verify(engine, taker, other, num_free, FULL)
     engine.release(taker)
     assert serve(engine, transfers, "e", whole, FULL) == 80
+    close(engine)
+
+
+@pytest.mark.parametrize("is_loaded_again", [False, True])
+def test_a_request_ends_whose_load_has_failed(is_loaded_again: bool) -> None:
+    """The rows of its pages stay until its end: if another request has loaded these pages, and more, and if no tier of
+    memory has them any more."""
+    engine = build_engine(config(window_tokens=256), FULL, store=MemoryPageStore(1 << 20))
+    transfers = SteppedTransfers(engine)
+    engine.start()
+    whole = prompt(1, 81)
+    serve(engine, transfers, "a", whole, FULL)
+    push_to_host(engine, transfers, FULL, whole)
+    lease = engine.acquire(CacheRequest("b", whole[:41]))
+    fail_first(engine, transfers)
+    if is_loaded_again:
+        assert serve(engine, transfers, "c", whole, FULL) == 80
+    else:
+        engine.reset(["host"])
+    engine.check()
+    engine.release(lease)
+    assert serve(engine, transfers, "d", whole, FULL) == 80 * is_loaded_again
     close(engine)
 
 

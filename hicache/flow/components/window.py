@@ -130,7 +130,8 @@ class SlidingWindow(CacheComponent):
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
         """Window slots of the nodes that hold them, those of full slots that leases have, and those that leave."""
-        held = self.device_ids(self.tree.values(SWA))
+        slots = self.tree.values(SWA)
+        held = self.device_ids(slots) if len(slots) else slots  # before the first page they are of no device
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
         owned = [slots[slots > 0] for slots in owned] + [*self.leaving.values()]
         sums = (self.available(), len(held), sum(map(len, owned)))
