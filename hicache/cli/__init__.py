@@ -71,7 +71,7 @@ _FIRST_OF_ENGINE = (
     "--remote-url",
 )
 _FIRST_OF_SERVER = ("--model", "--host", "--port", "--api-key", "--served-model-name", "--max-running", "--log-level")
-_FIRST_OF_DEMO = ("--model", "--documents", "--turns", "--document-tokens", "--max-new-tokens", "--no-baseline")
+_FIRST_OF_DEMO = ("--model", "--documents", "--turns", "--document-tokens", "--max-new-tokens")
 
 
 _COMMANDS = {

