@@ -16,7 +16,6 @@ import gc
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -315,23 +314,6 @@ def interleave(
             elapsed = measure(run)
             if turn >= 0:
                 seconds[name].append(elapsed)
-    return seconds
-
-
-def in_turns(
-    rounds: Mapping[str, Callable[[int], Mapping[str, float]]], *, samples: int, warmup: int
-) -> dict[tuple[str, str], list[float]]:
-    """Run the rounds of each variant in turns; returns seconds by variant and part. Each round returns the seconds of
-    its parts.
-
-    A round gets its number as argument. The first `warmup` rounds, with numbers below 0, do not count.
-    """
-    seconds: dict[tuple[str, str], list[float]] = defaultdict(list)
-    for turn in range(-warmup, samples):
-        for name, run in rounds.items():
-            for part, elapsed in run(turn).items():
-                if turn >= 0:
-                    seconds[name, part].append(elapsed)
     return seconds
 
 

@@ -106,15 +106,6 @@ class Forward:
         gathered = tuple(torch.empty(rows, device=device, dtype=dtype) for _ in range(2 if start is None else 0))
         return Suffix(x, loc, slots, start, self._mask(num_tokens, len(slots)), gathered)
 
-    def suffix_at(self, slots: torch.Tensor, x: torch.Tensor) -> Suffix:
-        """A batch of `x` [S, hidden] over `slots`, int64 [P + S] on the CPU. Does not wait for the device."""
-        start = int(slots[0]) if bool((slots.diff() == 1).all()) else None
-        rows = (len(slots), self.shape.kv_heads, self.shape.head_dim)
-        gathered = tuple(x.new_empty(rows) for _ in range(2 if start is None else 0))
-        on_device = slots.pin_memory().to(x.device, non_blocking=True) if x.is_cuda else slots.clone()
-        mask = self._mask(len(x), len(slots))
-        return Suffix(x, on_device[len(slots) - len(x) :], on_device, start, mask, gathered)
-
     @torch.inference_mode()
     def __call__(self, suffix: Suffix) -> torch.Tensor:
         """Compute all layers on `suffix.x`; returns a new tensor. The new keys and values are stored in the pool."""

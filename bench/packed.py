@@ -1,13 +1,9 @@
-"""The gain of packed pages on the link, in host memory, on disk, and in time to first token.
+"""The gain of packed pages on the link and in host memory.
 
     load.*, store, both   raw bytes per second through the transfer backend, over a plain copy
     load.1, load.8        loads of an eighth of the tokens: one alone, eight concurrently
-    capacity.host, .disk  tokens in a host tier of one size, bytes of a store, over those of raw pages
-    overlap               a forward over a prefix that is loaded layer by layer, as in the overlap bench
-    decode                steps of a batch over KV on the device, repeated during a load; on CUDA each step is a
-                          captured graph, as in servers, so that launches do not count
-    disk.processor        processor time of a GiB from disk to first tokens, over zstd's (bench.packed_engine)
-    ttft.*                time to the first token of a prompt on the host, over the same without packing
+    unfit.*               loads and stores of pages that do not fit when packed, over a plain copy
+    capacity.host         tokens in a host tier of one size, over those of raw pages
 
 8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values have the exponents of a real model
 (bench.packed_sample). Sides of a case are measured in one process, in turns; bytes are compared outside the timing. On
@@ -17,22 +13,17 @@ a CPU sizes are tiny, and there are no targets.
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, closing, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import ExitStack, closing
 from functools import partial
-from pathlib import Path
 
 import torch
 
 from hicache.bench.common import BenchUnavailable, RawCopy, Report, gb_per_s, interleave, percentile, raw_copies
-from hicache.bench.forward8b import FULL, TINY, Forward, ForwardShape
-from hicache.bench.overlap import CONTIGUOUS, RANDOM, Order, beside_load, measure_overlap
-from hicache.bench.packed_engine import PAGE, Setup, measure_disk, measure_ttft
+from hicache.bench.forward8b import FULL, TINY
+from hicache.bench.overlap import CONTIGUOUS, PAGE, RANDOM
 from hicache.bench.packed_sample import FORMATS, KvSample, drawn_sample
-from hicache.bench.stage import Stage
 from hicache.bench.transfer import Rig
 from hicache.config.engine import KvPacking
 from hicache.device import KVCache
@@ -40,9 +31,8 @@ from hicache.host.pool import HostPagePool
 from hicache.transfer import TransferOp
 
 NAME = "packed"
-DESCRIPTION = "packed pages: loads, stores, capacity, disk and first tokens, against plain copies and raw pages"
+DESCRIPTION = "packed pages: loads, stores and capacity, against plain copies and raw pages"
 
-PARTS = ("transfer", "forward", "disk", "ttft")
 CONCURRENT = 8
 TARGETS = {
     "load.contiguous": 1.30,
@@ -59,73 +49,25 @@ TARGETS = {
 }
 _CAPACITY_BYTES = 1 << 30
 _BITS: tuple[KvPacking, KvPacking] = ("4", "3")
-OVERLAP_TARGET, DECODE_TARGET = 0.93, 1.02
-_BATCH = 64
 
 Run = Callable[[], object]
 Seconds = Mapping[str, Sequence[float]]
 
 
-@dataclass(frozen=True)
-class Sizes:
-    """Sizes in tokens, except `documents` and the numbers of rounds (`samples`, `disk_samples`, `ttft_samples`)."""
-
-    samples: int
-    disk_samples: int
-    ttft_samples: int
-    load: int
-    overlap: int
-    new: int
-    documents: int
-    document: int
-    ttft: tuple[int, ...]
-
-
-REAL = Sizes(15, 3, 5, 32768, 1024, 256, 8, 2048, (32768, 130048))
-SMALL = Sizes(2, 1, 1, 512, 8, 8, 2, 128, (128, 256))
-
-
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--samples", type=int, help=f"timed rounds (default: {REAL.samples} on CUDA, {SMALL.samples} else)"
-    )
-    parser.add_argument("--tokens", type=int, help=f"of a load (default: {REAL.load} on CUDA, {SMALL.load} else)")
-    parser.add_argument("--dir", type=Path, help="folder on the disk to be measured (default: a temporary folder)")
-    parser.add_argument("--only", nargs="+", choices=PARTS, help="parts; their results get a file of their own")
+    parser.add_argument("--samples", type=int, help="timed rounds (default: 15 on CUDA, 2 else)")
+    parser.add_argument("--tokens", type=int, help="of a load (default: 32768 on CUDA, 512 else)")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
     device, on_cuda = args.device, args.device.type == "cuda"
-    shape, sizes = (FULL, REAL) if on_cuda else (TINY, SMALL)
-    sizes = replace(sizes, load=args.tokens or sizes.load, samples=args.samples or sizes.samples)
-    if sizes.load % (CONCURRENT * PAGE):
-        raise BenchUnavailable(f"--tokens {sizes.load}: give a multiple of {CONCURRENT * PAGE}")
+    geometry = (FULL if on_cuda else TINY).geometry
+    samples = args.samples or (15 if on_cuda else 2)
+    tokens = args.tokens or (32768 if on_cuda else 512)
+    if tokens % (CONCURRENT * PAGE):
+        raise BenchUnavailable(f"--tokens {tokens}: give a multiple of {CONCURRENT * PAGE}")
     sample = drawn_sample().to(device)
-    setup = Setup(shape, sample, device, sizes.new)
-    parts: dict[str, Callable[[], None]] = {
-        "transfer": lambda: measure_transfers(report, shape, sample, device, sizes.load, sizes.samples),
-        "forward": lambda: measure_forwards(report, shape, sample, device, sizes.load, sizes.samples, sizes.overlap),
-        "disk": lambda: measure_disk(report, setup, args.dir, sizes.documents, sizes.document, sizes.disk_samples),
-        "ttft": lambda: measure_ttft(report, setup, sizes.ttft, sizes.ttft_samples),
-    }
-    if args.only:
-        report.bench = "-".join([NAME, *args.only])  # a part does not replace the results of all
-    # Forwards run on a separate stream, as in servers.
-    with torch.cuda.stream(torch.cuda.Stream(device)) if on_cuda else nullcontext():
-        for name in args.only or PARTS:
-            start = time.perf_counter()
-            parts[name]()
-            gc.collect()
-            if on_cuda:
-                torch.cuda.empty_cache()
-            print(f"{name}: {time.perf_counter() - start:.0f} s", flush=True)
-
-
-def measure_transfers(
-    report: Report, shape: ForwardShape, sample: KvSample, device: torch.device, tokens: int, samples: int
-) -> None:
-    """Measure transfers. `tokens` of a load: a multiple of eight pages."""
-    make = partial(Rig, shape.geometry, tokens=tokens, device=device, sample=sample)
+    make = partial(Rig, geometry, tokens=tokens, device=device, sample=sample)
     with closing(make(CONTIGUOUS)) as raw:
         with ExitStack() as rigs:
             packed, three = (
@@ -289,38 +231,3 @@ def _capacity(report: Report, pool: KVCache, page_bytes: int, sample: KvSample) 
 
 def _copy_bytes(device: torch.device) -> int:
     return 1 << 30 if device.type == "cuda" else 16 << 20
-
-
-def measure_forwards(
-    report: Report, shape: ForwardShape, sample: KvSample, device: torch.device, tokens: int, samples: int, new: int
-) -> None:
-    """Measure forwards. `tokens` of the prefix; `new`: tokens of the forward that overlaps its load."""
-    with closing(Stage(shape, CONTIGUOUS, tokens, device, kv_packing="4", sample=sample)) as stage:
-        measure_overlap(report, stage, samples, Order(CONTIGUOUS, "packed.overlap.", target=OVERLAP_TARGET), new)
-        _decode(report, stage, samples)
-        stage.rig.verify()
-
-
-def _decode(report: Report, stage: Stage, samples: int) -> None:
-    slots, device = stage.new_slots, stage.device
-    batch = min(_BATCH, len(slots) // 2)
-    forward = Forward(stage.shape, stage.rig.pool, slots[:-batch], slots[-batch:])
-    stage.rig.counter.set_consumer(-1)
-    step: Callable[[], object] = partial(forward, forward.suffix(batch))
-    if device.type == "cuda":
-        step = _captured(step, device)
-    what = f"steps of {batch} rows, which read {len(slots)} tokens of KV"
-    beside_load(report, stage, samples, "packed.decode", what, step, DECODE_TARGET)
-
-
-def _captured(step: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step()
-    stream.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        step()
-    return graph.replay

@@ -62,12 +62,6 @@ class KvSample:
         for buffer, rows, at in self._of(pool, len(slots)):
             buffer[slots] = rows[at].view(-1, *buffer.shape[1:])
 
-    def require(self, pool: KVCache, slots: torch.Tensor) -> None:
-        """Raise AssertionError unless `slots` hold, bit by bit, the rows that `fill` writes there."""
-        for buffer, rows, at in self._of(pool, len(slots)):
-            if not torch.equal(buffer[slots].flatten(1).view(torch.int16), rows.view(torch.int16)[at]):
-                raise AssertionError("keys and values are not those that were stored")
-
     def escapes(self, format: PackFormat, num_layers: int, channels: int) -> tuple[list[float], float]:
         """The mean share of keys and of values that escape, then the share of pages that do not fit."""
         limit = (1 << format.bits) - 1

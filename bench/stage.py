@@ -13,9 +13,7 @@ import torch
 
 from hicache.bench.common import Timer, wall_timer
 from hicache.bench.forward8b import Forward, ForwardShape, Suffix
-from hicache.bench.packed_sample import KvSample
 from hicache.bench.transfer import Layout, Rig
-from hicache.config.engine import KvPacking
 from hicache.transfer import TransferOp
 
 _POISON = -7.0
@@ -63,12 +61,8 @@ class Stage:
         layout: Layout,
         prefix_tokens: int,
         device: torch.device,
-        *,
-        kv_packing: KvPacking = "off",
-        sample: KvSample | None = None,
     ) -> None:
-        """`kv_packing`, `sample`: see `Rig`."""
-        self.rig = Rig(shape.geometry, layout, prefix_tokens, device, kv_packing=kv_packing, sample=sample)
+        self.rig = Rig(shape.geometry, layout, prefix_tokens, device)
         self.device = device
         self.shape = shape
         self.sync: Sync | None = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

@@ -104,11 +104,6 @@ def test_variants_run_in_turns() -> None:
     runs = {n: (lambda n=n: order.append(n)) for n in "abc"}
     seconds = common.interleave(runs, samples=2, warmup=1, timer=timer)
     assert order == list("abc") * 3 and seconds == {"a": [3.0, 6.0], "b": [4.0, 7.0], "c": [5.0, 8.0]}
-    turns: list[tuple[str, int]] = []
-    rounds = {n: (lambda turn, n=n: turns.append((n, turn)) or {"put": turn, "get": -turn}) for n in "ab"}
-    found = common.in_turns(rounds, samples=2, warmup=1)
-    assert turns == [(n, turn) for turn in (-1, 0, 1) for n in "ab"]
-    assert found == {(n, part): [0, sign] for n in "ab" for part, sign in (("put", 1), ("get", -1))}
 
 
 def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
