@@ -29,7 +29,7 @@ _PARTS = {"NAME", "DESCRIPTION", "add_arguments", "run"}
 SETS: dict[str, dict[str, list[str]]] = {
     "small": {
         "transfer": ["--geometry", "gqa8b", "--samples", "5"],
-        "disk": ["--gib", "0.25", "--small-pages", "50000", "--samples", "3", "--document-tokens", "128"],
+        "disk": ["--gib", "0.25", "--small-pages", "50000", "--samples", "3"],
         "device": [],
         "both": [],
     },

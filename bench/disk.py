@@ -6,7 +6,6 @@
     pack.<filter>      bytes of a page of synthetic KV over bytes stored
     write.*, read.*    writes alone, and writes and reads concurrently (bench.disk_writes)
     contains, open     in a store of a million small pages
-    pipeline           documents from disk to device through an engine, over its slowest leg (bench.disk_pipeline)
 
 A thread reads documents of 8 MiB in a random order, each in one call. Rounds are in random order. A round is cold if
 the kernel read all its bytes from the disk; the note has the share that it read.
@@ -30,7 +29,6 @@ from typing import TypeAlias
 import numpy as np
 
 from hicache.bench.common import BenchUnavailable, Report, interleave, percentile
-from hicache.bench.disk_pipeline import measure_pipeline
 from hicache.bench.disk_writes import measure_writes
 from hicache.bench.raw_io import drop_caches, host_pages, raw_file
 from hicache.storage import LmdbPageStore, PageBuffer, PageFormat
@@ -99,9 +97,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--gib", type=float, default=1.0, help="GiB of pages of each kind (default: %(default)s)")
     parser.add_argument("--samples", type=int, default=5, help="timed rounds (default: %(default)s)")
     parser.add_argument("--small-pages", type=int, default=1_000_000, help="of the large store (default: %(default)s)")
-    parser.add_argument(
-        "--document-tokens", type=int, help="of each of the pipeline's 16 (default: 2048 on CUDA, else 1024)"
-    )
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -113,8 +108,6 @@ def run(args: argparse.Namespace, report: Report) -> None:
         _reads(report, folder, cases, args.samples)
         measure_writes(report, folder, cases[0].page_bytes, cases[0].num_pages // 2, args.samples)
         _large_store(report, folder, args.small_pages)
-        tokens = args.document_tokens or (2048 if args.device.type == "cuda" else 1024)
-        measure_pipeline(report, folder, args.device, tokens, args.samples)
 
 
 def synthetic_kv(rng: np.random.Generator, page_bytes: int) -> PageBuffer:
