@@ -1,4 +1,4 @@
-"""The functions, files and classes that requests call: part `counts` of the benchmark `steps`.
+"""The functions, files and classes that requests call on the scheduler's thread.
 
     requests.<model>.<request>   three requests of 192 tokens: miss, prefetch (from the disk, with its load), commit
                                  (with its backup and its write to the disk), and all together
@@ -18,8 +18,10 @@ millisecond between two calls.
 
 from __future__ import annotations
 
+import argparse
 import gc
 import math
+import os
 import sys
 import tempfile
 import threading
@@ -43,13 +45,16 @@ from hicache import (
     StateGeometry,
     build_engine,
 )
-from hicache.bench.common import Report, no_collection, percentile
+from hicache.bench.common import BenchUnavailable, Report, no_collection, percentile
 from hicache.bench.counting import Calls, Function, classes_of, modules_of
 from hicache.bench.throttled import ThrottledStore
 from hicache.config import PrefetchMode
 from hicache.storage import PageBuffer
 from hicache.transfer.cpu import CpuOp, CpuTransfer
 from hicache.tree.key import Tokens
+
+NAME = "steps"
+DESCRIPTION = "calls of the scheduler's thread: counts, files and classes of requests, and their times"
 
 T = TypeVar("T")
 DISK_JOB_PAGES = 32  # pages of a job of the disk, for small pages
@@ -176,8 +181,15 @@ def is_idle(engine: CacheEngine) -> bool:
     return not any(movement is not None and movement.is_busy() for movement in movements)
 
 
-def measure(report: Report) -> None:
-    """All counts and their times."""
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Do nothing: there are no arguments."""
+
+
+def run(args: argparse.Namespace, report: Report) -> None:
+    if args.device.type != "cpu":
+        raise BenchUnavailable("the scheduler's thread is on the CPU; use --device cpu")
+    torch.set_num_threads(1)
+    loads = [os.getloadavg()[0]]
     for model in MODELS:
         three_requests(model)  # once, so that caches of the process are filled
         _report_requests(report, model, three_requests(model))
@@ -188,6 +200,9 @@ def measure(report: Report) -> None:
             _report_polls(report, mode, number)
     note = f"without its key, a Python object of {KEY_BYTES} bytes"
     report.case("host_page.bytes", [page_bookkeeping_bytes() - KEY_BYTES], "bytes", better="lower", note=note)
+    loads.append(os.getloadavg()[0])
+    note = "of the machine, before and after; 1 is this benchmark"
+    report.case("load", loads, "processes", better="lower", note=note)
 
 
 # Engines
