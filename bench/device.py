@@ -57,7 +57,6 @@ def no_wait(device: torch.device) -> Iterator[None]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on CUDA, 5 else)")
     parser.add_argument("--only", choices=PARTS, help="one part of the cases")
-    parser.add_argument("--tiles", action="store_true", help="moves also with tiles of 128, 256 and 512 bytes")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -75,7 +74,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
             _measure_host(report, samples, device)
             _measure_frees(report, samples, device)
         else:
-            measure_bytes(report, samples, device, args.tiles)
+            measure_bytes(report, samples, device)
 
 
 def _baseline(out: torch.Tensor) -> Run:

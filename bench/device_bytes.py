@@ -23,7 +23,6 @@ HEADS, DIM, LAYERS, PAGE = 8, 128, 32, 64
 ROW_BYTES = HEADS * DIM * 2
 TOKEN_BYTES = 2 * LAYERS * ROW_BYTES
 SIZES = {"2mib": 2 << 20, "64mib": 64 << 20, "512mib": 512 << 20}
-TILES = (128, 256, 512)
 _SLEEP_CYCLES = 400_000  # per run: at least 0.2 ms, longer than the host needs to queue the run
 
 Run = Callable[[], object]
@@ -60,16 +59,16 @@ def queued_timer(device: torch.device, repeat: int) -> Timer:
     return measure
 
 
-def measure_bytes(report: Report, samples: int, device: torch.device, tiles: bool) -> None:
-    """Measure all sizes. `tiles`: also measure moves with tiles of each size of `TILES`, in bytes."""
+def measure_bytes(report: Report, samples: int, device: torch.device) -> None:
+    """Measure all sizes."""
     for size, num_bytes in SIZES.items():
         if device.type == "cuda" or size == "2mib":
-            _measure(report, size, num_bytes, samples, device, tiles)
+            _measure(report, size, num_bytes, samples, device)
 
 
-def _measure(report: Report, size: str, num_bytes: int, samples: int, device: torch.device, tiles: bool) -> None:
+def _measure(report: Report, size: str, num_bytes: int, samples: int, device: torch.device) -> None:
     on_cuda = device.type == "cuda"
-    variants = _store_variants(num_bytes, device) | _pool_variants(num_bytes, device, tiles)
+    variants = _store_variants(num_bytes, device) | _pool_variants(num_bytes, device)
     source = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     for variant in variants.values():
@@ -130,7 +129,7 @@ def _store_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
     }
 
 
-def _pool_variants(num_bytes: int, device: torch.device, tiles: bool) -> dict[str, Variant]:
+def _pool_variants(num_bytes: int, device: torch.device) -> dict[str, Variant]:
     """Moves within a pool of all layers, and copies of pages between the pool and staging in host-page order."""
     kernels, tokens = kernel_choice(device), num_bytes // TOKEN_BYTES
     size = max(4 * tokens, 8 * PAGE)
@@ -145,19 +144,12 @@ def _pool_variants(num_bytes: int, device: torch.device, tiles: bool) -> dict[st
         for buffer in buffers:
             _expect(buffer[target], buffer[source], "move")
 
-    def mover(tile: int | None) -> Run:
-        copy = TiledCopy(buffers, kernels, tile)
-        return lambda: copy.move(target, source)
-
-    moves = {"move": mover(None)} | ({f"move_tile{n}": mover(n) for n in TILES} if tiles else {})
-    variants = {
-        name: Variant(run, num_bytes, verify_move, 0.85 if name == "move" else None) for name, run in moves.items()
-    }
+    mover = TiledCopy(buffers, kernels)
+    variants = {"move": Variant(lambda: mover.move(target, source), num_bytes, verify_move, 0.85)}
     # The halves of a ring change places: every row is at risk.
     ring = order[2 * tokens : 3 * tokens]
     shifted = ring.roll(tokens // 2)
-    swap = TiledCopy(buffers, kernels)
-    variants["move_overlapping"] = Variant(lambda: swap.move(shifted, ring), num_bytes, lambda: None, None)
+    variants["move_overlapping"] = Variant(lambda: mover.move(shifted, ring), num_bytes, lambda: None, None)
 
     # For sizes below one page of all layers: one page of fewer layers.
     num_pages = max(1, tokens // PAGE)

@@ -7,12 +7,8 @@ Each mode has its own process, so that a restart is real, and the device is free
                       offloading; .cpu, .fs: with vLLM's CPU tier, with its disk tier; .spec: with
                       `HiCacheOffloadingSpec` without a disk
     host.one          a document from CPU memory and 8 tokens, with `HiCacheOffloadingSpec`, over vLLM's own CPU tier
-    host.throughput   more documents than the device holds, from CPU memory, in tokens per second; over vLLM's CPU tier
     restart.over_fs   time to the first token of documents after a restart, with `HiCacheOffloadingSpec` and a disk,
                       over vLLM's disk tier; .over_computing: over no offloading
-    cold              tokens per second with an empty `HiCacheOffloadingSpec`, over no offloading
-    shared50          concurrent requests that share a document in CPU memory: the time of all over the time of one;
-                      .disk: document on the disk; .packing: with packing, over without (`spec-raw`)
     bytes.<run>       bytes that a run moved, by vLLM's metrics
     tokens            answers that equal another run's with the same number of cached tokens; a difference is an error
 
@@ -29,10 +25,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from hicache.bench.common import BenchUnavailable, Better, Report
+from hicache.bench.common import BenchUnavailable, Report
 from hicache.bench.servers import sessions, vllm
 from hicache.bench.servers.program import file_system, run_program
-from hicache.bench.servers.workload import Served, compare_tokens, workloads
+from hicache.bench.servers.workload import Served, compare_tokens
 
 NAME = "servers"
 DESCRIPTION = "a real server (vLLM, SGLang): no offloading, its own CPU and disk tiers, and ours"
@@ -44,9 +40,9 @@ _Side = tuple[str, str, Callable[[Served, str], list[float]]]  # run, workload, 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--server", choices=("vllm", "sglang"), default="vllm")
-    workload = "documents, one request at a time for the most part (vLLM); or sessions of coding agents, many at once"
+    workload = "documents, one request at a time (vLLM); or sessions of coding agents, many at once"
     parser.add_argument("--workload", choices=("documents", "sessions"), default="documents", help=workload)
-    modes = "modes, with commas; a case needs both of its modes (default: all): none, cpu, spec, spec-raw, fs, "
+    modes = "modes, with commas; a case needs both of its modes (default: all): none, cpu, spec, fs, "
     modes += "hicache; those of sessions: docs/benchmarks.md"
     parser.add_argument("--modes", type=lambda text: text.split(","), metavar="MODES", help=modes)
     parser.add_argument("--model", default="", help="name or folder (default: random weights, 8B geometry)")
@@ -85,15 +81,14 @@ def _run_documents(args: argparse.Namespace, report: Report) -> None:
                 if f"{name}.restart" not in vllm.RUNS:  # the disk may be too small for the files of all modes
                     shutil.rmtree(Path(folder) / name.partition(".")[0], ignore_errors=True)
                 report.software[args.server] = runs[name].version
-                spent_s = sum(map(sum, runs[name].seconds.values()))
-                print(f"{name}: started in {runs[name].start_s:.0f} s, served for {spent_s:.0f} s", flush=True)
+                print(f"{name}: started in {runs[name].start_s:.0f} s", flush=True)
     _compare_modes(report, args, runs)
     for name, served in runs.items():
         if served.num_bytes:
             note = ", ".join(f"{what} {number / 1e9:.3f} GB" for what, number in served.num_bytes.items())
             gb = sum(served.num_bytes.values()) / 1e9
             report.case(f"{_base(args)}.bytes.{name}", [gb], "GB", note=f"{note}; files on {medium}")
-    compared, different = compare_tokens(runs, list(workloads(args.small, args.document_tokens).values()))
+    compared, different = compare_tokens(runs)
     note = f"equal another's to the same prompt with as many cached tokens; {different} different ones"
     report.case(f"{_base(args)}.tokens", [compared], "answers", note=note)
 
@@ -117,7 +112,7 @@ def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Ser
     """Add the cases of the finished runs. The targets are for a model that fills a GPU."""
     served = {name: run.answers.keys() for name, run in runs.items()}
 
-    def add(name: str, side: _Side, other: _Side, target: float | None = None, better: Better = "lower") -> None:
+    def add(name: str, side: _Side, other: _Side, target: float | None = None) -> None:
         (run, workload, take), (other_run, other_workload, take_other) = side, other
         if workload in served.get(run, ()) and other_workload in served.get(other_run, ()):
             values, ceiling = take(runs[run], workload), take_other(runs[other_run], other_workload)
@@ -125,8 +120,8 @@ def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Ser
             report.case(
                 f"{_base(args)}.{name}",
                 values,
-                "ms" if better == "lower" else "tokens/s",
-                better=better,
+                "ms",
+                better="lower",
                 ceiling=ceiling,
                 target=None if args.small else target,
                 note=f"{len(runs[run].first(workload))} prompts, {cached:.0f} tokens of each cached by the server's "
@@ -139,14 +134,5 @@ def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Ser
         ours = mode == "hicache"
         add("first" if ours else f"first.{mode}", (mode, "first", Served.first_ms), computed, 1.03 if ours else None)
     add("host.one", ("spec", "host", Served.total_ms), ("cpu", "host", Served.total_ms), 0.97)
-    many = [(run, "throughput", Served.rates) for run in ("spec", "cpu")]
-    add("host.throughput", many[0], many[1], 1.05, "higher")
     add("restart.over_fs", restarted, of_files, 0.85)
     add("restart.over_computing", restarted, computed, 1.03)
-    add("cold", ("spec", "cold", Served.rates), ("none", "cold", Served.rates), 0.99, "higher")
-    for mode in ("spec", "cpu"):
-        ours, shared, one = mode == "spec", (mode, "shared", Served.total_ms), (mode, "host", Served.first_ms)
-        add("shared50" if ours else f"shared50.{mode}", shared, one, 1.3 if ours else None)
-    packed, raw = ((mode, "shared", Served.total_ms) for mode in ("spec", "spec-raw"))
-    add("shared50.packing", packed, raw, 1.0)
-    add("shared50.disk", ("hicache.restart", "shared", Served.total_ms), restarted)

@@ -15,7 +15,7 @@ import itertools
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -27,14 +27,13 @@ from hicache.bench.servers.workload import Answer, Served, Workload, device_toke
 # The workload `documents`: the workloads that each run serves, in order. A run has its own process; a run with
 # ".restart" uses the files of the previous run.
 RUNS = {
-    "none": ("warm", "first", "cold"),
-    "cpu": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
-    "spec": ("warm", "first", "one_more", "host", "shared", "cold", "throughput"),
-    "spec-raw": ("warm", "first", "one_more", "host", "shared"),
+    "none": ("warm", "first"),
+    "cpu": ("warm", "first", "one_more", "host"),
+    "spec": ("warm", "first", "one_more", "host"),
     "fs": ("warm", "first"),
     "fs.restart": ("warm", "first"),
     "hicache": ("warm", "first", "one_more"),
-    "hicache.restart": ("warm", "first", "shared"),
+    "hicache.restart": ("warm", "first"),
 }
 # Modes of the workload `sessions`.
 MODES = (
@@ -58,6 +57,7 @@ ENVIRONMENT = {
 
 _PLUG_IN = "hicache.integrations.vllm"
 _WORKER = "hicache.bench.servers.vllm_worker"  # importing it needs vLLM
+_ANSWER_TOKENS = 8
 _MAX_REQUESTS = 32  # maximum number of running requests, unless there are more clients
 _UTILISATION = 0.8  # share of the GPU's memory
 _QUIET_S, _PATIENCE_S = 2.0, 120.0
@@ -241,38 +241,20 @@ class Server:
 
 async def serve_documents(server: Server, given: dict[str, Any]) -> None:
     """Serve the workloads of a task, and write the outcome into the task's result file."""
-    served, numbers = Served({}, {}, {}, server.start_s, server.version), itertools.count()
+    served, numbers = Served({}, {}, server.start_s, server.version), itertools.count()
     for values in given["workloads"]:
         workload = Workload(**values)
         if workload.forget:
             await server.settle()
-        answers, seconds = list[Answer](), list[float]()
-        for number in range(workload.rounds):
-            begin_s = time.perf_counter()
-            for batch in workload.batches():
-                answers += await _ask(server, workload, number, batch, numbers)
-            seconds.append(time.perf_counter() - begin_s)
-        served.answers[workload.name], served.seconds[workload.name] = answers, seconds
+        answers = served.answers[workload.name] = list[Answer]()
+        for document in workload.requests():
+            prompt, name = workload.prompt(document), f"request {next(numbers)}"
+            first_s, total_s, cached, tokens = await server.answer(name, prompt, _ANSWER_TOKENS)
+            answers.append(Answer(document, cached, first_s, total_s, tokens))
     if given["settle"]:
         await server.settle()
     served.num_bytes.update(server.num_bytes())
     Path(given["result"]).write_text(json.dumps(dataclasses.asdict(served)), encoding="utf-8")
-
-
-async def _ask(
-    server: Server, workload: Workload, number: int, batch: list[tuple[int, int]], numbers: Iterator[int]
-) -> list[Answer]:
-    """Send requests concurrently, in round `number`; returns their answers. `numbers`: numbers for request names."""
-    prompts = [workload.prompt(*request) for request in batch]
-    begin_s = time.perf_counter()
-    found = await asyncio.gather(
-        *(server.answer(f"request {next(numbers)}", prompt, workload.answer_tokens) for prompt in prompts)
-    )
-    total_s = time.perf_counter() - begin_s
-    return [
-        Answer(number, *request, cached, first_s, total_s, tokens)
-        for request, (first_s, _, cached, tokens) in zip(batch, found, strict=True)
-    ]
 
 
 async def _serve(given: dict[str, Any]) -> None:
