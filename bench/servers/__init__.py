@@ -13,7 +13,7 @@ Each mode has its own process, so that a restart is real, and the device is free
     tokens            answers that equal another run's with the same number of cached tokens; a difference is an error
 
 Before a restart all files are dropped from the kernel's page cache. With `--document-tokens N` the names begin with
-"tokensN". The workload `sessions` has other rows (`session_cases`): it has many concurrent requests, and also serves by
+"tokensN". The workload `sessions` has other rows: it has many concurrent requests, and also serves by
 SGLang.
 """
 

@@ -1,4 +1,4 @@
-"""`hicache top URL`: a live view of a running server in a terminal. Imports no torch."""
+"""`hicache top URL`: a live view of a running server, for a terminal of 80 columns or more. Imports no torch."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator
 
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
 
 from hicache.config.settings import Number, as_flag
+from hicache.console import NONE, duration, percent, printable, scaled, table
 from hicache.errors import NoServer, NotOurServer
 from hicache.monitoring.client import MetricsClient
-from hicache.monitoring.frame import frame
-from hicache.monitoring.readings import History
+from hicache.monitoring.readings import Change, History, Reading
 
 _WINDOW_S = 10.0  # that the column "now" covers
 
@@ -62,3 +65,109 @@ def _display(console: Console) -> Iterator[Callable[[RenderableType], None]]:
         return
     with Live(console=console, screen=True, auto_refresh=False) as live:
         yield lambda shown: live.update(shown, refresh=True)
+
+
+def frame(server: str, history: History, trouble: str = "") -> RenderableType:
+    """All tables of one reading. "now" covers the window of `history`, once it has two readings. `trouble`: the reason
+    why there is no newer reading; it names the server."""
+    reading, change = history.last, history.change
+    sides = Table.grid(padding=(0, 2))
+    sides.add_row(
+        _stacked(_tokens(reading, change), _counts("prefetch and gate", reading, change, "prefetch", "gate")),
+        _stacked(
+            _transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens"), _drive(reading)
+        ),
+    )
+    told = Text(printable(trouble), style="bold red") if trouble else _about(server, reading)
+    head = (told, _requests(reading), _latency(reading, change), _faults(reading))
+    return Group(*head, _tiers(reading, change), Text(), sides)
+
+
+def _stacked(*tables: Table) -> RenderableType:
+    """The tables that have rows, with an empty line between them."""
+    shown = [table for table in tables if table.rows]
+    return Group(*(part for table in shown for part in ((Text(), table) if table is not shown[0] else (table,))))
+
+
+def _about(server: str, reading: Reading) -> Text:
+    up_s = time.time() - reading.get("server.start_time_s")
+    model = f"   {printable(reading.about['model'])}" if "model" in reading.about else ""
+    return Text.assemble(
+        (printable(server), "bold"), f"{model}   up {duration(up_s)}", no_wrap=True, overflow="ellipsis"
+    )
+
+
+def _requests(reading: Reading) -> Text:
+    requests = "   ".join(f"{label} {reading.get(figure):.0f}" for figure, label in reading.group("requests"))
+    hidden = "" if reading.hidden_share is None else f"   loads hidden under compute {percent(reading.hidden_share)}"
+    return Text(f"requests   {requests}{hidden}")
+
+
+def _latency(reading: Reading, change: Change | None) -> Text:
+    """Median and 99th percentile over the window, or since the server's start if there is only one reading."""
+    now, shown = change or reading, []
+    for group, label in (("first_token_s", "first token"), ("between_tokens_s", "between tokens")):
+        median, p99 = (now.quantile(group, share) for share in (0.5, 0.99))
+        shown.append(f"{label} {_brief(median)}, p99 {_brief(p99)}")
+    return Text(f"latency    {'   '.join(shown)}")
+
+
+def _brief(seconds: float | None) -> str:
+    """A short duration: `12 ms`, `3.4 s`. None: `-`."""
+    if seconds is None:
+        return NONE
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1000 * seconds:.0f} ms"
+
+
+def _faults(reading: Reading) -> Text:
+    """The kinds of faults that happened since the server's start, with their numbers."""
+    found = [
+        f"{label} {scaled(reading.get(figure))}" for figure, label in reading.group("faults") if reading.get(figure)
+    ]
+    return Text(f"faults     {'   '.join(found) or 'none'}", style="bold red" if found else "")
+
+
+def _tiers(reading: Reading, change: Change | None) -> Table:
+    rows = []
+    for tier in reading.tiers:
+        used, total = reading.get(f"used.{tier}"), reading.get(f"total.{tier}")
+        unit, after = ("B", "") if tier == "disk" else ("", " tokens")
+        # A store that the caller made may have no budget.
+        bar = ProgressBar(total=total, completed=min(used, total), width=10, pulse=False) if total else ""
+        now = None if change is None else change.hit_rate(tier)
+        of = f"{scaled(total, unit)}{after}" if total else NONE
+        held = scaled(used, unit) if f"used.{tier}" in reading.figures else NONE
+        saved = duration(reading.get(f"saved_s.{tier}"))
+        rows.append((tier, held, of, bar, percent(now), percent(reading.hit_rate(tier)), saved))
+    return table(("tier", "used", "of", "", "hits now", "since start", "saved"), rows, framed=False)
+
+
+def _tokens(reading: Reading, change: Change | None) -> Table:
+    rows = []
+    for figure, label in reading.group("tokens"):
+        now = NONE if change is None else f"{scaled(change.per_s(figure))}/s"
+        rows.append((label, now, scaled(reading.get(figure))))
+    return table(("tokens", "now", "total"), rows, framed=False)
+
+
+def _transfers(reading: Reading, change: Change | None) -> Table:
+    """Transfers between tiers. `now` divides by all time of the window, `speed` only by the time of copies."""
+    rows = []
+    for figure, label in reading.group("moved_bytes"):
+        now = NONE if change is None else f"{scaled(change.per_s(figure), 'B')}/s"
+        total, seconds = reading.get(figure), reading.get(f"moved_s.{label}")
+        rows.append((label, now, f"{scaled(total / seconds, 'B')}/s" if seconds else NONE, scaled(total, "B")))
+    return table(("transfers", "now", "speed", "total"), rows, framed=False)
+
+
+def _drive(reading: Reading) -> Table:
+    """The wear of the drive; no rows if nothing was written or the drive's size is unknown."""
+    found = [(label, f"{reading.get(figure):.2g}") for figure, label in reading.group("drive") if reading.get(figure)]
+    return table(("drive", ""), found, framed=False)
+
+
+def _counts(title: str, reading: Reading, change: Change | None, *groups: str) -> Table:
+    rows = []
+    for figure, label in (row for group in groups for row in reading.group(group)):
+        rows.append((label, NONE if change is None else scaled(change.of(figure)), scaled(reading.get(figure))))
+    return table((title, "now", "total"), rows, framed=False)

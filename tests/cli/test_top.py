@@ -19,9 +19,9 @@ from hicache.cli import main
 from hicache.errors import NotOurServer
 from hicache.monitoring.client import MetricsClient
 from hicache.monitoring.figures import FIGURES
-from hicache.monitoring.frame import frame
 from hicache.monitoring.loopback import is_loopback
 from hicache.monitoring.readings import Change, History, Reading
+from hicache.monitoring.top import frame
 from programs import command
 from waiting import eventually
 

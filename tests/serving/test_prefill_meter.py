@@ -11,9 +11,8 @@ import torch
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, Hit, Lease, build_engine
 from hicache.serving import Request, Scheduler
-from hicache.serving.pass_budget import PrefillPace
 from hicache.serving.passes import Chunk
-from hicache.serving.prefill_meter import PrefillMeter
+from hicache.serving.prefill_meter import PrefillMeter, PrefillPace
 from hicache.serving.request_queue import ScheduledRequest
 from serving_case import prompt, shared, tiny_engine, tiny_llama, tiny_runner
 from toy_model import GEOMETRY, compute, config, serve

@@ -13,8 +13,10 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -37,9 +39,8 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import PrefillNote
 from hicache.integrations.server_store import ServerStore, server_store_config
-from hicache.integrations.vllm.admission import Admission
+from hicache.integrations.vllm.admission import Admission, CpuRoom
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
-from hicache.integrations.vllm.cpu_room import CpuRoom
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
 from hicache.integrations.vllm.lookups import Lookups
@@ -48,7 +49,6 @@ from hicache.integrations.vllm.region_files import remove_leftovers, remove_name
 from hicache.integrations.vllm.release import vllm_release
 from hicache.integrations.vllm.shared_memory import descriptor_of, name_of
 from hicache.integrations.vllm.tier_events import TierEvents
-from hicache.integrations.vllm.tier_jobs import Load, Store
 from hicache.integrations.vllm.tier_metrics import TierMetrics, dropped_jobs, metric_definitions, misfit_pages
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, StoreError
@@ -64,6 +64,35 @@ _HASH_BYTES = 32  # of SHA-256
 _GROUP_BYTES = 4  # number of the group of layers, after the hash
 _KEY_BYTES = _HASH_BYTES + _GROUP_BYTES
 _DRAIN_LOOK_S, _DRAIN_WARN_S = 0.25, 10.0
+
+
+@dataclass(slots=True)
+class Load:
+    """A load. `ok[i]`: chunk i was read. `span`: tokens [start, end) of the prompt; None: unknown. `progress_s`: when
+    this load or one before it last made progress. `left`: chunks in unanswered jobs; the load ends when there are
+    none."""
+
+    request: str
+    chunks: tuple[OffloadKey, ...]
+    span: tuple[int, int] | None
+    begin_s: float
+    progress_s: float
+    ok: list[bool]
+    left: int = 0
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def span_left(self) -> tuple[int, int]:
+        """The tokens that are still to be loaded, as if chunks were read from the beginning on."""
+        start, end = self.span or (0, 0)
+        return end - (end - start) * self.left // len(self.chunks), end
+
+
+@dataclass(frozen=True, slots=True)
+class Store:
+    chunks: tuple[OffloadKey, ...]
+    num_bytes: int
+    begin_s: float = field(default_factory=time.monotonic)
 
 
 class HiCacheTier(SecondaryTierManager):
