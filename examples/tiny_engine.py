@@ -98,8 +98,10 @@ class TinyEngine:
         self.device = torch.zeros(num_slots + 1, ROW)  # slot 0 and page 0 are sinks for padding
         self.host = torch.zeros(num_pages + 1, PAGE, ROW)
         self.free = list(range(1, num_slots + 1))
-        self.root, self.pages = TreeNode(), TierPages(num_pages)
-        self.hasher, self.clock = PageHasher(b"model, dtype, layout", PAGE), count(1)
+        self.root = TreeNode()
+        self.pages = TierPages(num_pages)
+        self.hasher = PageHasher(b"model, dtype, layout", PAGE)
+        self.clock = count(1)
         self.copies: deque[tuple[TreeNode, int]] = deque()  # to the host, in flight
 
     def admit(self, tokens: np.ndarray) -> Lease | None:

@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from hicache.console import parse_bytes
 from hicache.storage.base import StoreError
 
-SCHEME = r"[a-z][a-z0-9+.-]*(?=://)"
+_SCHEME = r"[a-z][a-z0-9+.-]*(?=://)"
 _UNIT = re.compile("_(bytes|s|url)$")
 _MAX_NUMBER, _MAX_SECONDS = 1 << 53, 1_000_000  # limits of clients and servers
 _HTTP_URL = re.compile(r"https?://(\[[\da-f:.]+\]|[\w.-]+)(:\d+)?(/[\w./~-]*)?", re.ASCII)
@@ -81,7 +81,7 @@ class StoreUrl:
 
 def scheme_of(url: str) -> str:
     """Scheme of a URL in lower case. Raises `StoreError`."""
-    match = re.match(SCHEME, url, re.IGNORECASE | re.ASCII)
+    match = re.match(_SCHEME, url, re.IGNORECASE | re.ASCII)
     if match is None:
         raise StoreError("a store's URL begins with its scheme, like lmdb:///path or s3://bucket")
     return match[0].lower()

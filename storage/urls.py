@@ -11,7 +11,6 @@ with `(url, *, identity, formats, cipher)`, returns a `PageStore`, and raises `S
 from __future__ import annotations
 
 import importlib.metadata
-import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -22,7 +21,7 @@ from hicache.storage.filters import PageFormat
 from hicache.storage.lmdb_store import LmdbPageStore
 from hicache.storage.mooncake_store import MooncakePageStore
 from hicache.storage.s3_store import S3PageStore
-from hicache.storage.store_url import SCHEME, StoreUrl, scheme_of
+from hicache.storage.store_url import StoreUrl, scheme_of
 
 ENTRY_POINTS = "hicache.stores"
 _Opener: TypeAlias = Callable[..., PageStore]
@@ -51,8 +50,6 @@ def open_store(
 
 def opener_of(url: str) -> _Opener:
     """Return the function that opens stores of the URL's scheme. Raises `StoreError` for an unknown scheme."""
-    if re.search(rf",\s*{SCHEME}", url, re.IGNORECASE | re.ASCII):
-        raise StoreError("several URLs with commas between them; give that of one store")
     scheme = scheme_of(url.strip())
     return _OPENERS.get(scheme) or _registered(scheme)
 

@@ -28,7 +28,7 @@ from hicache.errors import ConfigError
 SOCKET = "unix:"  # prefix of a socket's path in settings that otherwise name a directory
 INT64_MAX = (1 << 63) - 1
 _SCHEME = r"[a-z][a-z0-9+.-]*://"
-_USER = re.compile(f"((?:^|,)(?:{_SCHEME})?)(?:(?!,{_SCHEME}).)*@", re.IGNORECASE | re.ASCII | re.DOTALL)
+_USER = re.compile(f"^((?:{_SCHEME})?).*@", re.IGNORECASE | re.ASCII | re.DOTALL)
 
 _short = reprlib.Repr()
 _short.maxlevel = 2
@@ -210,9 +210,8 @@ class Text(Setting):
 
 
 @dataclass(frozen=True)
-class Urls(Text):
-    """One URL, or several separated by commas. User names and passwords are hidden in output, also passwords that
-    contain an unescaped "/" or "@"."""
+class Url(Text):
+    """A URL. User name and password are hidden in output, also a password that contains an unescaped "/" or "@"."""
 
     metavar = "URL"
 

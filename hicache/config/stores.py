@@ -13,7 +13,7 @@ from hicache.config.settings import (
     FilePath,
     Number,
     Size,
-    Urls,
+    Url,
     Whole,
     settle,
     short_repr,
@@ -87,7 +87,7 @@ class RemoteConfig:
     """The remote tier: a store that engines on several machines share (docs/remote.md). Pages are backed up to the disk
     and to it. A prefetch reads from it the pages that the disk does not have."""
 
-    url: Annotated[str, Urls("the store, like mooncake://host:50051 or s3://bucket/prefix")]
+    url: Annotated[str, Url("the store, like mooncake://host:50051 or s3://bucket/prefix")]
     backup: Annotated[
         Backup,
         Choice(

@@ -98,8 +98,9 @@ class PinnedRows:
         self.rows_per_chunk = _rows_per_chunk(row_bytes, chunk_bytes)
         registry = CudaRegistry(device) if registry is None else registry
         pinned: list[int] = []
+        self._data = data
         # Unpins also if the object is freed without `close`: memory unmapped while registered cannot be used again.
-        self._data, self._unpin = data, weakref.finalize(self, _unregister, registry, pinned)
+        self._unpin = weakref.finalize(self, _unregister, registry, pinned)
         self._unpin.atexit = False  # at exit the driver unpins faster
         try:
             for first in range(0, rows, self.rows_per_chunk):

@@ -132,7 +132,8 @@ class HostPagePool:
         shared: bool = False,
         page_bytes: int | None = None,
     ) -> None:
-        self.layout, self.page_tokens = layout, page_tokens
+        self.layout = layout
+        self.page_tokens = page_tokens
         self.page_bytes = layout.page_bytes(page_tokens) if page_bytes is None else page_bytes
         self.num_pages = host_bytes // self.page_bytes - 1
         if self.num_pages < 1:

@@ -57,10 +57,14 @@ class CacheSimulation:
     """The tiers of one engine. `blocks_per_s`: that requests ask for, by which the disk has its write budget."""
 
     def __init__(self, settings: ReplaySettings, blocks_per_s: float = _BLOCKS_PER_S) -> None:
-        self.settings, self._blocks_per_s, self._num_asked = settings, blocks_per_s, 0
+        self.settings = settings
+        self._blocks_per_s = blocks_per_s
+        self._num_asked = 0
         self._saves_at_eviction = settings.write_policy in _AT_EVICTION
         self._is_exclusive = settings.write_policy == "exclusive"
-        self.table, self._touched, self._unsaved = BlockTable(), Seen(), list[tuple[Rows, Ranks]]()
+        self.table = BlockTable()
+        self._touched = Seen()
+        self._unsaved = list[tuple[Rows, Ranks]]()
         self.table.add_columns(self._touched)
         self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._note)
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None

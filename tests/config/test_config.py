@@ -28,7 +28,7 @@ from hicache.config.settings import (
     Size,
     Text,
     Tokens,
-    Urls,
+    Url,
     Whole,
     settings_of,
 )
@@ -205,7 +205,7 @@ WRONG: dict[type[Setting], list[object]] = {
     Number: [*NO_NUMBER, -1.0, 1e300, 10**400, "1e400"],
     Share: [*NO_NUMBER, -0.1, 1.01, "2"],
     Text: [None, 1, b"m", ["m"], "\ud800"],
-    Urls: [None, 1, b"m", ["m"], "\ud800"],
+    Url: [None, 1, b"m", ["m"], "\ud800"],
     Address: [None, 1, b"tcp://*:1", ["tcp://*:1"], "\ud800", "x", "udp://x:1", "tcp:", "tcp://", " tcp://*:1"],
     Choice: [None, 1, "", "sometimes", ["relaxed"], "\ud800"],
     Switch: [None, 1, 0, "", "yes", "True", ["true"], "\ud800"],

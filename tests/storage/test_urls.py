@@ -61,7 +61,6 @@ REFUSED = [
     ("lmdb:///a directory", "with %XX for spaces"),
     ("lmdb:///a\ndirectory", "with %XX for spaces"),
     ("lmdb:///x%00", "cannot read a URL of lmdb"),
-    ("lmdb:///x , s3://bucket", "give that of one store"),
     ("lmdb:///x?level", "cannot read a URL of lmdb"),
     ("lmdb:///x#level=1", "cannot read a URL of lmdb"),
     (f"lmdb://{'x' * 70}/x", "cannot read a URL of lmdb"),
