@@ -19,7 +19,6 @@ time (`SleepingRunner`), and there are no targets.
 from __future__ import annotations
 
 import argparse
-import gc
 import math
 import shutil
 import tempfile
@@ -32,7 +31,7 @@ from typing import Any, Literal
 
 import torch
 
-from hicache.bench.common import Report, percentile
+from hicache.bench.common import Report, add_parts, chosen_parts, free_memory, percentile
 from hicache.bench.raw_io import drop_caches
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
 from hicache.bench.serving_sessions import SessionRun, SessionSizes, serve_turns
@@ -105,23 +104,16 @@ RATES = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--only", default="", help=f"parts to run, of: {' '.join(PARTS)}; they get a file of their own")
+    add_parts(parser, PARTS)
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
-    chosen = args.only.split() or list(PARTS)
-    if not {*chosen} <= {*PARTS}:
-        raise SystemExit(f"--only {args.only!r}: choose from {' '.join(PARTS)}")
-    if args.only:
-        report.bench = "-".join([NAME, *chosen])  # a part does not replace the results of all
     sizes = REAL if args.device.type == "cuda" else ASLEEP
     bench = _Both(report, random_llama(args.device), sizes, args.folder)
-    for part in chosen:
+    for part in chosen_parts(args, report, PARTS):
         getattr(bench, part)()
-        gc.collect()
-        if args.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args.device)
 
 
 class SleepingRunner:

@@ -55,6 +55,26 @@ class BenchModule(Protocol):
     def run(self, args: argparse.Namespace, report: Report) -> None: ...
 
 
+def add_parts(parser: argparse.ArgumentParser, parts: Sequence[str]) -> None:
+    """Add `--only`, for `chosen_parts`."""
+    help = f"parts to run, of: {' '.join(parts)}; they get a file of their own"
+    parser.add_argument("--only", nargs="+", choices=parts, metavar="PART", help=help)
+
+
+def chosen_parts(args: argparse.Namespace, report: Report, parts: Sequence[str]) -> Sequence[str]:
+    """The parts of `--only`, or all of `parts`. The result of some parts does not replace that of all."""
+    if args.only:
+        report.bench = "-".join([report.bench, *args.only])
+    return args.only or parts
+
+
+def free_memory(device: torch.device) -> None:
+    """Free objects in reference cycles, such as closed engines, and give cached memory back to the device."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
 def percentile(values: Sequence[float], percent: float) -> float:
     """The value below which `percent` of the samples lie, interpolated linearly between neighbours."""
     if not values:

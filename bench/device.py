@@ -19,7 +19,7 @@ from collections.abc import Iterator
 import torch
 
 from hicache import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
-from hicache.bench.common import Report, interleave
+from hicache.bench.common import Report, add_parts, chosen_parts, interleave
 from hicache.bench.device_batch import measure_batch
 from hicache.bench.device_bytes import PAGE, Run, measure_bytes, queued_timer
 from hicache.bench.machine import ROOT
@@ -56,7 +56,7 @@ def no_wait(device: torch.device) -> Iterator[None]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, help="timed rounds (default: 30 on CUDA, 5 else)")
-    parser.add_argument("--only", choices=PARTS, help="one part of the cases")
+    add_parts(parser, PARTS)
 
 
 def run(args: argparse.Namespace, report: Report) -> None:
@@ -64,9 +64,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     samples = args.samples or (30 if device.type == "cuda" else 5)
     torch.manual_seed(0)
     here = PARTS if ROOT is not None else PARTS[:-1]  # the batch is an example, which only a clone has
-    if args.only:
-        report.bench = f"{NAME}-{args.only}"  # a part does not replace the results of all
-    for part in (args.only,) if args.only else here:
+    for part in chosen_parts(args, report, here):
         if part == "batch":
             measure_batch(report, samples, device)
         elif part == "slots":

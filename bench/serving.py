@@ -16,7 +16,6 @@ Both sides of a case are measured in one process, in turns. On a CPU the model i
 from __future__ import annotations
 
 import argparse
-import gc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,7 +25,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from hicache.bench.common import Report, interleave, percentile, timer_for
+from hicache.bench.common import (
+    Report,
+    add_parts,
+    chosen_parts,
+    free_memory,
+    interleave,
+    percentile,
+    timer_for,
+)
 from hicache.bench.serving_case import Served, ServedModel, Tokens, prompts, random_llama, serving, sync
 from hicache.bench.serving_sessions import measure_sessions, measure_sessions_host
 from hicache.bench.serving_streams import measure_streams
@@ -36,6 +43,7 @@ from hicache.serving import Chunk, Request
 NAME = "serving"
 DESCRIPTION = "decoding, prefill, first tokens from the host, conversations, agent sessions, streams; 8B geometry"
 
+PARTS = ("decode", "prefill", "host", "conversations", "sessions", "sessions-host", "stream", "compiled")
 NEW_TOKENS = 256
 DECODE_TARGET, COMPILED_TARGET = 0.3, 0.5
 PREFILL_TARGET, HOST_TARGET, CONVERSATIONS_TARGET = 1.0, 0.9, 2.0
@@ -62,12 +70,7 @@ TINY = Sizes(256, (1, 4), 5, 1024, 256, (512,), 4, 3, 64, 4)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--only",
-        default="",
-        help="parts to run, of: decode prefill host conversations sessions sessions-host stream compiled; they "
-        "get a file of their own",
-    )
+    add_parts(parser, PARTS)
     parser.add_argument("--folder", default="", help="where stores lie; default: a temporary folder")
     parser.add_argument("--trace", type=Path, help="of `sessions`, as `hicache replay` reads; default: generated ones")
 
@@ -85,19 +88,11 @@ def run(args: argparse.Namespace, report: Report) -> None:
         # Last, so that side effects of torch.compile in the process affect no other case.
         "compiled": lambda: _decode(report, served, sizes, compiled=True),
     }
-    if args.device.type != "cuda":
-        del parts["compiled"]  # torch.compile serves captured passes
-    chosen = args.only.split() or list(parts)
-    if not {*chosen} <= {*parts}:
-        raise SystemExit(f"--only {args.only!r}: choose from {' '.join(parts)}")
+    here = PARTS if args.device.type == "cuda" else PARTS[:-1]  # torch.compile serves captured passes
     served = random_llama(args.device)
-    if args.only:
-        report.bench = "-".join([NAME, *chosen])  # a part does not replace the results of all
-    for part in chosen:
+    for part in chosen_parts(args, report, here):
         parts[part]()
-        gc.collect()
-        if args.device.type == "cuda":
-            torch.cuda.empty_cache()
+        free_memory(args.device)
 
 
 def _target(served: ServedModel, value: float) -> float | None:
