@@ -385,7 +385,7 @@ def joined_prompt(meter: Meter, num_tokens: int) -> None:
         assert not lease.cached_len, f"{lease.hit} of a prompt that is computed while it is read"
         engine.commit(lease, tokens[:JOIN_COMPUTED_TOKENS])
         _poll_until(meter, engine, "poll", lambda: handle.ended)
-        lease = meter.call(engine, "join", lambda: engine.join(lease, JOIN_COMPUTED_TOKENS))
+        meter.call(engine, "join", lambda: engine.join(lease, JOIN_COMPUTED_TOKENS))
         assert lease.cached_len == num_tokens, f"{lease.cached_len} tokens are there after a join"
         engine.release(lease)
         engine.flush()

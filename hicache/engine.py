@@ -371,11 +371,11 @@ class CacheEngine:
             raise
         return lease
 
-    def _admitted(self, request: CacheRequest, *, joins: bool = False) -> Lease:
+    def _admitted(self, request: CacheRequest) -> Lease:
         try:
             if self._prefetcher:
                 self._prefetcher.require_ready(request.request_id)
-            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id), joins=joins)
+            lease = self._admit.acquire(request, self._requests.num_delayed_by(request.request_id))
         except ResourceExhausted as error:
             self._admit.refused(error)
             raise
@@ -383,32 +383,28 @@ class CacheEngine:
         return lease
 
     @exclusive
-    def join(self, lease: Lease, num_tokens: int) -> Lease:
+    def join(self, lease: Lease, num_tokens: int) -> Hit:
         """Load the pages that an overlapped prefetch has read behind the first `num_tokens` of the prompt, which are
         computed and committed. Call it before each pass over the prompt.
 
-        Returns the lease to use from now on in place of `lease`, or `lease` itself if no such page has arrived. Raises
-        `ResourceExhausted` if there is no capacity for these pages: the lease has then ended, and the request must be
-        admitted again.
+        Returns the tokens behind `num_tokens` that need no computing any more, by tier: none if no such page has
+        arrived, or if the device has no capacity for them now. They are added to `lease.hit`. The lease goes on with
+        its row and its states; read `lease.slots` anew.
         """
         self._held([lease])
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id
         if self._prefetcher is None or not self._prefetcher.overlap.is_next_on_host(lease, num_tokens):
-            return lease
+            return Hit()
+        before = lease.cached_len
         try:
-            if not self._admit.gains(lease.request, num_tokens, self._requests.num_delayed_by(request_id)):
-                return lease
-            lease.drop_hints()  # its request continues, so no hint for the time after it
-            self._end(lease)
-            joined = self._admitted(lease.request, joins=True)
-            lease.successor = joined
-            self._prefetcher.joined(lease, num_tokens, joined)
+            hit = self._admit.join(lease, num_tokens, self._requests.num_delayed_by(request_id))
+            if hit.tokens:
+                self._prefetcher.joined(lease, num_tokens - before, hit.tokens)
         except BaseException:
             self._prefetcher.cancel(request_id)
+            self._end(lease)
             raise
-        finally:
-            self._admit.forget(request_id)
-        return joined
+        return hit
 
     @exclusive
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
@@ -483,9 +479,10 @@ class CacheEngine:
         return self._restore.error_of(lease) is not None
 
     @exclusive
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, continues: bool = False) -> None:
         """End the lease of a finished or aborted request: unpin the prefix and free the other slots. Idempotent; works
-        on a closed engine.
+        on a closed engine. `continues`: the request will be admitted again, so its hints for the time after it
+        (`expected_uses`, `session_end`, `next_turn_within_s`) do not count yet.
 
         Raises `ForeignLease`. In a fork it does nothing.
         """
@@ -494,7 +491,7 @@ class CacheEngine:
             return
         if self._leases.get(lease.request_id) is not lease:
             raise ForeignLease(lease.request_id)
-        self._release(lease)
+        self._release(lease, continues=continues)
 
     @exclusive
     def cancel(self, request_id: str) -> None:
@@ -612,20 +609,20 @@ class CacheEngine:
         if self._prefetcher:
             self._prefetcher.cancel(request_id)
 
-    def _release(self, lease: Lease) -> None:
+    def _release(self, lease: Lease, *, continues: bool = False) -> None:
         try:
             if self._prefetcher and not self._is_broken:
                 self._prefetcher.end_reads(lease)
         finally:
-            self._end(lease)
+            self._end(lease, continues=continues)
 
-    def _end(self, lease: Lease) -> None:
+    def _end(self, lease: Lease, *, continues: bool = False) -> None:
         """End the lease even if an exception is raised here. If the accounts do not hold, free none of its slots."""
         try:
             if self._is_broken:
                 lease.released = True
             else:
-                self._commit.release(lease)
+                self._commit.release(lease, continues=continues)
         finally:
             if lease.released:
                 del self._leases[lease.request_id]

@@ -75,12 +75,11 @@ class Admit:
         """What queued requests will need, by request. A view."""
         return self._expectations
 
-    def acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool = False) -> Lease:
-        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed. `joins`: it was
-        admitted before, and is in order to join what has come."""
+    def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
+        """See `CacheEngine.acquire`. `num_delayed`: others that wait while this request is computed."""
         while True:
             try:
-                return self._acquire(request, num_delayed, joins=joins)
+                return self._acquire(request, num_delayed)
             except ExchangePending:
                 if self.exchange is None or not request.may_wait:
                     raise
@@ -95,7 +94,7 @@ class Admit:
         has_landed = land(self._copies)
         return (self.exchange is not None and self.exchange.end_ready(request_id)) or has_landed
 
-    def _acquire(self, request: CacheRequest, num_delayed: int, *, joins: bool) -> Lease:
+    def _acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
         context = self._context
         if self.exchange is not None:
             self.exchange.require_idle(request.request_id)
@@ -116,9 +115,6 @@ class Admit:
 
         with ExitStack() as undo:
             lease = self._restore.pin(request, admission, undo)
-            lease.length = admission.end
-            full_len = admission.match.full_len if located is None else located.host_end * context.tree.page_size
-            lease.branching_len = full_len if full_len > admission.length else 0
             with ExitStack() as held:
                 to_load = dict[Component, PromptRows]()
                 if located is not None:
@@ -127,28 +123,46 @@ class Admit:
                     to_load = self._restore.hold(admission, located, held, is_used=is_used)
                 self._make_available(admission)
                 self._take_row(lease, admission)
-                slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
-                self._prepare(lease, admission, to_load)
-                if located is not None and to_load:
-                    load = self._restore.submit_load(lease, located.prompt, to_load, slots, admission.length)
-                    held.pop_all()  # these locks are the load's now
-                    lease.read([load])
-                self._start(lease, admission)
+                lease.hit = self._fill(lease, admission, located, to_load, held)
             if self._backup is not None:
                 self._backup.maybe_backup(lease.node)
-            self._restore.count_decision(None if joins else estimate)
-            self._counters.admitted(lease, joins=joins)
+            self._restore.count_decision(estimate)
+            self._counters.admitted(lease)
             undo.pop_all()
         return lease
 
-    def gains(self, request: CacheRequest, num_tokens: int, num_delayed: int) -> bool:
-        """Whether admission now would start behind its first `num_tokens`, with a load that may start."""
+    def join(self, lease: Lease, num_tokens: int, num_delayed: int) -> Hit:
+        """See `CacheEngine.join`. If it raises, the lease can only be released."""
         try:
-            admission, _, _ = self._count(request, num_delayed)
+            admission, located, _ = self._count(lease.request, num_delayed)
         except ExchangePending:
-            return False
-        is_free = self._restore.can_submit() and not self._restore.has_failed(admission.match.rows)
-        return admission.length > num_tokens and is_free
+            return Hit()
+        may_load = self._restore.can_submit() and not self._restore.has_failed(admission.match.rows)
+        if located is None or admission.length <= num_tokens or not may_load:
+            return Hit()
+        tree, full = self._context.tree, self._context.full
+        with ExitStack() as undo, ExitStack() as held:
+            node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
+            tree.lock(node, ahead)
+            undo.callback(tree.unlock, node, ahead)
+            to_load = self._restore.hold(admission, located, held)
+            num_own = lease.held_len - lease.tree_len
+            for component in self._context.components:
+                if not self._make_room_for(component, component.needed_to_join(admission, num_own)):
+                    return Hit()
+            full.release(lease)
+            tree.unlock(lease.node)
+            before, lease.node = lease.tree_len, node
+            lease.tree_len = lease.held_len = admission.device_len
+            undo.pop_all()
+            undo.callback(self._lock_alone, lease, admission.length)
+            hit = self._fill(lease, admission, located, to_load, held, before, num_tokens)
+            undo.pop_all()
+        lease.hit += hit
+        if self._backup is not None:
+            self._backup.maybe_backup(lease.node)
+        self._counters.hit(lease, hit)
+        return hit
 
     def locate(self, tokens: Tokens, namespace: str) -> tuple[int, int, Located | None]:
         """Tokens of a prompt that the device would serve, and memory; and where its pages are, with a host tier."""
@@ -308,29 +322,52 @@ class Admit:
             self.exchange.note_taken(num_slots - num_loaded)
         return slots
 
-    def _prepare(self, lease: Lease, admission: Admission, to_load: Mapping[Component, PromptRows]) -> None:
-        """Record the slots of the prefix on the device, and where what of the rest is loaded came from."""
-        tree, full, page = self._context.tree, self._context.full, self._context.tree.page_size
-        rows = tree.path_rows(lease.node)
-        if len(rows):
-            lease.write(0, full.resident.value(rows))
-        wanted = None if self.exchange is None else self.exchange.of(lease.request_id)
-        device_len = admission.device_len
-        if wanted is not None:
-            device_len = min(device_len, wanted.num_held * page)
-        loaded = to_load[FULL].rows if FULL in to_load else NO_ROWS
-        tree.begin_use(np.concatenate((rows, loaded)), is_new=wanted is None)
-        lease.cached_len = admission.length
-        sources = Counter[Store]() if wanted is None else Counter(wanted.sources)
-        if FULL in to_load:
-            sources += full.pages.take_sources(to_load[FULL].rows, self._context.stores)
-        disk_len, remote_len = sources[DISK] * page, sources[REMOTE] * page
-        lease.hit = Hit(device_len, admission.length - device_len - disk_len - remote_len, disk_len, remote_len)
+    def _fill(
+        self,
+        lease: Lease,
+        admission: Admission,
+        located: Located | None,
+        to_load: Mapping[Component, PromptRows],
+        held: ExitStack,
+        start: int = 0,
+        num_computed: int = 0,
+    ) -> Hit:
+        """Give the lease the slots behind its node, and submit the load of the pages `to_load` to the first ones.
 
-    def _start(self, lease: Lease, admission: Admission) -> None:
-        """Its load, if it has one, was submitted."""
+        The load takes over the host locks that `held` would end. `start`: the row has the slots of so many tokens.
+        Returns the tokens behind the first `num_computed` that need no computing."""
+        tree, full, page = self._context.tree, self._context.full, self._context.tree.page_size
+        lease.length, lease.cached_len = admission.end, admission.length
+        full_len = admission.match.full_len if located is None else located.host_end * page
+        lease.branching_len = full_len if full_len > admission.length else 0
+        slots = self._take_slots(lease, admission.num_slots, admission.length - admission.device_len)
+        rows = tree.path_rows(lease.node, start)
+        if len(rows):
+            lease.write(start, full.resident.value(rows))
+        staged = None if self.exchange is None else self.exchange.of(lease.request_id)
+        loaded = to_load[FULL].rows if FULL in to_load else NO_ROWS
+        tree.begin_use(np.concatenate((rows, loaded)), is_new=staged is None)
+        device_len, sources = admission.device_len, Counter[Store]()
+        if staged is not None:
+            device_len, sources = min(device_len, staged.num_held * page), Counter(staged.sources)
+        if FULL in to_load:
+            sources += full.pages.take_sources(loaded, self._context.stores)
+        if located is not None and to_load:
+            load = self._restore.submit_load(lease, located.prompt, to_load, slots, admission.length)
+            held.pop_all()
+            lease.read([load])
         for component in self._context.components:
             component.prepare_forward(lease, admission)
         if not lease.node.is_root:
-            lease.read(self._restore.loads_of(self._context.tree.path_rows(lease.node)))
-            self._context.tree.raise_priority(lease.node, lease.priority)
+            lease.read(self._restore.loads_of(tree.path_rows(lease.node)))
+            tree.raise_priority(lease.node, lease.priority)
+        num_loaded = admission.length - max(device_len, num_computed)
+        disk = min(num_loaded, sources[DISK] * page)
+        remote = min(num_loaded - disk, sources[REMOTE] * page)
+        return Hit(max(0, device_len - num_computed), num_loaded - disk - remote, disk, remote)
+
+    def _lock_alone(self, lease: Lease, length: int) -> None:
+        """Lock the prefix of a lease as it is, and no longer as the beginning of one of `length` tokens."""
+        ahead = length - lease.node.depth_tokens
+        self._context.tree.lock(lease.node)
+        self._context.tree.unlock(lease.node, ahead)

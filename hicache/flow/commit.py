@@ -72,7 +72,7 @@ class Commit:
                 make_available = partial(self._eviction.make_available, component)
                 self._skipped_states.value += component.track(leases, make_available)
 
-    def release(self, lease: Lease) -> None:
+    def release(self, lease: Lease, *, continues: bool) -> None:
         """See `CacheEngine.release`."""
         tree = self._context.tree
         rows = tree.path_rows(lease.node)
@@ -81,11 +81,11 @@ class Commit:
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             steps.callback(tree.table.drop, rows)
             steps.callback(self._restore.free, lease)
-            steps.callback(self._use_below, lease)
+            steps.callback(self._use_below, lease, continues=continues)
             steps.callback(tree.unlock, lease.node)
             steps.callback(tree.touch, lease.node)
 
-    def _use_below(self, lease: Lease) -> None:
+    def _use_below(self, lease: Lease, *, continues: bool) -> None:
         """What is below the device of the lease's prefix was used, of the stores what may be used again."""
         context, tree = self._context, self._context.tree
         rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
@@ -95,7 +95,7 @@ class Commit:
             held = of_component[pages.has(of_component)]
             pages.use(held)
             pages.order.raise_priority(held, lease.priority)
-        num_shared = self.hints.enter(lease, on_host)
+        num_shared = lease.node.depth_tokens // tree.page_size if continues else self.hints.enter(lease, on_host)
         if self._persists and num_shared:
             used = tree.required(rows[FULL], num_shared * tree.page_size)
             keys = {name: tree.names.of_component(name, tree.table.keys_of(each)) for name, each in used.items()}

@@ -15,7 +15,7 @@ from hicache.errors import (
     TransferBusy,
 )
 from hicache.flow.context import EngineContext
-from hicache.flow.lease import Lease
+from hicache.flow.lease import Hit, Lease
 from hicache.metrics import Counter, Histogram, Metrics
 from hicache.tiers import Store
 
@@ -68,18 +68,21 @@ class AdmitCounters:
         for kind, counter in self._refused.items():
             counter.value += isinstance(error, kind)
 
-    def admitted(self, lease: Lease, *, joins: bool) -> None:
-        """Count an admitted prompt. A request that `joins` has hit the tokens that it loads now; it computed, or
-        counted before, the tokens that it has on the device."""
-        hit = lease.hit.loaded if joins else lease.hit
-        if not lease.request.is_counted:
-            self._uncounted.value += not joins
-            self._uncounted_hits.value += hit.tokens
-            return
-        if not joins:
+    def admitted(self, lease: Lease) -> None:
+        """Count an admitted prompt."""
+        if lease.request.is_counted:
             self._requests.value += 1
             self._prompt.value += lease.prompt_len
             self._computed.value += lease.prompt_len - lease.cached_len
+        else:
+            self._uncounted.value += 1
+        self.hit(lease, lease.hit)
+
+    def hit(self, lease: Lease, hit: Hit) -> None:
+        """Count tokens that an admitted request need not compute."""
+        if not lease.request.is_counted:
+            self._uncounted_hits.value += hit.tokens
+            return
         for counter, tokens in zip(self._hits, (hit.device, hit.host, hit.disk, hit.remote), strict=True):
             counter.value += tokens
 

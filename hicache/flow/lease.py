@@ -134,10 +134,9 @@ class Prefetch:
 class Lease:
     """A request's hold on the cache: a pinned prefix, a row of the request table and the slots of the rest.
 
-    Made by `acquire`, ended by `release` (or by leaving its `with`), or by `join`, which makes its `successor`.
-    Intervals of positions:
+    Made by `acquire`, ended by `release` (or by leaving its `with`). Intervals of positions:
 
-        [0, cached_len)          needed no computing when the lease was made; its loads are `load_ids`
+        [0, cached_len)          need no computing since `acquire`, or since the last `join`; their loads: `load_ids`
         [0, tree_len)            slots belong to the tree, pinned through `node`
         [tree_len, length)       slots belong to the lease and hold, or will hold, KV of its own
         [length, held_len)       slots of the last device page that no token uses yet
@@ -175,12 +174,7 @@ class Lease:
         self.loads: list[Load] = []
         self.state_load: Load | None = None
         self.released = False
-        self.successor: Lease | None = None
         self.on_exit: Callable[[Lease], None] = _no_owner
-
-    def drop_hints(self) -> None:
-        """Its prompt is asked for again by itself."""
-        self.expected_uses, self.session_end, self.next_turn_within_s = None, False, None
 
     @property
     def row(self) -> int:
@@ -236,10 +230,7 @@ class Lease:
         return self
 
     def __exit__(self, *_: object) -> None:
-        lease = self
-        while lease.successor is not None:
-            lease = lease.successor
-        lease.on_exit(lease)
+        self.on_exit(self)
 
 
 def _on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:

@@ -1254,12 +1254,10 @@ class Prefetcher(Movement):
             request.lease = lease
             self.apply(request, Event.ADMIT)
 
-    def joined(self, before: Lease, num_tokens: int, after: Lease) -> None:
-        """The lease `after` replaces `before`, of which `num_tokens` were computed."""
-        request = self._requests[after.request_id]
-        self._counters.count_joined(num_tokens - before.cached_len, after.cached_len - num_tokens)
-        request.lease = after
-        self.apply(request, Event.JOIN)
+    def joined(self, lease: Lease, num_computed: int, num_loaded: int) -> None:
+        """The lease of an overlapped request loaded `num_loaded` tokens behind `num_computed` computed ones."""
+        self._counters.count_joined(num_computed, num_loaded)
+        self.apply(self._requests[lease.request_id], Event.JOIN)
 
     def end_reads(self, lease: Lease) -> None:
         """The prompt of a lease is computed, or the lease ends: read no further for it."""

@@ -84,14 +84,19 @@ class ScheduledRequest:
         return self.prefetch is not None and self.prefetch.is_preemptible and not self.prefetch.ended
 
     def hold(self, lease: Lease) -> None:
-        """Note the lease of an admission, or the lease that replaces the present one after `join`."""
-        if self.hit is None:
-            self.hit = lease.hit
-        elif self.lease is not None and (lease.request.is_counted or not self.request.is_counted):
-            self.hit += lease.hit.loaded
+        """Note the lease of an admission. Hits count at the first one."""
         self.lease = lease
         self.kv_len = lease.cached_len
         self.stalled_since_s = 0.0
+        if self.hit is None:
+            self.hit = lease.hit
+
+    def note_loaded(self, hit: Hit) -> None:
+        """Note tokens behind the computed ones that need no computing any more."""
+        assert self.lease is not None and self.hit is not None
+        self.kv_len += hit.tokens
+        if self.lease.request.is_counted or not self.request.is_counted:
+            self.hit += hit
 
     def tell(self, token: int) -> CallbackFailed | None:
         """Pass a token to the request's callback. Returns the error if the callback raised."""

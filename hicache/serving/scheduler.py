@@ -254,16 +254,9 @@ class Scheduler:
         return list(batch)
 
     def _join(self, req: ScheduledRequest) -> None:
-        """Load pages that an overlapped prefetch has read behind the computed tokens. Without capacity for them, the
-        request is queued again."""
+        """Load pages that an overlapped prefetch has read behind the computed tokens."""
         if req.lease is not None and req.prefetch is not None and req.prefetch.overlaps:
-            try:
-                lease = self._engine.join(req.lease, req.kv_len)
-            except ResourceExhausted:
-                self._requeue(req)
-            else:
-                if lease is not req.lease:
-                    req.hold(lease)
+            req.note_loaded(self._engine.join(req.lease, req.kv_len))
 
     def _add(self, batch: dict[ScheduledRequest, None], req: ScheduledRequest, end: int) -> bool:
         """Add tokens up to `end` of a request to the batch. Returns False if it gets no slots now.
@@ -372,8 +365,7 @@ class Scheduler:
 
     def _requeue(self, req: ScheduledRequest) -> None:
         """Release the lease of a running request, which waits again at its old rank."""
-        req.held_lease.drop_hints()
-        self._engine.release(req.held_lease)
+        self._engine.release(req.held_lease, continues=True)
         self._running_batch.discard(req)
         req.lease, req.kv_len, req.is_decoding = None, 0, False
         self._enqueue(req)

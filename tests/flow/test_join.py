@@ -12,7 +12,7 @@ import pytest
 from component_case import STATES, prefill
 from component_case import config as config_with_states
 from disk_case import page_keys
-from hicache import CacheEngine, CacheRequest, Lease, Prefetch, build_engine
+from hicache import CacheEngine, CacheRequest, Hit, Lease, Prefetch, build_engine
 from hicache.tiers import MAMBA
 from hicache.tree.key import PageHasher
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
@@ -52,23 +52,47 @@ def computing(
 
 
 def test_what_has_come_is_loaded_behind_what_is_computed(store: PacedStore) -> None:
-    """A request that is alone is ready at once. Behind two computed pages it finds all others, byte for byte; leaving
-    the `with` of the first lease ends the one that took its place."""
+    """A request that is alone is ready at once. Behind two computed pages it finds all others, byte for byte, and
+    keeps its row."""
     tokens = tokens_of(1)
     fill(store, tokens)
-    with computing(store, tokens) as (engine, handle, first):
-        with first:
-            assert not handle.ended and engine.join(first, 0) is first
-            engine.commit(first, tokens[: 2 * PAGE])
+    with computing(store, tokens) as (engine, handle, lease):
+        with lease:
+            row = lease.row
+            assert not handle.ended and engine.join(lease, 0) == Hit()
+            engine.commit(lease, tokens[: 2 * PAGE])
             store.allow()
             eventually(lambda: engine.poll() or handle.ended)
-            lease = engine.join(first, 2 * PAGE)
-            assert first.released and lease.cached_len == 192 and engine.join(lease, 192) is lease
+            assert engine.join(lease, 2 * PAGE) == lease.hit == Hit(disk=22 * PAGE)
+            assert lease.row == row and lease.cached_len == 192 and engine.join(lease, 192) == Hit()
             assert (read(engine, lease, 192) == expected_kv(tokens[:192])).all()
             engine.check()
-        assert lease.released and lease.hit.device == 2 * PAGE
         settled(engine)
         assert engine.stats()["prefetch.beside_loaded_ratio"] == 22 / 24
+
+
+def test_pages_without_capacity_on_the_device_are_joined_later(store: PacedStore) -> None:
+    """While another request has the slots, a join changes nothing; once it has ended, the pages are loaded."""
+    tokens = tokens_of(1)
+    fill(store, tokens)
+    with engine_of(store, device_tokens=256) as engine:
+        assert engine.inspect.prefetcher is not None
+        engine.inspect.prefetcher.overlap.least_pages = 8
+        store.hold()
+        handle = engine.prefetch("a", tokens, overlaps=True)
+        eventually(lambda: engine.poll() or handle.ready)
+        with engine.acquire(CacheRequest("a", tokens, reserve_tokens=2 * PAGE)) as lease:
+            compute(engine, lease, tokens, 0, 2 * PAGE)
+            engine.commit(lease, tokens[: 2 * PAGE])
+            store.allow()
+            eventually(lambda: engine.poll() or handle.ended)
+            with engine.acquire(CacheRequest("b", tokens_of(2, 160))):
+                assert engine.join(lease, 2 * PAGE) == Hit()
+                assert (lease.cached_len, lease.held_len) == (0, 2 * PAGE)
+                engine.check()
+            assert engine.join(lease, 2 * PAGE) == Hit(disk=22 * PAGE)
+            assert (read(engine, lease, 192) == expected_kv(tokens[:192])).all()
+        settled(engine)
 
 
 def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
@@ -81,14 +105,13 @@ def test_keys_of_a_prompt_are_made_once_while_it_is_computed(
     )
     store, tokens = LosingStore(store.clock), tokens_of(1)
     fill(store, tokens)
-    with computing(store, tokens) as (engine, handle, first):
+    with computing(store, tokens) as (engine, handle, lease):
         store.lost = frozenset(page_keys(engine, tokens)[-1:])
         hashed.clear()
         store.allow()
         eventually(lambda: engine.poll() or handle.ended)
-        engine.commit(first, tokens[: 2 * PAGE])
-        lease = engine.join(first, 2 * PAGE)
-        assert lease is not first and engine.join(lease, lease.cached_len) is lease
+        engine.commit(lease, tokens[: 2 * PAGE])
+        assert engine.join(lease, 2 * PAGE).tokens and not engine.join(lease, lease.cached_len).tokens
         engine.release(lease)
         assert sum(hashed) == 0
         settled(engine)
@@ -102,12 +125,12 @@ def test_reads_end_with_the_prompt(store: PacedStore) -> None:
     """A request whose last page does not come keeps nothing on the host, and no claim on it, while it decodes."""
     store, tokens = LosingStore(store.clock), tokens_of(1)
     fill(store, tokens)
-    with computing(store, tokens) as (engine, handle, first):
+    with computing(store, tokens) as (engine, handle, lease):
         store.lost = frozenset(page_keys(engine, tokens)[-1:])
         store.allow()
         eventually(lambda: engine.poll() or handle.ended)
-        engine.commit(first, tokens[: 2 * PAGE])
-        lease = engine.join(first, 2 * PAGE)
+        engine.commit(lease, tokens[: 2 * PAGE])
+        engine.join(lease, 2 * PAGE)
         assert lease.cached_len == 184
         index = engine.inspect.context.full.pages
         assert index.num_evictable < len(index) and engine.stats()["prefetch.waiting_requests"] == 1
@@ -123,11 +146,11 @@ def test_the_computed_beginning_stays_before_the_end_that_came(store: PacedStore
     """The host evicts the end of a prompt first, also by a policy that evicts first what came last: the beginning."""
     tokens = tokens_of(1)
     fill(store, tokens)
-    with computing(store, tokens, eviction_policy="filo") as (engine, handle, first):
+    with computing(store, tokens, eviction_policy="filo") as (engine, handle, lease):
         store.allow()
         eventually(lambda: engine.poll() or handle.ended)
-        engine.commit(first, tokens[: 2 * PAGE])
-        lease = engine.join(first, 2 * PAGE)
+        engine.commit(lease, tokens[: 2 * PAGE])
+        engine.join(lease, 2 * PAGE)
         compute(engine, lease, tokens, 192, 193)
         engine.commit(lease, tokens)
         engine.release(lease)

@@ -174,14 +174,9 @@ class EngineFuzz:
         if name is None:
             return
         at = self.live[name]
-        try:
-            lease = self.engine.join(at.lease, at.done)
-        except ResourceExhausted:
-            self._end(name)
-            return
-        if lease is not at.lease:
-            assert lease.cached_len > at.done and at.lease.released
-            at.lease, at.done = lease, lease.cached_len
+        hit = self.engine.join(at.lease, at.done)
+        assert not hit.tokens or at.lease.cached_len == at.done + hit.tokens
+        at.done += hit.tokens
         end = min(len(at.tokens), at.done + int(self.rng.integers(1, 25)))
         end = self.engine.next_stop(at.lease, at.done, end)
         if end > at.done and self._has_slots(at, end):

@@ -132,7 +132,7 @@ class PageLives:
         self._verb = verb
         try:
             result = call(*args, **kwargs)
-            if verb in ("acquire", "join") and result not in self._leases:
+            if verb == "acquire":
                 self._leases.append(result)
             return result
         finally:

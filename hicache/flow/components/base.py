@@ -2,7 +2,7 @@
 
     build     tree_component_for, slot_space
     evict     available, num_leaving, count_eviction, free
-    admit     refuse_impossible, needed, fits_now, shortage, size_of, take, prepare_forward
+    admit     refuse_impossible, needed, needed_to_join, fits_now, shortage, size_of, take, prepare_forward
     restore   first_required, pages_to_load, begin_load, device_ids, fail_load
     commit    next_stop, commit_points, needed_to_donate, donate, release
     check     device_violations
@@ -182,6 +182,10 @@ class CacheComponent(ABC):
     @abstractmethod
     def needed(self, admission: Admission) -> int:
         """What the request needs to be free on the device."""
+
+    def needed_to_join(self, admission: Admission, num_own: int) -> int:
+        """What an admitted request needs to be free on the device, if it gives back `num_own` slots of its own."""
+        return self.needed(admission) - self.size_of(num_own)
 
     def fits_now(self, admission: Admission) -> bool:
         """Whether the request fits at this moment. Changes nothing."""

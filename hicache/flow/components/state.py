@@ -67,6 +67,10 @@ class RecurrentState(CacheComponent):
     def needed(self, admission: Admission) -> int:
         return _STATES_PER_REQUEST
 
+    def needed_to_join(self, admission: Admission, num_own: int) -> int:
+        """A request keeps its states."""
+        return 0
+
     def size_ahead(self, num_slots: int, num_requests: int) -> int:
         """Each may give one to the tree, or keep one."""
         return num_requests
