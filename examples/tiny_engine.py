@@ -141,7 +141,7 @@ class TinyEngine:
 
     def load(self, lease: Lease, end: int) -> None:
         """Load positions [tree_len, end) from host to device.
-        `hicache/flow/restore.py: Restore.submit_load` submits the copies and returns;
+        `hicache/flow/copies.py: Copies.load` submits the copies and returns;
         each layer of the forward pass waits for its own."""
         for start in range(lease.tree_len, end, PAGE):
             self.device[lease.slots[start : start + PAGE]] = self.host[self.pages.held[lease.keys[start // PAGE]]]
@@ -166,7 +166,7 @@ class TinyEngine:
 
     def backup(self, node: TreeNode) -> None:
         """Copy the pages of the path to `node` that the host lacks.
-        `hicache/flow/backup.py: Backup.maybe_backup`"""
+        `hicache/flow/copies.py: Copies.backup_wanted`"""
         path = node.path()[::-1]
         for at in path:
             if at.key not in self.pages.held and at.key not in self.pages.in_flight:
@@ -195,7 +195,7 @@ class TinyEngine:
 
     def evict(self, num_slots: int) -> None:
         """Evict the least recently used leaf until `num_slots` are free; an engine keeps an order of its nodes.
-        `hicache/flow/backup.py: DeviceEviction.make_available`"""
+        `hicache/flow/copies.py: Copies.make_available`"""
         while len(self.free) < num_slots:
             victim = min((node for node in self.evictable() if not node.children), key=lambda node: node.last_use)
             assert victim.parent is not None

@@ -35,17 +35,16 @@ from hicache.errors import (
     ResourceExhausted,
 )
 from hicache.flow.admit import Admit
-from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.commit import Commit
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
 from hicache.flow.movement import Movement, land, settle
 from hicache.flow.persist import persists_of
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
-from hicache.flow.restore import Restore
 from hicache.flow.stop import flush, store_promised
 from hicache.flow.upkeep import Inspection, MemoryTier, check_engine, register_usage, reset
 from hicache.flow.validation import (
@@ -153,15 +152,13 @@ class CacheEngine:
         self._prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
         self._persists = persists_of(context)
-        self._backup = Backup(context, self._persists) if context.has_host else None
         policy = LoadPolicy(self._cost, context.metrics, "restore", "host", "restore_gate_loads")
-        self._restore = Restore(context, policy)
-        eviction = DeviceEviction(context, self._backup)
-        self._admit = Admit(context, self._prompts, self._restore, eviction, self._backup)
+        self._copies = Copies(context, policy, self._persists)
+        self._admit = Admit(context, self._prompts, self._copies)
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
-        self._commit = Commit(context, self._restore, eviction, self._backup, self._persists)
-        movements = (self._backup, self._restore, self._admit.exchange, *self._persists, self._prefetcher)
+        self._commit = Commit(context, self._copies, self._persists)
+        movements = (self._copies, self._admit.staged, *self._persists, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
         register_usage(context, lambda: len(self._leases))
 
@@ -330,7 +327,7 @@ class CacheEngine:
         land(self._movements)
         if self._events is not None:
             self._events.publish()
-        return self._admit.make_room(self._leases)
+        return self._admit.evict_ahead(self._leases)
 
     @exclusive
     def observe_prefill(self, num_tokens: int, seconds: float, mean_position: float | None = None) -> None:
@@ -468,15 +465,14 @@ class CacheEngine:
         preempted and will resume. Does nothing without a host tier, and copies no page for which the host has no
         capacity."""
         self._held([lease])
-        if self._backup:
-            self._backup.backup_path(lease.node)
+        self._copies.backup_path(lease.node)
 
     @exclusive
     def load_failed(self, lease: Lease) -> bool:
         """Whether a load of the lease's prefix failed, so that the request must be released and acquired again. Call it
         after a pass that raised `TransferError`. Waits for loads in flight."""
         self._held([lease])
-        return self._restore.error_of(lease) is not None
+        return self._copies.error_of(lease) is not None
 
     @exclusive
     def release(self, lease: Lease, *, continues: bool = False) -> None:
@@ -517,7 +513,7 @@ class CacheEngine:
         inside an earlier call, such as KeyboardInterrupt, may leave a copy counted as in flight. Close the engine then.
         """
         self._require_running()
-        error = flush(self._context, self._backup, self._persists, self._settle)
+        error = flush(self._context, self._copies, self._persists, self._settle)
         if self._events is not None:
             self._events.publish()
         if error is not None:
@@ -541,7 +537,7 @@ class CacheEngine:
     @property
     def inspect(self) -> Inspection:
         """The parts of the engine, for tests and tools."""
-        return Inspection(self._context, self._backup, self._restore, self._persists, self._prefetcher)
+        return Inspection(self._context, self._copies, self._persists, self._prefetcher)
 
     @exclusive
     def check(self) -> None:
@@ -549,7 +545,7 @@ class CacheEngine:
         self._prove()
 
     def _prove(self) -> None:
-        check_engine(self._context, list(self._leases.values()), self._restore.in_flight(), self._movements)
+        check_engine(self._context, list(self._leases.values()), self._copies.loads, self._movements)
 
     # Checks at the beginning of each verb
 
@@ -594,11 +590,11 @@ class CacheEngine:
         """Release every lease and, if the threads run, finish the copies and writes in flight."""
         for lease in list(self._leases.values()):
             self._release(lease)
-        if self._admit.exchange is not None and not self._is_broken:
-            self._admit.exchange.end()
+        if self._admit.staged is not None and not self._is_broken:
+            self._admit.staged.end()
         try:
             if was_running:
-                store_promised(self._context, self._backup, self._persists, self._settle)
+                store_promised(self._context, self._copies, self._persists, self._settle)
         except InvariantError:
             log.warning("closed while a copy was counted as in flight that never ends; was a call interrupted?")
 

@@ -15,17 +15,16 @@ import numpy as np
 import torch
 
 from hicache.errors import ExchangePending, OutOfRows, PromptTooLong, ResourceExhausted, TransferBusy
-from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components.base import Admission, CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.copies import Copies
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.counters import AdmitCounters
-from hicache.flow.exchange import Exchange
 from hicache.flow.lease import CacheRequest, Hit, Lease
 from hicache.flow.located import Located
-from hicache.flow.movement import PromptRows, land
+from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompts
-from hicache.flow.restore import Restore
+from hicache.flow.staged_load import StagedLoad
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.transfer.counter import NUM_PRODUCERS
@@ -47,21 +46,12 @@ class _Expected:
 
 
 class Admit:
-    """Makes and grows leases. Owned by the scheduler thread. `backup`: None without a host tier. `exchange`: None where
-    the host may hold what the device has."""
+    """Makes and grows leases. Owned by the scheduler thread. `staged`: None if the host may hold what the device
+    has."""
 
-    def __init__(
-        self,
-        context: EngineContext,
-        prompts: Prompts,
-        restore: Restore,
-        eviction: DeviceEviction,
-        backup: Backup | None,
-    ) -> None:
-        self._context, self._restore, self._eviction, self._backup = context, restore, eviction, backup
-        self._prompts = prompts
-        self._copies: tuple[Backup | Restore, ...] = (restore,) if backup is None else (backup, restore)
-        self.exchange = Exchange(context, restore, eviction) if context.exclusive is not None else None
+    def __init__(self, context: EngineContext, prompts: Prompts, copies: Copies) -> None:
+        self._context, self._prompts, self._copies = context, prompts, copies
+        self.staged = StagedLoad(context, copies) if context.exclusive is not None else None
         self._counters = AdmitCounters(context.metrics)
         self._expectations: dict[str, _Expected] = {}
         context.metrics.gauge(
@@ -81,23 +71,23 @@ class Admit:
             try:
                 return self._acquire(request, num_delayed)
             except ExchangePending:
-                if self.exchange is None or not request.may_wait:
+                if self.staged is None or not request.may_wait:
                     raise
-                self.exchange.wait()
+                self.staged.advance()
             except ResourceExhausted:
                 if not self._reclaim(request.request_id):
                     raise
 
     def _reclaim(self, request_id: str) -> bool:
-        """Before a request is refused: land the copies that have ended, and end an exchange that is ready for another
-        request. Whether the request may fit now."""
-        has_landed = land(self._copies)
-        return (self.exchange is not None and self.exchange.end_ready(request_id)) or has_landed
+        """Before a request is refused: apply the copies that have ended, and take the capacity that is ready for
+        another request. Whether the request may fit now."""
+        has_landed = self._copies.poll()
+        return (self.staged is not None and self.staged.end_ready(request_id)) or has_landed
 
     def _acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
         context = self._context
-        if self.exchange is not None:
-            self.exchange.require_idle(request.request_id)
+        if self.staged is not None:
+            self.staged.require_idle(request.request_id)
         for component in context.components:
             component.refuse_impossible(request)
         admission, located, estimate = self._count(request, num_delayed)
@@ -106,27 +96,26 @@ class Admit:
                 raise self._shortage(component, component.needed(admission))
         if not context.req_to_token.available_size():
             raise OutOfRows(context.config.max_requests)
-        if admission.loads and not self._restore.can_submit():
+        if admission.loads and not self._copies.can_load():
             raise TransferBusy(f"the maximum of {NUM_PRODUCERS} loads is in flight")
-        if self._restore.has_failed(admission.match.rows):
+        if self._copies.has_failed(admission.match.rows):
             raise TransferBusy("a load of this prefix has failed and not yet ended")
-        if self.exchange is not None and located is not None and self.exchange.require(request, admission, located):
+        if self.staged is not None and located is not None and self.staged.require(request, admission, located):
             admission, located, estimate = self._count(request, num_delayed)
 
         with ExitStack() as undo:
-            lease = self._restore.pin(request, admission, undo)
+            lease = self._copies.pin(request, admission, undo)
             with ExitStack() as held:
                 to_load = dict[Component, PromptRows]()
                 if located is not None:
                     lease.keys = located.prompt.keys
-                    is_used = self.exchange is None or self.exchange.of(request.request_id) is None
-                    to_load = self._restore.hold(admission, located, held, is_used=is_used)
+                    is_used = self.staged is None or self.staged.of(request.request_id) is None
+                    to_load = self._copies.hold(admission, located, held, is_used=is_used)
                 self._make_available(admission)
                 self._take_row(lease, admission)
                 lease.hit = self._fill(lease, admission, located, to_load, held)
-            if self._backup is not None:
-                self._backup.maybe_backup(lease.node)
-            self._restore.count_decision(estimate)
+            self._copies.backup_wanted(lease.node)
+            self._copies.count_decision(estimate)
             self._counters.admitted(lease)
             undo.pop_all()
         return lease
@@ -137,7 +126,7 @@ class Admit:
             admission, located, _ = self._count(lease.request, num_delayed)
         except ExchangePending:
             return Hit()
-        may_load = self._restore.can_submit() and not self._restore.has_failed(admission.match.rows)
+        may_load = self._copies.can_load() and not self._copies.has_failed(admission.match.rows)
         if located is None or admission.length <= num_tokens or not may_load:
             return Hit()
         tree, full = self._context.tree, self._context.full
@@ -145,7 +134,7 @@ class Admit:
             node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
             tree.lock(node, ahead)
             undo.callback(tree.unlock, node, ahead)
-            to_load = self._restore.hold(admission, located, held)
+            to_load = self._copies.hold(admission, located, held)
             num_own = lease.held_len - lease.tree_len
             for component in self._context.components:
                 if not self._make_room_for(component, component.needed_to_join(admission, num_own)):
@@ -159,8 +148,7 @@ class Admit:
             hit = self._fill(lease, admission, located, to_load, held, before, num_tokens)
             undo.pop_all()
         lease.hit += hit
-        if self._backup is not None:
-            self._backup.maybe_backup(lease.node)
+        self._copies.backup_wanted(lease.node)
         self._counters.hit(lease, hit)
         return hit
 
@@ -204,8 +192,8 @@ class Admit:
     def forget(self, request_id: str) -> None:
         """The request is queued no more."""
         self._end_expectation(request_id)
-        if self.exchange is not None:
-            self.exchange.end(request_id)
+        if self.staged is not None:
+            self.staged.end(request_id)
 
     def _end_expectation(self, request_id: str) -> None:
         expected = self._expectations.pop(request_id, None)
@@ -217,13 +205,13 @@ class Admit:
         for name, of_component in rows.items():
             self._context.by_name[name].pages.expect(of_component, change)
 
-    def make_room(self, leases: Mapping[str, Lease]) -> bool:
-        """For what `leases` and queued requests take next, as far as it would have to be waited for then. Whether pages
-        are exchanged for one that is to be admitted."""
-        if self.exchange is None:
+    def evict_ahead(self, leases: Mapping[str, Lease]) -> bool:
+        """Evict for what `leases` and queued requests take next, if they would have to wait for it then. Whether a
+        request that is to be admitted loads in steps."""
+        if self.staged is None:
             return False
-        self.exchange.make_room(leases, has_queued=len(self._expectations) > 0)
-        return self.exchange.is_under_way
+        self.staged.evict_ahead(leases, has_queued=len(self._expectations) > 0)
+        return self.staged.is_under_way
 
     def extend(self, lease: Lease, num_tokens: int) -> torch.Tensor:
         """See `CacheEngine.extend`."""
@@ -241,11 +229,11 @@ class Admit:
 
     def _make_room_for(self, component: CacheComponent, size: int) -> bool:
         """For a request that runs, to which one that is to be admitted gives way."""
-        if self._eviction.make_available(component, size):
+        if self._copies.make_available(component, size):
             return True
-        if self.exchange is None or not self.exchange.end():
+        if self.staged is None or not self.staged.end():
             return False
-        return self._eviction.make_available(component, size)
+        return self._copies.make_available(component, size)
 
     def _count(self, request: CacheRequest, num_delayed: int) -> tuple[Admission, Located | None, LoadEstimate | None]:
         """What the request would get, where its pages are, with a host tier, and what decided about a load."""
@@ -283,7 +271,7 @@ class Admit:
         if end * page > resident:
             pages = to_load(end)
             num_bytes = sum(len(pages[component.name]) * component.host.page_bytes for component in components)
-            estimate = self._restore.estimate(num_bytes, resident, end * page, num_delayed)
+            estimate = self._copies.estimate(num_bytes, resident, end * page, num_delayed)
             if estimate.is_worth_loading():
                 return end * page, pages, estimate
         return resident, to_load(resident // page), estimate
@@ -295,11 +283,11 @@ class Admit:
 
     def _make_available(self, admission: Admission) -> None:
         for component in self._context.components:
-            if not self._eviction.make_available(component, component.needed(admission)):
+            if not self._copies.make_available(component, component.needed(admission)):
                 raise self._shortage(component, component.needed(admission))
 
     def _shortage(self, component: CacheComponent, needed: int) -> ResourceExhausted:
-        return component.shortage(needed, sum(copies.num_in_flight(component.name) for copies in self._copies))
+        return component.shortage(needed, self._copies.num_in_flight(component.name))
 
     def _take_row(self, lease: Lease, admission: Admission) -> None:
         """The lease holds what it has got, also where the rest raises."""
@@ -318,8 +306,8 @@ class Admit:
             lease.write(lease.held_len, slots)
             undo.pop_all()
         lease.held_len += num_slots
-        if self.exchange is not None:
-            self.exchange.note_taken(num_slots - num_loaded)
+        if self.staged is not None:
+            self.staged.note_taken(num_slots - num_loaded)
         return slots
 
     def _fill(
@@ -344,7 +332,7 @@ class Admit:
         rows = tree.path_rows(lease.node, start)
         if len(rows):
             lease.write(start, full.resident.value(rows))
-        staged = None if self.exchange is None else self.exchange.of(lease.request_id)
+        staged = None if self.staged is None else self.staged.of(lease.request_id)
         loaded = to_load[FULL].rows if FULL in to_load else NO_ROWS
         tree.begin_use(np.concatenate((rows, loaded)), is_new=staged is None)
         device_len, sources = admission.device_len, Counter[Store]()
@@ -353,13 +341,13 @@ class Admit:
         if FULL in to_load:
             sources += full.pages.take_sources(loaded, self._context.stores)
         if located is not None and to_load:
-            load = self._restore.submit_load(lease, located.prompt, to_load, slots, admission.length)
+            load = self._copies.load(lease, located.prompt, to_load, slots, admission.length)
             held.pop_all()
             lease.read([load])
         for component in self._context.components:
             component.prepare_forward(lease, admission)
         if not lease.node.is_root:
-            lease.read(self._restore.loads_of(tree.path_rows(lease.node)))
+            lease.read(self._copies.loads_of(tree.path_rows(lease.node)))
             tree.raise_priority(lease.node, lease.priority)
         num_loaded = admission.length - max(device_len, num_computed)
         disk = min(num_loaded, sources[DISK] * page)

@@ -14,15 +14,14 @@ from functools import partial
 import torch
 
 from hicache.errors import InvalidTokens, TokensMismatch, TransferError
-from hicache.flow.backup import Backup, DeviceEviction
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.state import RecurrentState
 from hicache.flow.components.window import SlidingWindow
 from hicache.flow.context import EngineContext
+from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.located import rows_below
 from hicache.flow.persist import Persist
-from hicache.flow.restore import Restore
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.table import Rows
 from hicache.tiers import FULL, SWA, Component, own
@@ -31,18 +30,10 @@ from hicache.tree.node import TreeNode
 
 
 class Commit:
-    """Commits and ends leases. Owned by the scheduler thread. `backup`: None without a host tier."""
+    """Commits and ends leases. Owned by the scheduler thread."""
 
-    def __init__(
-        self,
-        context: EngineContext,
-        restore: Restore,
-        eviction: DeviceEviction,
-        backup: Backup | None,
-        persists: Sequence[Persist],
-    ) -> None:
-        self._context, self._restore, self._eviction = context, restore, eviction
-        self._backup, self._persists, self.hints = backup, tuple(persists), Hints(context)
+    def __init__(self, context: EngineContext, copies: Copies, persists: Sequence[Persist]) -> None:
+        self._context, self._copies, self._persists, self.hints = context, copies, tuple(persists), Hints(context)
         self._windows = context.by_name.get(SWA)
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states", "recurrent states not kept because every other was in use"
@@ -57,7 +48,7 @@ class Commit:
         _require_sequence(lease, tokens)
         if len(tokens) > lease.tree_len:
             # What was computed on a prefix that failed to load must not be shared.
-            error = self._restore.error_of(lease)
+            error = self._copies.error_of(lease)
             if error is not None:
                 raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
         for length in sorted({*self._context.ending.commit_points(lease, len(tokens))}):
@@ -69,7 +60,7 @@ class Commit:
         """See `CacheEngine.track`."""
         for component in self._context.components:
             if isinstance(component, RecurrentState):
-                make_available = partial(self._eviction.make_available, component)
+                make_available = partial(self._copies.make_available, component)
                 self._skipped_states.value += component.track(leases, make_available)
 
     def release(self, lease: Lease, *, continues: bool) -> None:
@@ -80,7 +71,7 @@ class Commit:
         lease.released = True
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             steps.callback(tree.table.drop, rows)
-            steps.callback(self._restore.free, lease)
+            steps.callback(self._copies.free, lease)
             steps.callback(self._use_below, lease, continues=continues)
             steps.callback(tree.unlock, lease.node)
             steps.callback(tree.touch, lease.node)
@@ -110,7 +101,7 @@ class Commit:
         donors: list[CacheComponent] = []
         for component in self._context.components:
             need = component.needed_to_donate(lease, length)
-            if not need or self._eviction.make_available(component, need):
+            if not need or self._copies.make_available(component, need):
                 donors.append(component)
                 continue
             self._skipped_states.value += 1
@@ -161,8 +152,8 @@ class Commit:
         tree.raise_priority(inserted.node, lease.priority)
         if context.exclusive is not None:
             context.exclusive.came_above(inserted.gained)  # was computed though the host had it
-        if self._backup is not None and not lease.session_end:
-            self._backup.maybe_backup(inserted.node, len(inserted.gained))
+        if not lease.session_end:
+            self._copies.backup_wanted(inserted.node, len(inserted.gained))
 
 
 class Hints:

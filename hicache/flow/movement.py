@@ -1,16 +1,12 @@
-"""What movements between tiers have in common: copies as one, loads, and how they land.
-
-What has ended lands when it is polled: of every movement, and copies in the order of their submission.
-"""
+"""What movements between tiers have in common: copies, and how their results are applied, when they are polled."""
 
 from __future__ import annotations
 
 import itertools
 import time
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -37,42 +33,41 @@ class PromptRows(NamedTuple):
         return PromptRows(self.rows[first:last], self.pages[first:last])
 
 
-class JointOp:
-    """Copies that belong together, one a component: done when all are, failed when one is. Those that are added later
-    count from then on."""
+class Copy:
+    """Operations that belong together, one a component: done when all are, failed when one is."""
 
     def __init__(self) -> None:
-        self.copies: list[TransferOp] = []
+        self.operations: list[TransferOp] = []
 
     @property
     def num_bytes(self) -> int:
-        return sum([op.num_bytes for op in self.copies])
+        return sum([op.num_bytes for op in self.operations])
 
     @property
     def error(self) -> Exception | None:
-        return next((op.error for op in self.copies if op.error is not None), None)
+        return next((op.error for op in self.operations if op.error is not None), None)
 
     def done(self) -> bool:
-        return all(op.done() for op in self.copies)
+        return all(op.done() for op in self.operations)
 
     def wait(self) -> None:
-        for op in self.copies:
+        for op in self.operations:
             op.wait()
 
     def wait_outcome(self) -> None:
-        for op in self.copies:
+        for op in self.operations:
             op.wait_outcome()
 
     @property
     def is_undelayed(self) -> bool:
-        return all(op.is_undelayed for op in self.copies)
+        return all(op.is_undelayed for op in self.operations)
 
     def seconds(self) -> float:
         """Of the longest."""
-        return max([op.seconds() for op in self.copies])
+        return max([op.seconds() for op in self.operations])
 
 
-class Load(JointOp):
+class Load(Copy):
     """A load in flight of `pages` of the host, which it has locked, for the prefix of `prompt` that ends with `node`.
     `brings`: the rows of the tree that it writes, by component, in whose columns it is known by `number`.
 
@@ -107,9 +102,6 @@ class Load(JointOp):
         self._cause, self.depends_on, self.completed = self.error, (), True
 
 
-T = TypeVar("T", bound=JointOp)
-
-
 class Movement(ABC):
     """What moves pages and states between tiers, and ends later than it began. Scheduler thread.
 
@@ -126,6 +118,9 @@ class Movement(ABC):
     def is_busy(self) -> bool:
         """Whether anything has not ended."""
 
+    def wait(self) -> None:  # noqa: B027 - most have nothing to wait for
+        """Block until the copies that were submitted have ended. They still have to be applied."""
+
     def device_locks(self, component: Component) -> Iterable[Rows]:
         """The locks that this movement holds on pages of the device."""
         return ()
@@ -138,46 +133,6 @@ class Movement(ABC):
         """The locks that this movement holds on host pages of a component: on pages that it writes, and on pages that
         must not be evicted meanwhile."""
         return ()
-
-
-class CopyMovement(Movement, Generic[T]):
-    """A movement by copies, which end and are completed in the order of their submission."""
-
-    def __init__(self) -> None:
-        self._in_flight: deque[T] = deque()
-
-    def poll(self) -> bool:
-        completed = False
-        while self._in_flight and self._in_flight[0].done():
-            self._end_first()
-            completed = True
-        return completed
-
-    def is_busy(self) -> bool:
-        return bool(self._in_flight)
-
-    @abstractmethod
-    def num_in_flight(self, component: Component) -> int:
-        """Tokens or states of a component in the copies that have not been completed."""
-
-    def wait(self) -> None:
-        """Block until everything submitted has ended (it still has to be completed)."""
-        for operation in self._in_flight:
-            operation.wait()
-
-    def wait_and_complete(self) -> None:
-        self.wait()
-        while self._in_flight:
-            self._end_first()
-
-    def _end_first(self) -> None:
-        self.is_torn = True
-        self._end(self._in_flight.popleft())
-        self.is_torn = False
-
-    @abstractmethod
-    def _end(self, operation: T) -> None:
-        """Apply a copy that has ended."""
 
 
 def land(movements: Iterable[Movement]) -> bool:
@@ -193,8 +148,7 @@ def settle(movements: Sequence[Movement], patience_s: float) -> None:
     landed_s = time.monotonic()
     while time.monotonic() - landed_s < patience_s:
         for movement in movements:
-            if isinstance(movement, CopyMovement):
-                movement.wait()
+            movement.wait()
         if land(movements):
             landed_s = time.monotonic()
         elif any(movement.is_busy() for movement in movements):

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import numpy as np
 
 from hicache.errors import NotStored
-from hicache.flow.backup import Backup, Unsaved
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.copies import Copies, Unsaved
 from hicache.flow.located import first_gap, spans
 from hicache.flow.persist import Persist
 from hicache.pages.states import RAW, step_pages
@@ -40,22 +40,22 @@ class _Piece(NamedTuple):
 
 
 def store_promised(
-    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], None]
+    context: EngineContext, copies: Copies, persists: Sequence[Persist], settle: Callable[[], None]
 ) -> None:
     """No lease is held. `settle`: lands all copies, reads and writes under way."""
     if num_refused := _flush_host(context, persists, settle):
         log.warning("%s", NotStored(num_refused, _faults(persists)))
-    if backup is None or not persists:
+    if not context.has_host or not persists:
         return
     for persist in persists:
         persist.tell_prefixes()
     tiers = [persist.tier for persist in persists]
-    pieces = _all_pieces(context, backup, _limits(context, tiers))
+    pieces = _all_pieces(context, copies, _limits(context, tiers))
     full_keys, others, num_left = list[bytes](), list[bytes](), len(pieces)
     for batch in _batches(pieces, _limits(context, tiers)):
         for component in context.components:
             component.pages.evict_all()
-        backup.save([piece.unsaved for piece in reversed(batch) if not _is_stored(piece, tiers)], [])
+        copies.backup_evicted([piece.unsaved for piece in reversed(batch) if not _is_stored(piece, tiers)], [])
         settle()
         for piece in batch:
             component, table = piece.unsaved.component, piece.unsaved.component.pages.table
@@ -72,10 +72,10 @@ def store_promised(
 
 
 def flush(
-    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], None]
+    context: EngineContext, copies: Copies, persists: Sequence[Persist], settle: Callable[[], None]
 ) -> NotStored | None:
     """See `CacheEngine.flush`; the error is returned. `settle` as above."""
-    num_left = _flush_host(context, persists, settle) + _flush_device(context, backup, persists, settle)
+    num_left = _flush_host(context, persists, settle) + _flush_device(context, copies, persists, settle)
     return NotStored(num_left, _faults(persists)) if num_left else None
 
 
@@ -100,22 +100,22 @@ def _faults(persists: Sequence[Persist]) -> list[str]:
 
 
 def _flush_device(
-    context: EngineContext, backup: Backup | None, persists: Sequence[Persist], settle: Callable[[], None]
+    context: EngineContext, copies: Copies, persists: Sequence[Persist], settle: Callable[[], None]
 ) -> int:
     """Under a policy that copies at eviction: all but the full pages that the stores have, as far as they take it. What
     was copied stays on the device. Returns the pages that a store still lacks. Everything has landed; `settle` as
     above."""
     tiers, num_left = [persist.tier for persist in persists], 0
-    if backup is None or not tiers or not context.write_policy.at_eviction:
+    if not context.has_host or not tiers or not context.write_policy.at_eviction:
         return 0
     limits = {at.name: step_pages(at.host.num_pages) for at in context.components}
     for batch in _batches(
-        (piece for piece in _all_pieces(context, backup, limits) if not _is_stored(piece, tiers)), limits
+        (piece for piece in _all_pieces(context, copies, limits) if not _is_stored(piece, tiers)), limits
     ):
         if all(tier.writes.refuses() for tier in tiers):
             num_left += sum(len(piece.unsaved.keys) for piece in batch)
             continue
-        backup.save([piece.unsaved for piece in reversed(batch)], [])
+        copies.backup_evicted([piece.unsaved for piece in reversed(batch)], [])
         settle()
         if _num_refused(batch, persists):
             _flush_host(context, persists, settle)
@@ -158,17 +158,17 @@ def _limits(context: EngineContext, tiers: Sequence[StoreTier]) -> dict[Componen
     return {component.name: limit(component) for component in context.components}
 
 
-def _all_pieces(context: EngineContext, backup: Backup, limits: dict[Component, int]) -> list[_Piece]:
+def _all_pieces(context: EngineContext, copies: Copies, limits: dict[Component, int]) -> list[_Piece]:
     """Beginnings first, of these what was used last."""
-    pieces = [piece for rows in _promised(context) for piece in _pieces(backup, rows, limits)]
+    pieces = [piece for rows in _promised(context) for piece in _pieces(copies, rows, limits)]
     return sorted(pieces, key=lambda piece: (piece.unsaved.first, -piece.last_use))
 
 
-def _pieces(backup: Backup, rows: Rows, limits: dict[Component, int]) -> Iterator[_Piece]:
+def _pieces(copies: Copies, rows: Rows, limits: dict[Component, int]) -> Iterator[_Piece]:
     """The pages of `rows` that the host lacks. The full pages of a window or state may be in the stores already."""
-    for unsaved in backup.unsaved(rows):
+    for unsaved in copies.unsaved(rows):
         most, last_use = min(_PIECE_PAGES, limits[unsaved.component.name]), unsaved.component.resident.order.at.last_use
-        for first, last in spans(np.flatnonzero(backup.lacks(unsaved.component, unsaved.rows)).tolist()):
+        for first, last in spans(np.flatnonzero(copies.lacks(unsaved.component, unsaved.rows)).tolist()):
             for start in range(first, last, most):
                 part = unsaved.part(start, min(last, start + most))._replace(needs_full=False)
                 yield _Piece(int(last_use[part.rows[0]]), part)

@@ -16,14 +16,13 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from hicache.errors import InvalidArgument, InvariantError
-from hicache.flow.backup import Backup
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
+from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load, Movement
 from hicache.flow.persist import Persist
 from hicache.flow.reads import Prefetcher
-from hicache.flow.restore import Restore
 from hicache.metrics import Metrics, MetricType
 from hicache.pages.states import ABOVE, TierPages
 from hicache.tiers import FULL
@@ -45,8 +44,7 @@ class Inspection(NamedTuple):
     """The movements of an engine, and what they work on. None: the engine lacks that tier."""
 
     context: EngineContext
-    backup: Backup | None
-    restore: Restore
+    copies: Copies
     persists: tuple[Persist, ...]
     prefetcher: Prefetcher | None
 

@@ -44,7 +44,7 @@ class WriteBack:
 
 class Exclusive(WriteBack):
     """As `WriteBack`, and device and host hold different pages as far as the host needs room. No eviction waits, see
-    `hicache.flow.exchange`."""
+    `hicache.flow.staged_load`."""
 
     is_exclusive = True
 

@@ -147,14 +147,13 @@ def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(WriteBudget, "look", lambda budget: looks.append(budget) or look(budget))
     disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # 20 pages at once
     with build_engine(config(disk=disk, write_policy="write_through"), GEOMETRY, clock=clock) as engine:
-        backup, (persist,) = engine.inspect.backup, engine.inspect.persists
-        assert backup is not None
+        copies, (persist,) = engine.inspect.copies, engine.inspect.persists
         clock.now_s += 30  # the budget starts empty
         for n in range(4):
             tokens = np.random.default_rng(n).integers(0, 1 << 20, 8 * PAGE + 1)
             with engine.acquire(CacheRequest(f"r{n}", tokens)) as lease:
                 engine.commit(lease, tokens)
-            eventually(lambda: engine.poll() or not (backup.is_busy() or persist.is_busy()))
+            eventually(lambda: engine.poll() or not (copies.is_busy() or persist.is_busy()))
         assert 0 < engine.stats()["persist.bytes"] < 32 * PAGE * 192
         looks.clear()
         for _ in range(50):

@@ -347,9 +347,7 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
 
         def use(name: str, seed: int) -> None:
             serve(engine, name, tokens_of(seed))
-            assert engine.inspect.backup is not None
-            engine.inspect.backup.wait()
-            engine.inspect.restore.wait()
+            engine.inspect.copies.wait()
             engine.poll()
 
         for seed in range(1, 4):
@@ -388,8 +386,7 @@ def test_what_waits_for_the_disk_is_not_locked(breaks: bool, stores: Stores, tmp
 
         def use(name: str, tokens: np.ndarray) -> None:
             serve(engine, name, tokens)
-            assert engine.inspect.backup is not None
-            engine.inspect.backup.wait()
+            engine.inspect.copies.wait()
             engine.poll()
 
         use("a1", prompt(1, 72))

@@ -16,9 +16,8 @@ from component_case import EACH_MODEL, FULL, MODELS, STATES, WINDOWS, WITH_COMPO
 from engine_fuzz import EngineFuzz, run
 from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engine
 from hicache.errors import OutOfSlots, ResourceExhausted, TransferBusy, TransferError
-from hicache.flow.backup import DeviceEviction
 from hicache.flow.cost import LoadEstimate
-from hicache.flow.movement import JointOp
+from hicache.flow.movement import Copy
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA
 from hicache.transfer.cpu import CpuOp
@@ -218,7 +217,7 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
     longer = np.concatenate([first, prompt(3, 17)])
     with pytest.MonkeyPatch.context() as patch:
         never = LoadEstimate(math.inf, 0.0)  # it computes all that only the host has
-        patch.setattr(engine.inspect.restore, "estimate", lambda *_: never)
+        patch.setattr(engine.inspect.copies, "estimate", lambda *_: never)
         own = engine.acquire(CacheRequest("b", longer))
     assert own.hit.host == 0 and own.cached_len < 48
     loading = engine.acquire(CacheRequest("c", np.append(first, 1)))
@@ -241,11 +240,11 @@ def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeome
 
 def test_copies_are_one_with_those_that_are_submitted_later() -> None:
     """Whoever has looked at copies of some components sees the failure and the bytes of one that follows."""
-    op, early, late = JointOp(), CpuOp(10), CpuOp(20)
-    op.copies.append(early)
+    op, early, late = Copy(), CpuOp(10), CpuOp(20)
+    op.operations.append(early)
     early.run(lambda: None)
     assert op.done() and op.error is None and op.num_bytes == 10
-    op.copies.append(late)
+    op.operations.append(late)
     assert not op.done() and op.num_bytes == 30
     late.error = TransferError("a copy fails")
     late.run(lambda: None)
@@ -307,15 +306,15 @@ def test_windows_that_leave_alone_hold_up_nobody(policy: str) -> None:
     tokens = prompt(1, 41)
     serve(engine, transfers, "a", tokens, WINDOWS)
     full, windows = engine.inspect.context.components
-    eviction = DeviceEviction(engine.inspect.context, engine.inspect.backup)
-    eviction.prepare(windows, windows.available() + 8)
+    copies = engine.inspect.copies
+    copies.prepare(windows, windows.available() + 8)
     assert [len(link) for link in transfers.down] == [0, 1]  # of full pages, which stay, none is copied
     for name, computed in (("again", tokens), ("other", prompt(2, 41))):
         with engine.acquire(CacheRequest(name, computed, max_cached_tokens=0)) as lease:
             compute(engine, lease, computed, 0, 41, WINDOWS)
             engine.commit(lease, computed)
             engine.check()
-    assert not eviction.prepare(full, full.capacity) and transfers.links and windows.num_leaving
+    assert not copies.prepare(full, full.capacity) and transfers.links and windows.num_leaving
     engine.check()
     transfers.finish()
     engine.flush()

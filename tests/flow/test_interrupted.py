@@ -77,7 +77,7 @@ def test_an_engine_that_finds_its_accounts_wrong_takes_no_further_calls() -> Non
     with pytest.raises(InvariantError, match="evictable"):
         engine.check()
     full.pages.order.num_evictable -= 1
-    (copy,) = engine.inspect.backup._in_flight
+    (copy,) = engine.inspect.copies._backups
     full.pages.unlock(copy.pages[FULL].rows)
     with pytest.raises(AssertionError, match="unlocked more often"):
         while True:

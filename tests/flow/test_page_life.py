@@ -80,12 +80,12 @@ def test_the_record_finds_planted_faults() -> None:
     """A load that counts as arrived before it has, one whose pages on the host may be evicted, and a change of a
     column by none of the calls that may change it."""
     engine, _, tokens = _loading()
-    (load,) = engine.inspect.restore.in_flight()
-    engine.inspect.restore.detach(load)
+    (load,) = engine.inspect.copies.loads
+    engine.inspect.copies.detach(load)
     with pytest.raises(AssertionError, match=r"device: .*LOADING.*CACHED"):
         engine.expect("d", tokens)
     engine, _, tokens = _loading()
-    (load,) = engine.inspect.restore.in_flight()
+    (load,) = engine.inspect.copies.loads
     engine.inspect.context.full.pages.unlock(load.pages["full"].rows)
     with pytest.raises(AssertionError, match="is loaded from the host, where nobody has locked it"):
         engine.expect("d", tokens)

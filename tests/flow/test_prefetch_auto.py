@@ -240,17 +240,17 @@ def test_a_load_counts_what_the_link_brings_before_it_and_those_that_computing_d
         for n, tokens in enumerate([*prompts, prompts[0]]):
             serve(engine, f"r{n}", tokens)
             engine.flush()
-        restore = engine.inspect.restore
-        idle_s = restore.estimate(1000, 0, 8, 0).load_s
+        copies = engine.inspect.copies
+        idle_s = copies.estimate(1000, 0, 8, 0).load_s
         for n in range(beside):
             engine.acquire(CacheRequest(f"other {n}", tokens_of(9, 9)))
         with monkeypatch.context() as patch:
-            patch.setattr(restore, "estimate", lambda _bytes, _start, _end, others: LoadEstimate(1.5, 1.0, others))
+            patch.setattr(copies, "estimate", lambda _bytes, _start, _end, others: LoadEstimate(1.5, 1.0, others))
             engine.expect("s", prompts[2])
             lease = engine.acquire(CacheRequest("s", prompts[2]))
         assert (lease.hit.host > 0) == bool(beside)
-        ahead = sum(load.num_bytes for load in restore.in_flight())
-        assert idle_s and restore.estimate(1000, 0, 8, 0).load_s == pytest.approx(idle_s * (1 + ahead / 1000))
+        ahead = sum(load.num_bytes for load in copies.loads)
+        assert idle_s and copies.estimate(1000, 0, 8, 0).load_s == pytest.approx(idle_s * (1 + ahead / 1000))
         assert (ahead > 0) == bool(beside)
         engine.cancel("s")
 
@@ -266,8 +266,8 @@ def test_a_load_that_was_held_up_shows_no_speed_of_the_link() -> None:
         for is_undelayed in (False, True):
             with engine.acquire(CacheRequest(f"s{is_undelayed}", prompts[is_undelayed])) as lease:
                 assert lease.hit.host > 0
-                for load in engine.inspect.restore.in_flight():
-                    for op in load.copies:
+                for load in engine.inspect.copies.loads:
+                    for op in load.operations:
                         op.is_undelayed = is_undelayed
                 engine.flush()
             assert (engine.stats()["cost.load_bytes_per_second"] > 0) == is_undelayed

@@ -266,8 +266,7 @@ def test_pages_that_came_otherwise_meanwhile_are_freed(store: PacedStore) -> Non
         handle = engine.prefetch("a", tokens, mode="wait_complete")
         until_found(engine, store, handle)
         serve(engine, "b", tokens)
-        assert engine.inspect.backup is not None
-        engine.inspect.backup.wait_and_complete()
+        engine.inspect.copies.end_backups()
         store.allow()
         until_ready(engine, handle)
         assert admitted(engine, "a", tokens) == 0

@@ -63,8 +63,7 @@ def ask(engine: CacheEngine, name: str, tokens: np.ndarray) -> Hit:
     handle = engine.prefetch(name, tokens)
     eventually(lambda: (engine.poll(), handle.ready)[1])
     hit = serve(engine, name, tokens).hit
-    assert engine.inspect.backup is not None
-    engine.inspect.backup.wait()  # copies in flight hold slots
+    engine.inspect.copies.wait()  # copies in flight hold slots
     engine.poll()
     return hit
 

@@ -14,7 +14,7 @@ import hicache
 
 PACKAGE = Path(hicache.__file__).parent
 # Calls that end something only release resources. They do not fail; no caller could handle their errors.
-ENDINGS = {"free", "unlock", "stop_reading", "forget", "detach", "_end", "wait", "wait_and_complete"}
+ENDINGS = {"free", "unlock", "stop_reading", "forget", "detach", "_end_backup", "_end_load", "wait", "end_backups"}
 _GENERATOR = 0x20
 
 

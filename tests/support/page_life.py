@@ -244,7 +244,7 @@ class PageLives:
     def _on_device(self, component: CacheComponent, pages: Iterable[_Page]) -> Iterator[tuple[Location, Held]]:
         """Locations that are not free. If a failed load's slots may still be read, the load counts as not ended."""
         name = component.name
-        loads = {*self._inspect.restore.in_flight(), *(load for lease in self._leases for load in lease.loads)}
+        loads = {*self._inspect.copies.loads, *(load for lease in self._leases for load in lease.loads)}
         loads |= {below for load in loads for below in load.depends_on}
         values = self._of_requests(loads) if name == MAMBA else self._of_slots(component, loads)
         yield from (((name, at), Held(state)) for state, value in values for at in _ids(value) if at)

@@ -1,0 +1,713 @@
+"""Copies between device and host, and capacity on the device.
+
+A `Backup` copies pages of the device to the host: pages that the write policy wants there, or pages that leave the
+device. A `Load` copies pages of the host to slots of the device, layer by layer, while the forward pass that needs them
+runs.
+
+Both lock what they read, and take what they write to, before they are submitted. `Copies.poll` applies those that have
+ended, in the order of their submission. The pages of a backup are published only then; a failed one gives its host
+pages back. Matches see the nodes of a load at once, and whoever uses them waits for its layers by the load id; the
+nodes of a load that fails leave the tree.
+
+If the device lacks capacity, the least valuable pages leave. Under a write policy that copies at eviction, those that
+the host lacks are backed up together first, and their slots are free when that copy has ended
+(`CacheComponent.leaving`)."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from hicache.errors import TransferError
+from hicache.flow.components.base import Admission, CacheComponent
+from hicache.flow.context import EngineContext, values_of
+from hicache.flow.cost import LoadEstimate, LoadPolicy
+from hicache.flow.lease import CacheRequest, Lease
+from hicache.flow.located import Located, first_gap, rows_below, slices_of
+from hicache.flow.movement import Copy, Load, Movement, PromptRows
+from hicache.flow.persist import Persist
+from hicache.flow.prompt import Prompt
+from hicache.pages.policy import Ranks
+from hicache.pages.states import COPY, HELD, IN_FLIGHT
+from hicache.pages.table import NO_ROW, Mask, Rows
+from hicache.tiers import FULL, Component, joined
+from hicache.transfer.base import TransferOp
+from hicache.tree.base import Released
+from hicache.tree.names import PromptPages
+from hicache.tree.node import TreeNode
+
+log = logging.getLogger(__name__)
+
+
+class Unsaved(NamedTuple):
+    """Consecutive pages of a prompt that `component` has on the device, and of which the host lacks some.
+
+    `rows`: of the tree. `value`: their slots or states. `needs_full`: the host can use a window or state only if it has
+    its full page, or gets it; False: the full page is elsewhere. `event_pages`: what events tell of full pages. `uses`:
+    how requests used them, see `TierPages`."""
+
+    component: CacheComponent
+    rows: Rows
+    value: torch.Tensor
+    needs_full: bool
+    event_pages: PromptPages | None
+    uses: Ranks
+
+    @property
+    def first(self) -> int:
+        """The index of the first page in the prompt."""
+        return int(self.component.tree.table.index[self.rows[0]])
+
+    @property
+    def keys(self) -> list[bytes]:
+        """Under which the host and the stores know the pages."""
+        tree = self.component.tree
+        return tree.names.of_component(self.component.name, tree.table.keys_of(self.rows))
+
+    @property
+    def full_rows(self) -> Rows:
+        """The full pages that the host must have; `NO_ROW` if they are elsewhere."""
+        return self.rows if self.needs_full else np.full_like(self.rows, NO_ROW)
+
+    def part(self, start: int, end: int) -> Unsaved:
+        """Pages [start, end)."""
+        size = self.component.page_size
+        return self._replace(
+            rows=self.rows[start:end],
+            value=self.value[start * size : end * size],
+            event_pages=self.event_pages and self.event_pages.part(start, end),
+            uses=self.uses[start:end],
+        )
+
+
+class _BackupPages(NamedTuple):
+    """The pages of one component in a backup: host rows in the order of their slots. `full_rows`: as in `Unsaved`."""
+
+    rows: Rows
+    slots: torch.Tensor
+    full_rows: Rows
+
+
+class Backup(Copy):
+    """A copy from device to host: `pages` by component. `locked`: rows of the tree that it has locked. `named`: rows of
+    full pages that keep their numbers until it ends."""
+
+    def __init__(self, locked: Mapping[Component, Rows]) -> None:
+        super().__init__()
+        self.locked = locked
+        self.pages: dict[Component, _BackupPages] = {}
+        self.named: list[Rows] = []
+
+
+class Copies(Movement):
+    """All copies of an engine. Owned by the scheduler thread. Each of `persists` gets what arrives on the host."""
+
+    def __init__(self, context: EngineContext, policy: LoadPolicy, persists: Sequence[Persist]) -> None:
+        self._context, self._policy, self._persists = context, policy, tuple(persists)
+        self._backups, self._loads = deque[Backup](), deque[Load]()
+        self._backs_up_evicted = context.has_host and context.write_policy.at_eviction
+        # Pages that were skipped, the last at the end; and how many of all components the device may hold.
+        self._counted: dict[bytes, None] = {}
+        self._max_counted = len(context.components) * context.full.capacity // context.tree.page_size
+        self._exposed_s = 0.0
+        if context.has_host:
+            self._register_backups()
+        self._register_loads()
+
+    def _register_backups(self) -> None:
+        metrics, count = self._context.metrics, self._context.metrics.counter
+        help, labels = "bytes of a copy from device to host", {"movement": "backup", "direction": "device_to_host"}
+        self._backup_bytes, self._backup_seconds = metrics.movement("backup", help, "time that copy took", **labels)
+        self._failed_backups = count(
+            "backup.failures", "copies to the host that failed; their pages stayed on the device"
+        )
+        self._skipped = count("backup.skipped_tokens", "tokens not backed up because the host had no page to give")
+        self._skipped_components = count(
+            "backup.skipped_pages", "pages of windows and states that were not backed up for that reason"
+        )
+        self._backup_exposed = metrics.histogram(
+            "backup.exposed_seconds", "what a call stood still for a copy of what leaves; 0: it ended beside others"
+        )
+
+    def _register_loads(self) -> None:
+        metrics, count = self._context.metrics, self._context.metrics.counter
+        help, labels = "bytes of a load from host to device", {"movement": "load", "direction": "host_to_device"}
+        self._loaded_bytes, self._load_seconds = metrics.movement("restore", help, "time that load took", **labels)
+        self._timed_s = count("restore.timed_seconds", "time of the loads whose exposed time was measured")
+        self._load_exposed_s = count("restore.exposed_seconds", "of that, what a forward pass stood still for")
+        self._failed_loads = count("restore.failures", "loads that failed; their pages stayed on the host")
+        metrics.gauge("restore.hidden_ratio", "share of timed_seconds that ran under compute", self._hidden_ratio)
+
+    # As a movement
+
+    def poll(self) -> bool:
+        has_landed = False
+        while self._backups and self._backups[0].done():
+            self._end_backup()
+            has_landed = True
+        while self._loads and self._loads[0].done():
+            self._end_load()
+            has_landed = True
+        return has_landed
+
+    def is_busy(self) -> bool:
+        return bool(self._backups or self._loads)
+
+    def wait(self) -> None:
+        """Block until all submitted copies have ended. They still have to be applied."""
+        for copy in (*self._backups, *self._loads):
+            copy.wait()
+
+    def device_locks(self, component: Component) -> Iterable[Rows]:
+        yield from (backup.locked[component] for backup in self._backups if component in backup.locked)
+        yield from (self._context.tree.locked_rows(component, load.node) for load in self._loads)
+
+    def host_locks(self, component: Component) -> Iterable[Rows]:
+        for copy in (*self._backups, *self._loads):
+            if component in copy.pages:
+                yield copy.pages[component].rows
+
+    def num_in_flight(self, component: Component) -> int:
+        """Tokens or states of a component in copies that have not been applied."""
+        num_backed_up = sum(len(backup.pages[component].slots) for backup in self._backups if component in backup.pages)
+        num_loaded = sum(len(load.pages[component].rows) for load in self._loads if component in load.pages)
+        return num_backed_up + num_loaded * self._context.by_name[component].page_size
+
+    # Device to host
+
+    def backup_wanted(self, node: TreeNode, num_new: int = 0) -> None:
+        """Copy the pages of the path to `node` that the write policy wants on the host, together, as far as other pages
+        may leave for them. The last `num_new` pages are new on the device."""
+        if node.parent is None or not self._context.has_host:
+            return
+        tree, wants = self._context.tree, self._context.write_policy.wants
+        table, path = tree.table, tree.path_rows(node)
+        start = self._first_absent(path, num_new)
+        end = start + first_gap(wants(table, path[start:]))
+        if start == len(path) and len(self._context.components) > 1 and wants(table, node.rows).all():
+            start -= len(node.rows)  # its full pages were copied before
+        if end > start:
+            self._submit_backup(self.unsaved(path[start:end]), self._locks(path[:end], start))
+
+    def backup_path(self, node: TreeNode) -> None:
+        """Copy the path to `node` now, whatever the policy wants, and wait, so that its slots may be taken. A policy
+        that copies at eviction does so then."""
+        if node.parent is None or not self._context.has_host or self._backs_up_evicted:
+            return
+        path = self._context.tree.path_rows(node)
+        start = self._first_absent(path, 0)
+        start = start if start < len(path) else len(path) - len(node.rows)
+        self._submit_backup(self.unsaved(path[start:]), self._locks(path, start))
+        self.end_backups()
+
+    def backup_evicted(self, unsaved: Sequence[Unsaved], released: list[Released]) -> None:
+        """Copy pages that leave the device. `unsaved`: as nodes left, those that others follow behind these. If the
+        host lacks capacity for all, those that left last are copied, and of these the beginning. `released`: their
+        values, which leave the list if they are freed when the backup has ended; they stay in it if nothing is
+        copied."""
+        self._submit_backup(unsaved[::-1], {}, released)
+
+    def end_backups(self) -> None:
+        """Wait for all backups, and apply them."""
+        while self._backups:
+            self._end_backup()
+
+    def unsaved(self, rows: Rows, only: Component | None = None) -> list[Unsaved]:
+        """The pages of `rows` that the device has and the host lacks, FULL first, without those of ended sessions.
+        `only`: of the one component that the pages are to lose; their full pages stay on the device. Consecutive pages
+        are together."""
+        found = []
+        for component in self._context.components:
+            if only not in (None, component.name):
+                continue
+            held = component.resident.held(rows)
+            held = held[~component.resident.order.has_ended[held]]
+            bounds = np.flatnonzero(self._context.tree.table.previous[held[1:]] != held[:-1]) + 1
+            for run in np.split(held, bounds) if len(held) else ():
+                if self.lacks(component, run).any():
+                    found.append(self._unsaved_run(run, component, needs_full=only is None and component.name != FULL))
+        return found
+
+    def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
+        """Which of these pages of the tree the host neither has nor gets."""
+        of_host = rows_below(self._context, {component.name: rows})[component.name]
+        return ~component.pages.has(of_host, HELD | IN_FLIGHT)
+
+    def _unsaved_run(self, rows: Rows, component: CacheComponent, *, needs_full: bool) -> Unsaved:
+        tells_events = component.name == FULL and self._context.tree.events is not None
+        return Unsaved(
+            component=component,
+            rows=rows,
+            value=component.resident.value(rows),
+            needs_full=needs_full,
+            event_pages=self._context.tree.event_pages(rows) if tells_events else None,
+            uses=component.resident.uses_of(rows),
+        )
+
+    def _first_absent(self, path: Rows, num_new: int) -> int:
+        """The first of the pages at the end of a path that the host neither has nor gets. If the host has pages behind
+        absent ones of the last `num_new`: the first of these."""
+        lacks = ~self._context.full.pages.has(path, HELD | IN_FLIGHT)
+        new = len(path) - num_new
+        return min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))
+
+    def _locks(self, path: Rows, start: int) -> dict[Component, Rows]:
+        """The pages to lock while pages of a path from the `start`-th on are copied."""
+        held = {each.name: each.resident.held(path[start:]) for each in self._context.components[1:]}
+        return {FULL: path, **held}
+
+    def _submit_backup(
+        self, unsaved: Sequence[Unsaved], locked: Mapping[Component, Rows], released: list[Released] | None = None
+    ) -> None:
+        """Start the copies of `unsaved` pages, as far as the host has capacity. Pages `locked` stay on the device
+        meanwhile. `released`: values of pages that have left the device, which are freed when the copies end."""
+        if not unsaved:
+            return
+        backup, leaving = Backup(locked), values_of(released or ())
+        with ExitStack() as undo:
+            for name, rows in locked.items():
+                self._context.by_name[name].resident.lock(rows)
+                undo.callback(self._context.by_name[name].resident.unlock, rows)
+            undo.callback(self._forget_named, backup)
+            try:
+                for component in self._context.components:
+                    of_component = [each for each in unsaved if each.component is component]
+                    if of_component:
+                        refused = self._backup_component(backup, component, of_component)
+                        self._skip(component, refused, stays=released is None)
+            finally:
+                if backup.operations:
+                    undo.pop_all()
+                    self._backups.append(backup)
+                    for name, value in leaving.items():
+                        component = self._context.by_name[name]
+                        component.leaving[backup] = component.leave(value)
+                    if released:
+                        released.clear()
+
+    def _backup_component(self, backup: Backup, component: CacheComponent, unsaved: Sequence[Unsaved]) -> list[bytes]:
+        """Submit the copy of one component, as far as the host has capacity. Returns the keys of the other pages."""
+        pages, found = component.pages, list[tuple[Unsaved, Rows, Mask]]()
+        with ExitStack() as named:
+            for each in unsaved:
+                rows = each.rows if component.name == FULL else pages.table.add(each.keys, each.first)
+                pages.table.hold(rows)
+                named.callback(pages.table.drop, rows)
+                is_new = ~pages.has(rows, HELD | IN_FLIGHT) & self._are_usable(each.full_rows)
+                found.append((each, rows[is_new], is_new))
+            new = np.concatenate([rows for _, rows, _ in found])
+            used = np.concatenate([each.rows[is_new] for each, _, is_new in found])
+            hits, priority = self._context.tree.table.hits[used], self._context.tree.table.priority[used]
+            taken = pages.reserve(new, COPY, hits=hits, priority=priority)
+            if len(taken):
+                with ExitStack() as undo:
+                    undo.callback(pages.abandon, taken)
+                    uses = np.concatenate([each.uses[is_new] for each, _, is_new in found])
+                    pages.expected_uses[taken] = uses[: len(taken)]
+                    self._backup_taken(backup, component, found, taken)
+                    undo.pop_all()
+            return pages.table.keys_of(new[len(taken) :])
+
+    def _backup_taken(
+        self, backup: Backup, component: CacheComponent, found: Sequence[tuple[Unsaved, Rows, Mask]], taken: Rows
+    ) -> None:
+        """Submit the copy of the first pages of `found`, which have host pages: `taken`."""
+        full_rows, values, watch = list[Rows](), list[torch.Tensor](), self._context.watch
+        for each, _, is_new in found:
+            values += slices_of(each.value, np.flatnonzero(is_new).tolist(), component.page_size)
+            full_rows.append(each.full_rows[is_new])
+            if each.event_pages is not None and watch is not None:
+                watch.note(each.event_pages, component.pages.table.keys_of(taken))
+        slots = component.device_ids(joined(values)[: len(taken) * component.page_size])
+        named = np.concatenate(full_rows)[: len(taken)]
+        if component.name != FULL:
+            required = named[named != NO_ROW]
+            self._context.tree.table.hold(required)
+            backup.named.append(required)
+        self._submit_pages(backup, component, _BackupPages(taken, slots, named))
+
+    @staticmethod
+    def _submit_pages(backup: Backup, component: CacheComponent, pages: _BackupPages, *, is_raw: bool = False) -> None:
+        """Submit a copy to the host pages of `pages`; `is_raw`: unpacked, to both host pages of each."""
+        places = torch.from_numpy(component.pages.place[pages.rows])
+        second_places = torch.from_numpy(component.pages.second_place[pages.rows]) if is_raw else None
+        backup.operations.append(component.transfer.store(pages.slots, places, second_places))
+        backup.pages[component.name] = pages
+
+    def _are_usable(self, full_rows: Rows) -> Mask:
+        """Which windows or states have their full pages on the host, or get them there, or have them elsewhere."""
+        usable: Mask = (full_rows == NO_ROW) | self._context.full.pages.has(full_rows, HELD | COPY)
+        return usable
+
+    def _skip(self, component: CacheComponent, keys: Sequence[bytes], *, stays: bool) -> None:
+        """Count pages for which the host has no capacity. A page that stays on the device is tried again with all pages
+        that come behind it, and counts once."""
+        num_pages = sum(not stays or key not in self._counted for key in keys)
+        for key in keys if stays else ():
+            self._counted.pop(key, None)
+            self._counted[key] = None
+        for key in list(itertools.islice(self._counted, max(0, len(self._counted) - self._max_counted))):
+            del self._counted[key]
+        if component.name != FULL:
+            self._skipped_components.value += num_pages
+            return
+        num_tokens = num_pages * self._context.tree.page_size
+        if num_tokens and not self._skipped.value:
+            log.warning(
+                "%d tokens are not backed up: of %d host pages none can be evicted for them; raise host_bytes",
+                num_tokens,
+                self._context.full.host.num_pages,
+            )
+        self._skipped.value += num_tokens
+
+    def _end_backup(self) -> None:
+        """Wait for the first backup, and apply it."""
+        self.is_torn = True
+        backup = self._backups.popleft()
+        backup.wait()  # its error is known only when it has ended
+        is_confirmed, raw_backup = backup.error is None, Backup(backup.locked)
+        arrived = list[tuple[CacheComponent, Rows]]()
+        for (name, pages), op in zip(backup.pages.items(), backup.operations, strict=True):
+            component = self._context.by_name[name]
+            if is_confirmed:
+                arrived.append((component, self._publish(raw_backup, component, pages, op)))
+                continue
+            if name == FULL and self._context.watch is not None:
+                self._context.watch.forget(component.pages.table.keys_of(pages.rows))
+            component.pages.abandon(pages.rows)
+        if is_confirmed:
+            self._backup_bytes.observe(backup.num_bytes)
+            self._backup_seconds.observe(backup.seconds())
+        else:
+            self._failed_backups.value += 1
+        if raw_backup.operations:
+            raw_backup.named = backup.named
+            self._backups.append(raw_backup)  # which has the locks now
+        else:
+            self._forget_named(backup)
+            for locked, rows in backup.locked.items():
+                self._context.by_name[locked].resident.unlock(rows)
+        self._free_left(backup, raw_backup)
+        for persist in self._persists:
+            for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
+                persist.store(component, rows)
+        self.is_torn = False
+
+    def _forget_named(self, backup: Backup) -> None:
+        for rows in backup.named:
+            self._context.tree.table.drop(rows)
+
+    def _publish(self, raw_backup: Backup, component: CacheComponent, saved: _BackupPages, op: TransferOp) -> Rows:
+        """Give the pages of an ended backup their next state, and return those that arrived. `raw_backup` copies the
+        pages that do not fit packed."""
+        pages, packing, (rows, slots, full_rows) = component.pages, component.packing, saved
+        misfits = np.array(op.misfits, np.int64)
+        if packing is not None and not pages.second_place[rows].any():
+            packing.count(len(rows), len(misfits))
+        ok = self._are_usable(full_rows)
+        misfits = misfits[ok[misfits]]
+        if len(misfits):
+            assert packing is not None
+            num_raw = len(pages.reserve_second(rows[misfits]))
+            packing.drop(len(misfits) - num_raw)
+            ok[misfits[num_raw:]] = False
+            raw = misfits[:num_raw]
+            if num_raw:
+                of_raw = joined(slices_of(slots, raw.tolist(), component.page_size))
+                self._submit_pages(raw_backup, component, _BackupPages(rows[raw], of_raw, full_rows[raw]), is_raw=True)
+            here = np.ones(len(rows), np.bool_)
+            here[raw] = False
+            rows, ok = rows[here], ok[here]
+        watch, events = self._context.watch, self._context.tree.events
+        if component.name == FULL and watch is not None:
+            watch.forget(pages.table.keys_of(rows[~ok]))
+        arrived = pages.landed(rows, ok)
+        if events is not None and watch is not None and component.name == FULL:
+            for event_pages in watch.told(pages.table.keys_of(arrived)):
+                events.stored(event_pages, "CPU")
+        return arrived
+
+    def _free_left(self, backup: Backup, raw_backup: Backup) -> None:
+        """Free what left the device before `backup`, unless `raw_backup` still reads it."""
+        left = {at: ids for at in self._context.components if (ids := at.leaving.pop(backup, None)) is not None}
+        if left:
+            self._backup_exposed.observe(self._exposed_s)
+        for component, ids in left.items():
+            if raw_backup.operations:
+                component.leaving[raw_backup] = ids
+            else:
+                component.free_left(ids)
+
+    # Capacity on the device
+
+    def make_available(self, component: CacheComponent, size: int) -> bool:
+        """Evict until `size` tokens or states of a component are free. False if that is impossible. Waits for the
+        backups of evicted pages."""
+        if self.prepare(component, size):
+            return True
+        self._wait_for(component, size)
+        return size <= component.available()
+
+    def prepare(self, component: CacheComponent, size: int) -> bool:
+        """The same without waiting: whether so many are free now. If not, they may be when `component.leaving` has been
+        copied."""
+        short = size - component.available() - component.num_leaving
+        if short > 0:
+            self._evict(component, short)
+        return size <= component.available()
+
+    def wait_for_evicted(self) -> None:
+        """Wait until all evicted pages are copied, or are not, and apply that."""
+        for component in self._context.components:
+            self._wait_for(component, component.available() + component.num_leaving)
+
+    def _wait_for(self, component: CacheComponent, size: int) -> None:
+        """Wait for backups of evicted pages until `size` are free, or none is in flight."""
+        while component.num_leaving and component.available() < size:
+            start_s = time.perf_counter()
+            self._backups[0].wait()
+            self._exposed_s = time.perf_counter() - start_s
+            self._end_backup()
+            self._exposed_s = 0.0
+
+    def _evict(self, component: CacheComponent, short: int) -> None:
+        name, context = component.name, self._context
+        released, leaving = list[Released](), list[Released]()  # free at once; free when they are copied
+        unsaved, victims = list[Unsaved](), list[Rows]()
+        try:
+            while short > 0 and len(rows := component.resident.take(short)):
+                for part in context.tree.by_node(rows):
+                    if not len(part := component.resident.held(part)):
+                        continue  # it left with those before
+                    context.tree.table.hold(part)
+                    victims.append(part)
+                    only = None if name == FULL else name  # its full pages stay
+                    lacking = self.unsaved(part, only) if self._backs_up_evicted else []
+                    left = context.evict(part, name)
+                    unsaved += lacking
+                    (leaving if lacking else released).extend(left)
+                    short -= sum(item.size for item in left if item.component == name)
+            self.backup_evicted(unsaved, leaving)
+            for part in victims:
+                component.count_eviction(part)
+        except BaseException:  # if the copy of one component raises, that of another may be in flight
+            self.end_backups()
+            raise
+        finally:
+            context.free([*released, *leaving])
+            for part in victims:
+                context.tree.table.drop(part)
+
+    # Host to device
+
+    def estimate(self, num_bytes: int, start: int, end: int, num_delayed: int) -> LoadEstimate:
+        """Compare a load of `num_bytes` behind the loads in flight with computing positions [start, end), while
+        `num_delayed` other requests wait."""
+        ahead_bytes = sum(load.num_bytes for load in self._loads)
+        return self._policy.compare(self._policy.cost.load_s(ahead_bytes + num_bytes), start, end, num_delayed)
+
+    def count_decision(self, estimate: LoadEstimate | None) -> None:
+        """Count an admission by that estimate; None: there was nothing to decide."""
+        if estimate is not None:
+            self._policy.choose(estimate)
+
+    def can_load(self) -> bool:
+        """Whether a load may be submitted now, whatever it brings."""
+        return all(component.counter.can_begin() for component in self._context.components)
+
+    def pin(self, request: CacheRequest, admission: Admission, undo: ExitStack) -> Lease:
+        """A lease on what the device has of a prefix: until `undo` ends it stays there for the whole prefix, with the
+        windows and states that this needs."""
+        context, tree = self._context, self._context.tree
+        node, ahead = tree.node_at(admission.match, admission.device_len), admission.length - admission.device_len
+        lease = Lease(request, node, context.req_to_token.req_to_token, context.full.allocator.device)
+        undo.callback(self.free, lease)
+        tree.lock(node, ahead)
+        undo.callback(lambda: tree.unlock(lease.node, admission.length - lease.node.depth_tokens))
+        return lease
+
+    def hold(
+        self, admission: Admission, located: Located, held: ExitStack, *, is_used: bool = True
+    ) -> dict[Component, PromptRows]:
+        """Lock the pages on the host that are to be loaded, until `held` ends, and return them. `is_used`: the pages of
+        the prefix on the host count as used once more."""
+        end, to_load = admission.length // self._context.tree.page_size, dict[Component, PromptRows]()
+        for component in self._context.components:
+            pages = admission.to_load.get(component.name)
+            first = min(component.first_required(end), pages[0] if pages else end)  # what is optional may be loaded
+            if is_used and component.name != FULL:  # of full pages the table has one count for both tiers
+                component.pages.count_hit(located.rows_of(component, range(first, end)).rows)
+            if pages:
+                to_load[component.name] = found = located.rows_of(component, pages)
+                component.pages.lock(found.rows)
+                held.callback(component.pages.unlock, found.rows)
+        return to_load
+
+    def load(
+        self,
+        lease: Lease,
+        prompt: Prompt,
+        pages: Mapping[Component, PromptRows],
+        slots: torch.Tensor,
+        length: int,
+    ) -> Load:
+        """Load `pages` of `prompt`, by component, behind the lease's node: full pages to the first of `slots`, a state
+        to the lease's own state slot. The lock of the lease, for a prefix of `length` tokens, moves to the last loaded
+        node, and the load owns the host locks of `pages` from now on.
+
+        If it raises, the submitted copies have ended, and `slots` are the lease's as before."""
+        tree = self._context.tree
+        load = Load(lease.node, prompt, pages, self.loads_of(tree.path_rows(lease.node)))
+        with ExitStack() as undo:
+            undo.callback(self.detach, load)
+            for component in self._context.components:
+                if component.name in pages:
+                    undo.callback(component.fail_load, load)
+                    self._load_component(load, component, component.begin_load(load, lease, slots), undo)
+            tree.lock(load.node)
+            undo.callback(tree.unlock, load.node)
+            tree.move_lock(lease.node, load.node, length - lease.node.depth_tokens)
+            undo.pop_all()
+        lease.node, lease.tree_len = load.node, load.node.depth_tokens
+        for below in load.depends_on:
+            below.readers += 1
+        self._loads.append(load)
+        return load
+
+    def end_loads(self, loads: Sequence[Load]) -> None:
+        """Wait until these loads have ended and another may be submitted, and apply them."""
+        while self._loads and (any(not load.completed for load in loads) or not self.can_load()):
+            self._loads[0].wait()
+            self._end_load()
+
+    def free(self, lease: Lease) -> None:
+        """Free what a lease holds beside its lock on the prefix: its slots and states, its row, its part in loads."""
+        with ExitStack() as steps:  # all of them, the last first, whatever raises
+            for load in lease.loads:
+                steps.callback(self.stop_reading, load)
+            if lease.req_pool_idx is not None:
+                steps.callback(self._context.req_to_token.free, lease)
+            for component in reversed(self._context.components):
+                steps.callback(component.release, lease)
+
+    def loads_of(self, rows: Rows) -> list[Load]:
+        """The loads in flight that bring anything of these pages, oldest first. An abandoned one brings nothing."""
+        if not self._loads:
+            return []
+        numbers = {*np.concatenate([each.resident.load[rows] for each in self._context.components]).tolist()}
+        return [load for load in self._loads if load.number in numbers]
+
+    def has_failed(self, rows: Rows) -> bool:
+        """Whether a load in flight that brings anything of these has failed: whoever uses them would fail with it."""
+        return bool(self._loads) and any(load.error is not None for load in self.loads_of(rows))
+
+    @staticmethod
+    def error_of(lease: Lease) -> Exception | None:
+        """Why a load of the lease's prefix failed; None if none did. Waits for the outcome of those in flight."""
+        for load in lease.loads:
+            if load.error is None:
+                load.wait_outcome()
+            if load.error is not None:
+                return load.error
+        return None
+
+    @property
+    def loads(self) -> list[Load]:
+        """The loads that have not been applied, oldest first."""
+        return list(self._loads)
+
+    def stop_reading(self, load: Load) -> None:
+        """A lease, or a load that depends on it, stops reading what `load` brought."""
+        load.readers -= 1
+        self._free_unread(load)
+
+    def detach(self, load: Load) -> None:
+        """It writes nothing any more."""
+        for name, rows in load.brings.items():
+            self._context.by_name[name].resident.end_load(rows)
+        load.brings = {}
+
+    @staticmethod
+    def _load_component(load: Load, component: CacheComponent, targets: torch.Tensor, undo: ExitStack) -> None:
+        counter, rows = component.counter, load.pages[component.name].rows
+        places, second_places = torch.from_numpy(component.pages.place[rows]), None
+        if component.pages.second_place[rows].any():
+            second_places = torch.from_numpy(component.pages.second_place[rows])
+        load.load_ids[component.name] = load_id = counter.begin()
+        undo.callback(counter.forget, load_id)
+        undo.callback(counter.fail, load_id, TransferError("the load was not begun"))
+        op = component.transfer.load(places, component.device_ids(targets), load_id, second_places)
+        undo.callback(op.wait)
+        load.operations.append(op)
+
+    def _end_load(self) -> None:
+        """Wait for the first load, and apply it."""
+        self.is_torn = True
+        load, tree, components = self._loads.popleft(), self._context.tree, self._context.by_name
+        load.wait()
+        depended_on = load.depends_on
+        load.complete()
+        for name, (rows, _) in load.pages.items():
+            components[name].pages.unlock(rows)
+        if load.error is None:
+            if self._context.exclusive is not None and FULL in load.pages:
+                self._context.exclusive.came_above(load.pages[FULL].rows)
+            self._count_load(load)
+            self.detach(load)
+        else:
+            self._failed_loads.value += 1
+            # Deepest first: what depends on the load leaves the device before it does.
+            for other in reversed(self._loads):
+                if other.error is not None:
+                    self._abandon(other)
+            self._abandon(load)
+        tree.unlock(load.node)
+        for name, values in load.orphan_states.items():
+            components[name].free(torch.cat(values))
+        load.orphan_states = {}
+        for below in depended_on:
+            self.stop_reading(below)
+        self._free_unread(load)
+        self.is_torn = False
+
+    def _abandon(self, load: Load) -> None:
+        """Take what a failed load was to bring off the device. Its slots stay out of use as long as they are read."""
+        if load.abandoned:
+            return
+        load.abandoned = True
+        for component in reversed(self._context.components):  # FULL last: its nodes leave the tree
+            component.fail_load(load)
+        self.detach(load)
+
+    def _free_unread(self, load: Load) -> None:
+        """Free the slots of a failed load, and its number, once it has ended and nobody reads it any more."""
+        if load.readers or not load.completed:
+            return
+        for slots in load.orphans:
+            self._context.full.free(slots)
+        load.orphans.clear()
+        for name, load_id in load.load_ids.items():
+            self._context.by_name[name].counter.forget(load_id)
+
+    def _count_load(self, load: Load) -> None:
+        seconds = load.seconds()
+        self._loaded_bytes.observe(load.num_bytes)
+        self._load_seconds.observe(seconds)
+        load_id = load.load_ids.get(FULL)
+        exposed_s = None if load_id is None else self._context.full.counter.exposed_s(load_id)
+        if exposed_s is not None:
+            self._timed_s.value += seconds
+            self._load_exposed_s.value += min(seconds, exposed_s)
+        if load.is_undelayed:
+            self._policy.cost.observe_load(load.num_bytes, seconds)
+
+    def _hidden_ratio(self) -> float:
+        return 1 - self._load_exposed_s.value / self._timed_s.value if self._timed_s.value else 0.0
