@@ -385,8 +385,8 @@ class CacheEngine:
         computed and committed. Call it before each pass over the prompt.
 
         Returns the tokens behind `num_tokens` that need no computing any more, by tier: none if no such page has
-        arrived, or if the device has no capacity for them now. They are added to `lease.hit`. The lease goes on with
-        its row and its states; read `lease.slots` anew.
+        arrived, or if the device has no capacity for them now. They are added to `lease.hit`. The lease keeps its row
+        and its states; read `lease.slots` again.
         """
         self._held([lease])
         num_tokens, request_id = valid_count("num_tokens", num_tokens), lease.request_id

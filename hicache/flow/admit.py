@@ -1,7 +1,7 @@
 """Admission: a request gets a pinned prefix, slots for the rest and a row, or nothing at all.
 
-Capacity is counted before anything changes, so a refused request leaves no trace, recency included. What the host holds
-is loaded unless recomputing it is estimated to cost all requests less time.
+Admission counts the capacity before it changes anything, so a refused request changes nothing, not even recency. Pages
+on the host are loaded unless recomputing them is estimated to cost all requests less time.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Admit:
 
     @property
     def expected(self) -> Mapping[str, object]:
-        """What queued requests will need, by request. A view."""
+        """The pages that queued requests will use, by request. A view."""
         return self._expectations
 
     def acquire(self, request: CacheRequest, num_delayed: int) -> Lease:
@@ -206,8 +206,8 @@ class Admit:
             self._context.by_name[name].pages.expect(of_component, change)
 
     def evict_ahead(self, leases: Mapping[str, Lease]) -> bool:
-        """Evict for what `leases` and queued requests take next, if they would have to wait for it then. Whether a
-        request that is to be admitted loads in steps."""
+        """Evict for the next slots of `leases` and queued requests, if they would have to wait for copies then. Returns
+        whether a request that is to be admitted loads in steps."""
         if self.staged is None:
             return False
         self.staged.evict_ahead(leases, has_queued=len(self._expectations) > 0)
@@ -236,7 +236,8 @@ class Admit:
         return self._copies.make_available(component, size)
 
     def _count(self, request: CacheRequest, num_delayed: int) -> tuple[Admission, Located | None, LoadEstimate | None]:
-        """What the request would get, where its pages are, with a host tier, and what decided about a load."""
+        """The admission that the request would get; with a host tier, where its pages are, and the estimate of a
+        load."""
         context, tree, num_tokens = self._context, self._context.tree, len(request.tokens)
         reserve, limit = request.reserve_tokens, num_tokens
         if request.max_cached_tokens is not None:
@@ -258,8 +259,8 @@ class Admit:
     def _with_host(
         self, located: Located, resident: int, num_delayed: int
     ) -> tuple[int, dict[Component, Sequence[int]], LoadEstimate | None]:
-        """Tokens to start from, at least the `resident` ones, and what is to be loaded for that: what every component
-        can use, less what is not worth a load, by the estimate that comes with it."""
+        """The length of the prefix, at least `resident` tokens; the pages to be loaded for it; and the estimate of that
+        load. Every component can use the prefix. A prefix that is not worth its load is not loaded."""
         page, components = self._context.tree.page_size, self._context.components
 
         def to_load(end: int) -> dict[Component, Sequence[int]]:
@@ -296,8 +297,7 @@ class Admit:
         lease.tree_len = lease.held_len = admission.device_len
 
     def _take_slots(self, lease: Lease, num_slots: int, num_loaded: int = 0) -> torch.Tensor:
-        """`num_slots` behind those that the lease holds. To the first `num_loaded` a load will bring what belongs to
-        them."""
+        """Take `num_slots` slots behind the slots of the lease. A load will write to the first `num_loaded`."""
         slots = self._context.full.alloc(num_slots)
         with ExitStack() as undo:
             undo.callback(self._context.full.free, slots)
@@ -322,7 +322,7 @@ class Admit:
     ) -> Hit:
         """Give the lease the slots behind its node, and submit the load of the pages `to_load` to the first ones.
 
-        The load takes over the host locks that `held` would end. `start`: the row has the slots of so many tokens.
+        The load takes over the host locks that `held` would end. `start`: tokens whose slots the row has.
         Returns the tokens behind the first `num_computed` that need no computing."""
         tree, full, page = self._context.tree, self._context.full, self._context.tree.page_size
         lease.length, lease.cached_len = admission.end, admission.length

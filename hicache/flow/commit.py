@@ -1,8 +1,8 @@
-"""Commit: what a request computed becomes the tree's. Release: what the request held is freed, and what it says of
-later ones counts.
+"""Commit: the tree gets the pages that a request computed. Release: a request ends, and its hints begin to count.
 
-The slots of whole pages are given in chunks; where another request was first, its slots are used, and those of this one
-freed. What belongs to exactly the tokens that were computed, like a recurrent state, is donated with them.
+The tree gets the slots of complete pages in chunks. If another request committed a page first, its slots are used, and
+the slots of this request are freed. A value that belongs to exactly the computed tokens, like a recurrent state, is
+donated with them.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Commit:
         """See `CacheEngine.commit`."""
         _require_sequence(lease, tokens)
         if len(tokens) > lease.tree_len:
-            # What was computed on a prefix that failed to load must not be shared.
+            # Tokens computed on a prefix that failed to load must not be shared.
             error = self._copies.error_of(lease)
             if error is not None:
                 raise TransferError(f"{lease.request_id}: its prefix could not be loaded: {error}")
@@ -77,7 +77,7 @@ class Commit:
             steps.callback(tree.touch, lease.node)
 
     def _use_below(self, lease: Lease, *, continues: bool) -> None:
-        """What is below the device of the lease's prefix was used, of the stores what may be used again."""
+        """Count the prefix of a lease as used on the host, and in stores the part of it that may be used again."""
         context, tree = self._context, self._context.tree
         rows = tree.required(tree.path_rows(lease.node), lease.node.depth_tokens)
         on_host = rows_below(context, rows) if context.has_host else {}
@@ -94,8 +94,8 @@ class Commit:
                 persist.touch(keys)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
-        """The components that have room for what they give with the first `length` tokens; None where nothing is to be
-        shared."""
+        """The components with capacity for the value that they donate with the first `length` tokens. None: nothing is
+        to be shared."""
         if length <= lease.tree_len:
             return None
         donors: list[CacheComponent] = []
@@ -157,8 +157,8 @@ class Commit:
 
 
 class Hints:
-    """What a request says of later ones, when it ends: that its session has ended, or until when its prompt is awaited.
-    Owned by the scheduler thread."""
+    """The hints of requests that end: their session has ended, or the next turn is expected by a deadline. Owned by the
+    scheduler thread."""
 
     def __init__(self, context: EngineContext) -> None:
         self._context, self._has_kept = context, False

@@ -1,4 +1,4 @@
-"""What the movements of one engine work on."""
+"""The parts of one engine that its movements share."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class EngineContext(EngineParts):
 
 
 def values_of(released: Sequence[Released]) -> dict[Component, torch.Tensor]:
-    """What left the tree, by component."""
+    """The values that left the tree, by component."""
     values: dict[Component, list[torch.Tensor]] = {}
     for item in released:
         values.setdefault(item.component, []).append(item.value)

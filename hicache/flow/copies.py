@@ -171,9 +171,8 @@ class Copies(Movement):
         yield from (self._context.tree.locked_rows(component, load.node) for load in self._loads)
 
     def host_locks(self, component: Component) -> Iterable[Rows]:
-        for copy in (*self._backups, *self._loads):
-            if component in copy.pages:
-                yield copy.pages[component].rows
+        yield from (backup.pages[component].rows for backup in self._backups if component in backup.pages)
+        yield from (load.pages[component].rows for load in self._loads if component in load.pages)
 
     def num_in_flight(self, component: Component) -> int:
         """Tokens or states of a component in copies that have not been applied."""
@@ -457,7 +456,7 @@ class Copies(Movement):
         return size <= component.available()
 
     def prepare(self, component: CacheComponent, size: int) -> bool:
-        """The same without waiting: whether so many are free now. If not, they may be when `component.leaving` has been
+        """The same without waiting: whether `size` are free now. If not, they may be when `component.leaving` has been
         copied."""
         short = size - component.available() - component.num_leaving
         if short > 0:
@@ -589,7 +588,8 @@ class Copies(Movement):
             self._end_load()
 
     def free(self, lease: Lease) -> None:
-        """Free what a lease holds beside its lock on the prefix: its slots and states, its row, its part in loads."""
+        """Free the slots, the states and the row of a lease, and end its part in loads. It keeps its lock on the
+        prefix."""
         with ExitStack() as steps:  # all of them, the last first, whatever raises
             for load in lease.loads:
                 steps.callback(self.stop_reading, load)
@@ -688,7 +688,7 @@ class Copies(Movement):
         self.detach(load)
 
     def _free_unread(self, load: Load) -> None:
-        """Free the slots of a failed load, and its number, once it has ended and nobody reads it any more."""
+        """Free the slots of a failed load, and its number, once it has ended and has no readers."""
         if load.readers or not load.completed:
             return
         for slots in load.orphans:

@@ -1,4 +1,4 @@
-"""What a caller holds: a request, its prefetch, and its lease, the hold of an admitted request on the cache."""
+"""The objects of a caller: its request, the prefetch, and the lease of an admitted request."""
 
 from __future__ import annotations
 
@@ -57,27 +57,27 @@ class LookupResult:
 
 @dataclass(frozen=True)
 class CacheRequest:
-    """What admission needs to know. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
+    """A request for admission. `tokens`: int64 ids of the whole prompt; `namespace`: the tenant.
 
     `reserve_tokens`: tokens behind the cached prefix that get slots at admission, the others by `extend`; None: all.
     `priority`, from 0: under `eviction_policy="priority"`, what the request uses or adds has at least this one from
     then on. `branch_points`: token positions, like the end of a system prompt, after which other prompts may go on
-    differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: so many
-    at most come from the cache, the others are computed, for their logits; None: all that it has. `is_counted`: whether
-    it counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
+    differently; a hybrid model keeps a recurrent state at the last page boundary of each. `max_cached_tokens`: the most
+    tokens that come from the cache; the others are computed, for their logits. None: no limit. `is_counted`: whether it
+    counts as a prompt in the metrics of hits; False for one that was admitted before, which finds its own pages.
     `may_wait`: whether `acquire` may wait for copies that make room; where it may not it raises `ExchangePending`, and
     `poll` goes on with them.
 
-    What a scheduler knows of later requests counts under `eviction_policy="auto"`, the default. `priority`: each level
-    as twice as many uses, up to 32. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
+    Two hints count under `eviction_policy="auto"`, the default. `priority`: each level doubles the uses that a page
+    counts for, up to 32 times. `expected_uses`, from 1, when the lease ends: how often the prompt will be asked
     for again with its answer.
 
-    These two count under every policy, from the end of the lease until the prompt is used again. `session_end`: nobody
-    will ask for it again; what no other prompt has in common with it, behind the last branch point, leaves memory first
-    and is not saved any more, and what the request computes is not copied to the host. `next_turn_within_s`: a prompt
-    that continues it is expected by then; until it is used, or four times as long, its pages are evicted after pages
-    without a hint. At most nine tenths of a tier are kept so; beyond that the oldest hint ends.
-    """
+    Two other hints count under every policy, from the end of the lease until the prompt is used again. `session_end`:
+    the prompt will not be asked for again. Its pages that no other prompt shares, behind the last branch point, are
+    evicted first and not written any more; pages that the request computes are not copied to the host.
+    `next_turn_within_s`: a prompt that continues it is expected by then; until it is used, or four times as long, its
+    pages are evicted after pages without a hint. At most nine tenths of a tier are kept so; beyond that the oldest hint
+    ends."""
 
     request_id: str
     tokens: npt.NDArray[np.int64]
@@ -148,7 +148,7 @@ class Lease:
     `mamba_checkpoint_idx`, which holds what that was after `checkpoint_len` tokens (0: nothing). `state_load` brings
     the first of them, where the prefix left it on the host.
 
-    Read `slots` anew for each pass, after its `begin_forward`: where another request committed the same tokens first,
+    Read `slots` again for each pass, after its `begin_forward`: if another request committed the same tokens first,
     `commit` replaces this lease's slots with the tree's.
 
     Slots are kept in the request's row, on the pool's device, and on the host too, where they were chosen there
@@ -234,7 +234,8 @@ class Lease:
 
 
 def _on_device(ids: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """`ids` there, int64. From the host through pinned memory, behind what is queued: nothing waits."""
+    """`ids` on a device, int64. The copy from the host goes through pinned memory behind queued work, and does not
+    wait."""
     if ids.device.type == device.type:
         return ids
     return ids.pin_memory().to(device, non_blocking=True)

@@ -1,4 +1,4 @@
-"""What movements between tiers have in common: copies, and how their results are applied, when they are polled."""
+"""Movements between tiers: their copies, and the poll that applies the results."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ class Load(Copy):
 
 
 class Movement(ABC):
-    """What moves pages and states between tiers, and ends later than it began. Scheduler thread.
+    """A part that moves pages and states between tiers, and ends later than it began. Scheduler thread.
 
     `is_torn`: what had ended was applied in part, so something counts as under way that never ends.
     """

@@ -15,7 +15,7 @@ _MIN_JUDGED_PAGES = 1000
 
 
 def are_too_many(num_misfits: float, num_packed: float) -> bool:
-    """Whether packing is of little use: of so many pages or chunks that were packed, so many did not fit."""
+    """Whether packing is of little use: too many of the packed pages or chunks did not fit."""
     return num_packed >= _MIN_JUDGED_PAGES and num_misfits > _MAX_MISFITS_SHARE * num_packed
 
 
@@ -38,7 +38,7 @@ class Packing:
         metrics.gauge(f"{prefix}.raw_pages", help, num_raw, "packing_raw_pages", component=component)
 
     def count(self, num_pages: int, num_misfits: int) -> None:
-        """So many pages were packed, of which some do not fit. Says once that these are too many."""
+        """Count packed pages and misfits. Warns once if misfits are too many."""
         self._packed.value += num_pages
         self._misfits.value += num_misfits
         packed, misfits = self._packed.value, self._misfits.value

@@ -1,6 +1,4 @@
-"""The pages of a prompt and their keys, which are made once and kept while its request waits, and what events tell of
-them.
-"""
+"""The pages of a prompt and their keys, which are made once and kept while its request waits, and events of pages."""
 
 from __future__ import annotations
 
@@ -84,7 +82,7 @@ class Prompts:
         self._num_bytes -= 0 if prompt is None else prompt.num_bytes
 
     def _keep(self, request_id: str, prompt: Prompt) -> None:
-        """As the one used last. Others go for it: a request that was refused may never be cancelled."""
+        """Keep a prompt as the one used last, and forget older ones: a refused request may never be cancelled."""
         if self._by_request.get(request_id) is not prompt:
             self.forget(request_id)
             self._num_bytes += prompt.num_bytes

@@ -1,18 +1,17 @@
-"""Loads in steps, under `exclusive`: device and host hold different pages, so pages leave the device for those that
-come.
+"""Loads in steps under `exclusive`, where device and host hold different pages, and pages are evicted for a load.
 
-A request gets capacity on the device before it is admitted, and no call waits for the copies of what leaves:
+A request gets capacity on the device before it is admitted, and no call waits for the copies of evicted pages:
 
     | stage    | until                                                      | then                              |
     |----------|------------------------------------------------------------|-----------------------------------|
-    | EVICTING | what leaves for the next step is copied to the host        | LOADING; READY for the last step  |
+    | EVICTING | the pages evicted for the next step are on the host        | LOADING; READY for the last step  |
     | LOADING  | the load of a step has ended                               | EVICTING                          |
     | READY    | the request is admitted, or another one needs the capacity | it ends                           |
     | FAILED   | the caller gets the error                                  | it ends                           |
 
 A load of its prefix that fails leads from every stage to FAILED, and so does a component without capacity from
-EVICTING. `require` begins, and raises `ExchangePending` until the stage is READY; `poll` takes a step. What the request
-has on the device, and what it loads from the host, is locked from its first call on.
+EVICTING. `require` begins, and raises `ExchangePending` until the stage is READY; `poll` takes a step. From its first
+call on, the pages of the request on the device are locked, and so are the pages on the host that it loads.
 
 Full pages are loaded in steps if the host lacks capacity for all that leaves. The host drops what the device has as
 well: what leaves for a step is copied to the places of pages that earlier steps have loaded, while the step before it
@@ -40,7 +39,7 @@ from hicache.flow.prompt import Prompt
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import FULL, Component, Store
 
-_AHEAD_SHARE = 8  # at most one part in so many of the device is made free before anybody asks for it
+_AHEAD_SHARE = 8  # of the device, the most that is evicted ahead, as a divisor
 
 
 class Stage(Enum):
@@ -59,8 +58,8 @@ class StagedRequest:
     """A request that loads in steps. Full pages of its prompt:
 
     [0, num_held)      were on the device at the beginning
-    [num_held, done)   were loaded in steps; `sources` counts those that a read had brought, by store
-    [done, step_end)   the next step, the last one if it ends at `end`
+    [num_held, done)   were loaded in steps; `sources` counts pages that were read from stores
+    [done, step_end)   the next step; the last step ends at `end`
     [done, end)        are locked on the host, as are the windows and states that the prefix needs: `pages`
 
     `lease` locks what the device has of the prefix. `load`: of the last step that was submitted. `needed`: what has to
@@ -133,7 +132,7 @@ class StagedLoad(Movement):
         self.poll()
 
     def end(self, request_id: str | None = None) -> bool:
-        """Load no further for the request, or for any. Returns whether one did. What was loaded stays on the device,
+        """Load no further for the request, or for any. Returns whether one did. Loaded pages stay on the device,
         unlocked."""
         request = self._request if request_id is None else self.of(request_id)
         if request is not None:
@@ -148,9 +147,9 @@ class StagedLoad(Movement):
         return is_other and self.end()
 
     def evict_ahead(self, leases: Mapping[str, Lease], *, has_queued: bool) -> None:
-        """Evict for what `leases` take next, so that they wait for no copy then: as much as was taken of prompts since
-        the last time, while any is left of them, and a page each. Nothing before a request has taken something
-        again."""
+        """Evict for the next slots of `leases`, so that they wait for no copy then: the number that prompts took since
+        the last call, while tokens of prompts are left, and a page for each lease. Does nothing before a request has
+        taken slots again."""
         if not self._is_eviction_due:
             return
         num_taken, self._num_taken, self._is_eviction_due = self._num_taken, 0, False
@@ -162,7 +161,7 @@ class StagedLoad(Movement):
                 self._copies.prepare(component, size)
 
     def note_taken(self, num_slots: int) -> None:
-        """A request took so many slots for tokens to be computed."""
+        """A request took `num_slots` slots for tokens to be computed."""
         self._num_taken, self._is_eviction_due = self._num_taken + num_slots, True
 
     def poll(self) -> bool:
@@ -225,7 +224,7 @@ class StagedLoad(Movement):
         return pages.step_end(start, end, -(-num_slots // page), full.available() // page)
 
     def _begin(self, request: CacheRequest, admission: Admission, located: Located) -> None:
-        """Lock what the device has of the prefix, and what is to be loaded on the host."""
+        """Lock the prefix on the device, and the pages to be loaded on the host."""
         with ExitStack() as undo:
             lease = self._copies.pin(request, admission, undo)
             path = self._context.tree.path_rows(lease.node)

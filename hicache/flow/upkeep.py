@@ -1,9 +1,8 @@
-"""What is asked of a whole engine: whether every slot, page, state and row is accounted for, how full its tiers are,
-and to forget what they hold.
+"""Calls about an engine as a unit: `check` of all slots, pages, states and rows; usage of its tiers; `reset`.
 
-    device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
-    host     free + published + in flight = all pages of each component's pool, and no page twice
-    locks    the locks of each page of device and host equal those that leases and movements hold
+device   free + held by the tree + owned by leases = all, and none twice: slots, window slots and states
+host     free + published + in flight = all pages of each component's pool, and no page twice
+locks    the locks of each page of device and host equal those that leases and movements hold
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ _TRANSFER_HELP: dict[str, tuple[MetricType, str]] = {
 
 
 class Inspection(NamedTuple):
-    """The movements of an engine, and what they work on. None: the engine lacks that tier."""
+    """The movements of an engine, and the parts that they share. None: the engine lacks that tier."""
 
     context: EngineContext
     copies: Copies
@@ -101,7 +100,7 @@ def _lock_violations(component: CacheComponent, leases: Sequence[Lease], movemen
 
 
 def reset(context: EngineContext, names: Sequence[MemoryTier]) -> bool:
-    """Drop what nobody uses from these tiers, saved elsewhere or not. Returns whether nothing is left there."""
+    """Drop all unused pages from these tiers, stored elsewhere or not. Returns whether no page is left there."""
     for name in names:
         if name not in _TIERS:
             raise InvalidArgument(f"tier={name!r}: choose one of {', '.join(_TIERS)}")

@@ -1,4 +1,4 @@
-"""What every verb of the engine checks of its arguments before it changes anything.
+"""The checks of arguments that every verb of the engine makes before it changes anything.
 
 Each function returns the value in the form that the flows take, or raises an error that names both sides.
 """

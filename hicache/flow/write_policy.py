@@ -49,7 +49,7 @@ class Exclusive(WriteBack):
     is_exclusive = True
 
 
-# What the setting `write_policy` may name.
+# The values of the setting `write_policy`.
 POLICIES: dict[str, Callable[[EngineConfig], WritePolicy]] = {
     "write_through": lambda config: WriteThrough(),
     "write_back": lambda config: WriteBack(),

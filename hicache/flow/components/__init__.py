@@ -1,4 +1,4 @@
-"""What each component adds to the movements: one file a component."""
+"""The components of a cache: each file has one, and all that it adds to the movements."""
 
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.components.full import FullAttention

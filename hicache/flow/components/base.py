@@ -1,4 +1,4 @@
-"""The contract of a cache component: one record of what moves it between the tiers, and what it does in each movement.
+"""The contract of a cache component: the parts that move it between tiers, and its steps in each movement.
 
     build     tree_component_for, slot_space
     evict     available, num_leaving, count_eviction, free
@@ -57,7 +57,7 @@ class HostLink:
 
 @dataclass(frozen=True)
 class EngineParts:
-    """What the components of an engine are built on. `allocator`: of slots, with what is mapped to them."""
+    """The parts that all components of an engine share. `allocator`: of slots and the window slots mapped to them."""
 
     config: EngineConfig
     pool: KVCache
@@ -69,11 +69,11 @@ class EngineParts:
 
 @dataclass(frozen=True)
 class Admission:
-    """What one request is to get. Counted before anything changes.
+    """The capacity and the loads of one admission. Counted before anything changes.
 
     Intervals of positions: [0, device_len) is on the device, [device_len, length) is to be loaded, [length, end) is to
-    be computed. `num_slots`: of [device_len, end) in whole device pages; `num_own`: of [length, end). `to_load`: pages
-    of the prompt, by component, that the host has and the device lacks of what the prefix needs.
+    be computed. `num_slots`: of [device_len, end) in whole device pages; `num_own`: of [length, end). `to_load`: the
+    pages of the prefix, by component, that the device lacks and the host has.
     """
 
     match: Match
@@ -106,7 +106,7 @@ class InMemory(Protocol):
 class CacheComponent(ABC):
     """One component of one engine. Scheduler thread only. The factory asks the class whether a model has it.
 
-    A method that raises has changed nothing, but for what `fail_load` undoes of `begin_load`. `free`, `release` and
+    A method that raises has changed nothing, except for `begin_load`, which `fail_load` undoes. `free`, `release` and
     `fail_load`, which end something, do not raise.
 
     `tree_component`: its counterpart in the tree. Sizes are in tokens, or in states where `tree_component.at_node_end`.
@@ -135,11 +135,11 @@ class CacheComponent(ABC):
         )
         # Elements of a device value that one host page holds.
         self.page_size = 1 if tree_component.at_node_end else engine.tree.page_size
-        # What has left the tree, by the copy to the host that has to end before it is free, see `leave`.
+        # Values that have left the tree, by the copy to the host after which they are free, see `leave`.
         self.leaving: dict[object, torch.Tensor] = {}
 
     def device_ids(self, value: torch.Tensor) -> torch.Tensor:
-        """What the transfer moves of a device value: its own slots or states."""
+        """The slots or states that the transfer moves for a device value."""
         return value
 
     # Evict
@@ -155,7 +155,7 @@ class CacheComponent(ABC):
 
     @property
     def num_leaving(self) -> int:
-        """What will be free on the device when copies to the host have ended."""
+        """Tokens or states that will be free on the device when copies to the host have ended."""
         return sum(map(len, self.leaving.values()))
 
     @abstractmethod
@@ -181,10 +181,10 @@ class CacheComponent(ABC):
 
     @abstractmethod
     def needed(self, admission: Admission) -> int:
-        """What the request needs to be free on the device."""
+        """The tokens or states that must be free on the device for an admission."""
 
     def needed_to_join(self, admission: Admission, num_own: int) -> int:
-        """What an admitted request needs to be free on the device, if it gives back `num_own` slots of its own."""
+        """The same for a request that was admitted before, and gives back `num_own` slots of its own."""
         return self.needed(admission) - self.size_of(num_own)
 
     def fits_now(self, admission: Admission) -> bool:
@@ -201,11 +201,11 @@ class CacheComponent(ABC):
         """A lease got new `slots` of its own: take what belongs to them. `size_of(len(slots))` is free."""
 
     def size_of(self, num_slots: int) -> int:
-        """What `take` needs for new slots."""
+        """The tokens or states that `take` needs for new slots."""
         return 0
 
     def size_ahead(self, num_slots: int, num_requests: int) -> int:
-        """What requests may take with their next `num_slots` slots, for which room is made ahead."""
+        """The tokens or states that requests may take with their next `num_slots` slots; evicted ahead."""
         return self.size_of(num_slots)
 
     def prepare_forward(self, lease: Lease, admission: Admission) -> None:  # noqa: B027
@@ -246,7 +246,7 @@ class CacheComponent(ABC):
         return [num_tokens // self.tree.page_size * self.tree.page_size]
 
     def needed_to_donate(self, lease: Lease, length: int) -> int:
-        """What has to be free for `donate`."""
+        """The tokens or states that must be free for `donate`."""
         return 0
 
     def donate(self, lease: Lease, length: int) -> torch.Tensor | None:

@@ -51,7 +51,7 @@ class FullAttention(CacheComponent):
         return slots
 
     def in_pages(self, num_tokens: int) -> int:
-        """Slots of that many tokens in whole device pages."""
+        """`num_tokens`, rounded up to complete device pages."""
         page = self._slots.page_size
         return -(-num_tokens // page) * page
 

@@ -86,7 +86,7 @@ class RecurrentState(CacheComponent):
             self._pool.copy_from(self.resident.value(lease.node.rows[-1:]), _running(lease))
 
     def begin_load(self, load: Load, lease: Lease, slots: torch.Tensor) -> torch.Tensor:
-        """Straight to the request's own state: nobody else can use it while it advances."""
+        """Load to the request's own state, which no other request can use while it advances."""
         lease.state_load = load
         return _running(lease)
 
@@ -122,8 +122,8 @@ class RecurrentState(CacheComponent):
         return copy
 
     def track(self, leases: Sequence[Lease], make_available: Callable[[int], bool]) -> int:
-        """Of those whose decoding has come to a point that is worth keeping, running states become the checkpoints, and
-        the requests go on in copies of them. Returns for how many no state could be made available."""
+        """Make checkpoints of the running states of requests at a multiple of `mamba_track_interval`; the requests go
+        on in copies. Returns the number of requests for which no state could be made available."""
         due, ready = [lease for lease in leases if not lease.length % self.config.mamba_track_interval], list[Lease]()
         for lease in due:
             if lease.mamba_checkpoint_idx is None:
@@ -161,7 +161,7 @@ class RecurrentState(CacheComponent):
         return lease.mamba_checkpoint_idx is not None and lease.checkpoint_len == length
 
     def _copying(self, *leases: Lease) -> AbstractContextManager[None]:
-        """For copies on the device: they wait for what loads the states of `leases`, and for nothing else."""
+        """For copies on the device, which wait for the loads of the states of `leases` only."""
         return self.counter.consuming({load_id for lease in leases for load_id in lease.load_ids_of(MAMBA)})
 
 

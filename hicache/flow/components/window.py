@@ -50,7 +50,7 @@ class SlidingWindow(CacheComponent):
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that one request may get slots for at a time, beside the window of its prefix."""
+        """The most tokens for which one request may get slots at a time, in addition to the window of its prefix."""
         return self.capacity - self.tree_component.window - self.page_size
 
     @property
@@ -129,7 +129,7 @@ class SlidingWindow(CacheComponent):
             self.free(self.tree.detach(rows, SWA).value)
 
     def device_violations(self, leases: Sequence[Lease], loads: Sequence[Load]) -> list[str]:
-        """Window slots of the nodes that hold them, those of full slots that leases have, and those that leave."""
+        """Window slots are held by nodes, are mapped to full slots of leases, or leave."""
         slots = self.tree.values(SWA)
         held = self.device_ids(slots) if len(slots) else slots  # before the first page they are of no device
         owned = [self.device_ids(slots) for slots in owned_slots(leases, loads)]
