@@ -76,15 +76,6 @@ class _Batch(NamedTuple):
         rows, classes, keys, last_classes, last_keys = self
         return _Batch(rows[at], classes[at], keys[at], last_classes[at], last_keys[at])
 
-    def joined(self, other: _Batch) -> _Batch:
-        return _Batch(
-            np.concatenate((self.rows, other.rows)),
-            np.concatenate((self.classes, other.classes)),
-            np.concatenate((self.keys, other.keys)),
-            np.concatenate((self.last_classes, other.last_classes)),
-            np.concatenate((self.last_keys, other.last_keys)),
-        )
-
     def sorted(self, table: PageTable) -> _Batch:
         index, age = -table.index[self.rows], -table.age[self.rows]
         return self.chosen(np.lexsort((age, index, self.last_keys, self.last_classes)))
@@ -418,16 +409,16 @@ class EvictionOrder(Columns):
         return is_before & self._may_leave(rows)
 
     def _merge_late(self) -> None:
-        late, left = np.unique(np.concatenate(self._late)), self._batch.chosen(slice(self._next, None))
+        """Put the rows into the batch that have come to a place before its end, each behind the pages that follow
+        it."""
+        late = np.unique(np.concatenate(self._late))
         self._late.clear()
         before = self._before(late)
         after, before = late[before >= 0], before[before >= 0]
         self.is_followed[before[~(self._is_in_batch(after) & self._leaves_first(after, before))]] = True
-        left = left.chosen(~np.isin(left.rows, late))
-        late = late[self._is_in_batch(late)]
-        classes, keys = self._places(late)
-        new = _Batch(late, classes, keys, classes, keys)
-        self._batch, self._next = left.joined(new).sorted(self.table), 0
+        left = self._batch.rows[self._next :]
+        rows = np.concatenate((left[~np.isin(left, late)], late))
+        self._batch, self._next = self._in_order(rows[self._is_in_batch(rows)]), 0
 
     def _choose_batch(self, num_rows: int) -> bool:
         """Choose the pages that leave first, at least `num_rows` of them if there are so many; whether there is any."""
@@ -443,7 +434,8 @@ class EvictionOrder(Columns):
         return len(batch.rows) > 0
 
     def _in_order(self, rows: Rows, most: int | None = None) -> _Batch:
-        """Those of `rows`, all that nobody has locked, that may leave: at least `most` of the first."""
+        """Those of `rows` that may leave, in their order, at least `most` of the first. `rows`: unlocked pages that the
+        tier has, and with each page all that leave before it."""
         classes, keys = self._places(rows)
         held = np.flatnonzero(self.is_held | (self.locks > 0))
         before = self._before(held)

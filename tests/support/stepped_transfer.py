@@ -7,6 +7,7 @@ no copy fails.
 
 from __future__ import annotations
 
+import sys
 from collections import deque
 from collections.abc import Callable
 
@@ -38,7 +39,13 @@ class _Link:
 
     def step(self) -> None:
         op, copy = self._waiting.popleft()
-        op.run(copy)
+        # In an engine a worker makes the copy, which no signal and no tracer of a call interrupts.
+        tracer = sys.gettrace()
+        sys.settrace(None)
+        try:
+            op.run(copy)
+        finally:
+            sys.settrace(tracer)
 
     def run_until(self, op: CpuOp) -> None:
         while not op.done():

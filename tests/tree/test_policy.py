@@ -81,6 +81,24 @@ def test_the_tree_names_the_lowest_evictable_node(name: str, component: Componen
     assert evictions > 60
 
 
+@pytest.mark.parametrize("name", sorted(RANK_POLICIES))
+def test_a_page_that_was_locked_leaves_after_those_that_follow_it(name: str) -> None:
+    """Also where it comes back to a batch of victims that was chosen before, in which those that follow it are."""
+    tree = tree_of(name)
+    tree.insert(tree.root, np.array([9]), torch.zeros(1, dtype=torch.int64))
+    refused = tree.insert(tree.root, np.arange(2), torch.zeros(2, dtype=torch.int64)).node
+    tree.insert(refused, np.arange(2, 4), torch.zeros(2, dtype=torch.int64))
+    for first in range(100, 800, 10):
+        tree.insert(tree.root, np.arange(first, first + 10), torch.zeros(10, dtype=torch.int64))
+    tree.evict(tree.pages[FULL].take(1), FULL)
+    tree.lock(refused)
+    tree.unlock(refused)
+    while len(rows := tree.pages[FULL].take(7)):
+        tree.evict(rows, FULL)
+        tree.check()
+    assert not tree.num_nodes
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_what_a_queued_request_expects_goes_last(name: str) -> None:
     """Under every policy, and whenever it came."""
