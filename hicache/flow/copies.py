@@ -98,13 +98,14 @@ class _BackupPages(NamedTuple):
 
 class Backup(Copy):
     """A copy from device to host: `pages` by component. `locked`: rows of the tree that it has locked. `named`: rows of
-    full pages that keep their numbers until it ends."""
+    full pages that keep their numbers until it ends. `end`: behind the index of the last copied page in its prompt."""
 
     def __init__(self, locked: Mapping[Component, Rows]) -> None:
         super().__init__()
         self.locked = locked
         self.pages: dict[Component, _BackupPages] = {}
         self.named: list[Rows] = []
+        self.end = 0
 
 
 class Copies(Movement):
@@ -291,6 +292,14 @@ class Copies(Movement):
                         component.leaving[backup] = component.leave(value)
                     if released:
                         released.clear()
+                    self._unlock_rest(backup)
+
+    def _unlock_rest(self, backup: Backup) -> None:
+        """Unlock the pages behind the last one that is copied: the host lacks capacity for them."""
+        locked, index = backup.locked, self._context.tree.table.index
+        backup.locked = {name: rows[index[rows] < backup.end] for name, rows in locked.items()}
+        for name, rows in locked.items():
+            self._context.by_name[name].resident.unlock(rows[index[rows] >= backup.end])
 
     def _backup_component(self, backup: Backup, component: CacheComponent, unsaved: Sequence[Unsaved]) -> list[bytes]:
         """Submit the copy of one component, as far as the host has capacity. Returns the keys of the other pages."""
@@ -311,6 +320,7 @@ class Copies(Movement):
                     undo.callback(pages.abandon, taken)
                     uses = np.concatenate([each.uses[is_new] for each, _, is_new in found])
                     pages.expected_uses[taken] = uses[: len(taken)]
+                    backup.end = max(backup.end, int(self._context.tree.table.index[used[: len(taken)]].max()) + 1)
                     self._backup_taken(backup, component, found, taken)
                     undo.pop_all()
             return pages.table.keys_of(new[len(taken) :])

@@ -204,6 +204,17 @@ def test_a_request_is_refused_only_behind_copies_that_have_not_ended(model: Mode
     close(engine)
 
 
+def test_a_copy_locks_no_page_behind_those_that_it_copies() -> None:
+    """A host with capacity for two of five pages: the other three may leave the device while the two are copied."""
+    engine, _ = stepped(FULL, device_tokens=64, host_bytes=3 * 8 * 192, write_policy="write_through")
+    with engine.acquire(CacheRequest("first", prompt(0, 41))) as lease:
+        prefill(engine, lease, prompt(0, 41), FULL)
+    assert engine.inspect.copies.num_in_flight(FULL_KV) == engine.inspect.context.tree.protected(FULL_KV) == 16
+    engine.release(engine.acquire(CacheRequest("second", prompt(1, 41))))
+    engine.check()
+    close(engine)
+
+
 @pytest.mark.parametrize("model", EACH_MODEL)
 @pytest.mark.parametrize("ok", [True, False])
 def test_what_was_computed_beside_a_load_does_not_depend_on_it(model: ModelGeometry, ok: bool) -> None:

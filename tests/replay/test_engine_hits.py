@@ -37,7 +37,7 @@ def serve(
     """One request, alone: a token behind the blocks is computed and not committed, for the engine computes the last.
     The disk is written at its end, when `pass_time` was called."""
     seen, tokens = engine.inspect, np.array([*blocks, 1 << 20])
-    copies = [movement for movement in (seen.backup, seen.restore) if movement is not None]
+    copies = [seen.copies]
     engine.poll()  # by its clock
     handle = engine.prefetch(request_id, tokens)
     if (prefetcher := seen.prefetcher) is not None:
