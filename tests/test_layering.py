@@ -22,7 +22,7 @@ LEVELS = (
     ("flow", "replay"),
     ("tree",),
     ("pages", "alloc", "device", "transfer", "host", "stores"),
-    ("eviction", "layout"),
+    ("layout",),
     ("tiers",),
     ("config", "metrics"),
     ("kernels", "storage"),

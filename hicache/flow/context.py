@@ -10,13 +10,13 @@ from functools import cached_property
 
 import torch
 
-from hicache.eviction.write_budget import PageUses
 from hicache.flow.components.base import CacheComponent, EngineParts
 from hicache.flow.components.full import FullAttention
 from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import WritePolicy
 from hicache.pages.states import TierPages
 from hicache.pages.table import Rows
+from hicache.pages.writes import PageUses
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
 from hicache.tree.base import Released

@@ -1,6 +1,6 @@
 """Host to a store: to the disk, and on its own to the remote tier.
 
-What is sent, and when, `WriteAhead` chooses in rounds. A round is locked on the host until the store has acknowledged
+`WriteScheduler` chooses the pages in rounds. A round is locked on the host until the store has acknowledged
 it: at most a share of a component's host pool. What the store refuses stays on the host, and is sent again when a
 request that used it ends. Pages that a stalled writer has stay locked until it returns; nothing else waits for that.
 A raw page stays on the host, and what follows it in a prompt is sent: a read finds that while memory has the raw one.
@@ -17,13 +17,12 @@ from operator import itemgetter
 
 import numpy as np
 
-from hicache.eviction.write_budget import WriteBudget, names_of
 from hicache.flow.components.base import CacheComponent
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import Movement
 from hicache.metrics import Counter
-from hicache.pages.table import Mask, Rows, Seen
-from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
+from hicache.pages.table import Mask, Rows, Seen, names_of
+from hicache.pages.writes import ROUND_SHARE, WriteBudget, WriteMode, WriteScheduler, WriteSource
 from hicache.storage.process.jobs import Stalled, WriteDone, WriteJob
 from hicache.tiers import DISK, FULL, Component, Store
 
@@ -61,11 +60,11 @@ class Persist(Movement):
         self._measured_bytes = self._measured_s = 0.0
         # States and windows first: the store evicts them first.
         self._written_pages = {
-            component.name: WrittenPages(component.pages, component.host.page_bytes, 0)
+            component.name: WriteSource(component.pages, component.host.page_bytes, 1)
             for component in reversed(context.components)
         }
         self._uses = context.page_uses if store is DISK else None
-        self._ahead = WriteAhead([*self._written_pages.values()], store, budget, self._uses)
+        self._ahead = WriteScheduler([*self._written_pages.values()], store, budget, self._uses)
         self._names = {at: name for name, at in self._written_pages.items()}
         self._tickets = itertools.count()
         self._writes: dict[int, _Write] = {}
@@ -108,7 +107,7 @@ class Persist(Movement):
 
     def store(self, component: CacheComponent, rows: Rows) -> None:
         """What of these the store lacks is to be sent."""
-        self._ahead.come(self._written_pages[component.name], rows)
+        self._ahead.arrived(self._written_pages[component.name], rows)
 
     def touch(self, keys: Mapping[Component, Sequence[bytes]]) -> None:
         """A request used the prefix with these keys: what the store has of it counts as used, whichever tier served it;
@@ -122,18 +121,19 @@ class Persist(Movement):
         for name, at in self._written_pages.items():
             if self.into is DISK:  # uses are told once
                 self._context.page_uses.use(names_of(keys[name]))
-            self._ahead.use(at, len(keys[name]))
+            self._ahead.used(at, len(keys[name]))
             if is_again:
-                self._ahead.come(at, at.pages.held(keys[name]))
+                self._ahead.arrived(at, at.pages.held(keys[name]))
 
     def drain(self, *, anew: bool) -> None:
-        """Send what is on the host and was not sent for want of budget, now, and whatever the budget. `anew`: what the
-        store did not take before, too."""
-        self._ahead.drain(anew=anew)
+        """Write all pages of the host that the store lacks, regardless of the budget."""
+        self._ahead.drain()
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
         """Which of these pages of the host the store has not taken and is to get."""
-        return self._ahead.wanted(self._written_pages[component.name], rows)
+        pages = component.pages
+        lacking: Mask = pages.has(rows) & (pages.stored[rows] & self.into.bit == 0) & ~pages.order.has_ended[rows]
+        return lacking
 
     def poll(self) -> bool:
         """Enter what the writer has answered, and send what has its turn; whether there was an answer."""
@@ -144,7 +144,7 @@ class Persist(Movement):
             write = self._writes[done.ticket]
             if not write.is_stalled:
                 self._locked_pages[write.component.name] -= len(write.rows)
-                self._ahead.note_answer(self._written_pages[write.component.name], len(write.rows))
+                self._ahead.answered(len(write.rows))
             if isinstance(done, Stalled):
                 write.is_stalled = True
             else:
@@ -208,16 +208,17 @@ class Persist(Movement):
         """Whether pages may be chosen that were not chosen before. The budget grows all the time, and is asked now and
         then."""
         ahead = self._ahead
-        return not ahead.is_done or (not ahead.is_idle and self._context.clock() >= self._next_look_s)
+        return not ahead.is_done or (ahead.mode is WriteMode.COLD and self._context.clock() >= self._next_look_s)
 
     def _begin_round(self) -> None:
         """Lock the pages that are sent next. At most a share of the host pool is locked by them, and the store has room
         for them and the pages before them. One page may always be sent."""
         budget_bytes = self.tier.stats().budget_bytes
         for name, at in self._written_pages.items():
-            at.max_pages = self._share * self._context.by_name[name].host.num_pages
+            max_pages = self._share * self._context.by_name[name].host.num_pages
             if budget_bytes:
-                at.max_pages = min(at.max_pages, _STORE_SHARE * budget_bytes / at.page_bytes)
+                max_pages = min(max_pages, _STORE_SHARE * budget_bytes / at.page_bytes)
+            at.max_pages = max(1, int(max_pages))
         for at, rows in self._ahead.next_round():
             component = self._context.by_name[self._names[at]]
             self._locked_pages[component.name] += len(rows)

@@ -14,14 +14,20 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.eviction.write_budget import names_of
-
 Rows = npt.NDArray[np.int64]
 Mask = npt.NDArray[np.bool_]
+Names = npt.NDArray[np.uint64]
 
 NO_ROW = -1
 NO_ROWS: Rows = np.empty(0, np.int64)
 _LEAST_ROWS = 64
+_NAME = "S8"  # numpy type of the bytes of a key in its name; a key has more bytes
+
+
+def names_of(keys: Sequence[bytes]) -> Names:
+    """The first eight bytes of each key as a number, uint64 `[keys]`. If pages share a name, only their uses are
+    estimated wrongly."""
+    return np.array(keys, _NAME).view(">u8").astype(np.uint64)
 
 
 class Columns:

@@ -14,12 +14,11 @@ from typing import NamedTuple
 
 import numpy as np
 
-from hicache.eviction.write_budget import PageUses, WriteBudget
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, READ, Counts, TierPages, step_pages
 from hicache.pages.table import NO_ROWS, Mask, Rows, Seen
-from hicache.pages.write_ahead import ROUND_SHARE, WriteAhead, WrittenPages
+from hicache.pages.writes import ROUND_SHARE, PageUses, WriteBudget, WriteScheduler, WriteSource
 from hicache.replay.blocks import UNLIMITED, BlockPool, BlockTable
 from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint
@@ -72,12 +71,12 @@ class CacheSimulation:
         if settings.host_blocks != 0:
             pool = BlockPool(settings.host_blocks)
             self.host = TierPages(pool, settings.host_order, self.table, is_exclusive=self._is_exclusive)
-        self._ahead: WriteAhead | None = None
+        self._writes: WriteScheduler | None = None
         self._uses = PageUses()
         if self.disk is not None and self.host is not None:
             self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._asked_s)
-            self._written = WrittenPages(self.host, 1, ROUND_SHARE * self.host.pool.num_pages)
-            self._ahead = WriteAhead([self._written], DISK, self._budget, self._uses)
+            self._source = WriteSource(self.host, 1, max(1, int(ROUND_SHARE * self.host.pool.num_pages)))
+            self._writes = WriteScheduler([self._source], DISK, self._budget, self._uses)
         self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
 
@@ -241,21 +240,21 @@ class CacheSimulation:
             for tier in (self.device,) if host is None else (self.device, host):
                 limit = math.inf if tier.pool.num_pages == UNLIMITED else KEPT_SHARE * tier.pool.num_pages
                 tier.keep_until(used, until_s, limit)
-        if self.disk is not None and self._ahead is not None:
+        if self.disk is not None and self._writes is not None:
             self.disk.touch(blocks[:shared])
             self._uses.use(self.table.name[blocks[:shared]])
-            self._ahead.use(self._written, shared)
-            self._write_ahead(self.disk, self._ahead)
+            self._writes.used(self._source, shared)
+            self._write(self.disk, self._writes)
 
-    def _write_ahead(self, disk: DiskOrder, ahead: WriteAhead) -> None:
-        """Host to disk: what it gets by now."""
-        while (chosen := ahead.next_round()) or not ahead.is_done:
-            for at, rows in chosen:
+    def _write(self, disk: DiskOrder, writes: WriteScheduler) -> None:
+        """Write to the disk until the scheduler chooses no more rows."""
+        while (chosen := writes.next_round()) or not writes.is_done:
+            for source, rows in chosen:
                 num_before = disk.num_written
                 disk.put(rows)
                 self._budget.spend(disk.num_written - num_before, len(rows))
-                at.pages.written(rows, np.ones(len(rows), np.bool_), DISK.bit)
-                ahead.note_answer(at, len(rows))
+                source.pages.written(rows, np.ones(len(rows), np.bool_), DISK.bit)
+                writes.answered(len(rows))
                 disk.touch(self.table.with_paths(rows[::-1], self._touched))
                 self._touched.age[:] = 0
 
@@ -281,8 +280,8 @@ class CacheSimulation:
         host.expected_uses[taken] = uses[: len(taken)]
         host.landed(taken)
         self._backed_up += len(taken)
-        if self._ahead is not None:
-            self._ahead.come(self._written, taken)
+        if self._writes is not None:
+            self._writes.arrived(self._source, taken)
 
     # Capacity
 

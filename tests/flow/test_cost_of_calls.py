@@ -22,7 +22,7 @@ from hicache import (
     build_engine,
 )
 from hicache.config import PrefetchMode
-from hicache.eviction.write_budget import WriteBudget
+from hicache.pages.writes import Round, WriteScheduler
 from hicache.storage.process.client import StoreClient
 from hicache.storage.process.client_queue import ClientQueue
 from prefetch_case import PacedStore
@@ -142,9 +142,9 @@ def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch:
 
 
 def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the budget refuses pages, a step in which nothing ended does not ask it again before its clock goes on."""
-    looks, look, clock = list[WriteBudget](), WriteBudget.look, Clock()
-    monkeypatch.setattr(WriteBudget, "look", lambda budget: looks.append(budget) or look(budget))
+    """While the budget refuses pages, a step without answers asks it again only after its clock has advanced."""
+    rounds, next_round, clock = list[Round](), WriteScheduler.next_round, Clock()
+    monkeypatch.setattr(WriteScheduler, "next_round", lambda writes: rounds.append(next_round(writes)) or rounds[-1])
     disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # 20 pages at once
     with build_engine(config(disk=disk, write_policy="write_through"), GEOMETRY, clock=clock) as engine:
         copies, (persist,) = engine.inspect.copies, engine.inspect.persists
@@ -155,13 +155,13 @@ def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: py
                 engine.commit(lease, tokens)
             eventually(lambda: engine.poll() or not (copies.is_busy() or persist.is_busy()))
         assert 0 < engine.stats()["persist.bytes"] < 32 * PAGE * 192
-        looks.clear()
+        rounds.clear()
         for _ in range(50):
             engine.poll()
-        assert len(looks) == 0
+        assert not rounds
         clock.now_s += 0.1
         engine.poll()
-        assert len(looks) == 1
+        assert rounds == [[]]
 
 
 def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:

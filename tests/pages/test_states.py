@@ -12,14 +12,11 @@ import torch
 import hicache.pages.order
 from cases import long
 from hicache.errors import InvariantError
-from hicache.eviction.write_budget import WriteBudget
 from hicache.host.pool import HostPagePool
 from hicache.layout import BufferSpec, PoolLayout
 from hicache.pages.order import RANK_POLICIES, rank_policy
 from hicache.pages.states import ABOVE, COPY, HELD, IN_FLIGHT, READ, TierPages
 from hicache.pages.table import Rows, Seen
-from hicache.pages.write_ahead import WriteAhead, WrittenPages
-from hicache.tiers import DISK
 
 NUM_PAGES = 40
 LAYOUT = PoolLayout((BufferSpec("k", torch.bfloat16, (8,), "token", (0,)),), 1)
@@ -338,18 +335,3 @@ def test_a_page_that_was_used_after_it_entered_a_batch_does_not_leave_with_it(mo
     while len(tier) > 1:
         tier.drop(tier.order.take(1))
     assert {*tier} == {keys[0]}
-
-
-def test_a_store_that_writes_within_a_budget_gets_nothing_that_the_tier_above_has() -> None:
-    """Such a page can leave this tier without loss."""
-    keys, now_s = [b"a0", b"a1", b"b0", b"b1"], 0.0
-    tier = _tier_with("lru", keys[:2], keys[2:])
-    tier.is_exclusive = True
-    tier.came_above(tier.held(keys[:2]))
-    tier.pool.alloc(tier.pool.available())  # so that all pages are of the colder half
-    budget = WriteBudget(1.0, lambda: now_s)
-    now_s = 20.0  # two thirds of the bucket are full
-    ahead = WriteAhead([written := WrittenPages(tier, 1, NUM_PAGES)], DISK, budget)
-    ahead.come(written, tier.held(keys))
-    (chosen,) = (rows for _, rows in ahead.next_round())
-    assert tier.table.keys_of(chosen) == keys[2:]

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.eviction.write_budget import BUCKET_S, Clock, WriteBudget
 from hicache.flow.movement import settle
 from hicache.pages.order import RANK_POLICIES
+from hicache.pages.writes import BUCKET_S, Clock, WriteBudget
 from hicache.replay.cache import BlockHits, CacheSimulation
 from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import WRITE_POLICIES, ReplaySettings

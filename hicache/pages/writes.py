@@ -1,0 +1,373 @@
+"""Writes to a store: which pages of a tier it gets next, within a write budget. Engine and replay choose by this code.
+
+A store gets the rows that are HELD and have neither its bit of `writing` nor its bit of `stored`. It gets no pages of
+ended sessions and no raw pages. The mode of the store determines which of these rows are written next:
+
+    EARLY     pages that arrived, in order of arrival
+    COLD      the colder half of the tier: pages in the order of eviction, each after the pages before it in its prompt,
+              but none that the tier above has. While less than half of the bucket is left, only pages that several
+              requests used
+    DRAIN     all pages of the tier, first pages of prompts first, regardless of the budget
+
+An event takes the store to the next mode:
+
+    | event    | from  | to    | action    |
+    |----------|-------|-------|-----------|
+    | SPENT    | EARLY | COLD  | walk      |
+    | REFILLED | COLD  | EARLY | queue_all |
+    | DRAIN    | EARLY | DRAIN | queue_all |
+    | DRAIN    | COLD  | DRAIN | queue_all |
+    | DRAIN    | DRAIN | DRAIN | queue_all |
+    | RESUME   | DRAIN | EARLY |           |
+
+All other events leave the mode. SPENT: pages wait, and a quarter of the bucket is spent or the next page exceeds the
+rest. REFILLED: the bucket is full. Pages are chosen in rounds. A round begins when the store has answered for the
+previous one, because pages that it already had cost no budget.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+
+import numpy as np
+
+from hicache.pages.states import ABOVE, RAW, TierPages
+from hicache.pages.table import NO_ROWS, Mask, Names, Rows, Seen
+from hicache.tiers import Store
+
+BUCKET_S = 30.0  # seconds of the budget that may be written at once
+ROUND_SHARE = 0.5  # of a host pool: pages that are locked while they are written to the disk
+# Shares of the bucket: a store leaves EARLY below the first, COLD skips pages of one request below the second.
+_EARLY_LEVEL, _ALL_COLD_LEVEL = 0.75, 0.5
+_MAX_EXAMINED = 2048  # pages of one eviction order in one round
+_BLOCK = 512  # pages of an eviction order whose prompts are followed at a time
+_WALK_SHARE = 1 / 16  # of a tier: after uses of this number of pages its eviction order is walked again
+_REMEMBERED = 1 << 20  # pages; 8 MiB
+
+_NUM_FLAGS = np.uint64(3)
+_USED, _USED_TWICE, _UNREAD, _FLAGS = (np.uint64(flags) for flags in (1, 3, 4, 7))
+
+Clock = Callable[[], float]
+
+
+class WriteBudget:
+    """A token bucket of bytes that may be written. `bytes_per_s`: its rate; 0: unknown, and nothing is refused.
+
+    In any interval of t seconds at most `bytes_per_s * (t + BUCKET_S)` bytes are spent. A page larger than the bucket
+    may exceed this once. The bucket starts empty, so that processes that crash and restart spend together no more than
+    one that runs as long. Bytes are reserved when they are sent, and spent when the store has written them.
+    """
+
+    def __init__(self, bytes_per_s: float = 0.0, clock: Clock = time.monotonic) -> None:
+        self._rate = bytes_per_s
+        self._clock = clock
+        self._at_s = clock()
+        self._owed = bytes_per_s * BUCKET_S  # bytes that the bucket lacked at `_at_s`
+        self._reserved = 0.0
+
+    @property
+    def bytes_per_s(self) -> float:
+        """The rate; 0: unknown."""
+        return self._rate
+
+    @bytes_per_s.setter
+    def bytes_per_s(self, rate: float) -> None:
+        self._owe(0)
+        self._rate = rate
+
+    @property
+    def level(self) -> float:
+        """Share of the bucket, in [0, 1], that is left when all reserved bytes are written. Any thread may call it."""
+        return max(0.0, 1 - self._taken / (self._rate * BUCKET_S)) if self._rate else 1.0
+
+    def num_fitting(self, num_pages: int, page_bytes: int) -> int:
+        """How many of `num_pages` pages fit the bucket; at least one if it is full."""
+        if not self._rate:
+            return num_pages
+        taken = self._taken
+        left = int((self._rate * BUCKET_S - taken) // page_bytes)
+        return max(0 if taken else 1, min(num_pages, left))
+
+    def reserve(self, num_bytes: int) -> None:
+        """Take bytes that are sent from the bucket."""
+        self._reserved += num_bytes
+
+    def spend(self, num_bytes: int, num_reserved: int) -> None:
+        """End the reservation of `num_reserved` bytes, of which `num_bytes` were written."""
+        self._reserved -= num_reserved
+        self._owe(num_bytes)
+
+    @property
+    def _taken(self) -> float:
+        """Bytes that the bucket lacks now, including reserved ones."""
+        return self._reserved + max(0.0, self._owed - self._rate * (self._clock() - self._at_s))
+
+    def _owe(self, num_bytes: int) -> None:
+        now_s = self._clock()
+        self._owed = num_bytes + max(0.0, self._owed - self._rate * (now_s - self._at_s))
+        self._at_s = now_s
+
+
+class PageUses:
+    """Remembers which pages one or several requests used, also after their eviction, and which were written and not
+    read since.
+
+    `num_written`: pages that a store took and lacked before; `num_read`: number of these that were read later. Pages
+    are named by `names_of`. The table has `size` entries. The name of a page determines its entry, which another page
+    may overwrite.
+    """
+
+    def __init__(self, size: int = _REMEMBERED) -> None:
+        self._table = np.zeros(size, np.uint64)  # the name of a page, shifted by its three flags
+        self.num_written = self.num_read = 0
+
+    def use(self, names: Names) -> None:
+        """Record that a request used these pages."""
+        entries, known, flags = self._look_up(names)
+        self._table[entries] = known | flags | np.where(flags & _USED, _USED_TWICE, _USED)
+
+    def used_twice(self, names: Names) -> Mask:
+        """Which pages several requests have used, bool `[names]`."""
+        _, _, flags = self._look_up(names)
+        is_twice: Mask = (flags & _USED_TWICE) == _USED_TWICE
+        return is_twice
+
+    def write(self, names: Names, num_new: int) -> None:
+        """Record that the drive has these pages. It lacked `num_new` of them before."""
+        entries, known, flags = self._look_up(names)
+        self._table[entries] = known | flags | _UNREAD
+        self.num_written += num_new
+
+    def read(self, names: Names) -> None:
+        """Record that these pages were read from the drive."""
+        entries, known, flags = self._look_up(names)
+        is_first = (flags & _UNREAD) != 0
+        self._table[entries[is_first]] = (known | (flags & ~_UNREAD))[is_first]
+        self.num_read += int(is_first.sum())
+
+    def count_anew(self) -> None:
+        """Set both counts to 0. Later reads of pages that were written before do not count."""
+        self._table &= ~_UNREAD
+        self.num_written = self.num_read = 0
+
+    def _look_up(self, names: Names) -> tuple[Names, Names, Names]:
+        """The entry of each page, its shifted name, and its flags: 0 if the entry belongs to another page."""
+        entries, known = names % np.uint64(len(self._table)), names << _NUM_FLAGS
+        found = self._table[entries]
+        return entries, known, np.where(found & ~_FLAGS == known, found & _FLAGS, np.uint64(0))
+
+
+@dataclass(eq=False)
+class WriteSource:
+    """The pages of one component, each of `page_bytes`, that a store gets. `max_pages`: of one round, at least one.
+
+    `num_left`: pages that the current round may still take. Of the walk through the colder half: `cold`, the rows that
+    have not been examined, in the order of eviction, and `cold_ages`; None if there is no walk. `found`: examined rows
+    that exceeded the last round. `num_used`: uses of pages since the walk began. `has_skipped`: pages were skipped
+    because only one request had used them. `seen`: rows that the walk has examined.
+    """
+
+    pages: TierPages
+    page_bytes: int
+    max_pages: int
+    num_left: int = 0
+    cold: Rows | None = None
+    cold_ages: Rows = field(default_factory=NO_ROWS.copy)
+    found: Rows = field(default_factory=NO_ROWS.copy)
+    num_used: int = 0
+    has_skipped: bool = False
+    seen: Seen = field(default_factory=Seen)
+
+    def __post_init__(self) -> None:
+        self.pages.table.add_columns(self.seen)
+
+    def walk(self) -> None:
+        """Begin a walk: the pages that the tier would evict until half of its pool is free."""
+        num_cold = self.pages.pool.num_pages // 2 - self.pages.pool.available()
+        self.cold = self.pages.order.leaving()[:num_cold] if num_cold > 0 else NO_ROWS
+        self.cold_ages = self.pages.table.age[self.cold]
+        self.found = NO_ROWS
+        self.num_used = 0
+        self.has_skipped = False
+        self.seen.age[:] = 0
+
+    def next_cold(self) -> Rows:
+        """The next rows of the walk, each after the rows before it in its prompt. No rows end the walk."""
+        if len(self.found) or self.cold is None:
+            rows, self.found = self.found, NO_ROWS
+            return rows
+        table, rows, ages = self.pages.table, self.cold[:_BLOCK], self.cold_ages[:_BLOCK]
+        self.cold, self.cold_ages = self.cold[_BLOCK:], self.cold_ages[_BLOCK:]
+        rows = table.with_paths(rows[table.age[rows] == ages], self.seen)  # a row may belong to another page now
+        if not len(rows):
+            self.cold = None
+        return rows
+
+
+class WriteMode(Enum):
+    """Which pages a store gets next, see the module."""
+
+    EARLY = auto()
+    COLD = auto()
+    DRAIN = auto()
+
+
+Round = list[tuple[WriteSource, Rows]]
+
+
+class WriteScheduler:
+    """Chooses the rows that one store gets next. Owned by the scheduler thread.
+
+    `sources`: components whose pages are useless without those of later sources come first. `uses`: pages that
+    requests used; None if they are not recorded, then no page counts as used by several requests.
+
+    `is_done`: nothing is left to be written until pages arrive, are used or are written, or, in mode COLD, the bucket
+    gets more. `num_unanswered`: pages of the current round for which the store has not answered.
+    """
+
+    def __init__(
+        self, sources: Sequence[WriteSource], store: Store, budget: WriteBudget, uses: PageUses | None = None
+    ) -> None:
+        self._sources = tuple(sources)
+        self._bit = store.bit
+        self._budget = budget
+        self._uses = uses
+        self._waiting = deque[tuple[WriteSource, Rows]]()
+        self.mode = WriteMode.EARLY
+        self.is_done = True
+        self.num_unanswered = 0
+
+    @property
+    def num_waiting(self) -> int:
+        """Pages that wait for their round."""
+        return sum([len(rows) for _, rows in self._waiting])
+
+    def arrived(self, source: WriteSource, rows: Rows) -> None:
+        """Queue the rows that the store lacks. In mode COLD the order of eviction has them."""
+        lacking = rows[source.pages.lacking(rows, self._bit)]
+        if len(lacking):
+            self.is_done = False
+            if self.mode is not WriteMode.COLD:
+                self._waiting.append((source, lacking))
+
+    def used(self, source: WriteSource, num_pages: int) -> None:
+        """Count uses of pages in any tier, after `uses` has recorded them."""
+        source.num_used += num_pages
+        self.is_done &= self.mode is not WriteMode.COLD
+
+    def answered(self, num_pages: int) -> None:
+        """The store has answered for pages of the round, or its answer is late: then the next round does not wait."""
+        self.num_unanswered -= num_pages
+        self.is_done &= self.mode is not WriteMode.COLD
+
+    def drain(self) -> None:
+        """Write all pages of the tier, regardless of the budget and also those that the store refused, until
+        `resume`."""
+        self._queue_all()
+        self.mode = WriteMode.DRAIN
+        self.is_done = False
+
+    def resume(self) -> None:
+        """End a drain: keep to the budget again."""
+        if self.mode is WriteMode.DRAIN:
+            self.mode = WriteMode.EARLY
+
+    def next_round(self) -> Round:
+        """Choose the rows to be written now. They are locked, and have the bit of the store in `writing`. Returns none
+        before the store has answered for the previous round."""
+        if self.num_unanswered or (self.is_done and self.mode is not WriteMode.COLD):
+            return []
+        level = self._budget.level
+        if self.mode is WriteMode.EARLY and level < _EARLY_LEVEL and self._waiting:
+            self._walk()
+        elif self.mode is WriteMode.COLD and level >= 1:
+            self._queue_all()
+            self.mode = WriteMode.EARLY
+        chosen = self._choose_round()
+        if not chosen and self.mode is WriteMode.EARLY and self._waiting:  # a page exceeds the rest of the bucket
+            self._walk()
+            chosen = self._choose_round()
+        return chosen
+
+    def _walk(self) -> None:
+        self._waiting.clear()
+        for source in self._sources:
+            source.walk()
+        self.mode = WriteMode.COLD
+
+    def _queue_all(self) -> None:
+        self._waiting.clear()
+        for source in self._sources:
+            rows = source.pages.rows_held()
+            last_use, index = source.pages.order.at.last_use[rows], source.pages.table.index[rows]
+            if len(rows):
+                self._waiting.append((source, rows[np.lexsort((last_use, index))]))
+
+    def _choose_round(self) -> Round:
+        chosen: Round = []
+        for source in self._sources:
+            source.num_left = source.max_pages
+        if self.mode is WriteMode.COLD:
+            self.is_done = True
+            for source in self._sources:
+                self.is_done &= self._choose_cold(source, chosen)
+        else:
+            self._choose_waiting(chosen)
+            self.is_done = not self._waiting
+        return chosen
+
+    def _choose_waiting(self, chosen: Round) -> None:
+        while self._waiting:
+            source, rows = self._waiting.popleft()
+            rows = rows[source.pages.lacking(rows, self._bit)]
+            if len(left := self._choose(source, rows, chosen)):
+                self._waiting.appendleft((source, left))
+                return
+
+    def _choose_cold(self, source: WriteSource, chosen: Round) -> bool:
+        """Choose from the colder half of a tier; False if more of it has to be examined."""
+        has_changed = source.num_used >= _WALK_SHARE * source.pages.pool.num_pages
+        if has_changed or (source.cold is None and source.has_skipped and self._budget.level >= _ALL_COLD_LEVEL):
+            source.walk()
+        num_examined = 0
+        while num_examined < _MAX_EXAMINED:
+            rows = source.next_cold()
+            if not len(rows):
+                return True
+            num_examined += len(rows)
+            rows = rows[source.pages.lacking(rows, self._bit) & ~source.pages.has(rows, ABOVE)]
+            if self._budget.level < _ALL_COLD_LEVEL:
+                is_worth_writing = self._used_twice(source, rows)
+                source.has_skipped |= not is_worth_writing.all()
+                rows = rows[is_worth_writing]
+            source.found = self._choose(source, rows, chosen)
+            if len(source.found):
+                return True
+        return False
+
+    def _used_twice(self, source: WriteSource, rows: Rows) -> Mask:
+        if self._uses is None:
+            return np.zeros(len(rows), np.bool_)
+        return self._uses.used_twice(source.pages.table.name[rows])
+
+    def _choose(self, source: WriteSource, rows: Rows, chosen: Round) -> Rows:
+        """Add rows that the store lacks to the round. Returns those that exceed the round or the bucket."""
+        pages = source.pages
+        raw = pages.has(rows, RAW)
+        if raw.any():
+            pages.mark_stored(rows[raw], self._bit)  # a store gets no bytes of a raw page
+            rows = rows[~raw]
+        num_rows = min(len(rows), source.num_left)
+        if self.mode is not WriteMode.DRAIN:
+            num_rows = min(num_rows, self._budget.num_fitting(num_rows, source.page_bytes))
+        if num_rows:
+            self._budget.reserve(num_rows * source.page_bytes)
+            pages.begin_write(rows[:num_rows], self._bit)
+            source.num_left -= num_rows
+            self.num_unanswered += num_rows
+            chosen.append((source, rows[:num_rows]))
+        return rows[num_rows:]
