@@ -177,7 +177,7 @@ def end_transfers(engine: CacheEngine) -> None:
 def is_idle(engine: CacheEngine) -> bool:
     """Whether no copy and no job of a store has to be completed by a poll."""
     inspect = engine.inspect
-    movements = (inspect.copies, *inspect.persists, inspect.prefetcher)
+    movements = (inspect.copies, *inspect.writes, inspect.prefetcher)
     return not any(movement is not None and movement.is_busy() for movement in movements)
 
 

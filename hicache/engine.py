@@ -42,7 +42,6 @@ from hicache.flow.copies import Copies
 from hicache.flow.cost import CostModel, LoadPolicy, Requests
 from hicache.flow.lease import CacheRequest, Hit, Lease, LookupResult, Prefetch
 from hicache.flow.movement import Movement, land, settle
-from hicache.flow.persist import persists_of
 from hicache.flow.prompt import Prompts
 from hicache.flow.reads import Prefetcher, look_up
 from hicache.flow.stop import flush, store_promised
@@ -58,6 +57,7 @@ from hicache.flow.validation import (
     valid_request_id,
     valid_tokens,
 )
+from hicache.flow.writes import writes_of
 from hicache.kv_events import EventPublisher
 from hicache.metrics import MetricInfo, MetricValue, flattened
 from hicache.storage.owner import OwnerProcess
@@ -151,14 +151,14 @@ class CacheEngine:
         self._leases = dict[str, Lease]()
         self._prompts = Prompts(context.tree)
         self._cost = CostModel.of(context)
-        self._persists = persists_of(context)
+        self._writes = writes_of(context)
         policy = LoadPolicy(self._cost, context.metrics, "restore", "host", "restore_gate_loads")
-        self._copies = Copies(context, policy, self._persists)
+        self._copies = Copies(context, policy, self._writes)
         self._admit = Admit(context, self._prompts, self._copies)
         self._requests = requests = Requests(self._leases, self._admit.expected)
         self._prefetcher = Prefetcher(context, self._prompts, policy, requests) if context.stores else None
-        self._commit = Commit(context, self._copies, self._persists)
-        movements = (self._copies, self._admit.staged, *self._persists, self._prefetcher)
+        self._commit = Commit(context, self._copies, self._writes)
+        movements = (self._copies, self._admit.staged, *self._writes, self._prefetcher)
         self._movements: list[Movement] = [movement for movement in movements if movement is not None]
         register_usage(context, lambda: len(self._leases))
 
@@ -513,17 +513,17 @@ class CacheEngine:
         inside an earlier call, such as KeyboardInterrupt, may leave a copy counted as in flight. Close the engine then.
         """
         self._require_running()
-        error = flush(self._context, self._copies, self._persists, self._settle)
+        error = flush(self._context, self._copies, self._writes, self._settle)
         if self._events is not None:
             self._events.publish()
         if error is not None:
             raise error
 
     def _settle(self) -> None:
-        """Wait for all movements to end. Raises `InvariantError` if none ends within twice the longest time a job may
-        take."""
-        for persist in self._persists:
-            persist.drain(anew=False)
+        """Write all pages of the host to the stores, and wait for all movements to end. Raises `InvariantError` if none
+        ends within twice the longest time a job may take."""
+        for writes in self._writes:
+            writes.drain()
         timeout_s = self._context.config.advanced.disk_io_timeout_s
         settle(self._movements, 2 * max(timeout_s, *(tier.patience_s for tier in self._stores), 0.0))
 
@@ -537,7 +537,7 @@ class CacheEngine:
     @property
     def inspect(self) -> Inspection:
         """The parts of the engine, for tests and tools."""
-        return Inspection(self._context, self._copies, self._persists, self._prefetcher)
+        return Inspection(self._context, self._copies, self._writes, self._prefetcher)
 
     @exclusive
     def check(self) -> None:
@@ -594,7 +594,7 @@ class CacheEngine:
             self._admit.staged.end()
         try:
             if was_running:
-                store_promised(self._context, self._copies, self._persists, self._settle)
+                store_promised(self._context, self._copies, self._writes, self._settle)
         except InvariantError:
             log.warning("closed while a copy was counted as in flight that never ends; was a call interrupted?")
 

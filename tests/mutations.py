@@ -46,7 +46,7 @@ MUTATIONS = (
     Mutation("hicache/pages/writes.py", "pages.mark_stored(rows[raw], self._bit)", "pass",
              "tests/flow/test_packed_pages.py"),
     Mutation("hicache/pages/writes.py", " & ~source.pages.has(rows, ABOVE)]", "]", PAGES),
-    Mutation("hicache/flow/persist.py", "self.tier.used(self._prefix_keys)", "pass", "tests/flow/test_disk_engine.py"),
+    Mutation("hicache/flow/writes.py", "self.tier.used(self._prefix_keys)", "pass", "tests/flow/test_disk_engine.py"),
     Mutation("hicache/flow/stop.py", "is_raw, strict=True) if not raw]", "is_raw, strict=True)]",
              "tests/flow/test_packed_pages.py"),
     Mutation("hicache/flow/copies.py", "min(len(path) - first_gap(lacks[::-1]), new + first_gap(~lacks[new:]))",

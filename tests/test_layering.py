@@ -39,7 +39,7 @@ FLOW_LEVELS = (
     ("admit", "commit"),
     ("staged_load",),
     ("copies",),
-    ("persist", "reads"),
+    ("reads", "writes"),
     ("counters", "located", "cost"),
     ("context",),
     ("components",),

@@ -10,7 +10,7 @@ from hicache.config import EngineConfig, RemoteConfig
 from hicache.config.secret import key_of
 from hicache.errors import ConfigError
 from hicache.flow.components.base import HostLink
-from hicache.flow.persist import REMOTE_SHARE
+from hicache.flow.writes import REMOTE_SHARE
 from hicache.host.pool import HostPagePool
 from hicache.metrics import Metrics
 from hicache.storage import PageBuffer, PageFormat, PageStore

@@ -21,7 +21,7 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.located import rows_below
-from hicache.flow.persist import Persist
+from hicache.flow.writes import Writes
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.table import Rows
 from hicache.tiers import FULL, SWA, Component, own
@@ -32,8 +32,8 @@ from hicache.tree.node import TreeNode
 class Commit:
     """Commits and ends leases. Owned by the scheduler thread."""
 
-    def __init__(self, context: EngineContext, copies: Copies, persists: Sequence[Persist]) -> None:
-        self._context, self._copies, self._persists, self.hints = context, copies, tuple(persists), Hints(context)
+    def __init__(self, context: EngineContext, copies: Copies, writes: Sequence[Writes]) -> None:
+        self._context, self._copies, self._writes, self.hints = context, copies, tuple(writes), Hints(context)
         self._windows = context.by_name.get(SWA)
         self._skipped_states = context.metrics.counter(
             "commit.skipped_states", "recurrent states not kept because every other was in use"
@@ -87,11 +87,11 @@ class Commit:
             pages.use(held)
             pages.order.raise_priority(held, lease.priority)
         num_shared = lease.node.depth_tokens // tree.page_size if continues else self.hints.enter(lease, on_host)
-        if self._persists and num_shared:
+        if self._writes and num_shared:
             used = tree.required(rows[FULL], num_shared * tree.page_size)
             keys = {name: tree.names.of_component(name, tree.table.keys_of(each)) for name, each in used.items()}
-            for persist in self._persists:
-                persist.touch(keys)
+            for writes in self._writes:
+                writes.used(keys)
 
     def _donors(self, lease: Lease, length: int) -> list[CacheComponent] | None:
         """The components with capacity for the value that they donate with the first `length` tokens. None: nothing is

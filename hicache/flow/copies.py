@@ -33,8 +33,8 @@ from hicache.flow.cost import LoadEstimate, LoadPolicy
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.located import Located, first_gap, rows_below, slices_of
 from hicache.flow.movement import Copy, Load, Movement, PromptRows
-from hicache.flow.persist import Persist
 from hicache.flow.prompt import Prompt
+from hicache.flow.writes import Writes
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
 from hicache.pages.table import NO_ROW, Mask, Rows
@@ -109,10 +109,10 @@ class Backup(Copy):
 
 
 class Copies(Movement):
-    """All copies of an engine. Owned by the scheduler thread. Each of `persists` gets what arrives on the host."""
+    """All copies of an engine. Owned by the scheduler thread. Each of `writes` gets the pages that arrive on the host."""
 
-    def __init__(self, context: EngineContext, policy: LoadPolicy, persists: Sequence[Persist]) -> None:
-        self._context, self._policy, self._persists = context, policy, tuple(persists)
+    def __init__(self, context: EngineContext, policy: LoadPolicy, writes: Sequence[Writes]) -> None:
+        self._context, self._policy, self._writes = context, policy, tuple(writes)
         self._backups, self._loads = deque[Backup](), deque[Load]()
         self._backs_up_evicted = context.has_host and context.write_policy.at_eviction
         # Pages that were skipped, the last at the end; and how many of all components the device may hold.
@@ -405,9 +405,9 @@ class Copies(Movement):
             for locked, rows in backup.locked.items():
                 self._context.by_name[locked].resident.unlock(rows)
         self._free_left(backup, raw_backup)
-        for persist in self._persists:
+        for writes in self._writes:
             for component, rows in reversed(arrived):  # states and windows first: the disk evicts them first
-                persist.store(component, rows)
+                writes.arrived(component, rows)
         self.is_torn = False
 
     def _forget_named(self, backup: Backup) -> None:

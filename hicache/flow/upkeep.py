@@ -20,8 +20,8 @@ from hicache.flow.context import EngineContext
 from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load, Movement
-from hicache.flow.persist import Persist
 from hicache.flow.reads import Prefetcher
+from hicache.flow.writes import Writes
 from hicache.metrics import Metrics, MetricType
 from hicache.pages.states import ABOVE, TierPages
 from hicache.tiers import FULL
@@ -44,7 +44,7 @@ class Inspection(NamedTuple):
 
     context: EngineContext
     copies: Copies
-    persists: tuple[Persist, ...]
+    writes: tuple[Writes, ...]
     prefetcher: Prefetcher | None
 
 

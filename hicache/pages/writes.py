@@ -149,11 +149,6 @@ class PageUses:
         self._table[entries[is_first]] = (known | (flags & ~_UNREAD))[is_first]
         self.num_read += int(is_first.sum())
 
-    def count_anew(self) -> None:
-        """Set both counts to 0. Later reads of pages that were written before do not count."""
-        self._table &= ~_UNREAD
-        self.num_written = self.num_read = 0
-
     def _look_up(self, names: Names) -> tuple[Names, Names, Names]:
         """The entry of each page, its shifted name, and its flags: 0 if the entry belongs to another page."""
         entries, known = names % np.uint64(len(self._table)), names << _NUM_FLAGS

@@ -142,18 +142,23 @@ def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch:
 
 
 def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the budget refuses pages, a step without answers asks it again only after its clock has advanced."""
+    """While the budget refuses pages, a step without answers asks it again only after its clock has
+    advanced."""
     rounds, next_round, clock = list[Round](), WriteScheduler.next_round, Clock()
-    monkeypatch.setattr(WriteScheduler, "next_round", lambda writes: rounds.append(next_round(writes)) or rounds[-1])
+    monkeypatch.setattr(WriteScheduler, "next_round", lambda each: rounds.append(next_round(each)) or rounds[-1])
     disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # 20 pages at once
     with build_engine(config(disk=disk, write_policy="write_through"), GEOMETRY, clock=clock) as engine:
-        copies, (persist,) = engine.inspect.copies, engine.inspect.persists
+        copies, (writes,) = engine.inspect.copies, engine.inspect.writes
+
+        def compute(name: str, seed: int) -> None:
+            tokens = np.random.default_rng(seed).integers(0, 1 << 20, 8 * PAGE + 1)
+            with engine.acquire(CacheRequest(name, tokens)) as lease:
+                engine.commit(lease, tokens)
+            eventually(lambda: engine.poll() or not (copies.is_busy() or writes.is_busy()))
+
         clock.now_s += 30  # the budget starts empty
         for n in range(4):
-            tokens = np.random.default_rng(n).integers(0, 1 << 20, 8 * PAGE + 1)
-            with engine.acquire(CacheRequest(f"r{n}", tokens)) as lease:
-                engine.commit(lease, tokens)
-            eventually(lambda: engine.poll() or not (copies.is_busy() or persist.is_busy()))
+            compute(f"r{n}", n)
         assert 0 < engine.stats()["persist.bytes"] < 32 * PAGE * 192
         rounds.clear()
         for _ in range(50):

@@ -352,13 +352,12 @@ def test_a_page_waits_for_its_turn_once(stores: Stores, tmp_path: Path) -> None:
 
         for seed in range(1, 4):
             use(f"a{seed}", seed)
-        persist = engine.inspect.persists[0]
-        assert persist is not None
-        before = persist.num_waiting
+        writes = engine.inspect.writes[0]
+        before = writes.num_waiting
         for n in range(5):
             for seed in range(1, 4):
                 use(f"b{n}.{seed}", seed)
-        after = persist.num_waiting
+        after = writes.num_waiting
         gate.open()
         assert before > 0, "the host's half was to be locked by then"
         assert after <= before + 1

@@ -31,7 +31,7 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
     was acknowledged."""
     settings = plain_config(disk=DiskConfig(path=str(tmp_path), budget_bytes=8 << 20))
     with build_engine(settings, GEOMETRY) as engine:
-        (persist,) = engine.inspect.persists
+        (writes,) = engine.inspect.writes
 
         def interrupted(*_: object) -> None:
             raise KeyboardInterrupt
@@ -40,7 +40,7 @@ def test_an_engine_closes_after_an_interrupt_inside_a_call(tmp_path: Path, monke
             engine.commit(lease, np.arange(100))
         lease = engine.acquire(CacheRequest("b", np.arange(20)))
         with monkeypatch.context() as patch:
-            patch.setattr(persist, "_take", interrupted)
+            patch.setattr(writes, "_end", interrupted)
 
             def is_interrupted() -> bool:
                 try:

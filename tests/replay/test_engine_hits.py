@@ -53,7 +53,7 @@ def serve(
     settle(copies, BOUND_S)
     engine.release(lease)
     pass_time()
-    settle([*copies, *seen.persists], BOUND_S)
+    settle([*copies, *seen.writes], BOUND_S)
     return BlockHits(hit.device, hit.host, hit.disk)
 
 
@@ -156,7 +156,7 @@ def test_the_engine_writes_as_much_within_a_budget(policy: str, budget: float, m
     def limited(bytes_per_s: float, clock: Clock) -> WriteBudget:
         return WriteBudget(budget * TOKEN_BYTES, clock)
 
-    monkeypatch.setattr("hicache.flow.persist.WriteBudget", limited)
+    monkeypatch.setattr("hicache.flow.writes.WriteBudget", limited)
     settings = ReplaySettings(device, host, None, policy, "write_through", disk_write_budget=budget)
     simulation, store = CacheSimulation(settings, 1.0), MemoryPageStore(NO_LIMIT)
     with build_engine(config(**sizes, **rules), GEOMETRY, store=store, clock=lambda: num_asked) as engine:
