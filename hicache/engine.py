@@ -526,6 +526,8 @@ class CacheEngine:
             writes.drain()
         timeout_s = self._context.config.advanced.disk_io_timeout_s
         settle(self._movements, 2 * max(timeout_s, *(tier.patience_s for tier in self._stores), 0.0))
+        for writes in self._writes:
+            writes.resume()
 
     @exclusive
     def reset(self, tiers: Sequence[MemoryTier] = ("device", "host")) -> bool:

@@ -126,8 +126,12 @@ class Writes(Movement):
                 self._scheduler.arrived(source, source.pages.held(keys[name]))
 
     def drain(self) -> None:
-        """Write all pages of the host that the store lacks, regardless of the budget."""
+        """Write all pages of the host that the store lacks, regardless of the budget, until `resume`."""
         self._scheduler.drain()
+
+    def resume(self) -> None:
+        """End a drain."""
+        self._scheduler.resume()
 
     def lacks(self, component: CacheComponent, rows: Rows) -> Mask:
         """Which pages the host has and the store lacks, except those of ended sessions."""

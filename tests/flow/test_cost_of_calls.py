@@ -142,8 +142,8 @@ def test_each_written_page_tells_the_store_few_uses(tmp_path: Path, monkeypatch:
 
 
 def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While the budget refuses pages, a step without answers asks it again only after its clock has
-    advanced."""
+    """While the budget refuses pages, a step without answers asks it again only after its clock has advanced. A flush
+    writes these pages, and the budget bounds the writes after it as before."""
     rounds, next_round, clock = list[Round](), WriteScheduler.next_round, Clock()
     monkeypatch.setattr(WriteScheduler, "next_round", lambda each: rounds.append(next_round(each)) or rounds[-1])
     disk = DiskConfig(path=str(tmp_path / "s"), budget_bytes=4 << 20, write_budget="1kB")  # 20 pages at once
@@ -167,6 +167,11 @@ def test_a_step_asks_a_write_budget_now_and_then(tmp_path: Path, monkeypatch: py
         clock.now_s += 0.1
         engine.poll()
         assert rounds == [[]]
+        engine.flush()
+        assert engine.stats()["persist.bytes"] == 32 * PAGE * 192
+        compute("later", 5)
+        assert engine.stats()["persist.bytes"] == 32 * PAGE * 192
+        engine.check()
 
 
 def test_a_hybrid_prompt_whose_states_are_gone_is_linear_in_its_length(tmp_path: Path) -> None:
