@@ -34,6 +34,7 @@ class Mutation(NamedTuple):
 TREE, MATCHES = "tests/tree", "tests/prefix_cache/test_cache_machines.py"
 HINTS = "tests/flow/test_session_hints.py"
 PAGES, TRANSFER, STORE = "tests/pages", "tests/transfer", "tests/storage"
+WRITES = "tests/pages/test_writes.py"
 MUTATIONS = (
     # Tree
     Mutation("hicache/tree/core.py", "if length < node.num_tokens:", "if length > node.num_tokens:", MATCHES),
@@ -45,7 +46,14 @@ MUTATIONS = (
              "tests/flow"),
     Mutation("hicache/pages/writes.py", "pages.mark_stored(rows[raw], self._bit)", "pass",
              "tests/flow/test_packed_pages.py"),
-    Mutation("hicache/pages/writes.py", " & ~source.pages.has(rows, ABOVE)]", "]", PAGES),
+    Mutation("hicache/pages/writes.py", " & ~source.pages.has(rows, ABOVE)]", "]", WRITES),
+    Mutation("hicache/pages/writes.py", "            self._queue_all()\n            self.mode = WriteMode.EARLY",
+             "            self.mode = WriteMode.EARLY", WRITES),
+    Mutation("hicache/pages/writes.py", "if self.mode is not WriteMode.DRAIN:", "if True:", WRITES),
+    Mutation("hicache/flow/writes.py", "if done.ticket not in self._stalled:", "if True:",
+             "tests/flow/test_disk_engine.py"),
+    Mutation("hicache/engine.py", "            writes.resume()\n", "            pass\n",
+             "tests/flow/test_cost_of_calls.py"),
     Mutation("hicache/flow/writes.py", "self.tier.used(self._prefix_keys)", "pass", "tests/flow/test_disk_engine.py"),
     Mutation("hicache/flow/stop.py", "is_raw, strict=True) if not raw]", "is_raw, strict=True)]",
              "tests/flow/test_packed_pages.py"),

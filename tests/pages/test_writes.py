@@ -88,10 +88,11 @@ def test_each_event_leads_to_the_mode_that_the_module_documents(mode: WriteMode,
     assert scenario.writes.mode.name == (found or [mode.name])[0]
 
 
-def test_a_store_gets_pages_early_then_cold_ones_and_everything_at_the_end() -> None:
+@pytest.mark.parametrize("event", ["DRAIN", "REFILLED"])
+def test_a_store_gets_pages_early_then_cold_ones_and_everything_at_the_end(event: str) -> None:
     """Pages are written in order of arrival until a quarter of the bucket is spent. Then the colder half is written:
-    pages that several requests used, and the others while half of the bucket is left. A drain writes all pages, first
-    pages first."""
+    pages that several requests used, and the others while half of the bucket is left. A drain or a full bucket writes
+    all pages that the store lacks, first pages first."""
     scenario = Scenario()
     prompts = [[b"%d.%d" % (prompt, page) for page in range(10)] for prompt in range(4)]
     scenario.clock.now_s += BUCKET_S
@@ -113,7 +114,10 @@ def test_a_store_gets_pages_early_then_cold_ones_and_everything_at_the_end() -> 
     scenario.writes.used(scenario.source, NUM_PAGES)
     assert scenario.next_round() == prompts[1][8:], "half of the bucket is left"
     scenario.answer(prompts[1][8:], 0)
-    scenario.writes.drain()
+    if event == "DRAIN":
+        scenario.writes.drain()
+    else:
+        scenario.clock.now_s += BUCKET_S
     rest = [keys[page] for page in range(10) for keys in prompts[1:] if keys[page] not in prompts[1][:8]]
     assert scenario.next_round() == rest[: NUM_PAGES // 2]
 
