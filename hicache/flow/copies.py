@@ -109,7 +109,7 @@ class Backup(Copy):
 
 
 class Copies(Movement):
-    """All copies of an engine. Owned by the scheduler thread. Each of `writes` gets the pages that arrive on the host."""
+    """All copies of an engine. Owned by the scheduler thread. Pages that arrive on the host go to each of `writes`."""
 
     def __init__(self, context: EngineContext, policy: LoadPolicy, writes: Sequence[Writes]) -> None:
         self._context, self._policy, self._writes = context, policy, tuple(writes)

@@ -85,9 +85,7 @@ def _faults(writes: Sequence[Writes]) -> list[str]:
     return [f"the {each.tier.name} tier: {fault}" for each in writes if (fault := each.tier.write_fault)]
 
 
-def _flush_device(
-    context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]
-) -> int:
+def _flush_device(context: EngineContext, copies: Copies, writes: Sequence[Writes], settle: Callable[[], None]) -> int:
     """Under a policy that copies at eviction, write the pages of the device, except full pages that the stores have.
     They stay on the device. Returns the number of pages that a store still lacks. All movements have ended."""
     tiers, num_left = [each.tier for each in writes], 0
