@@ -85,20 +85,6 @@ def test_the_others_that_computing_would_delay_count_and_reads_that_are_queued()
     assert not server.loads(prompt(7))
 
 
-def test_the_speed_of_prefill_is_learnt_from_the_second_prompt_on() -> None:
-    """From copies to the host, whatever the disk does: the first one is slower, as kernels are compiled then."""
-    server = Server()
-    assumed_s = server.gate.wait_s(160)
-    server.computes(0, 30.0)
-    assert server.gate.wait_s(160) == assumed_s
-    server.computes(1, 1.0)
-    assert server.gate.wait_s(160) == pytest.approx(1.0)
-    for read_s, loads in ((0.9, True), (1.5, False)):
-        server.knows(read_s)
-        assert server.loads(PROMPT) is loads
-        server.clock.now_s += 31
-
-
 def test_the_speed_of_prefill_is_learnt_under_load() -> None:
     """From prompts one behind the other, in chunks, together in a pass, or one of them stalled: the speed is that of
     the GPU, not that of a prompt that waited. Time in which nobody waits counts as nothing, and so do tokens that

@@ -87,35 +87,6 @@ def test_what_the_caller_raises_ends_the_call_alone(store: Store, failing: int) 
     assert tier.write(KEYS, PAGE_BYTES, fill) == [True] * NUM_PAGES
 
 
-@pytest.mark.parametrize("verb", ["contains", "get_into", "put"])
-def test_a_frozen_medium_is_a_miss_until_it_answers(store: Store, clock: Clock, verb: str) -> None:
-    """Nothing lands late, staging pages come back with the answers, and then all is as before."""
-    tier, troubled = store
-    gate = Gate(verb)
-
-    def freeze(called: str) -> None:
-        clock.now_s += 2 * LIMITS.io_timeout_s * (called == verb)
-        gate(called)
-
-    troubled.trouble = freeze
-    calls = {
-        "contains": lambda: tier.find(KEYS).count(True),
-        "get_into": lambda: len(read(tier, KEYS)),
-        "put": lambda: tier.write([b"new"], PAGE_BYTES, fill).count(True),
-    }
-    for _ in range(4):
-        assert calls[verb]() == 0
-    gate.open()
-    troubled.trouble = lambda verb: None
-
-    def is_served() -> bool:
-        clock.now_s += LIMITS.max_reopen_backoff_s
-        return len(read(tier, KEYS)) == NUM_PAGES and tier.write([b"newer"], PAGE_BYTES, fill) == [True]
-
-    assert eventually(is_served)
-    eventually(lambda: not tier.find([]) and len(tier._for_reads._free) == 4)
-
-
 def test_a_caller_waits_for_a_page_as_long_as_it_says(store: Store, clock: Clock) -> None:
     """What comes later does not land, and its staging pages are free then."""
     tier, troubled = store

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import math
 from typing import Any
 
@@ -20,9 +19,9 @@ CHUNK_BYTES, PROMPT_BYTES = CHUNK * TOKEN_BYTES, PROMPT * TOKEN_BYTES
 IDLE = Queue()
 
 
-def spans_of(num_tokens: int, start: int = 0) -> list[tuple[int, int]]:
+def spans_of(num_tokens: int) -> list[tuple[int, int]]:
     """Of chunks behind each other."""
-    return [(first, first + CHUNK) for first in range(start, start + num_tokens, CHUNK)]
+    return [(first, first + CHUNK) for first in range(0, num_tokens, CHUNK)]
 
 
 class Case:
@@ -46,7 +45,7 @@ class Case:
 
     def weigh(self, request: str, candidate: Candidate, queue: Queue = IDLE, **given: Any) -> bool | None:
         assert self.gate.is_due(candidate)
-        self.gate.weigh(request, given.pop("spans", spans_of(candidate.end)), CHUNK_BYTES, queue, **given)
+        self.gate.weigh(request, spans_of(candidate.end), CHUNK_BYTES, queue, **given)
         return candidate.loads
 
     def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
@@ -78,26 +77,6 @@ class Case:
     def counts(self) -> tuple[float, ...]:
         gate = self.gate
         return tuple(each.value for each in (gate.accepted, gate.declined, gate.unmeasured, gate.abandoned))
-
-
-def test_nothing_is_declined_before_both_speeds_are_known() -> None:
-    case = Case()
-    assert case.loads()
-    case.read(3600)
-    assert case.loads()
-    other = Case()
-    other.compute(1e-3)
-    assert other.loads()
-    assert case.counts() == (0, 0, 2, 0) and other.counts() == (0, 0, 1, 0)
-
-
-def test_what_was_declined_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
-    case = Case(1e9)
-    case.read(1.0)
-    with caplog.at_level(logging.INFO, "hicache"):
-        assert [case.loads() for _ in range(3)] == [False] * 3
-    assert caplog.text.count("prefill_tokens_per_s=0") == 1
-    assert case.counts() == (0, 3, 0, 0)
 
 
 def test_loads_wait_for_those_before_them() -> None:
@@ -156,37 +135,6 @@ def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
         assert candidate.until == (8 * CHUNK if loads else math.inf)
         case.gate.forget(request)
     assert case.counts() == (1, 1, 0, 0)
-
-
-def test_requests_wait_for_rows_one_behind_the_other() -> None:
-    """Who is behind is not weighed again, until the first has its rows or it has waited for as long as it may."""
-    case = Case(PROMPT)
-    case.read(0.4)
-    few = Rows(8, 64, may_grow=True)
-    first, second = case.asked(), case.asked()
-    case.gate.step((), ())
-    assert [case.weigh(*each, rows=few) for each in (first, second)] == [None, None]
-    case.gate.step((), ())
-    assert case.weigh(*first, rows=few) is None and not case.gate.is_due(second[1])
-    case.gate.step((), ())
-    assert case.weigh(*first) and case.weigh(*second, rows=few) is None
-    case.after(2.0)
-    case.gate.step((), ())
-    assert case.weigh(*second, rows=few) and second[1].until == 8 * CHUNK
-
-
-def test_a_request_is_weighed_when_all_its_chunks_were_asked_for() -> None:
-    """Once a step until it is decided, and not in the first."""
-    case = Case(PROMPT)
-    request, candidate = case.asked()
-    assert not case.gate.is_due(candidate)
-    case.gate.step((), ())
-    assert case.gate.candidate(request) is candidate
-    assert case.gate.is_due(candidate) and not case.gate.is_due(candidate)
-    case.gate.step((), ())
-    assert case.weigh(request, candidate)
-    case.gate.step((), ())
-    assert not case.gate.is_due(candidate)
 
 
 def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:

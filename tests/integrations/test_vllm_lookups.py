@@ -88,16 +88,3 @@ def test_a_new_prompt_is_known_as_one_in_the_step_in_which_it_comes(lookups: Loo
     for request, chunks in (("known", [*CHUNKS[:1], *prompt[1:40]]), ("window", [prompt[0], *CHUNKS])):
         held = [chunk in HELD for chunk in chunks]
         eventually(lambda r=request, c=chunks, h=held: [lookups.lookup(n, r) for n in c] == h or step(lookups))
-
-
-def test_a_verdict_is_corrected_by_what_a_load_or_a_store_shows(lookups: Lookups) -> None:
-    """And forgotten with the last request that asked."""
-    for request in ("a", "b"):
-        assert lookups.lookup(CHUNKS[0], request) is None
-    lookups.mark(CHUNKS, held=True)
-    assert lookups.lookup(CHUNKS[0], "a") is True
-    lookups.mark(CHUNKS, held=False)
-    lookups.forget("a")
-    assert (lookups.lookup(CHUNKS[0], "b"), len(lookups)) == (False, 1)
-    lookups.forget("b")
-    assert len(lookups) == 0

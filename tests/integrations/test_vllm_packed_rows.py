@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import mmap
 import random
 from dataclasses import dataclass, replace
@@ -12,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from hicache.errors import ConfigError, TransferError
+from hicache.errors import TransferError
 from hicache.host.arena import PinnedRows
 from hicache.integrations.vllm.block_shapes import HeadLayout, shapes_of
 from hicache.integrations.vllm.offloading_copies import chunk_blocks
@@ -257,41 +256,6 @@ def test_a_row_that_holds_another_chunk_than_its_worker_knows_is_not_served(devi
     rig.load(0, 8)
     rig.check()
     rig.close()
-
-
-def test_a_row_says_whether_it_has_all_bytes_of_its_chunk(device: str) -> None:
-    """In the parts of all workers: what the disk may store."""
-    rig = Rig(device, CACHES["heads"])
-    rig.fill(1, wild=1)
-    rig.store(0, 0)
-    rig.fill(2)
-    rig.store(1, 0)
-    rows, part = rig.shared.numpy(), rig.packing.part_bytes
-    assert rig.packing.are_packed(rows, [1, 0, 1]) == [False, False, False]
-    rig.shared[:, :part] = rig.host[1]
-    assert rig.packing.are_packed(rows, [1, 0, 1]) == [True, False, True]
-    rig.close()
-
-
-def test_too_many_chunks_that_do_not_fit_are_told_once(caplog: pytest.LogCaptureFixture) -> None:
-    misfits = Misfits()
-    with caplog.at_level(logging.WARNING, "hicache"):
-        misfits.count(999, 999)
-        misfits.count(50_000, 0)
-        assert not caplog.messages
-        misfits.count(2, 20)
-        misfits.count(2, 2)
-    [message] = caplog.messages
-    assert "1021 of 51003" in message and "kv_packing to off" in message
-
-
-@pytest.mark.parametrize(
-    ("page_bytes", "block_bytes", "heads"),
-    [(2 * 8 * 72, 2 * 8 * 72, UNKNOWN), (4096, 4096 + 64, HND), (4098, 4098, HND)],
-)
-def test_blocks_without_tiles_are_refused(page_bytes: int, block_bytes: int, heads: HeadLayout) -> None:
-    with pytest.raises(ConfigError, match="kv_packing to off"):
-        shapes_of(page_bytes, block_bytes, 8, heads, FOUR_BITS, 2)
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 4), (3, 4), (0, 1)])

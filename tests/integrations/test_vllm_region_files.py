@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-import os
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +11,7 @@ import pytest
 
 from hicache.errors import OutOfMemory
 from hicache.integrations.vllm.offloading_settings import cpu_bytes, offloading_settings
-from hicache.integrations.vllm.region_files import remove_leftovers, remove_names, remove_names_once_mapped
+from hicache.integrations.vllm.region_files import remove_leftovers, remove_names
 
 FOLDER = Path("/dev/shm")
 SETTINGS = "hicache.integrations.vllm.offloading_settings"
@@ -43,25 +42,6 @@ def test_files_that_nobody_uses_are_removed(engine: str) -> None:
         assert {*FOLDER.glob(f"*{engine}*")} == {used, mapped, *others}
     remove_leftovers()
     assert {*FOLDER.glob(f"*{engine}*")} == {*others}
-
-
-@pytest.mark.parametrize("last", range(3))
-def test_the_names_go_when_the_last_user_has_mapped_the_region(engine: str, last: int) -> None:
-    """Whoever it is, and not when one that had mapped it has ended; further segments go with the first file."""
-    paths = [FOLDER / f"{engine}.mmap", FOLDER / f"{engine}.mmap.1"]
-    for path in paths:
-        path.touch()
-    users = [os.open(paths[0], os.O_RDWR) for _ in range(3)]
-    for user in {*range(3)} - {last}:
-        assert not remove_names_once_mapped(str(paths[0]), users[user], user, 3)
-    os.close(users[(last + 1) % 3])
-    assert not remove_names_once_mapped(str(paths[0]), users[last], last, 3)
-    assert all(path.exists() for path in paths)
-    users[(last + 1) % 3] = os.open(paths[0], os.O_RDWR)
-    assert remove_names_once_mapped(str(paths[0]), users[(last + 1) % 3], (last + 1) % 3, 3)
-    assert not any(path.exists() for path in paths)
-    for descriptor in users:
-        os.close(descriptor)
 
 
 def test_all_processes_take_what_the_first_finds_free(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,6 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
@@ -67,7 +66,6 @@ class Worker:
     def __init__(self) -> None:
         self.blocks = defaultdict[int, list[int]](lambda: [0] * BLOCK_TOKENS)
         self.rows = dict[int, list[int]]()
-        self.num_loaded = 0
         self._stores = list[tuple[int, Any]]()  # made by the last step; their copies begin in the next one
 
     def run(self, output: SchedulerOutput, requests: dict[str, tuple[list[int], list[int], int]]) -> ModelRunnerOutput:
@@ -81,7 +79,6 @@ class Worker:
         for job in metadata.load_jobs.values():
             for row, block in zip(job.src_spec.chunk_ids, job.dst_spec.block_ids, strict=True):
                 self.blocks[block] = list(self.rows[row])
-                self.num_loaded += 1
         sampled = [self._compute(*requests[name], num) for name, num in output.num_scheduled_tokens.items()]
         done = dict.fromkeys([*(job for job, _ in stores), *metadata.load_jobs], 1)
         return ModelRunnerOutput(
@@ -105,12 +102,10 @@ class Worker:
 
 
 class Engine:
-    """`answers`: the tokens of each request so far. `preempted`: how often each was. `is_async`: a step is scheduled
-    while the one before it runs."""
+    """`answers`: the tokens of each request so far. `preempted`: how often each was. A step is scheduled while the one
+    before it runs."""
 
-    def __init__(
-        self, folder: Path, extra: dict[str, Any], *, is_async: bool, num_blocks: int, **arguments: Any
-    ) -> None:
+    def __init__(self, folder: Path, extra: dict[str, Any], *, num_blocks: int) -> None:
         (folder / "config.json").write_text(json.dumps(_MODEL))
         config = EngineArgs(
             model=str(folder),
@@ -120,11 +115,10 @@ class Engine:
             max_model_len=640,
             enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256",
-            async_scheduling=is_async,
+            async_scheduling=True,
             kv_transfer_config=KVTransferConfig(
                 kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
             ),
-            **arguments,
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -132,20 +126,17 @@ class Engine:
         cache.hash_block_size = BLOCK_TOKENS
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
-            config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS
-        )
-        self.worker, self._is_async, self._arrivals = Worker(), is_async, itertools.count()
+        structured = StructuredOutputManager(config)
+        self.scheduler = AsyncScheduler(config, cache, structured, block_size=BLOCK_TOKENS)
+        self.worker, self._arrivals = Worker(), itertools.count()
         self.answers = dict[str, list[int]]()
         self.preempted = Counter[str]()
         self._running = deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
 
-    def ask(self, name: str, prompt: Sequence[int], num_tokens: int, priority: int = 0) -> None:
+    def ask(self, name: str, prompt: Sequence[int], num_tokens: int) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
         arrival = float(next(self._arrivals))
-        request = Request(
-            name, list(prompt), sampling, None, arrival_time=arrival, priority=priority, block_hasher=self._hasher
-        )
+        request = Request(name, list(prompt), sampling, None, arrival_time=arrival, block_hasher=self._hasher)
         self.answers[name] = []
         self.scheduler.add_request(request)
 
@@ -155,7 +146,7 @@ class Engine:
         self._running.append(
             (output, self.worker.run(output, {n: self._state(n, output) for n in output.num_scheduled_tokens}))
         )
-        if not self._is_async or len(self._running) == 2:
+        if len(self._running) == 2:
             self._update()
 
     def finish(self) -> None:

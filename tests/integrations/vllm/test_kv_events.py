@@ -80,9 +80,3 @@ def test_what_a_store_held_whose_process_ended_is_told_anew() -> None:
         events.stored(keys, CHUNKS[:4])
         told += [(event.removed, list(event.keys)) for event in events.take()]
     assert told == [(False, CHUNKS[:4]), (True, CHUNKS[:4]), (False, CHUNKS[:4])]
-
-
-def test_without_vllms_events_nothing_is_kept_for_them(tmp_path: Path) -> None:
-    with scheduler(tmp_path) as server:
-        server.store(CHUNKS[:4])
-        assert not list(server.tiers[0].take_events())

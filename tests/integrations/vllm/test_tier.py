@@ -16,12 +16,10 @@ import pytest
 pytest.importorskip("vllm")
 
 from disk_case import Clock
-from hicache.errors import ConfigError
-from hicache.integrations.vllm import release
 from hicache.storage import LmdbPageStore, StoreError
 from hicache.storage.process.health import LIMITS
 from hicache.stores.tier import StoreTier
-from vllm_tier_case import CONFIG, NUM_CHUNKS, ROW_BYTES, Scheduler, content, key, scheduler
+from vllm_tier_case import CONFIG, NUM_CHUNKS, ROW_BYTES, content, key, scheduler
 from waiting import BOUND_S
 
 CHUNKS = [key(number) for number in range(20)]
@@ -243,16 +241,3 @@ def test_a_full_disk_damage_and_another_writer_cost_hits(tmp_path: Path, monkeyp
         damaged.store(CHUNKS)
         damaged.reset()
         assert damaged.load(CHUNKS) == [False] * 20
-
-
-def test_wrong_settings_end_the_start(tmp_path: Path) -> None:
-    """By one error that names the setting."""
-    for settings, named in (({}, "path"), ({"path": str(tmp_path), "bugdet": 1}, "bugdet")):
-        with pytest.raises(ConfigError, match=named):
-            Scheduler(settings)
-
-
-def test_an_untested_vllm_ends_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vllm.version.__version__", "0.34.1")
-    with pytest.raises(ConfigError):
-        release.vllm_release()

@@ -93,14 +93,3 @@ def test_a_store_that_begins_to_count_again_is_counted_on(endpoint: Endpoint, cl
         endpoint.observe(tier.take())
         clock.now_s += 1.5
         assert endpoint.value("disk_hit_pages_total", store="here") == expected
-
-
-def test_plain_numbers_are_told_once_a_second(tmp_path: Path, clock: Clock) -> None:
-    """vLLM sends them to another process, after each of its steps."""
-    with scheduler(tmp_path) as server:
-        first = server.tiers[0].get_stats()
-        assert first is not None and {type(value) for value in first.reduce().values()} == {float}
-        server.store(CHUNKS)
-        assert server.tiers[0].get_stats() is None
-        clock.now_s += 1.5
-        assert len(server.tiers[0].get_stats().reduce()) < len(first.reduce())
