@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,12 +12,10 @@ import torch
 import hicache.serving.demo
 import hicache.storage.process.stores
 from demo_case import SMALL, demo
-from disk_case import TroubledStore
 from family_case import save_model, tiny_config
 from hicache.cli import main
 from hicache.serving.demo import TIERS, Outcome
 from hicache.serving.runner import Chunk, ModelRunner
-from hicache.storage import open_store
 
 MOVED = ("backup.bytes", "restore.bytes", "persist.bytes", "prefetch.bytes")
 BY_DEFAULT, LONG = "llama gemma3n_text lfm2 llama4_text", "gpt_oss qwen3_next bamba kimi_linear falcon_h1 mimo_v2_flash"
@@ -47,21 +44,6 @@ def test_every_kind_of_model_hits_on_disk(row: str, tmp_path: Path) -> None:
     assert outcome.identical
     assert outcome.hit_tokens["device"] > 0 and outcome.hit_tokens["disk"] > 0
     assert all(outcome.stats[counter] > 0 for counter in MOVED)
-
-
-def test_a_slow_disk_changes_no_hit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a turn leaves is on the disk before the next begins, however long that takes."""
-    model = saved(tmp_path, "llama")
-    before = demo("--model", model)
-
-    def slow(url: str, **settings: Any) -> TroubledStore:
-        store = TroubledStore(open_store(url, **settings))
-        store.trouble = lambda verb: time.sleep(0.3) if verb == "put" else None
-        return store
-
-    monkeypatch.setattr(hicache.storage.process.stores, "open_store", slow)
-    after = demo("--model", model)
-    assert after.hit_tokens == before.hit_tokens and before.hit_tokens["disk"] > 0
 
 
 def test_a_difference_is_reported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

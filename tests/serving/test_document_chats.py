@@ -37,35 +37,6 @@ def test_diaries_have_their_facts_and_their_lengths() -> None:
     assert texts(made[0])[0] != texts(made[4])[0] and made[4].questions == made[0].questions
 
 
-def test_chats_share_the_document_and_nothing_else() -> None:
-    """Prompts of a conversation are chats of one message: the document and one question."""
-    for conversation in chats_about_diaries(2, 2, 3000, BYTES):
-        first, second = conversation.prompts
-        shared = conversation.shared
-        assert first[:shared] == second[:shared] and first[shared] != second[shared]
-        assert all(text.startswith("user\n") and text.endswith("assistant\n") for text in texts(conversation))
-        _, _, question = texts(conversation)[0].partition("\n\nQuestion: ")
-        assert question.startswith(conversation.questions[0])
-
-
 def test_a_document_too_short_for_its_facts_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="--document-tokens"):
         chats_about_diaries(2, 3, 600, BYTES)
-
-
-def test_documents_have_the_lengths_asked_for() -> None:
-    """From a third of the maximum up to it, in equal ratios; one document has the maximum's third."""
-    assert sorted(document_lengths(3, 9000)) == [3000, 5196, 9000]
-    assert document_lengths(1, 9000) == [3000]
-
-
-def test_a_long_diary_goes_on_for_years() -> None:
-    """A day has a date of its own."""
-    (conversation,) = chats_about_diaries(1, 1, 300_000, BYTES)
-    days = [line.partition(".")[0] for line in texts(conversation)[0].splitlines()[3:-2]]
-    assert len(days) == len(set(days)) > 308 and days[308] == "January 1 of year 2"
-
-
-def test_a_shared_prefix_counts_once() -> None:
-    made = Conversation("", ((1, 2, 3, 4), (1, 2, 3, 5, 6), (1, 2, 9)), 2, ("", "", ""))
-    assert made.distinct_tokens(10) == (4 + 10) + (2 + 10) + (1 + 10)

@@ -13,8 +13,6 @@ import torch
 import hicache.build.store_tiers
 from costs import calls_of
 from disk_case import Clock, Gate, TroubledStore
-from hicache.bench.serving_sessions import TINY, SessionRun, serve_turns
-from hicache.bench.sessions import Scale, Turn, generated_turns
 from hicache.engine import Prefetch
 from hicache.flow.cost import PrefillCost
 from hicache.serving import Chunk, Request, Scheduler
@@ -138,36 +136,6 @@ def test_what_another_computes_meanwhile_counts() -> None:
         assert _served(scheduler) == "acb"
 
 
-def test_a_long_prompt_is_overtaken_within_the_bound_alone() -> None:
-    """While shorter prompts come as fast as they are served, a long one goes before the first that is submitted later
-    than the bound; without a bound to speak of, it is the last."""
-    model, served = shared(tiny_llama), dict[float, str]()
-    for overtake_s in (_OVERTAKE_S, 1e9):
-        clock, ends = Clock(), ""
-        with tiny_engine(model, max_requests=1) as engine:
-            scheduler = Scheduler(engine, tiny_runner(model, engine), max_overtake_s=overtake_s, clock=clock)
-            scheduler.submit(Request("L", prompt(200, seed=99), 1))
-            for number in range(8):
-                scheduler.submit(Request(str(number), prompt(20, seed=number), 1))
-                clock.now_s += 0.05
-                ends += "".join(output.request_id for output in scheduler.step())
-            served[overtake_s] = ends + _served(scheduler)
-    # The rank of a short one is 0.08 s behind its submission; that of number 3, after 0.15 s, is past the bound.
-    assert served == {_OVERTAKE_S: "012L34567", 1e9: "01234567L"}
-
-
-def test_priority_comes_before_what_is_left() -> None:
-    """Of prompts that are submitted together; and a short one preempts none of its own priority."""
-    model = shared(tiny_llama)
-    with tiny_engine(model, max_requests=1) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, clock=Clock())
-        scheduler.submit(Request("a", prompt(90, seed=0), 2))
-        scheduler.step()
-        for name, length, priority in (("b", 20, 0), ("c", 90, 1), ("d", 60, 1), ("e", 10, -1)):
-            scheduler.submit(Request(name, prompt(length, seed=ord(name)), 2, priority=priority))
-        assert _served(scheduler) == "dcbae"
-
-
 def test_what_prompts_begin_with_alike_is_computed_once() -> None:
     """Of four that come together one computes it, the others what is left; one of higher priority waits for none."""
     model, common = shared(tiny_llama), prompt(64, seed=0)
@@ -231,26 +199,3 @@ class _TimedRunner:
     def forward(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         self._clock.now_s += 0.01 + 5e-4 * sum(chunk.end - chunk.start for chunk in chunks)
         return torch.zeros(len(chunks), VOCAB)
-
-
-def _served_turns(turns: Sequence[Turn], clients: int, overtake_s: float, device_tokens: int) -> SessionRun:
-    clock, model = Clock(), shared(tiny_llama)
-    settings = {"device_tokens": device_tokens, "max_context_len": 1024, "max_requests": 40, "host_bytes": 0}
-    with tiny_engine(model, **settings) as engine:
-        scheduler = Scheduler(engine, _TimedRunner(clock), chunk_tokens=256, max_overtake_s=overtake_s, clock=clock)
-        return serve_turns(scheduler, turns, TINY, clients)
-
-
-@pytest.mark.parametrize(
-    ("clients", "device_tokens", "max_mean_ratio", "max_p99_ratio"),
-    [(8, 4096, 0.95, 1.0), (32, 4096, 0.8, 1.15), (32, 16_384, 1.0, 1.15)],
-)
-def test_first_tokens_of_agent_sessions_come_earlier(
-    clients: int, device_tokens: int, max_mean_ratio: float, max_p99_ratio: float
-) -> None:
-    """Than first come, first served, by the mean and by the slowest, on a clock that passes alone move: on a device
-    that holds few of the sessions, and on one that holds all."""
-    turns = generated_turns(Scale(requests=150, block_tokens=8, shortest=32, longest=1000))
-    ours, first_come = (_served_turns(turns, clients, overtake_s, device_tokens) for overtake_s in (15.0, 0.0))
-    assert ours.mean_s <= max_mean_ratio * first_come.mean_s, (str(ours), str(first_come))
-    assert ours.p99_s <= max_p99_ratio * first_come.p99_s, (str(ours), str(first_come))

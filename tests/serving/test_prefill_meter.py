@@ -10,11 +10,10 @@ import torch
 
 from disk_case import Clock
 from hicache import CacheEngine, CacheRequest, Hit, Lease, build_engine
-from hicache.serving import Request, Scheduler
+from hicache.serving import Request
 from hicache.serving.passes import Chunk
 from hicache.serving.prefill_meter import PrefillMeter, PrefillPace
 from hicache.serving.request_queue import ScheduledRequest
-from serving_case import prompt, shared, tiny_engine, tiny_llama, tiny_runner
 from toy_model import GEOMETRY, compute, config, serve
 
 TOKENS = np.arange(96, dtype=np.int64)
@@ -80,16 +79,6 @@ def test_the_pace_follows_the_position_and_the_machine() -> None:
     assert passes[2][0] > 0.5 and all(0.25 < took <= 0.5 for took in passes[2][1:])
 
 
-def test_passes_that_cost_attention_alone_are_short_behind_a_prefix() -> None:
-    pace, request = PrefillPace(0.5, math.inf), ScheduledRequest(Request("a", np.zeros(1, dtype=np.int64), 1), 0, 0.0)
-    for start in (0, 1024, 2048):
-        pace.observe(1024, 1e-7 * 1024 * (start + 312), start + 512)  # less than nothing for a token
-    shares = []
-    for request.kv_len in (0, 65_536):
-        shares.append(pace.budget(1 << 20, True).share_of(request))
-    assert shares[1] < shares[0] / 4
-
-
 @pytest.mark.gpu
 def test_passes_on_the_device_are_timed_there() -> None:
     """On CUDA a pass counts once the device has finished it, with the time that it took there."""
@@ -102,15 +91,3 @@ def test_passes_on_the_device_are_timed_there() -> None:
             torch.cuda.synchronize()
             meter.report()
             assert speed(engine) > 0
-
-
-@pytest.mark.gpu
-def test_a_step_without_a_pass_reports_those_that_have_ended() -> None:
-    """A request that only waits for the disk compares with the speed of passes before it."""
-    model = shared(tiny_llama)
-    with tiny_engine(model, prefill_tokens_per_s="auto") as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine))
-        scheduler.run([Request("a", prompt(96, seed=1), 1)])
-        torch.cuda.synchronize()
-        scheduler.step()
-        assert speed(engine) > 0

@@ -260,32 +260,6 @@ def test_a_failed_load_concerns_its_own_request(monkeypatch: pytest.MonkeyPatch)
     assert [outputs[name].preemptions for name in ("retries", "decodes")] == [0, 0]
 
 
-def test_a_deadline_ends_a_request_at_any_stage() -> None:
-    """A request whose deadline passes while it waits, is in prefill or decodes ends with "timeout" and the tokens that
-    it has; later ones and those without a deadline are served."""
-    model, clock = shared(tiny_llama), Clock()
-    with tiny_engine(model) as engine:
-        scheduler = Scheduler(engine, tiny_runner(model, engine), chunk_tokens=16, max_running=3, clock=clock)
-        stream: list[int] = []
-        scheduler.submit(Request("decodes", prompt(10, seed=1), 40, deadline_s=5.0), stream.append)
-        scheduler.submit(Request("prefills", prompt(200, seed=2), 40, deadline_s=5.0))
-        scheduler.submit(Request("goes on", prompt(30, seed=3), 10, deadline_s=50.0))
-        scheduler.submit(Request("waits", prompt(30, seed=4), 10, deadline_s=4.0))
-        for _ in range(6):
-            assert not scheduler.step()
-        clock.now_s += 5.0
-        ended = {output.request_id: output for output in scheduler.step()}
-        assert {name: output.finish_reason for name, output in ended.items()} == dict.fromkeys(
-            ("waits", "decodes", "prefills"), "timeout"
-        )
-        engine.check()
-        outputs = _drain(scheduler)
-        assert_released(engine)
-    assert outputs["goes on"].tokens == plain_greedy(model, prompt(30, seed=3), 10)
-    assert 0 < len(stream) < 40 and tuple(stream) == ended["decodes"].tokens
-    assert tuple(stream) == plain_greedy(model, prompt(10, seed=1), len(stream))
-
-
 def test_a_request_that_ended_before_its_deadline_is_forgotten() -> None:
     """Its tokens and what its callback holds are freed when it ends, however far its deadline is."""
     model, stream = shared(tiny_llama), _Stream()

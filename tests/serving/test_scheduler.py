@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,6 @@ from hicache.engine import CacheEngine, CacheRequest
 from hicache.errors import OutOfSlots, PromptTooLong
 from hicache.serving.passes import Chunk
 from hicache.serving.request import Request, RequestOutput
-from hicache.serving.sampling import SamplingParams
 from hicache.serving.scheduler import Scheduler
 from hybrid_case import tiny_qwen3_next
 from serving_case import (
@@ -30,18 +28,6 @@ from serving_case import (
     tiny_runner,
     token_bytes,
 )
-
-PAGE = 16
-
-
-def _tiers(model: Any, tmp_path: Path, *, device: int, host: int, **settings: Any) -> CacheEngine:
-    return tiny_engine(
-        model,
-        device_tokens=device,
-        host_bytes=host * token_bytes(model),
-        disk={"path": str(tmp_path / "store")},
-        **settings,
-    )
 
 
 def _scheduler(engine: CacheEngine, model: Any, **settings: Any) -> Scheduler:
@@ -128,23 +114,6 @@ def test_a_long_prompt_does_not_stop_the_streams_beside_it(speed: str) -> None:
     assert all(seconds >= 0.25 for seconds in whole) and (len(later) == 1) == (speed == "fast")
 
 
-def test_sampled_tokens_do_not_depend_on_the_batch() -> None:
-    """A seeded request samples the same tokens alone, in a batch, and behind a cached prefix."""
-    model = shared(tiny_llama)
-    params = [
-        SamplingParams(1.0, 20 * (i % 2), 0.9 if i % 3 else 1.0, i, repetition_penalty=1 + 0.3 * (i % 2), min_tokens=i)
-        for i in range(6)
-    ]
-    requests = [Request(f"r{i}", prompt(20 + 9 * i, seed=i), 12, params[i]) for i in range(6)]
-    with tiny_engine(model) as engine:
-        scheduler = _scheduler(engine, model)
-        batched = {output.request_id: output for output in scheduler.run(requests)}
-        alone = {request.request_id: scheduler.run([request])[0] for request in requests}
-    assert {name: output.tokens for name, output in batched.items()} == {n: o.tokens for n, o in alone.items()}
-    assert all(alone[f"r{i}"].cached_len > 0 for i in range(6))
-    assert len({output.tokens for output in batched.values()}) == 6
-
-
 def test_a_prompt_that_never_fits_fails_alone() -> None:
     """A request too long for the device or the request table fails with PromptTooLong; the others are served."""
     model = shared(tiny_llama)
@@ -204,20 +173,3 @@ def test_states_of_a_long_prompt_hit() -> None:
         longer = np.concatenate([tokens, [int(first.tokens[0])], prompt(40, 6) % VOCAB])
         assert serve("longer", longer).cached_len >= 2250
         engine.check()
-
-
-@pytest.mark.gpu
-def test_a_load_on_the_device_is_awaited_layer_by_layer(tmp_path: Path) -> None:
-    """On CUDA, a prefix that is loaded while the forward is queued behind its events gives the tokens of no cache."""
-    model = shared(tiny_llama, layers=6)
-    tokens = prompt(400, seed=7)
-    with _tiers(model, tmp_path, device=512, host=2048) as engine:
-        scheduler = _scheduler(engine, model)
-        expected = plain_greedy(model, tokens, 8)
-        for round_number in range(5):
-            output = scheduler.run([Request(f"r{round_number}", tokens, 8)])[0]
-            assert output.tokens == expected
-            assert output.hit.host == (384 if round_number else 0)
-            scheduler.run([Request(f"o{round_number}", prompt(500, seed=round_number), 2)])
-            engine.flush()
-        torch.cuda.synchronize()

@@ -12,7 +12,6 @@ import pytest
 import transformers as hf
 
 from family_case import save_model
-from hicache.cli import main
 from server_case import SECRET, TINY, Server, serving
 from waiting import BOUND_S, eventually
 
@@ -103,37 +102,3 @@ def test_killed_and_started_again(model: Path, tmp_path: Path) -> None:
         with pytest.raises(openai.APIError):
             list(endless)
         assert server.process.wait(BOUND_S) == 0, server.log
-
-
-BAD = {
-    "no model": (["{tmp}/missing"], "missing"),
-    "empty model": ([""], "model (empty)"),
-    "no model in the directory": (["{tmp}"], "cannot be loaded"),
-    "port in use": (["--port", "{port}"], "--port"),
-    "no such address": (["--host", "192.0.2.1"], "192.0.2.1"),
-    "no port": (["--port", "70000"], "--port"),
-    "no host tier for the disk": (["--host-bytes", "0", "--disk-path", "{tmp}/d"], "host_bytes"),
-    "no time": (["--request-timeout-s", "-1"], "--request-timeout-s"),
-    "no time at all": (["--request-timeout-s", "0"], "--request-timeout-s"),
-    "empty key": (["--api-key", ""], "--api-key"),
-    "key that no header has": (["--api-key", " a"], "API key"),
-    "name that is no text": (["--served-model-name", "m\udcff"], "--served-model-name"),
-    "directory that is no text": (["--model", "{tmp}/m\udcff"], "argument --model"),
-    "unknown flag": (["--colour"], "--colour"),
-}
-
-
-@pytest.mark.parametrize("case", BAD)
-def test_wrong_input_is_one_line(case: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Exit status 2 and one line on stderr that names the culprit."""
-    flags, culprit = BAD[case]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        values = {"tmp": tmp_path, "port": taken.getsockname()[1]}
-        try:
-            status = main(["serve", "--port", "0", "--model", "random", *(flag.format(**values) for flag in flags)])
-        except SystemExit as exit:
-            status = int(str(exit.code))
-    out, err = capsys.readouterr()
-    lines = [line for line in err.splitlines() if not line.startswith("{")]
-    assert (status, out, len(lines)) == (2, "", 1), (out, err)
-    assert lines[0].startswith("hicache: error: ") and culprit in lines[0]
