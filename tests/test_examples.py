@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import runpy
 from pathlib import Path
@@ -124,13 +123,3 @@ def test_the_tour_shows_the_whole_small_engine(capsys: pytest.CaptureFixture[str
     runpy.run_path(str(TINY_ENGINE), run_name="__main__")
     printed = capsys.readouterr().out.splitlines()
     assert "".join(f"    {line}\n" for line in printed) in tour
-
-
-def test_every_part_of_the_small_engine_names_its_counterpart() -> None:
-    """Each class, and each method but a constructor, says in its docstring what it is in the engine. That this exists
-    is held for all pages of the documentation, and the tour shows the docstrings."""
-    for node in ast.parse(TINY_ENGINE.read_text()).body:
-        if isinstance(node, ast.ClassDef):
-            methods = [at for at in node.body if isinstance(at, ast.FunctionDef) and at.name != "__init__"]
-            for part in (node, *methods):
-                assert re.search(r"`hicache/[\w/]+\.py: [\w.]+`", ast.get_docstring(part) or ""), part.name

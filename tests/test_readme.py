@@ -6,15 +6,9 @@ import itertools
 import json
 import re
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import pytest
-
-import hicache
-from hicache import CacheEngine, CacheRequest, Lease, build_engine
-from hicache.errors import OutOfSlots
 from programs import output
-from stepped_transfer import SteppedTransfers
 
 README = Path(__file__).resolve().parent.parent / "README.md"
 RESULTS = README.parent / "bench/results"
@@ -55,36 +49,6 @@ def test_the_ten_lines_run_and_hit(tmp_path: Path) -> None:
     ]
     assert told[1] == [f"first: {whole}, Hit(device=0, host=0, disk=960, remote=0)", told[0][1]]
     assert "finds 960 of them, 15 whole pages" in text
-
-
-def test_requests_in_a_row_wait_for_the_copies_of_those_before(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """README's loop with six prompts of 700 tokens on a device of 1024: each but the first is refused while the prompt
-    before it is copied to the host, and is admitted in the next step. Copies end after a refusal only."""
-    refused = list[int]()
-
-    def build(*args: Any) -> CacheEngine:
-        engine = build_engine(*args)
-        transfers, acquire = SteppedTransfers(engine), engine.acquire
-
-        def acquire_or_end_copies(request: CacheRequest) -> Lease:
-            try:
-                return acquire(request)
-            except OutOfSlots as error:
-                refused.append(error.in_flight)
-                transfers.finish()
-                raise
-
-        monkeypatch.setattr(engine, "acquire", acquire_or_end_copies)
-        return engine
-
-    monkeypatch.setattr(hicache, "build_engine", build)
-    code = README.read_text().split("```python\n")[1].split("```\n")[0]
-    code = code.replace("/tmp/pages", str(tmp_path / "pages")).replace("device_tokens=4096", "device_tokens=1024")
-    loop = 'for request_id in ("first", "second"):\n'
-    assert loop in code
-    of_six = 'for request_id in "012345":\n        tokens = np.arange(700) + 1000 * int(request_id)\n'
-    exec(code.replace(loop, of_six), {})
-    assert refused == [640] * 5
 
 
 def test_the_first_screen_has_the_first_command_and_what_it_prints() -> None:

@@ -35,8 +35,6 @@ from hicache import (
     Mamba2CacheParams,
     Mamba2StateShape,
     MatchPrefixParams,
-    MHATokenToKVPool,
-    PagedTokenToKVPoolAllocator,
     RadixCache,
     RadixKey,
     ReqToTokenPool,
@@ -45,44 +43,12 @@ from hicache import (
 )
 from hicache.config.environment import custom_mem_pool
 from hicache.errors import ConfigError, ShapeError
-from hicache.kernels.paged_attention import paged_attention_forward
 
 HEADS, DIM = 2, 16
 
 
 def kv(tokens: int, device: str, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(torch.randn(tokens, HEADS, DIM, device=device).to(dtype) for _ in range(2))  # type: ignore[return-value]
-
-
-def test_basic_mha_model(device: str) -> None:
-    """Document 0, "Basic MHA model": pool, allocator and request table; allocate, store and read, free."""
-    size = 32768 if device == "cuda" else 512
-    kv_cache = MHATokenToKVPool(
-        size=size, page_size=1, dtype=torch.float16, head_num=HEADS, head_dim=DIM, layer_num=4, device=device,
-        enable_memory_saver=False,
-    )  # fmt: skip
-    allocator = TokenToKVPoolAllocator(
-        size=size, dtype=torch.float16, device=device, kvcache=kv_cache, need_sort=True
-    )  # fmt: skip
-    req_pool = ReqToTokenPool(size=512, max_context_len=256, device=device, enable_memory_saver=False)
-
-    token_indices = allocator.alloc(128)
-    req_indices = req_pool.alloc(4)
-    assert token_indices is not None and req_indices is not None
-    # Corrected: ids begin at 1, for row 0 and slot 0 are the sinks of padding.
-    assert req_indices == [1, 2, 3, 4] and token_indices.tolist() == list(range(1, 129))
-
-    # Corrected: a row gets one request's slots, [row, positions], not all rows at once.
-    req_pool.write((req_indices[0], slice(0, 128)), token_indices)
-    k, v = kv(128, device)
-    kv_cache.set_kv_buffer(Layer(2), loc=token_indices, cache_k=k, cache_v=v)
-    k_buffer, v_buffer = kv_cache.get_kv_buffer(layer_id=2)
-    slots = req_pool.req_to_token[req_indices[0], :128].long()
-    assert torch.equal(k_buffer[slots], k) and torch.equal(v_buffer[slots], v)
-
-    allocator.free(token_indices)
-    req_pool.free(req_indices)
-    assert allocator.available_size() == size and req_pool.available_size() == 512
 
 
 def mamba_params(layers: list[int]) -> Mamba2CacheParams:
@@ -125,37 +91,6 @@ def test_hybrid_mamba_and_attention_model(device: str) -> None:
     assert (hybrid_req_pool.available_size(), hybrid_req_pool.mamba_pool.available_size()) == (16, 8)
 
 
-def test_request_table() -> None:
-    """Document 0: rows written whole; document 1: a row, the slots of its tokens, read back; document 3: chunks of one
-    prompt keep their row."""
-    pool = ReqToTokenPool(size=4, max_context_len=32, device="cpu")
-    indices = pool.alloc(4)
-    # Corrected: rows count from 1, row 0 is the sink of padding.
-    assert indices == [1, 2, 3, 4] and pool.alloc() == -1 and pool.alloc(1) is None
-    token_locations = torch.arange(128).view(4, 32)
-    pool.write(indices, token_locations)
-    assert torch.equal(pool.req_to_token[1:].long(), token_locations)
-    pool.free(indices)
-    assert sorted(pool.free_slots) == indices
-
-    token_to_kv_pool = TokenToKVPoolAllocator(64, torch.float16, "cpu", None, True)
-    req_idx = pool.alloc()
-    kv_indices = token_to_kv_pool.alloc(10)
-    assert kv_indices is not None
-    pool.set_token_loc(req_idx, 0, kv_indices)
-    seq_len = int(pool.req_lens[req_idx])
-    assert seq_len == 10 and pool.req_to_token[req_idx, :seq_len].tolist() == kv_indices.tolist()
-    pool.free(req_idx)
-
-    requests = [Request(), Request()]
-    first = pool.alloc(reqs=requests)
-    again = pool.alloc([*requests, Request()])
-    assert first is not None and again is not None and again[:2] == first and again[2] not in first
-    for request in requests:
-        pool.free(request)
-        assert request.req_pool_idx is None
-
-
 def test_a_request_from_match_to_release() -> None:
     """Document 1, the six steps of a request; document 0, "Radix cache"; document 2, the prefix used least recently is
     evicted first."""
@@ -181,25 +116,6 @@ def test_a_request_from_match_to_release() -> None:
     assert cache.evict(EvictParams(4)).num_tokens_evicted >= 4
     found = [len(cache.match_prefix(MatchPrefixParams(RadixKey(t))).device_indices) for t in ([1, 2, 3, 5], [7, 8, 9])]
     assert found == [4, 0]
-
-
-def test_paged_attention(device: str) -> None:
-    """Document 1, `paged_attention_forward`: over scattered pages it equals attention over the tokens in order."""
-    allocator = PagedTokenToKVPoolAllocator(64, 4, torch.float32, device, None, True)
-    pool = MHATokenToKVPool(64, 4, torch.float32, HEADS, DIM, 1, device, False)
-    pages = allocator.alloc_pages(3)
-    assert pages is not None and allocator.available_size() == 52 and allocator.alloc_pages(14) is None
-    pages = pages.flip(0)
-    indices = allocator.pages_to_tokens(pages)[:10]
-    k, v = kv(10, device, torch.float32)
-    pool.store_kv(0, indices, k, v)
-    assert all(torch.equal(*pair) for pair in zip(pool.load_kv(0, indices), (k, v), strict=True))
-    query = torch.randn(1, 1, HEADS, DIM, device=device)
-    out = paged_attention_forward(
-        query, *pool.get_kv_buffer(0), pages[None], torch.tensor([10], device=device), page_size=4
-    )
-    plain = torch.nn.functional.scaled_dot_product_attention(*(x.transpose(-3, -2) for x in (query[0], k, v)))
-    torch.testing.assert_close(out[0], plain.transpose(-3, -2), rtol=1e-5, atol=1e-5)
 
 
 def test_names_of_kernels_and_variables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,8 +17,6 @@ pytest.importorskip("mkdocstrings")
 
 from mkdocs.commands.build import build
 from mkdocs.config import load_config
-from mkdocs.structure.files import File, Files
-from mkdocs.structure.pages import Page
 
 import hicache
 
@@ -109,20 +107,6 @@ def hooks() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_links_to_files_outside_of_docs_lead_to_their_copies(hooks: ModuleType) -> None:
-    """Such a link is moved, relative to its page; links within docs/, to addresses and to nothing stay as they are."""
-    config = load_config(plugins=[], config_file_path=None, docs_dir=str(ROOT / "docs"))
-    page = Page(None, File("integrations/vllm.md", str(ROOT / "docs"), "site", False), config)
-    given = (
-        "[a](../../README.md) [b](../../bench/common.py#L3) [c](../operating.md) [d](https://x.org/../y) [e](#f) "
-        "[g](../../missing.py) [h](../../../outside.txt)"
-    )
-    assert hooks.on_page_markdown(given, page, config, Files([])) == (
-        "[a](../repository/README.md.txt) [b](../repository/bench/common.py#L3) [c](../operating.md) "
-        "[d](https://x.org/../y) [e](#f) [g](../../missing.py) [h](../../../outside.txt)"
-    )
 
 
 def test_the_reference_has_every_public_name(hooks: ModuleType) -> None:

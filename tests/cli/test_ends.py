@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pty
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ from typing import Any
 import pytest
 
 from cases import long
-from cli_case import output
 from demo_case import SMALL, demo
 from hicache.cli import main
 from hicache.console import write_whole
@@ -43,29 +41,6 @@ def ended(program: Program) -> tuple[int | None, str, str]:
 def interrupted(program: Program) -> None:
     status, _, err = ended(program)
     assert status == 130 and len(err.splitlines()) == 1 and "interrupted" in err, err
-
-
-def on_a_terminal(*arguments: object) -> tuple[int, str, str]:
-    """Status, output, and what a terminal on the standard error shows."""
-    ours, theirs = pty.openpty()
-    program = command(*arguments, stderr=theirs, env={**os.environ, "TERM": "xterm-256color"})
-    os.close(theirs)
-    shown = bytearray()
-    with contextlib.suppress(OSError):  # the other side is closed
-        while some := os.read(ours, 4096):
-            shown += some
-    os.close(ours)
-    status, out, _ = ended(program)
-    return status or 0, out, shown.decode()
-
-
-def test_a_terminal_sees_a_bar(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A bar is drawn on a terminal at the standard error, and the report is the same; with --json none is."""
-    status, out, shown = on_a_terminal("store", "verify", path)
-    assert (status, out) == (0, output(capsys, "store", "verify", path))
-    assert "verifying" in shown and "100%" in shown
-    status, out, shown = on_a_terminal("store", "verify", path, "--json")
-    assert (status, json.loads(out)["pages"], shown) == (0, 20, "")
 
 
 @pytest.mark.parametrize("arguments", ["store stat {}", "store ls {} --json", "plan --gpu 80GiB --model qwen3-8b"])

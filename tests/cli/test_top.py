@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import http.server
-import io
 import signal
 import socket
 import threading
@@ -12,16 +11,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from cli_case import refused
 from hicache.cli import main
 from hicache.errors import NotOurServer
 from hicache.monitoring.client import MetricsClient
-from hicache.monitoring.figures import FIGURES
 from hicache.monitoring.loopback import is_loopback
 from hicache.monitoring.readings import Change, History, Reading
-from hicache.monitoring.top import frame
 from programs import command
 from waiting import eventually
 
@@ -172,19 +168,3 @@ def test_quantiles_are_of_the_window() -> None:
     assert [change.quantile(name, share) for share in (0.1, 0.2, 0.35, 0.5, 0.99)] == pytest.approx(
         [0.3, 0.5, 1.25, 2, 2]
     )
-
-
-def test_a_frame_fits_a_terminal() -> None:
-    """With every figure large and every fault there, a frame has at most 80 columns and 24 lines, and cuts nothing."""
-    figures = dict.fromkeys(FIGURES, 999.9e9) | {"server.start_time_s": 1.0}
-    figures |= {"requests.running": 999.0, "requests.waiting": 99999.0}
-    figures |= {name: 8_639_999.0 for name in FIGURES if name.startswith("saved_s.")}
-    figures |= {name: 0.0 for name in FIGURES if name.startswith("faults.")} | {"faults.corrupt pages": 2.0}
-    later = {name: value * 2 if "tokens" in name else value for name, value in figures.items()}
-    history = History(Reading(0, figures), 10)
-    history.add(Reading(1, later))
-    out = io.StringIO()
-    Console(file=out, width=80).print(frame("http://127.0.0.1:8000", history, "no server at http://127.0.0.1:8000"))
-    lines = [line.rstrip() for line in out.getvalue().splitlines()]
-    assert len(lines) <= 24 and "…" not in out.getvalue() and "corrupt pages 2" in lines[3]
-    assert len(set(FIGURES) - {"server.start_time_s"}) > 40

@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shlex
+import socket
 import sys
 from pathlib import Path
 from urllib.parse import quote
@@ -68,39 +69,39 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("--flavour mild", "--flavour"),
         ("--docu 4", "--docu"),
         ("--turns many", "--turns"),
-        ("--turns 0", "--turns"),
         (f"--device-tokens {HUGE}", "--device-tokens"),
         ("--model {tmp}/missing", "model"),
         ("--model {tmp}", "model"),
         ("--device-tokens 10", "device_tokens"),
-        ("--device-tokens 192", "device_tokens"),
         ("--max-context-len 192", "max_context_len"),
         ("--document-tokens 400000", "--document-tokens"),
-        ("--host-bytes 4096", "host_bytes"),
         ("--host-bytes 12Q", "12Q"),
         ("--host-bytes 0 --disk-path {tmp}/new", "host_bytes"),
         ("--page-size 48", "--page-size 48"),
         ("--host-page-size 0", "--host-page-size"),
         ("--dtype float7", "dtype"),
         ("--device abacus", "device"),
-        ("--device cuda:77", "device"),
-        ("--device meta", "device"),
-        ("--device mps", "device"),
         ("--config {tmp}/missing.yaml", "missing.yaml"),
         ("--config {tmp}/broken.yaml", "broken.yaml"),
-        ("--config {tmp}/bytes.yaml", "bytes.yaml"),
         ("--config {tmp}/float.yaml", "host_bytes"),
         ("--disk-path {tmp}/new --disk-key-file {tmp}/\udcff", "--disk-key-file"),
     ],
     "serve": [("--disk-pth /nowhere", "--disk-pth (--disk-path is one)"), ("--disk-budget-bytes 10GB", "--disk-path")],
+    "serve --model random --port 0": [
+        ("--model ''", "model (empty)"),
+        ("--model {tmp}", "cannot be loaded"),
+        ("--port {port}", "--port"),
+        ("--port 70000", "--port"),
+        ("--host 192.0.2.1", "192.0.2.1"),
+        ("--request-timeout-s 0", "--request-timeout-s"),
+        ("--api-key ' a'", "API key"),
+        ("--served-model-name m\udcff", "--served-model-name"),
+    ],
     "config": [
         ("", "--show"),
-        ("--show --flavour mild", "--flavour"),
         ("--show --disk-readers 3", "--disk-readers"),
         ("--show --page-size 48", "--page-size 48"),
         ("--show --disk-level 3", "--disk-path"),
-        ("--show --config {tmp}/missing.yaml", "missing.yaml"),
-        ("--show --config {tmp}/broken.yaml", "broken.yaml"),
     ],
     "store": [
         ("", "COMMAND"),
@@ -111,39 +112,30 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         ("stat {tmp}/\udcff\x1b[2J", "{tmp}/"),
         ("verify {tmp}/empty", "{tmp}/empty"),
         ("verify {tmp}/other", "{tmp}/other"),
-        ("verify {tmp}/store --rep", "--rep"),
         ("verify {tmp}/store --key-file {tmp}/none", "key_file"),
         ("verify {tmp}/store --key-file {tmp}/file", "holds no key"),
         ("ls {tmp}/file", "{tmp}/file"),
         ("ls {tmp}/store --limit 0", "--limit"),
-        ("ls {tmp}/store --limit few", "--limit"),
         (f"ls {{tmp}}/store --limit {HUGE}", "--limit"),
         ("compact ''", "disk path"),
         ("evict {tmp}/store", "--to"),
-        ("evict {tmp}/store --to 12Q", "--to"),
         ("evict {tmp}/store --to -1", "--to"),
-        ("evict {tmp}/store --to 64.9", "--to"),
         ("evict {tmp}/store --to 999999999TB", "--to"),
         *((f"verify {{tmp}}/{name}", {"level.99": "level=99"}.get(name, name)) for name in RECORDS),
     ],
     "replay {tmp}/trace.jsonl": [
         ("--device-blocks 0", "--device-blocks"),
-        ("--device-blocks -4", "--device-blocks"),
-        ("--device-blocks many", "--device-blocks"),
         ("--device-tokens 511", "--device-tokens"),
         ("--device-tokens 5120 --device-blocks 10", "--device-blocks"),
         ("--host-bytes 1GiB", "--bytes-per-token"),
         ("--host-bytes 4095 --bytes-per-token 8", "--host-bytes"),
         ("--host-bytes-per-token 8", "--bytes-per-token"),
-        ("--warm-up 1", "--warm-up"),
         ("--warm-up 1.5", "--warm-up"),
         ("--disk-blocks 10", "host_blocks"),
         ("--policies lru,newest", "newest"),
-        ("--policies ''", "--policies"),
         ("--hints session,last", "last"),
         ("--write-policy never", "--write-policy"),
         ("--json no/such/folder/out.json", "--json"),
-        ("--plot no/such/folder/rates.svg", "--plot"),
         ("--load-bytes-per-s 5GB", "--prefill-tokens-per-s"),
         ("--load-bytes-per-s 5GB --prefill-tokens-per-s 9", "--bytes-per-token"),
         ("--calibration {tmp}/none.json", "none.json"),
@@ -153,12 +145,8 @@ TABLES: dict[str, list[tuple[str, str]]] = {
     "plan": [("--gpu h100", "MODEL"), ("nowhere --gpu h100", "nowhere")],
     PLAN: [
         ("--gpu h900", "--gpu"),
-        ("--gpu 0", "--gpu"),
         ("--gpu 700MiB --weight-bytes 800MiB", "--gpus 2"),
-        ("--model nowhere", "--model"),
         ("--host-memory=-5", "--host-memory"),
-        ("--disk=-1GiB", "--disk"),
-        ("--weight-bytes 0", "--weight-bytes"),
         ("--gpus 0", "--gpus"),
         ("--compute-share 1.5", "--compute-share"),
         ("--dtype int3", "--dtype"),
@@ -211,9 +199,10 @@ def test_wrong_input_is_one_line(
     command: str, row: str, culprit: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line with the flag, setting or file, nothing on the output; no file appears, goes or changes."""
-    names = {"tmp": str(folder), "long": "a" * 5000}
     before = state(folder)
-    assert culprit.format(**names) in refused(capsys, *shlex.split(f"{command} {row}".format(**names)))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        names = {"tmp": str(folder), "long": "a" * 5000, "port": taken.getsockname()[1]}
+        assert culprit.format(**names) in refused(capsys, *shlex.split(f"{command} {row}".format(**names)))
     assert state(folder) == before and not (folder / "new" / "store.json").exists()
 
 
