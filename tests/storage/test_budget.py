@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,8 +13,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from hicache.storage import LmdbPageStore, PageBuffer, StoreError, describe, evict
-from hicache.storage.index import Index
+from hicache.storage import LmdbPageStore, PageBuffer, StoreError, evict
 from hicache.storage.slot_file import SlotFile
 from storage_pages import (
     MEMORY,
@@ -31,34 +29,6 @@ from storage_pages import (
 )
 
 LARGE_BYTES = 96 << 10  # above the size from which pages are compressed in threads
-
-
-@pytest.mark.long
-@pytest.mark.timeout(600)
-def test_a_million_small_pages(tmp_path: Path) -> None:
-    """A store of a million pages finds each of them, and no other, also after it was opened again."""
-    number_of_pages, page_bytes = 1_000_000, 64
-
-    def key(number: int) -> bytes:
-        return hashlib.sha256(b"%d" % number).digest()
-
-    def page(number: int) -> PageBuffer:
-        return np.full(page_bytes // 4, number, dtype=np.uint32).view(np.uint8)
-
-    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=10 << 30, level=0)
-    for first in range(0, number_of_pages, 20_000):
-        items = [(key(n), page(n)) for n in range(first, first + 20_000)]
-        assert store.put(items) == [True] * len(items)
-    store.close()
-    assert describe(tmp_path).entries == number_of_pages
-    store = open_store(tmp_path, page_bytes=page_bytes, budget_bytes=10 << 30, level=0)
-    numbers = [int(n) for n in np.random.default_rng(1).integers(0, 2 * number_of_pages, 20_000)]
-    held = [n < number_of_pages for n in numbers]
-    assert store.contains([key(n) for n in numbers]) == held
-    buffers = [np.zeros(page_bytes, dtype=np.uint8) for _ in numbers]
-    assert store.get_into([key(n) for n in numbers], buffers) == held
-    assert all(np.array_equal(b, page(n)) for n, b, hit in zip(numbers, buffers, held, strict=True) if hit)
-    store.close()
 
 
 def test_a_call_larger_than_the_budget(tmp_path: Path) -> None:
@@ -167,19 +137,6 @@ def test_no_more_is_evicted_than_it_takes(tmp_path: Path) -> None:
             with store.writing() as writer, store.reading() as pages:
                 needed_bytes = writer.slots.used_bytes + pages.index.num_bytes()
             assert evict(store, needed_bytes - 3 * (4096 + 16384) - more_bytes) == num_pages
-
-
-def test_a_put_looks_its_keys_up_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a call that names present pages, absent ones, one of them twice, and evicts, the answer is what is there."""
-    with contextlib.closing(open_store(tmp_path, budget_bytes=budget_of(20))) as store:
-        put_numbers(store, range(10))
-        contains, asked = Index.contains, list[int]()
-        monkeypatch.setattr(Index, "contains", lambda self, keys: asked.append(len(keys)) or contains(self, keys))
-        numbers = [3, 30, *range(40, 70), 4, 30]
-        stored = put_numbers(store, numbers)
-        assert asked == [len(set(numbers))]
-        assert stored == store.contains([key_of(n) for n in numbers])
-        assert any(stored) and not all(stored)
 
 
 def test_a_call_keeps_its_own_pages(tmp_path: Path) -> None:

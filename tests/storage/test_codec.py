@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
@@ -105,18 +104,3 @@ def test_reading_allocates_no_page(level: int, cipher: PageCipher | None) -> Non
         assert tracemalloc.get_traced_memory()[1] < len(back) // 4
     finally:
         tracemalloc.stop()
-
-
-def test_threads_do_not_share_scratch() -> None:
-    """Threads that encode and decode with one codec at the same time get their own pages back."""
-    size = 256 << 10
-    codec = codec_of(size, filter=BYTE_SHUFFLE, cipher=CIPHERS[1])
-
-    def work(number: int) -> None:
-        page, back = page_of(number, size, "normal"), np.empty(size, dtype=np.uint8)
-        for _ in range(8):
-            assert codec.decode_into(b"k", codec.encode(b"k", page), back) == ""
-            np.testing.assert_array_equal(page, back)
-
-    with ThreadPoolExecutor(4) as threads:
-        list(threads.map(work, range(4)))

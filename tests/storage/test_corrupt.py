@@ -67,29 +67,6 @@ def test_flipped_bytes(tmp_path: Path) -> None:
     store.close()
 
 
-def test_slots_of_other_pages(tmp_path: Path) -> None:
-    """Slots that changed places, and one that is empty, are misses; their index is rebuilt, or a put heals them."""
-    fill(tmp_path, 10)
-    slots, file = slots_of(tmp_path), slots_path(tmp_path)
-    content = bytearray(file.read_bytes()).ljust(10 * SLOT_BYTES, b"\0")
-    one, other, empty = (slice(slots[key_of(n)] * SLOT_BYTES, (slots[key_of(n)] + 1) * SLOT_BYTES) for n in (7, 8, 3))
-    content[one], content[other], content[empty] = content[other], content[one], bytes(SLOT_BYTES)
-    file.write_bytes(content)
-    shutil.copytree(tmp_path, tmp_path / "copy")
-    with contextlib.closing(open_store(tmp_path, **SETTINGS)) as store:
-        with pytest.raises(StoreCorrupt) as caught:
-            store.check()
-        assert len(caught.value.violations) == 3
-        assert found_numbers(store, range(10)) == set(range(10)) - {3, 7, 8}
-        assert put_numbers(store, range(10)) == [True] * 10
-        assert found_numbers(store, range(10)) == set(range(10))
-    (tmp_path / "copy" / "index.mdb").unlink()
-    with contextlib.closing(open_store(tmp_path / "copy", **SETTINGS)) as store:
-        assert store.rebuilt_pages == 9 and found_numbers(store, range(10)) == set(range(10)) - {3}
-        assert slots_path(tmp_path / "copy").stat().st_blocks * 512 <= 9 * SLOT_BYTES, "an empty slot is no hole"
-        store.check()
-
-
 def test_of_two_slots_with_one_key_the_newer_counts(tmp_path: Path) -> None:
     """A slot that was freed and not written again yields to the one that has its key now. One with a sequence after
     which none is left for later pages is free, and pages are stored as before."""

@@ -23,8 +23,6 @@ from hicache.storage import (
     index,
     list_pages,
     memory,
-    open_existing,
-    verify,
 )
 from hicache.storage.index import Entry, Index, IndexChanges
 from storage_pages import MEMORY, blocks_bytes, found_numbers, key_of, open_store, page_of, put_numbers
@@ -204,26 +202,6 @@ def test_sixteen_sizes_at_the_smallest_budget(tmp_path: Path) -> None:
             assert found_numbers(store, numbers, sizes) == set(numbers)
         store.check()
         assert store.stats().evicted > 200 and blocks_bytes(tmp_path) <= 1.05 * budget_bytes
-
-
-@pytest.mark.parametrize("cipher", [None, PageCipher(bytes(range(32)))], ids=["plain", "encrypted"])
-def test_operators_need_no_key_for_pages_of_all_sizes(tmp_path: Path, cipher: PageCipher | None) -> None:
-    """Verified, shrunk and read again, pages keep their bytes and their order."""
-    with contextlib.closing(open_mixed(tmp_path, cipher=cipher)) as store:
-        put(store, range(30))
-        get(store, [7, 3])
-        live_bytes = store.stats().live_bytes
-    with contextlib.closing(open_existing(tmp_path)) as store:
-        order = [entry.key for entry in list_pages(store)]
-        assert order[-2:] == [key_of(3), key_of(7)]
-        report = verify(store, repair=True)
-        assert (report.pages, report.bytes, report.faults) == (30, live_bytes, ())
-        gone = evict(store, 400_000)
-    with contextlib.closing(open_existing(tmp_path, cipher=cipher)) as store:
-        left = [entry.key for entry in list_pages(store)]
-        assert 0 < gone < 30 and left == order[gone:]
-        assert get(store, range(31)) == sorted(n for n in range(30) if key_of(n) in left)
-        store.check()
 
 
 @pytest.mark.timeout(900)

@@ -132,18 +132,6 @@ def test_each_rule_of_the_header_is_named(changes: dict[str, Any], reason: str) 
     assert codec.verify_stored(b"key", value) == said
 
 
-@pytest.mark.parametrize("name", ["zstd", "encrypted raw"])
-def test_payloads_of_any_length(name: str) -> None:
-    """A compressed payload shorter than a cipher's nonce and tag, or longer than a page, is refused before it is
-    read."""
-    for flags in (0, 1):
-        for num_bytes in (0, 1, 27, 28, 29, PAGE + 27, PAGE + 28, PAGE + 29, PAGE + 44, 99 * PAGE):
-            fields = fields_of(codec=1, flags=flags, stored_bytes=num_bytes)
-            reason, _ = decode_guarded(CODECS[name], value_of(b"key", fields, bytes(num_bytes)))
-            assert reason
-            assert reason.startswith("payload of") == (not 0 <= num_bytes - 28 * flags <= PAGE)
-
-
 def test_frames_that_are_not_the_page() -> None:
     """A frame of another or an unstated length, or with another content checksum, is refused under a right checksum."""
     page = page_of(0, PAGE, "flat").tobytes()

@@ -155,28 +155,6 @@ def test_failing_writes_stop_and_resume(error: Exception, calls_until_open: int,
     disk.close()
 
 
-def test_a_store_that_cannot_be_reopened_is_not_used_for_longer(tmp_path: Path) -> None:
-    """While `reopen` fails, no page is put, and the backoff doubles."""
-    clock = Clock()
-    disk, store = started_tier(tmp_path / "s", clock=clock)
-    keys, data = pages(1, 1)
-    store.trouble = failing(OSError(errno.ENOSPC, "no space"), "put")
-    reopen, store.inner.reopen = store.inner.reopen, lambda: False  # type: ignore[method-assign]
-    for n, pause_s in enumerate((0, 1, 2, 4)):
-        clock.now_s += pause_s
-        disk.writes.submit(WriteJob(n, keys, data))
-        assert wait_for_writes(disk, 1)[0].ok == (False,)
-        assert store.verbs("reopen") == n
-    store.trouble, store.inner.reopen = (lambda verb: None), reopen  # type: ignore[method-assign]
-    clock.now_s += 5
-    disk.writes.submit(WriteJob(4, keys, data))
-    assert wait_for_writes(disk, 1)[0].ok == (False,) and store.verbs("put") == 0
-    clock.now_s += 1
-    disk.writes.submit(WriteJob(5, keys, data))
-    assert wait_for_writes(disk, 1)[0].ok == (True,)
-    disk.close()
-
-
 def test_failing_reads_are_misses_and_resume(tmp_path: Path) -> None:
     """Reads that raise are misses; after three the store is not called, by finds neither; after the backoff a find
     passes, and the read behind it decides."""

@@ -9,7 +9,6 @@ import select
 import signal
 import socket
 import threading
-from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -22,13 +21,10 @@ import process_case
 from disk_case import pages
 from frame_fuzz import Nonsense, held_by
 from hicache.storage import open_existing
-from hicache.storage.process import frames
-from hicache.storage.process.frames import _COUNT, NO_PAGES, Kind, Pages
-from hicache.storage.process.jobs import FindJob, ReadDone, Stalled, WriteJob
+from hicache.storage.process.jobs import ReadDone, Stalled
 from hicache.storage.process.server import Server
-from hicache.storage.process.status import QUEUE_NUMBERS
 from hicache.storage.process.stores import OpenStores
-from process_case import NUM_PAGES, PAGE_BYTES, SEEDS, WRITER, Case, at
+from process_case import SEEDS, WRITER, Case, at
 from programs import Program
 from waiting import BOUND_S, eventually
 
@@ -125,32 +121,6 @@ def test_a_user_of_another_name_is_refused(served: tuple[Program, str]) -> None:
     )
     with Program(code, path.name, cwd=path.parent) as stranger:
         assert stranger.communicate()[0].strip() == "True"
-
-
-def test_a_client_that_asks_wrongly_is_left_alone(served: tuple[Program, str]) -> None:
-    """Jobs that are none end the connection that brought them; the store serves the others, and its breakers are as
-    they were."""
-    keys, data = pages(1, 2)
-
-    def write(keys: tuple[bytes, ...], memory: int = 1, page_bytes: int = PAGE_BYTES, offset: int = 0) -> bytes:
-        return frames.of_job(WriteJob(7, keys, ()), Pages(memory, page_bytes, array("Q", [offset])))
-
-    no_key = _COUNT.pack(1) + array("H", [0]).tobytes()
-    wrong = [
-        write((b"k",), memory=99),
-        write((b"k",), offset=NUM_PAGES * PAGE_BYTES),
-        write((b"k",), page_bytes=100),
-        write((b"k", b"l")),
-        frames.frame(Kind.FIND, frames.of_job(FindJob(7, ()), NO_PAGES)[5:-4], no_key),
-        frames.frame(Kind.REMOVE, b"short"),
-    ]
-    with contextlib.closing(Case(served[1])) as good, contextlib.closing(Case(served[1])) as bad:
-        for times, frame in enumerate(wrong, 1):
-            bad.tier._send(frame)
-            eventually(lambda times=times: bad.tier.find(keys, 0.01) is None and bad.tier.times_lost == times)
-            bad.until_open()
-            assert good.stored(keys, data) == (True, True) and good.found(keys, data) == (True, True)
-        assert good.tier.is_open and good.tier.status.queue("writes")[QUEUE_NUMBERS.index("opens")] == 0
 
 
 def test_what_an_engine_shared_leaves_with_it(served: tuple[Program, str]) -> None:
