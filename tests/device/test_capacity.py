@@ -31,7 +31,6 @@ from hicache.device.memory import LazyColumn, custom_pool_region, nvlink_pool
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import BufferSpec, LatentGeometry, ModelGeometry, PoolLayout
 from hicache.metrics import memory_pressure
-from hicache.monitoring import plot
 from hicache.monitoring.plot import MemorySample, plot_memory_usage
 
 BF16 = torch.bfloat16
@@ -148,15 +147,6 @@ def test_a_pool_of_ones_own_agrees_about_the_memory_saver() -> None:
         build_engine(config(enable_memory_saver=True), pool)
 
 
-@pytest.mark.usefixtures("no_packages")
-def test_custom_memory_pools_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing Mooncake says what to install; the CPU has no use for it."""
-    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "NVLink")
-    assert lazy_pool(lazy=False).mem_usage > 0
-    with pytest.raises(ConfigError, match="HICACHE_CUSTOM_MEM_POOL"):
-        nvlink_pool(torch.device("cuda:0"))
-
-
 @pytest.mark.usefixtures("fakes")
 def test_pools_are_allocated_from_the_pool_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
     """`custom_pool_region` uses one memory pool of a device, over the allocator that Mooncake returns for it. The part
@@ -198,17 +188,6 @@ def test_a_pool_lies_in_the_memory_pool_of_mooncake(monkeypatch: pytest.MonkeyPa
         del pool, built
     finally:
         nvlink_pool.cache_clear()
-
-
-@pytest.mark.gpu
-@pytest.mark.usefixtures("no_packages")
-def test_a_pool_from_a_missing_allocator(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU the setting is honoured: without Mooncake no pool is built, and an unknown name is refused."""
-    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
-    with pytest.raises(ConfigError, match="HICACHE_CUSTOM_MEM_POOL"):
-        lazy_pool("cuda", lazy=False)
-    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "fabric")
-    refused(ConfigError, lambda: lazy_pool("cuda", lazy=False))
 
 
 def kv_layout(page: int = 16) -> PoolLayout:
@@ -314,11 +293,3 @@ def test_the_plot_shows_used_and_free_by_tier(tmp_path: Path) -> None:
     figure.savefig(tmp_path / "memory.png")
     assert (tmp_path / "memory.png").read_bytes().startswith(b"\x89PNG")
     refused(ConfigError, lambda: plot_memory_usage([]), lambda: plot_memory_usage(HISTORY[::-1]))
-
-
-def test_a_missing_matplotlib_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Importing the module needs no matplotlib; plotting without it says how to install it."""
-    monkeypatch.setattr(plot, "_figure", None)
-    with pytest.raises(ConfigError, match=r"hicache\[replay\]"):
-        plot_memory_usage(HISTORY)
-    refused(ConfigError, lambda: MemorySample(0.0, {"device": 1}, {"host": 1}))

@@ -7,7 +7,6 @@ import random
 import pytest
 import torch
 
-from cases import refused
 from hicache.kernels.alloc_decode import alloc_decode
 from hicache.kernels.alloc_extend import alloc_extend
 
@@ -78,20 +77,3 @@ def test_decode_takes_a_page_at_each_boundary(device: str, kernels: str, page_si
     tensors = [torch.tensor(x, dtype=torch.int64, device=device) for x in (seqs, last, free)]
     alloc_decode(*tensors, out[:-9], page_size, kernels)
     assert out.tolist() == expected + [-7] * 9
-
-
-def test_wrong_arguments_are_refused() -> None:
-    """Tensors of different batches, and an unknown implementation, raise ValueError; an empty batch writes nothing."""
-    one, two = torch.ones(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
-    refused(
-        ValueError,
-        lambda: alloc_extend(one, two, one, two, two, 1, 1, "torch"),
-        lambda: alloc_extend(one, one, two, two, two, 1, 1, "torch"),
-        lambda: alloc_extend(one, one, one, two, two, 1, 1, "cuda"),
-        lambda: alloc_decode(two, one, two, two, 1, "torch"),
-        lambda: alloc_decode(two, two, two, one, 1, "torch"),
-        lambda: alloc_decode(one, one, two, one, 1, "cuda"),
-    )
-    alloc_extend(one[:0], one[:0], one[:0], one, one, 1, 0, "triton")
-    alloc_decode(one[:0], one[:0], one, one[:0], 1, "triton")
-    assert one.tolist() == [1]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 import torch
 
-from cases import refused
 from hicache.kernels import nsa
 from hicache.kernels.nsa import (
     gather_index_keys,
@@ -122,27 +121,3 @@ def test_hardware_and_arithmetic_round_alike(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(nsa, "native_floats", lambda device: False)
     quantise_index_keys(x, buffers[1], loc, 64, "triton")
     assert torch.equal(*buffers)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    """Buffers, keys, scales and lengths that do not fit raise ValueError, and store nothing."""
-    buffer, loc = torch.zeros(3, index_row_bytes(4), dtype=U8), torch.tensor([1, 5])
-    keys, scales = torch.zeros(2, 128, dtype=U8), torch.ones(2)
-    refused(
-        ValueError,
-        lambda: store_index_keys(keys, scales, buffer, loc, 8, "torch"),
-        lambda: store_index_keys(keys, scales, buffer.view(torch.int8), loc, 4, "torch"),
-        lambda: store_index_keys(keys, scales, buffer[0], loc, 4, "torch"),
-        lambda: store_index_keys(keys[:, :64], scales, buffer, loc, 4, "torch"),
-        lambda: store_index_keys(torch.zeros(128, 2, dtype=U8).T, scales, buffer, loc, 4, "torch"),
-        lambda: store_index_keys(keys, torch.ones(3), buffer, loc, 4, "torch"),
-        lambda: store_index_keys(keys, scales.double(), buffer, loc, 4, "torch"),
-        lambda: store_index_keys(keys.to(torch.int16), scales, buffer, loc, 4, "torch"),
-        lambda: store_index_keys(keys, scales, buffer, loc, 4, "cuda"),
-        lambda: quantise_index_keys(keys.view(E4M3), buffer, loc, 4, "torch"),
-        lambda: quantise_index_keys(keys, buffer, loc, 4, "torch"),
-        lambda: quantise_index_keys(keys.float(), buffer, loc[:1], 4, "torch"),
-        lambda: gather_index_keys(buffer, torch.tensor([0, 2]), 9, 4, "torch"),
-        lambda: gather_index_scales(buffer, torch.tensor([[0, 2]]), 3, 4, "torch"),
-    )
-    assert not buffer.any()

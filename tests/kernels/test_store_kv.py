@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
-from cases import KERNELS, pairwise, refused
+from cases import KERNELS, pairwise
 from hicache.kernels.store_kv import store_kv, store_rows
 from kernel_case import as_bytes, random_bits
 
@@ -108,25 +106,3 @@ def test_keys_or_values_alone(device: str, kernels: str, scale: float | None) ->
         number = scale or 1.0
         assert buffers[0][loc].eq(1 / number if only == "k" else 0).all() and not buffers[0][[0, 2]].any()
         assert buffers[1][loc].eq(8 / number if only == "v" else 0).all() and not buffers[1][[0, 2]].any()
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    """Rows of another shape, dtype or device, and scales of several elements, raise ValueError; nothing is written."""
-    buffer, loc, rows = torch.zeros(4, 2, 3), torch.tensor([1, 2]), torch.ones(2, 2, 3)
-
-    def store(k: torch.Tensor, v: torch.Tensor, kernels: str = "torch", **given: torch.Tensor) -> Callable[[], None]:
-        return lambda: store_kv(k, v, buffer, buffer, loc, kernels, **given)
-
-    refused(
-        ValueError,
-        store(rows, torch.ones(2, 2, 4)),
-        store(torch.ones(3, 2, 3), rows),
-        store(rows, rows.int()),
-        store(rows, rows.half()),
-        store(rows, rows, v_scale=torch.ones(2)),
-        store(rows, rows, k_scale=torch.ones(1, device="meta")),
-        store(rows, rows, "cuda"),
-        lambda: store_kv(rows, rows, buffer, buffer.half(), loc, "torch"),
-        lambda: store_rows(torch.ones(2, 3, 2).transpose(1, 2), buffer, loc, "triton"),
-    )
-    assert not buffer.any()

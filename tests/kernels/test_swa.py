@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-
 import pytest
 import torch
 
-from cases import refused
 from hicache.kernels.swa import translate_slots
 
 
@@ -38,16 +35,3 @@ def test_tables_keep_their_shape(device: str, kernels: str) -> None:
         got = translate_slots(mapping, view, kernels)
         assert got.shape == view.shape and torch.equal(got, 99 - view.to(torch.int64))
     assert torch.equal(table, before)
-
-
-def test_wrong_arguments_are_refused() -> None:
-    """Mappings and slots of another type or place raise ValueError."""
-    mapping, loc = torch.zeros(4, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
-    wrong = (mapping.int(), mapping[:0], mapping.view(2, 2), torch.zeros(8, dtype=torch.int64)[::2])
-    refused(ValueError, *(functools.partial(translate_slots, x, loc, "torch") for x in wrong))
-    refused(
-        ValueError,
-        lambda: translate_slots(mapping, loc.float(), "torch"),
-        lambda: translate_slots(mapping, loc.to("meta"), "torch"),
-        lambda: translate_slots(mapping, loc, "cuda"),
-    )

@@ -6,7 +6,7 @@ import random
 
 import torch
 
-from cases import KERNELS, pairwise, refused
+from cases import KERNELS, pairwise
 from hicache.kernels.write_req_to_token import write_req_to_token_pool
 
 
@@ -53,18 +53,3 @@ def test_no_requests(device: str, kernels: str) -> None:
     table = torch.ones(2, 3, dtype=torch.int32, device=device)
     write(table, [], [], [], [], torch.empty(0, dtype=torch.int64, device=device), kernels)
     assert table.eq(1).all()
-
-
-def test_what_does_not_fit_is_refused() -> None:
-    """Too few slots, a prefix without slots, and rows that are too short raise ValueError and write nothing."""
-    table, slots = torch.zeros(3, 8, dtype=torch.int32), torch.arange(1, 9)
-    refused(
-        ValueError,
-        lambda: write(table, [1], [slots[:2]], [2], [5], slots[:2], "torch"),
-        lambda: write(table, [1], [slots[:2]], [2], [5], slots[:4], "torch"),
-        lambda: write(table, [1], [slots[:1]], [2], [5], slots[:3], "torch"),
-        lambda: write(table, [1], [slots[:2]], [2], [9], slots[:7], "torch"),
-        lambda: write(table, [1, 2], [slots[:2]], [2], [5], slots[:3], "torch"),
-        lambda: write(table, [1], [slots[:2]], [2], [5], slots[:3], "cuda"),
-    )
-    assert not table.any()

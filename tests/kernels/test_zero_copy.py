@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import mmap
-from typing import Any
 
 import pytest
 import torch
@@ -15,9 +14,6 @@ from hicache.kernels.zero_copy import ZeroCopyMover
 from kernel_case import no_waits, random_bits
 from page_case import LAYERS, POOLS, U8, Pool, check_store_and_load, page_bytes, pinned
 from transfer_hooks import StreamGate
-
-# The kernel alone, on every device that can run it.
-the_kernel = pytest.mark.parametrize("kernels", ["triton"], indirect=True)
 
 
 def check(
@@ -71,44 +67,6 @@ def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     middle = whole[:, :, 1].clone()
     check(Pool([[layer[:, 0], layer[:, 2]] for layer in whole], device), 2, 3, kernels)
     assert torch.equal(whole[:, :, 1], middle)
-
-
-class Launches:
-    """Stands before the kernel and notes the grid of each launch."""
-
-    def __init__(self, kernel: Any) -> None:
-        self.grids: list[tuple[int, ...]] = []
-        self._kernel = kernel
-
-    def __getitem__(self, grid: tuple[int, ...]) -> Any:
-        self.grids.append(grid)
-        return self._kernel[grid]
-
-
-@the_kernel
-def test_few_programs_in_one_launch(device: str, kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows alike in all layers go in one launch of at most `blocks` programs, and no more than there are tiles; rows
-    of two sizes in two, and layers that differ one by one. Pieces that cannot be numbered at once go in turn."""
-    launches = Launches(zero_copy.zero_copy_kernel)
-    monkeypatch.setattr(zero_copy, "zero_copy_kernel", launches)
-
-    def grids(name: str, blocks: int) -> list[tuple[int, ...]]:
-        pool = Pool.named(name, 100, device)
-        mover = pool.mover(16, kernels)
-        host = pinned(random_bits(6, mover.group_bytes(0, pool.num_layers), seed=3), device)
-        launches.grids.clear()
-        slots = torch.arange(80, device=device)
-        ZeroCopyMover(mover, host, blocks).store(slots, torch.arange(5, device=device), 0, pool.num_layers)
-        assert page_bytes(host)[:5] == pool.host_pages(list(range(80)), 16, 0, pool.num_layers)
-        return list(launches.grids)
-
-    # 5 pages of 16 rows in 2 buffers of 3 layers: 480 pieces, of which a tile takes 256.
-    assert grids("mha", 1) == [(1,)]
-    assert grids("mha", 4) == [(2,)]
-    assert grids("k and v differ", 4) == [(1,), (1,)]
-    assert grids("layers differ", 4) == [(1,), (1,), (1,)]
-    monkeypatch.setattr(zero_copy, "MAX_INDEX", 2 * 96 + 1)
-    assert grids("mha", 4) == [(1,), (1,), (1,)]
 
 
 def sparse(num_bytes: int) -> torch.Tensor:
