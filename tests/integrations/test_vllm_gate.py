@@ -154,16 +154,6 @@ def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:
     assert case.counts() == (0, 0, 0, 2)
 
 
-def test_no_load_waits_behind_those_that_are_stuck() -> None:
-    case = Case(PROMPT)
-    case.read(0.1)
-    under_way = Queue(JOB_BYTES, case.clock())
-    assert case.loads(queue=under_way)
-    case.after(1.1)
-    assert not case.loads(queue=under_way)
-    assert case.loads(queue=Queue(JOB_BYTES, case.clock()))
-
-
 def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
     """It brings nothing for longer than computing would have cost all when the load was weighed, and for a second; that
     it has become slow is no reason, nor that all others wait for the disk by now."""
@@ -216,19 +206,6 @@ class Timed:
         return self.cost.prefill_s(0, 8192)
 
 
-def test_prefill_is_timed_by_the_steps_that_computed() -> None:
-    """Three prompts of 8192 tokens that come together are computed in three steps of a quarter of a second each, one
-    behind the other, and arrive a step later. No step counts twice, nor does the one that copied the last."""
-    timed = Timed()
-    timed.step()
-    timed.begin("a", "b", "c")
-    timed.step()
-    for request in "abc":
-        timed.step((request, 0, 8192))
-    timed.step(seconds=60)
-    assert timed.prefill_s() == pytest.approx(0.25)
-
-
 def test_a_prompt_in_parts_is_timed_part_by_part() -> None:
     """Later parts take longer, and decoding behind them does not count."""
     timed = Timed()
@@ -253,18 +230,6 @@ def test_idle_time_and_decoding_between_prompts_do_not_count() -> None:
         timed.step((str(n), 0, 1024), seconds=0.01)
     timed.step()
     assert timed.prefill_s() == pytest.approx(8 * 0.25)
-
-
-def test_a_prompt_that_was_preempted_is_not_timed() -> None:
-    case = Case()
-    request, _ = case.asked()
-    case.gate.step([request], ())
-    case.gate.step((), [request])
-    case.after(60)
-    case.gate.stored(request, 0, PROMPT)
-    for _ in range(2):
-        case.gate.step((), ())
-    assert case.cost.prefill_s(0, PROMPT) is None
 
 
 def test_what_says_nothing_of_prefill_does_not_count() -> None:
