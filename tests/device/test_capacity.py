@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,17 +15,11 @@ from component_case import MODELS, config
 from hicache import build_engine
 from hicache.alloc import PagedTokenToKVPoolAllocator, TokenToKVPoolAllocator
 from hicache.device import (
-    HybridLinearKVPool,
     HybridReqToTokenPool,
-    Mamba2CacheParams,
-    Mamba2StateShape,
-    MambaPool,
     MHATokenToKVPool,
-    ReqToTokenPool,
-    SWAKVPool,
     plan_capacity,
 )
-from hicache.device.memory import LazyColumn, custom_pool_region, nvlink_pool
+from hicache.device.memory import LazyColumn, nvlink_pool
 from hicache.errors import ConfigError, OutOfMemory
 from hicache.layout import BufferSpec, LatentGeometry, ModelGeometry, PoolLayout
 from hicache.metrics import memory_pressure
@@ -104,22 +96,6 @@ def test_no_first_use_within_a_graph() -> None:
     assert bool((pool.get_key_buffer(5)[loc] == 3).all())
 
 
-@pytest.mark.usefixtures("no_packages")
-def test_a_missing_memory_saver_is_named() -> None:
-    """Every pool and table that is asked for the memory saver without its package raises with both ways out."""
-    shape = Mamba2StateShape.create(1, 16, 1, 2, 8, 4, 4)
-    params = Mamba2CacheParams(shape, [0])
-    builders = [
-        lambda: MHATokenToKVPool(8, 1, BF16, 1, 8, 1, "cpu", True, lazy=True),
-        lambda: ReqToTokenPool(4, 8, "cpu", True),
-        lambda: MambaPool(4, params, "cpu", enable_memory_saver=True),
-        lambda: HybridReqToTokenPool(4, 4, 8, "cpu", True, params),
-        lambda: SWAKVPool(8, 8, 1, BF16, 1, 8, [0], [1], "cpu", enable_memory_saver=True),
-        lambda: HybridLinearKVPool(8, BF16, 1, 1, 8, [0], "cpu", enable_memory_saver=True),
-    ]
-    refused(ConfigError, *builders)
-
-
 @pytest.mark.usefixtures("fakes")
 @pytest.mark.parametrize("kind", sorted(EVERY_MODEL))
 def test_an_engine_allocates_in_the_region_of_the_memory_saver(kind: str) -> None:
@@ -147,31 +123,6 @@ def test_a_pool_of_ones_own_agrees_about_the_memory_saver() -> None:
         build_engine(config(enable_memory_saver=True), pool)
 
 
-@pytest.mark.usefixtures("fakes")
-def test_pools_are_allocated_from_the_pool_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`custom_pool_region` uses one memory pool of a device, over the allocator that Mooncake returns for it. The part
-    of torch that needs a GPU is replaced here, and not in the test on a GPU."""
-    used: list[tuple[object, torch.device]] = []
-
-    @contextlib.contextmanager
-    def use_mem_pool(pool: object, device: torch.device) -> Iterator[None]:
-        used.append((pool, device))
-        yield
-
-    monkeypatch.setattr(torch.cuda, "MemPool", lambda allocator: [allocator])
-    monkeypatch.setattr(torch.cuda, "use_mem_pool", use_mem_pool)
-    monkeypatch.setenv("HICACHE_CUSTOM_MEM_POOL", "nvlink")
-    device = torch.device("cuda:7")
-    try:
-        for _ in range(2):
-            with custom_pool_region(device):
-                pass
-        assert used == [([None], device)] * 2 and used[0][0] is used[1][0] is nvlink_pool(device)
-        assert sys.modules["mooncake.allocator"].NVLinkAllocator.devices == [device]
-    finally:
-        nvlink_pool.cache_clear()
-
-
 @pytest.mark.gpu
 @pytest.mark.usefixtures("fakes")
 def test_a_pool_lies_in_the_memory_pool_of_mooncake(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -194,17 +145,6 @@ def kv_layout(page: int = 16) -> PoolLayout:
     """32 layers, 8 heads of 128, bf16: 128 KiB a token."""
     layers = tuple(range(32))
     return PoolLayout(tuple(BufferSpec(name, BF16, (8, 128), "token", layers) for name in "kv"), page)
-
-
-def test_capacity_by_hand() -> None:
-    """Tokens are what the share leaves, less page 0, in whole pages."""
-    token = 128 << 10
-    assert plan_capacity(80 * GIB, 16 * GIB, kv_layout(), mem_fraction_static=0.85) == (
-        (int(80 * GIB * 0.85) - 16 * GIB) // (16 * token) * 16 - 16
-    )
-    assert plan_capacity(80 * GIB, 16 * GIB, kv_layout(1), reserve_ratio=0.1) == int(64 * GIB * 0.9) // token - 1
-    assert plan_capacity(32 * token, 0, kv_layout(), mem_fraction_static=1.0) == 16
-    assert plan_capacity(32 * token + 15 * token, 0, kv_layout(), reserve_ratio=0.0) == 16
 
 
 def test_capacity_is_what_a_pool_takes() -> None:

@@ -15,7 +15,6 @@ from hicache.storage import LmdbPageStore, PageFormat
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config, flush_error, serve
 from toy_model import prompt as prompt_of
-from waiting import eventually
 
 PAGE_BYTES = 8 * 192
 
@@ -31,18 +30,6 @@ def lines(caplog: pytest.LogCaptureFixture, part: str) -> list[str]:
 @pytest.fixture(autouse=True)
 def _all_levels(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO, "hicache")
-
-
-def test_a_host_pool_that_is_too_small(caplog: pytest.LogCaptureFixture) -> None:
-    """Tokens that find no host page are reported once, however many follow."""
-    settings = config(device_tokens=256, host_bytes=4 * PAGE_BYTES, write_policy="write_through")
-    with build_engine(settings, GEOMETRY) as engine:
-        for seed in range(3):
-            serve(engine, f"r{seed}", prompt(seed))
-            engine.flush()
-        assert engine.stats()["backup.skipped_tokens"] == 3 * 40
-    (line,) = lines(caplog, "not backed up")
-    assert line.startswith("40 tokens") and "3 host pages" in line and "host_bytes" in line
 
 
 def test_a_load_that_does_not_pay(caplog: pytest.LogCaptureFixture) -> None:
@@ -67,24 +54,6 @@ def test_a_disk_that_is_too_slow_for_the_host(caplog: pytest.LogCaptureFixture) 
             assert flush_error(engine) is not None
         assert engine.stats()["evict.host_lost_tokens"] >= 64
     assert len(lines(caplog, "leave the host before a store has them")) == 1
-
-
-def test_a_share_that_is_exhausted(caplog: pytest.LogCaptureFixture) -> None:
-    """The first prefetch that finds the share taken is reported with the share and what it allows."""
-    store = TroubledStore(MemoryPageStore(1 << 30))
-    settings = {"device_tokens": 256, "host_bytes": 31 * PAGE_BYTES, "prefetch_mode": "best_effort"}
-    with build_engine(config(**settings), GEOMETRY, store=store) as engine:
-        for seed in range(5):
-            serve(engine, f"r{seed}", prompt(seed))
-            engine.flush()
-    with build_engine(config(**settings, prefetch_host_share=0.25), GEOMETRY, store=store) as engine:
-        handles = []  # a claim goes with its handle
-        for seed in range(4):
-            handles.append(engine.prefetch(f"p{seed}", prompt(seed)))
-            eventually(lambda: engine.poll() or not engine.stats()["prefetch.queued_reads"])
-        assert engine.stats()["prefetch.postponed_requests"] > 1
-    (line,) = lines(caplog, "prefetches wait")
-    assert "prefetch_host_share=0.25 allows 7" in line
 
 
 def test_a_budget_that_is_reached(caplog: pytest.LogCaptureFixture, tmp_path: Path) -> None:

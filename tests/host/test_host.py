@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tracemalloc
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -96,33 +95,6 @@ def fewest(lengths: list[int], n: int) -> int:
             break
         num_runs, n = num_runs + 1, n - length
     return num_runs
-
-
-LONG = [pytest.param(*row, marks=pytest.mark.long) for row in ((4096, 4000, False), (20000, 4000, True))]
-
-
-@pytest.mark.parametrize(("num_pages", "steps", "log_uniform"), [(4096, 1000, True), *LONG])
-def test_allocations_stay_contiguous_under_churn(num_pages: int, steps: int, log_uniform: bool) -> None:
-    """In a cache at 95 % that allocates 1 to 512 pages and evicts whole nodes and tails of nodes, more often old ones
-    than new ones, the mean number of pieces of an allocation is below 4; no page is lost."""
-    pool, rng = make_pool(num_pages), np.random.default_rng(7)
-    nodes: list[list[int]] = []
-    pieces: list[int] = []
-    for _ in range(steps):
-        wanted = int(2 ** rng.uniform(0, 9)) if log_uniform else int(rng.integers(1, 513))
-        while pool.available() - wanted < num_pages // 20:
-            at = int(rng.integers(len(nodes) // 4 + 1))
-            node, keep = nodes[at], int(rng.integers(len(nodes[at]))) * int(rng.integers(2))
-            pool.free(node[keep:])
-            nodes[at : at + 1] = [node[:keep]] if keep else []
-        pages = pool.alloc(wanted)
-        assert pages is not None
-        pieces.append(sum(after != page + 1 for page, after in pairwise(pages)) + 1)
-        nodes.append(pages)
-        nodes.append(nodes.pop(int(rng.integers(len(nodes)))))  # a hit
-    assert len(set().union(*nodes)) == num_pages - pool.available() == sum(map(len, nodes))
-    assert float(np.mean(pieces[steps // 2 :])) < 4
-    pool.check()
 
 
 def test_work_does_not_grow_with_the_pool() -> None:

@@ -109,29 +109,6 @@ def test_an_address_that_cannot_be_used_leaves_the_disk_free(tmp_path: Path) -> 
         serve(engine, "r", range(96))
 
 
-def test_what_the_store_evicts_and_what_it_kept_from_before_is_told(tmp_path: Path) -> None:
-    """A store that is too small for all prompts tells what it dropped; a later engine tells what it finds."""
-    settings = config(kv_events=f"file:{tmp_path / 'events'}", disk=_disk(tmp_path))
-    with build_engine(settings, GEOMETRY) as engine:
-        for number in range(60):
-            serve(engine, f"r{number}", range(number * 100, number * 100 + 96))
-        evicted = engine.stats()["disk.evicted_pages"]
-        stored = engine.stats()["disk.stored_pages"]
-        index = _index_of(engine, tmp_path / "events")
-        assert evicted > 0
-        assert len(index.held["DISK"]) == stored
-        assert sum(len(e.block_hashes) for e in _removals(tmp_path / "events")) >= evicted
-    last = [59 * 100 + n for n in range(96)]
-    with build_engine(settings, GEOMETRY) as engine:
-        assert not _index_of(engine, tmp_path / "events").held["DISK"]
-        found = engine.prefetch("again", last, mode="wait_complete")
-        eventually(lambda: engine.poll() or found.ready)
-        engine.cancel("again")
-        index = _index_of(engine, tmp_path / "events")
-        assert found.landed_tokens == 88  # the last page is never looked for
-        assert len(index.held["DISK"]) == len(index.held["CPU"]) == 11
-
-
 def test_a_store_of_ones_own_is_told_as_it_is_found(tmp_path: Path) -> None:
     """It does not say what it loses: a page that a read misses is told as removed, and once more when it is written."""
     stream, prompt = tmp_path / "events", range(96)
@@ -203,11 +180,6 @@ def test_parents_come_before_children_on_every_medium(policy: str, tmp_path: Pat
 
 def _disk(folder: Path) -> DiskConfig:
     return DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20)
-
-
-def _removals(path: Path) -> list[block_index.BlockRemoved]:
-    events = [event for batch in read_lines(path) for event in batch.events]
-    return [e for e in events if isinstance(e, block_index.BlockRemoved) and e.medium == "DISK"]
 
 
 def _index_of(engine: CacheEngine, path: Path) -> BlockIndex:

@@ -84,20 +84,3 @@ def test_a_reader_that_counts_holds_what_the_media_hold(seed: int) -> None:
         history.step()
         history.read()
     assert history.num_untold
-
-
-def test_blocks_behind_a_gap_are_told_when_it_is_filled() -> None:
-    """Parts of a long prompt that come last first are told in its order, whoever holds the parents."""
-    log, reader, text = EventLog(), BlockIndex(), "".join(map(chr, range(32, 126)))
-    for start in range(len(text) - 1, 0, -1):
-        log.stored(_pages(text, start, start + 1), "CPU")
-    assert not log.take_changes()
-    log.removed(_pages(text, 5, 6).keys, "CPU")
-    log.stored(_pages(text, 0, 1), "GPU")
-    for change in log.take_changes():
-        reader.apply(change.blocks(64))
-    assert (len(reader.held["GPU"]), len(reader.held["CPU"])) == (1, 4)
-    log.stored(_pages(text, 5, 6), "CPU")
-    for change in log.take_changes():
-        reader.apply(change.blocks(64))
-    assert len(reader.held["CPU"]) == len(text) - 1

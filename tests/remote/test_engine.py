@@ -4,7 +4,6 @@ that hangs or dies costs hits and nothing else."""
 from __future__ import annotations
 
 import itertools
-import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -18,7 +17,7 @@ from hicache.bench.remote_servers import CREDENTIALS, MooncakeServer, S3Server, 
 from hicache.errors import NotStored
 from hicache.storage import PageFormat, open_store
 from hicache.tiers import REMOTE
-from programs import command, program
+from programs import program
 from remote_case import with_options
 from toy_model import GEOMETRY, config, serve
 from waiting import eventually
@@ -157,24 +156,6 @@ def test_a_full_pool_is_written_to_when_it_has_room() -> None:
             engine.flush()
             assert engine.stats()["remote.put_pages"] >= 11
             engine.check()
-
-
-@pytest.mark.smoke
-@pytest.mark.parametrize("server", ["s3"], indirect=True)
-def test_the_second_demo_hits_what_the_first_computed(server: Server) -> None:
-    """The demo in two processes over one server: both yield the tokens of runs without a cache."""
-    remote_tokens = []
-    for _ in range(2):
-        flags = ("--model", "random", "--documents", 2, "--document-tokens", 2048, "--turns", 2)
-        with command("demo", *flags, "--remote-url", server.url) as demo:
-            output, errors = demo.communicate()
-        assert demo.returncode == 0, errors
-        assert "identical: yes" in output
-        remote_tokens += [
-            int(number) for number in re.findall(r"^prompt tokens.* remote (\d+) \(", output, re.MULTILINE)
-        ]
-    first, second = remote_tokens
-    assert first < second
 
 
 if __name__ == "__main__":

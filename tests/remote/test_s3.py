@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import closing
 
-import numpy as np
 import pytest
 
 from hicache.bench.remote_servers import CREDENTIALS, S3Server
@@ -77,40 +76,3 @@ def test_a_panic_of_the_client_is_an_error(monkeypatch: pytest.MonkeyPatch, capl
         assert store.contains([b"0"]) == [False] and found_in(store) == []
         assert store.put([(b"0", page(0))]) == [False]
         assert (store.stats().read_errors, store.stats().write_errors) == (9, 1) and "AWS_*" in caplog.text
-
-
-@pytest.mark.smoke
-def test_a_server_that_is_gone_is_a_miss_until_it_is_back(server: S3Server) -> None:
-    """While the server is killed every call says that nothing is there or stored, counts, and raises nothing; once it
-    runs again, the next call uses it."""
-    with closing(opened(server)) as store:
-        assert store.put(list(PAGES.items())) == PRESENT and found_in(store) == list(PAGES)
-        server.kill()
-        for _ in range(2):
-            assert found_in(store) == [] and store.contains(list(PAGES)) == ABSENT
-        assert store.put(list(PAGES.items())) == ABSENT and store.delete([b"1"]) == 0
-        store.touch([b"1"])
-        store.sync()
-        stats = store.stats()
-        assert store.thread_read_errors() == stats.read_errors >= 4 * 8 and stats.write_errors >= 8
-        server.start()
-        assert found_in(store) == [] and store.thread_read_errors() == stats.read_errors  # it lost them, and answers
-        assert store.put(list(PAGES.items())) == PRESENT and found_in(store) == list(PAGES)
-
-
-@pytest.mark.smoke
-def test_a_frozen_server_is_a_miss(server: S3Server) -> None:
-    """Calls end by their timeout, which counts; a buffer is left alone from then on; a server that goes on is used."""
-    hasty = opened(server, "timeout=0.3")
-    with closing(opened(server)) as store:
-        assert store.put(list(PAGES.items())) == PRESENT
-        server.freeze()
-        try:
-            buffers = [np.zeros(len(content), np.uint8) for content in PAGES.values()]
-            assert hasty.get_into(list(PAGES), buffers) == ABSENT and hasty.contains(list(PAGES)) == ABSENT
-            assert hasty.put([(b"new", page(0))]) == [False]
-            assert (hasty.stats().read_errors, hasty.stats().write_errors) == (16, 1)
-            hasty.close()
-        finally:
-            server.thaw()
-        assert found_in(store) == list(PAGES) and not any(buffer.any() for buffer in buffers)

@@ -8,7 +8,6 @@ import signal
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
@@ -27,7 +26,6 @@ from replay_case import synthetic_trace, trace_of
 from toy_model import serve
 from waiting import eventually
 
-SVG, LINK = "{http://www.w3.org/2000/svg}", "{http://www.w3.org/1999/xlink}href"
 ROOT = Path(__file__).resolve().parents[2]
 RATES = {"prefill_tokens_per_s": 1000.0, "bytes_per_token": 100.0, "load_bytes_per_s": 50_000.0}
 
@@ -92,29 +90,6 @@ def test_rates_give_times_to_the_first_token(tmp_path: Path) -> None:
     assert hinted[0]["hit_rate"] > slow["hit_rate"]
     assert slow["ttft_s"]["mean"] == pytest.approx(2 * fast["ttft_s"]["mean"])
     assert slow["gpu_s"] == pytest.approx(2 * fast["gpu_s"]) == pytest.approx(slow["ttft_s"]["mean"] * 200)
-
-
-def test_the_hit_rates_are_drawn(tmp_path: Path) -> None:
-    """A point a size for each policy and the optimum, at the height of its hit rate, in a picture without addresses of
-    others; equal results give equal files."""
-    pytest.importorskip("matplotlib", reason="a picture needs matplotlib")
-    trace, picture = trace_file(tmp_path), tmp_path / "rates.svg"
-    flags = ["--device-blocks", "60", "500", "--policies", "lru,filo", "--processes", "1", "--plot", str(picture)]
-    rows = [row for row in rows_of(tmp_path, str(trace), *flags) if row["name"] != "unlimited"]
-    text = picture.read_text()
-    rows_of(tmp_path, str(trace), *flags)
-    assert text == picture.read_text()
-    marks = list(ElementTree.fromstring(text).iter(f"{SVG}use"))
-    assert all(mark.attrib[LINK].startswith("#") for mark in marks)
-    points = {}
-    for name, colour in (("lru", "#0072b2"), ("filo", "#d55e00"), ("optimal", "#222222")):
-        heights = [-float(mark.attrib["y"]) for mark in marks if f"fill: {colour}" in mark.attrib.get("style", "")]
-        assert len(heights) == 2 + 1  # one in the legend
-        points |= dict(zip([(name, 60), (name, 500)], heights, strict=False))
-    rates = [row["hit_rate"] for row in rows]
-    drawn = [points[row["name"], row["settings"]["device_blocks"]] for row in rows]
-    scale = (drawn[-1] - drawn[0]) / (rates[-1] - rates[0])
-    assert drawn == pytest.approx([drawn[0] + scale * (rate - rates[0]) for rate in rates], abs=0.01)
 
 
 def test_times_are_sums_of_copies_and_computing() -> None:

@@ -11,7 +11,6 @@ from functools import cache
 import numpy as np
 import pytest
 
-from hicache.errors import ConfigError
 from hicache.pages.order import RANK_POLICIES
 from hicache.replay.cache import BlockHits
 from hicache.replay.cost import TierCosts
@@ -82,13 +81,6 @@ def test_tiers_add_up(policy: str, write_policy: str) -> None:
     whole = replay(trace, ReplaySettings(None, None, None, policy, write_policy))
     assert whole.hit_rate == optimal(trace, ReplaySettings(None)).hit_rate > result.hit_rate
     assert whole.tier_hit_rates["device"] == whole.hit_rate
-
-
-@pytest.mark.parametrize("wrong", [{"disk_blocks": 1.5}, {"disk_blocks": 10}, {"host_blocks": -1}])
-def test_what_no_cache_can_have_is_refused(wrong: dict[str, object]) -> None:
-    """The message names the setting. What flags can give is in tests/cli/test_wrong_input.py."""
-    with pytest.raises(ConfigError, match=next(iter(wrong)).split("_")[0]):
-        ReplaySettings(**{"device_blocks": 10, **wrong})  # type: ignore[arg-type]
 
 
 def test_progress_is_told_and_may_stop_a_replay() -> None:

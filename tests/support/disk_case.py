@@ -129,13 +129,12 @@ def started_tier(
     readers: int = 1,
     queue_jobs: int = 64,
     full_bytes: int = 1 << 40,
-    close_s: float = 30.0,
 ) -> tuple[StoreTier, TroubledStore]:
     """A tier over a troubled store of 4 KiB pages, which has some; the store is the tier's to close."""
     inner = LmdbPageStore(path, identity={"model": "toy"}, formats=[PageFormat(PAGE_BYTES)], budget_bytes=8 << 20)
     assert all(inner.put(list(zip(keys, data, strict=True))))
     store = TroubledStore(inner)
-    limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6, close_s=close_s)
+    limits = Limits(io_timeout_s=10, reopen_backoff_s=1, max_reopen_backoff_s=6)
     settings = ServiceSettings(
         readers=readers, queue_jobs=queue_jobs, full_bytes=full_bytes, part_bytes=2 * PAGE_BYTES, limits=limits
     )
@@ -184,10 +183,10 @@ def _threads(prefixes: tuple[str, ...]) -> list[str]:
     return [thread.name for thread in threading.enumerate() if thread.name.startswith(prefixes)]
 
 
-def page_keys(engine: CacheEngine, tokens: np.ndarray, namespace: str = "") -> list[bytes]:
+def page_keys(engine: CacheEngine, tokens: np.ndarray) -> list[bytes]:
     """The keys of the whole pages of a prompt."""
     tree = engine.inspect.context.tree
-    return tree.names.of_prompt(tree.match(tokens, namespace), tokens)
+    return tree.names.of_prompt(tree.match(tokens), tokens)
 
 
 def num_held(disk: StoreTier, keys: Sequence[bytes], wait_s: float) -> int | None:

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import queue
 import threading
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -28,58 +25,6 @@ def record(device: str, counter: LayerTransferCounter, load_id: int) -> None:
         counter.record(load_id, layer)
     if device == "cuda":
         torch.cuda.synchronize()
-
-
-@contextlib.contextmanager
-def producer(
-    device: str, counter: LayerTransferCounter, load_id: int, data: torch.Tensor
-) -> Iterator[Callable[[int], None]]:
-    """Fill row `layer` of `data` with layer + 1 and record it, concurrently with the consumer, like a load. That is
-    after the consumer calls the yielded function and is about to wait for the layer; on CUDA the device is late."""
-    if device == "cuda":
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for layer in range(counter.num_layers):
-                torch.cuda._sleep(10_000_000)
-                data[layer].fill_(layer + 1)
-                counter.record(load_id, layer)
-        yield lambda layer: None
-        stream.synchronize()
-        return
-    wanted: queue.SimpleQueue[int] = queue.SimpleQueue()
-
-    def work() -> None:
-        first = 0
-        while first < counter.num_layers:
-            end = wanted.get() + 1
-            for layer in range(first, end):
-                data[layer].fill_(layer + 1)
-                counter.record(load_id, layer)
-            first = max(first, end)
-
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    yield wanted.put
-    wanted.put(counter.num_layers - 1)
-    thread.join()
-
-
-@pytest.mark.parametrize("layers", [(0, 1, 2, 3), (3,)])
-def test_the_consumer_sees_every_layer(device: str, layers: tuple[int, ...]) -> None:
-    """After `wait_until(layer)` that layer and those before it have arrived, for each of several loads consumed at
-    once; after `wait_all()`, for a forward that calls no getter, all have."""
-    counter = make_counter(device, 4)
-    loads = [(counter.begin(), torch.zeros(4, 1000, device=device)) for _ in range(2)]
-    with contextlib.ExitStack() as running:
-        producers = [running.enter_context(producer(device, counter, load_id, data)) for load_id, data in loads]
-        counter.set_consumer(tuple(load_id for load_id, _ in loads))
-        for layer in layers:
-            for want in producers:
-                want(layer)
-            counter.wait_all() if layers == (3,) else counter.wait_until(layer)
-            for _, data in loads:
-                assert data[: layer + 1].clone().unique(dim=1).tolist() == [[n] for n in range(1, layer + 2)]
 
 
 def test_finished_loads_do_not_block(device: str) -> None:

@@ -72,22 +72,6 @@ def test_bytes_land_where_scattering_puts_them(which: tuple[str, int], data: st.
     assert all(torch.equal(got, rows) for got, rows in zip(found, buffers, strict=True))
 
 
-@pytest.mark.parametrize("name", ["mha", "nsa"])
-def test_runs_have_maximum_length(name: str) -> None:
-    """Consecutive pages with consecutive slots are one run, up to the end of a pinned chunk; a jump ends it."""
-    tier, _, copier = tier_of(name, 0)
-    block = tier.page_tokens
-    slots = np.arange(block, 5 * block)
-    runs = copier.runs(np.array([1, 2, 3, 4]), slots)
-    assert runs is not None and runs.pages.lengths == [4] and runs.first_slot.tolist() == [block]
-    for pages, counts in (([3, 4, 5, 6], [2, 2]), ([1, 2, 4, 3], [2, 1, 1])):
-        found = copier.runs(np.array(pages), slots)
-        assert found is not None and found.pages.lengths == counts
-    apart = slots + np.repeat([0, 0, block, block], block)
-    found = copier.runs(np.array([1, 2, 3, 4]), apart)
-    assert found is not None and found.pages.lengths == [2, 2]
-
-
 def test_slots_out_of_order_are_no_runs() -> None:
     """Two exchanged slots of a page, or a device page that does not begin at a row of its buffer, are no runs."""
     copier, paged = tier_of("mha", 0)[2], tier_of("nsa", 0)[2]
