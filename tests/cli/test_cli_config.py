@@ -84,25 +84,6 @@ def test_every_setting_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     ]
 
 
-def test_a_computed_value_says_what_it_follows_from(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    """A value that is left to the engine is shown as auto, with what it is computed from; one that is set is not."""
-    settings = shown_settings(capsys)["settings"]
-    auto = {name for name, row in settings.items() if row["value"] == "auto"}
-    computed = {"host_bytes", "dtype", "prefill_tokens_per_s", "window_tokens", "mamba_size", "host_states"}
-    computed |= {"write_policy"}
-    assert auto == computed | {"prefetch_mode", "eviction_policy", "kv_packing"}  # modes and a policy of that name
-    assert computed == {name for name, row in settings.items() if "computed_from" in row}
-    assert "available memory" in settings["host_bytes"]["computed_from"]
-    for flag in (["--host-bytes", "0"], ["--host-bytes", "auto"]):
-        settings = shown_settings(capsys, *flag)["settings"]
-        assert ("computed_from" in settings["host_bytes"]) == (flag[1] == "auto")
-    file = tmp_path / "engine.yaml"
-    file.write_text("window_tokens: 128\nmamba_size: auto\n")
-    settings = shown_settings(capsys, "--config", str(file))["settings"]
-    assert settings["window_tokens"] == {"value": 128, "unit": "tokens", "source": f"file {file}"}
-    assert settings["mamba_size"]["value"] == "auto" and settings["mamba_size"]["source"] == f"file {file}"
-
-
 def test_the_environment_is_shown_and_the_key_is_not(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

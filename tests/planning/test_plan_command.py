@@ -121,17 +121,6 @@ def test_what_a_host_adds(
     assert added in " ".join(output(capsys, "plan", "--model", model, *flags).split())
 
 
-def test_tables(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The tables hold what the JSON holds, and the whole command to start with."""
-    model, trace = saved(tmp_path / "model", "gemma3_text"), write_trace(tmp_path / "trace.jsonl")
-    flags = (*TINY, *RATES, "--trace", str(trace), "--disk", "8MiB")
-    plan = planned(capsys, model, *flags)
-    out = output(capsys, "plan", "--model", model, *flags)
-    for tier in plan["tiers"]:
-        assert f"{tier['num_tokens']:,}" in out
-    assert plan["serve"] in out and "loading from the disk" in out and "0.5000" in out
-
-
 def test_several_gpus_have_settings_and_no_server(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """For several GPUs there are the engine's settings alone, since `hicache serve` uses one."""
     model = saved(tmp_path / "model")

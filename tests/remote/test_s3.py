@@ -14,7 +14,7 @@ from remote_case import PAGES, PATIENCE, found_in, opened, opener
 
 pytestmark = [pytest.mark.remote, pytest.mark.skipif(S3Server.missing() != "", reason=S3Server.missing())]
 
-ABSENT, PRESENT = [False] * len(PAGES), [True] * len(PAGES)
+ABSENT = [False] * len(PAGES)
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from component_case import LATENT, MODELS, POLICIES, config
-from disk_case import Clock, TroubledStore, failing
+from disk_case import Clock, TroubledStore
 from family_case import tiny_family
 from hash_runner import HashRunner, answer
 from hicache import AdvancedConfig, build_engine
@@ -141,23 +141,6 @@ def test_nobody_waits_for_a_store_that_brings_nothing() -> None:
             assert bool(output.hit.disk) == any(reads)
 
 
-def test_a_page_that_cannot_be_read_is_computed() -> None:
-    """What has come before it and behind it is joined, each on its side."""
-    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
-    with _restarted(model, tokens) as (engine, store):
-        scheduler, calls = _scheduler(engine, model), itertools.count()
-
-        def trouble(verb: str) -> None:
-            if verb == "get_into" and next(calls) in (3, 10, 11):
-                failing(OSError(5, "I/O error"), verb)(verb)
-
-        store.trouble = trouble
-        scheduler.submit(Request("a", tokens, NEW))
-        output = _serve(engine, store, scheduler, itertools.repeat(3, 200))["a"]
-        assert output.tokens == plain_greedy(model, tokens, NEW)
-        assert output.hit.disk + output.computed_tokens == len(tokens)
-
-
 def test_of_two_with_one_prefix_one_computes_and_one_reads() -> None:
     """Each page is read once, and computed once, but for a pass's worth where they meet."""
     model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
@@ -210,22 +193,6 @@ def test_the_bound_on_overtaking_holds_for_a_request_that_yields(
             scheduler.submit(Request(name, prompt(3 * CHUNK, seed=ord(name)), 1))
         eventually(lambda: engine.poll() or engine.stats()["prefetch.waiting_requests"] == 1)
         assert "".join(output.request_id for output in scheduler.run()) == order
-
-
-@pytest.mark.parametrize("num_steps", range(1, 9, 2))
-def test_an_abort_at_any_moment_leaves_nothing(num_steps: int) -> None:
-    model, tokens = _model("full"), prompt(NUM_PAGES * PAGE + 5, seed=1)
-    with _restarted(model, tokens) as (engine, store):
-        scheduler = _scheduler(engine, model)
-        scheduler.submit(Request("a", tokens, NEW))
-        for _ in range(num_steps):
-            scheduler.step()
-            store.allow(1)
-        scheduler.abort("a")
-        store.allow()
-        assert_released(engine)
-        assert engine.stats()["prefetch.claimed_pages"] == 0
-        assert scheduler.run([Request("b", tokens, NEW)])[-1].tokens == plain_greedy(model, tokens, NEW)
 
 
 def test_a_prompt_longer_than_the_room_on_the_host_joins_it_in_parts() -> None:

@@ -16,10 +16,9 @@ from safetensors.torch import load_file, save_file
 from hicache.errors import ConfigError
 from hicache.serving import SamplingParams
 from hicache.serving.end_tokens import end_tokens
-from hicache.serving.models import ByteTokenizer, load_local, model_identity, random_model
+from hicache.serving.models import load_local, model_identity, random_model
 from serving_case import tiny_llama
 
-BYTES = ByteTokenizer()
 ANSWER = "{{ messages[1]['content'] }}"
 
 
