@@ -150,34 +150,6 @@ def test_a_disk_whose_process_died_is_told_as_it_is_found(tmp_path: Path) -> Non
         assert len(_index_of(engine, stream).held["DISK"]) == found.landed_tokens // 8 == 11
 
 
-@pytest.mark.parametrize("policy", ["write_through", "write_back", "exclusive"])
-def test_parents_come_before_children_on_every_medium(policy: str, tmp_path: Path) -> None:
-    """A long prompt that is computed, evicted, read again and grown is told in its order, of each medium."""
-    stream, prompt, order = tmp_path / "events", range(240), dict[str, list[int]]()
-    settings = config(kv_events=f"file:{stream}", disk=_disk(tmp_path), write_policy=policy, device_tokens=256)
-    with build_engine(settings, GEOMETRY) as engine:
-        for number in range(3):
-            serve(engine, f"r{number}", prompt)
-        engine.reset(["device"])
-        serve(engine, "loaded", prompt)
-        engine.reset()
-        found = engine.prefetch("read", list(prompt), mode="wait_complete")
-        eventually(lambda: engine.poll() or found.ready)
-        serve(engine, "read", range(248))
-        _index_of(engine, stream)
-    index = BlockIndex()
-    for batch in read_lines(stream):
-        index.apply(batch.events)
-        for event in batch.events:
-            if isinstance(event, block_index.BlockStored):
-                order.setdefault(event.medium, []).extend(event.block_hashes)
-    for told in order.values():
-        first = list(dict.fromkeys(told))
-        parents = [index.blocks[name][0] for name in first]
-        assert all(parent is None or parent in first[:at] for at, parent in enumerate(parents))
-    assert {*order} >= {"GPU", *(() if policy in ("write_back", "exclusive") else ("CPU", "DISK"))}
-
-
 def _disk(folder: Path) -> DiskConfig:
     return DiskConfig(path=str(folder / "store"), budget_bytes=1 << 20)
 

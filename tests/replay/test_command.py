@@ -160,7 +160,8 @@ def test_an_interrupt_ends_all_processes(tmp_path: Path) -> None:
 
 
 def test_progress_counts_all_requests() -> None:
-    """Reports of a sweep rise to the requests of all cases, in one process and in several."""
+    """Reports of a sweep rise to the requests of all cases, in one process and in several; what the callback raises
+    ends it."""
     trace = trace_of(*([at % 7] for at in range(150)))
     cases = cases_of([ReplaySettings(5)], ("lru", "lfu"))
     one, two = list[int](), list[int]()
@@ -169,3 +170,9 @@ def test_progress_counts_all_requests() -> None:
         assert counts == sorted(counts) and counts[-1] == 150 * len(cases) == 600
     assert [result.name for result in alone] == ["lru", "lfu", "optimal", "unlimited"]
     assert [result.to_json() for result in alone] == [result.to_json() for result in beside]
+
+    def stop(count: int) -> None:
+        raise InterruptedError
+
+    with pytest.raises(InterruptedError):
+        sweep(trace, cases, None, 1, stop)

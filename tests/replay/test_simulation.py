@@ -12,34 +12,16 @@ import numpy as np
 import pytest
 
 from hicache.pages.order import RANK_POLICIES
-from hicache.replay.cache import BlockHits
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
 from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint, hints_of
 from hicache.replay.optimal import lru_hits_by_size, optimal_hits
 from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
-from hicache.replay.simulation import Copies, ReplayResult, one_tier, optimal, replay
+from hicache.replay.simulation import Copies, one_tier, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, prefix_ids
 from hicache.tree.key import Tokens
 from replay_case import synthetic_trace, trace_of
-
-
-def hits_of(result: ReplayResult) -> list[BlockHits]:
-    return [BlockHits(*map(int, hits)) for hits in zip(*result.hit_blocks.values(), strict=True)]
-
-
-def test_blocks_come_from_the_tier_that_held_them() -> None:
-    """Two blocks on the device, four on the host, all on disk: each prompt comes back from where it had gone."""
-    settings = ReplaySettings(2, 4, None)
-    result = replay(trace_of([1, 2], [3, 4], [1, 2], [5, 6], [7, 8], [3, 4], [7, 8], [7, 9]), settings)
-    expected = [(0, 0, 0), (0, 0, 0), (0, 2, 0), (0, 0, 0), (0, 0, 0), (0, 0, 2), (0, 2, 0), (1, 0, 0)]
-    assert hits_of(result) == [BlockHits(*hits) for hits in expected]
-    assert result.hit_rate == 7 / 16
-    assert result.tier_hit_rates == {"device": 1 / 16, "host": 4 / 16, "disk": 2 / 16}
-    assert result.tokens_saved == 28
-    assert result.disk_tokens.tolist() == [0, 0, 0, 0, 0, 8, 0, 0]
-    assert np.isnan(result.ttft_s).all()
 
 
 def test_a_scan_has_known_answers() -> None:
@@ -81,21 +63,6 @@ def test_tiers_add_up(policy: str, write_policy: str) -> None:
     whole = replay(trace, ReplaySettings(None, None, None, policy, write_policy))
     assert whole.hit_rate == optimal(trace, ReplaySettings(None)).hit_rate > result.hit_rate
     assert whole.tier_hit_rates["device"] == whole.hit_rate
-
-
-def test_progress_is_told_and_may_stop_a_replay() -> None:
-    """Counts rise to the number of requests; what the callback raises ends the replay."""
-    trace = trace_of(*([at] for at in range(200)))
-    counts: list[int] = []
-    replay(trace, ReplaySettings(10), counts.append)
-    assert counts == sorted(set(counts)) and counts[-1] == 200 and len(counts) > 2
-
-    def stop(count: int) -> None:
-        if count:
-            raise InterruptedError
-
-    with pytest.raises(InterruptedError):
-        replay(trace, ReplaySettings(10), stop)
 
 
 Prefix = tuple[int, ...]
@@ -185,20 +152,6 @@ def test_hints_are_what_the_trace_knows() -> None:
     sessions = [replace(at, session=name) for at, name in zip(trace.requests, "cababbb", strict=True)]
     named = hints_of(Trace("generated", 4, tuple(sessions)), ("next",))
     assert named == [Hint(next_turn_within_s=s) for s in (None, None, 2.0, None, 1.0, None, None)]
-
-
-@pytest.mark.parametrize("write_policy", ["write_through", "write_back", "exclusive"])
-def test_what_ends_makes_room_and_is_not_saved(write_policy: str) -> None:
-    """By hand, four blocks on the device: of three prompts the last ends. With a hint it makes room for the next, which
-    takes more of the oldest without; and nobody copies or writes it."""
-    trace = trace_of([1], [2, 3], [4], [5, 6], [2, 3, 7], [1, 8])
-    plain, told = ReplaySettings(4, policy="lru"), ReplaySettings(4, policy="lru", hints=("session",))
-    assert replay(trace, told).hit_blocks["device"].tolist() == [0, 0, 0, 0, 2, 0]
-    assert replay(trace, plain).hit_blocks["device"].tolist() == [0, 0, 0, 0, 1, 0]
-    tiers = [replace(each, host_blocks=9, disk_blocks=None, write_policy=write_policy) for each in (plain, told)]
-    saved, saved_told = (replay(trace, each).copies for each in tiers)
-    assert saved is not None and saved_told is not None
-    assert saved_told.backed_up < saved.backed_up and saved_told.written < saved.written
 
 
 def test_a_disk_is_an_order_of_uses() -> None:
