@@ -109,33 +109,6 @@ def test_layouts_and_layer_map() -> None:
     assert [space.layout.layers for space in both.slot_spaces] == [(3, 7), (3, 4)]
 
 
-@pytest.mark.parametrize("extra", [False, True])
-def test_a_row_and_its_states(device: str, extra: bool) -> None:
-    """Each request gets a row and its own states, zero; the mapping says which; what it has it keeps."""
-    pool = table(device=device, enable_mamba_extra_buffer=extra)
-    first, second = Request(), Request()
-    own = rows(pool, [first, second, first])
-    assert own == [first.req_pool_idx, second.req_pool_idx, first.req_pool_idx]
-    states = [number(r.mamba_pool_idx) for r in (first, second)]
-    indices = pool.get_mamba_indices(torch.tensor(own[:2], device=device))
-    assert indices.tolist() == states and int(pool.get_mamba_indices(own[1])) == states[1]
-    assert pool.mamba_pool.available_size() == (2 if extra else 4)
-    assert (first.mamba_checkpoint_idx is not None) == extra
-    rows(pool, [second, first])
-    assert [number(r.mamba_pool_idx) for r in (first, second)] == states
-    pool.check()
-    pool.free(first)
-    assert first.req_pool_idx is None and number(first.mamba_pool_idx) == states[0]
-    assert int(pool.get_mamba_indices(own[0])) == 0
-    pool.free_mamba_cache(first)
-    assert first.mamba_pool_idx is None and first.mamba_checkpoint_idx is None
-    pool.free_mamba_cache(second)
-    assert int(pool.get_mamba_indices(own[1])) == 0 and pool.mamba_pool.available_size() == 6
-    refused(DoubleFree, lambda: pool.free_mamba_cache(second))
-    pool.free(second)
-    pool.check()
-
-
 def test_a_state_brought_along_is_kept() -> None:
     """A request whose state a cache filled before it got a row keeps that state, and its bytes."""
     pool = table()
@@ -197,42 +170,50 @@ def test_handing_out_does_not_wait() -> None:
     assert pool.available_size() == 4 and pool.mamba_pool.available_size() == 6
 
 
-@given(st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), min_size=30, max_size=60))
-def test_any_history_conserves_rows_and_states(history: list[tuple[str, int]]) -> None:
-    """After any allocs, frees, checkpoints and donations, each row and state has one owner, and all can be freed."""
-    pool = table(3, 8, enable_mamba_extra_buffer=True)
+@given(
+    extra=st.booleans(),
+    history=st.lists(st.tuples(st.sampled_from("aarsctn"), st.integers(0, 99)), min_size=30, max_size=60),
+)
+def test_any_history_conserves_rows_and_states(device: str, extra: bool, history: list[tuple[str, int]]) -> None:
+    """After any allocs, frees, checkpoints and donations, each row and state has one owner, also of a request that is
+    named twice, the mapping says which, and all can be freed. Without the extra buffer there are no checkpoints."""
+    pool = table(3, 8, device=device, enable_mamba_extra_buffer=extra)
     running: list[Request] = []
     donated: list[int] = []
     for action, choice in history:
         request = running[choice % len(running)] if running else None
         if action == "a":
             fresh = [Request() for _ in range(choice % 3)]
-            if pool.alloc([*running[:1], *fresh]) is not None:
+            named = [*running[:1], *fresh, *fresh[:1]]
+            if (got := pool.alloc(named)) is not None:
+                assert got == [r.req_pool_idx for r in named]
                 running += fresh
             else:  # rows or states are short: nobody gets anything
                 assert all(set(vars(r).values()) == {None} for r in fresh)
         elif action == "r" and request:
             pool.free_mamba_cache(request)
+            refused(DoubleFree, lambda request=request: pool.free_mamba_cache(request))
             pool.free(request)
             running.remove(request)
-        elif action == "c":
+        elif action == "c" and extra:
             pool.checkpoint(running)
-        elif action == "t" and request:
+        elif action == "t" and request and extra:
             taken = pool.take_checkpoint(request)
             donated += [] if taken is None else taken.tolist()
         elif action == "n" and donated:
-            pool.mamba_pool.free(torch.tensor([donated.pop(choice % len(donated))]))
+            pool.mamba_pool.free(torch.tensor([donated.pop(choice % len(donated))], device=device))
         elif action == "s" and request:
             # A finished request donates its running state, and its row goes back.
             donated.append(number(request.mamba_pool_idx))
             request.mamba_pool_idx = None
             pool.free(request)
-            pool.free_mamba_cache(request)
+            if extra:  # its checkpoint is left
+                pool.free_mamba_cache(request)
             running.remove(request)
         pool.check()
-        states = [number(x) for r in running for x in (r.mamba_pool_idx, r.mamba_checkpoint_idx)] + donated
+        own = [x for r in running for x in (r.mamba_pool_idx, *([r.mamba_checkpoint_idx] if extra else []))]
+        states = [*map(number, own), *donated]
         assert len(set(states)) == len(states) == 8 - pool.mamba_pool.available_size()
         assert pool.available_size() == 3 - len(running)
-        for r in running:
-            assert r.req_pool_idx is not None
-            assert int(pool.get_mamba_indices(r.req_pool_idx)) == number(r.mamba_pool_idx)
+        of_row = {r.req_pool_idx: number(r.mamba_pool_idx) for r in running}
+        assert pool.get_mamba_indices(torch.arange(4, device=device)).tolist() == [of_row.get(i, 0) for i in range(4)]

@@ -35,21 +35,6 @@ def test_rows_that_are_not_allocated_are_refused() -> None:
     pool.check()
 
 
-def test_a_reused_row_has_another_generation() -> None:
-    """Each return of a row raises its generation, so that a reader that kept both can tell."""
-    pool = table(1)
-    seen = []
-    for _ in range(3):
-        assert pool.alloc(1) == [1]
-        seen.append(pool.generation[1])
-        pool.free(1)
-    assert len(set(seen)) == 3 and pool.generation[1] not in seen
-    pool.alloc(1)
-    kept = pool.generation[1]
-    pool.clear()
-    assert pool.generation[1] > kept and pool.available_size() == 1
-
-
 def test_slots_are_kept_by_row(device: str) -> None:
     """`write` and `set_token_loc` put slots at their positions only, and lengths follow; a new owner starts at 0."""
     pool = table(2, 6, device)
@@ -103,12 +88,14 @@ def test_check_names_every_violation() -> None:
 )
 def test_rows_are_conserved(steps: list[tuple[str, int]]) -> None:
     """Whatever is called, rows 1..size have one owner each or are free; a request with a row keeps it, also if it is
-    named twice; where rows are short, nobody gets any."""
+    named twice; where rows are short, nobody gets any. Each return of a row raises its generation, so that a reader
+    that kept both can tell."""
     pool = table(5)
     rows: list[int] = []
     requests: list[Request] = []
     for kind, n in steps:
-        capacity = 5 - len(rows) - len(requests)
+        capacity, generation = 5 - len(rows) - len(requests), list(pool.generation)
+        before = [*rows, *(r.req_pool_idx for r in requests)]
         if kind == "rows":
             got = pool.alloc(n)
             assert (got is None) == (n > capacity)
@@ -133,6 +120,8 @@ def test_rows_are_conserved(steps: list[tuple[str, int]]) -> None:
             pool.free(rows[:n])
             del rows[:n]
         owners = rows + [r.req_pool_idx for r in requests]
+        returned = {row for row in before if row not in owners}
+        assert all((now > generation[row]) == (row in returned) for row, now in enumerate(pool.generation))
         assert len(set(owners)) == len(owners) and pool.available_size() == 5 - len(owners)
         assert all(row is not None and 1 <= row <= 5 for row in owners)
         pool.check()
