@@ -8,14 +8,18 @@ freely.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
+import torch
 
-from hicache.transfer import TransferOp, cuda
+from hicache.kernels.upload import IdUploader
+from hicache.transfer import TransferOp, copies, cuda
 from hicache.transfer.plan import Method
 from transfer_case import LAYOUTS
-from transfer_hooks import CopiesWhenNeeded, Lanes, Move, at_each_move, force_methods
+from transfer_hooks import CopiesWhenNeeded, Lanes, at_each_move, force_methods
 from transfer_program import Program
 
 METHODS: list[Method] = ["unstaged", "strided", "batched", "zero_copy"]
@@ -107,21 +111,52 @@ def test_every_byte_for_longer(
     stress(Program(LAYOUTS[name], device, seed, staging_bytes=staging_bytes), steps)
 
 
-def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, share: float) -> None:
-    """Which moves of a lane fail follows from how many came before in that lane."""
+def fail_now_and_then(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Which moves of a lane fail follows from how many came before in that lane. On CUDA an upload of slots may fail
+    too, as memory may run out, and CUDA may refuse a copy."""
     lanes = Lanes(4)
 
-    def hook(move: Move) -> None:
-        if lanes.of(move.lane).random() < share:
+    def hook(lane: str, share: float = 0.06) -> None:
+        if lanes.of(lane).random() < share:
             raise RuntimeError("the link is down")
 
-    at_each_move(monkeypatch, hook)
+    at_each_move(monkeypatch, lambda move: hook(move.lane))
+    if device == "cpu":
+        return
+    upload, strided, batched = IdUploader.__call__, copies.cudart.cudaMemcpy2DAsync, copies.batch_call()
+    unknown = copies.cudart.cudaError_t.cudaErrorUnknown
+
+    def uploaded(self: IdUploader, ids: torch.Tensor) -> torch.Tensor:
+        hook("upload", 0.03)
+        return upload(self, ids)
+
+    def copied(call: Callable[..., Any], refused: Any, *of: Any) -> Any:
+        try:
+            hook("copy", 0.005)
+        except RuntimeError:
+            return refused
+        return call(*of)
+
+    monkeypatch.setattr(IdUploader, "__call__", uploaded)
+    monkeypatch.setattr(copies.cudart, "cudaMemcpy2DAsync", partial(copied, strided, (unknown,)))
+    if batched is not None:
+        monkeypatch.setattr(copies, "batch_call", lambda: partial(copied, batched, int(unknown)))
 
 
-def amid_failures(monkeypatch: pytest.MonkeyPatch, device: str, name: str, steps: int) -> None:
-    force_methods(monkeypatch, METHODS)
-    program = Program(LAYOUTS[name], device, 3, tolerant=True)
-    fail_now_and_then(monkeypatch, 0.06)  # the program has started: no kernel is compiled by a move that fails
+def amid_failures(
+    monkeypatch: pytest.MonkeyPatch,
+    device: str,
+    name: str,
+    steps: int,
+    methods: Sequence[Method] = METHODS,
+    staging_bytes: int = 1 << 16,
+) -> None:
+    """On CUDA a load is submitted with its first step queued, and the others are queued as late as may be."""
+    force_methods(monkeypatch, methods)
+    monkeypatch.setattr(cuda, "_SUBMIT_S", 0.0)
+    monkeypatch.setattr(cuda, "_AHEAD", 1)
+    program = Program(LAYOUTS[name], device, 3, staging_bytes=staging_bytes, tolerant=True)
+    fail_now_and_then(monkeypatch, device)  # the program has started: no kernel is compiled by a move that fails
     stress(program, steps)
     counts = program.counts
     assert counts["failed"] > 5 and counts["told"] > 0 and counts["forwards"] > steps // 8, counts
@@ -133,6 +168,13 @@ def test_failures_stay_with_their_transfers(monkeypatch: pytest.MonkeyPatch, dev
     other bytes are the truth, and loads never run out of producers."""
     come_late(monkeypatch, device)
     amid_failures(monkeypatch, device, name, 120 if device == "cpu" else 250)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("method", METHODS)
+def test_failures_of_each_method(monkeypatch: pytest.MonkeyPatch, method: Method) -> None:
+    """The same by one method of copies, with layers wide enough for all of them."""
+    amid_failures(monkeypatch, "cuda", "mha, wide", 250, (method,), staging_bytes=1 << 20)
 
 
 @pytest.mark.long

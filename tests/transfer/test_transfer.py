@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -27,7 +28,7 @@ from hicache.transfer.plan import (
 from packed_tier import PackedTier
 from transfer_case import LAYOUTS, Rig, Tier
 from transfer_case import RIG_LAYERS as LAYERS
-from transfer_hooks import StreamGate
+from transfer_hooks import Move, StreamGate, at_each_move
 
 
 @pytest.mark.gpu
@@ -116,6 +117,28 @@ def test_a_load_tells_whether_it_was_held_up(device: str, monkeypatch: pytest.Mo
             gate.open()
             op.wait()
             assert not op.is_undelayed
+
+
+def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that gets the error of a load finds it at the operation too, which may not have ended yet."""
+    with Rig("cpu", 1, 24, 24, 16, 1 << 16) as rig:
+        submitted, found = threading.Event(), list[Exception | None]()
+        fail = rig.counter.fail
+
+        def failing(load_id: int, error: Exception) -> None:
+            submitted.wait()
+            found.append(op.error)
+            fail(load_id, error)
+
+        def broken(move: Move) -> None:
+            raise RuntimeError("the link is down")
+
+        monkeypatch.setattr(rig.counter, "fail", failing)
+        at_each_move(monkeypatch, broken)
+        _, op = rig.load(torch.arange(1, 3), torch.arange(16, 48))
+        submitted.set()
+        op.wait()
+        assert found == [op.error] and isinstance(op.error, RuntimeError)
 
 
 # Pages 1 to 60 in a few runs, of which some follow each other.
