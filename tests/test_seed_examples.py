@@ -47,8 +47,8 @@ from hicache.errors import ConfigError, ShapeError
 HEADS, DIM = 2, 16
 
 
-def kv(tokens: int, device: str, dtype: torch.dtype = torch.float16) -> tuple[torch.Tensor, torch.Tensor]:
-    return tuple(torch.randn(tokens, HEADS, DIM, device=device).to(dtype) for _ in range(2))  # type: ignore[return-value]
+def kv(tokens: int, device: str) -> tuple[torch.Tensor, torch.Tensor]:
+    return tuple(torch.randn(tokens, HEADS, DIM, device=device).half() for _ in range(2))  # type: ignore[return-value]
 
 
 def mamba_params(layers: list[int]) -> Mamba2CacheParams:

@@ -12,16 +12,16 @@ from hicache.bench.compare import Change
 from hicache.cli import main
 
 
-def _report(cases: dict[str, list[float]], *, machine: str = "toy-1core", bench: str = "toy") -> Report:
-    report = Report(bench, machine, {}, "abc", "2026-01-01T00:00:00+00:00", "hicache bench run toy")
+def _report(cases: dict[str, list[float]]) -> Report:
+    report = Report("toy", "toy-1core", {}, "abc", "2026-01-01T00:00:00+00:00", "hicache bench run toy")
     for name, values in cases.items():
         report.add(Case.of(name, values, "GB/s"))
     return report
 
 
-def _change(before: list[float], after: list[float], better: Better = "higher", threshold: float = 0.05) -> Change:
+def _change(before: list[float], after: list[float], better: Better) -> Change:
     old, new = (Case.of("a", values, "GB/s", better=better) for values in (before, after))
-    return Change("a", old, new, threshold)
+    return Change("a", old, new, 0.05)
 
 
 @pytest.mark.parametrize(

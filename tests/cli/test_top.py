@@ -25,13 +25,13 @@ OURS = '{"time_s": 1.0, "figures": {"requests.running": 3, "requests.waiting": 4
 
 
 @contextlib.contextmanager
-def http_server(status: int, text: str, kind: str = "text/plain", port: int = 0) -> Iterator[tuple[str, int]]:
+def http_server(status: int, text: str, port: int = 0) -> Iterator[tuple[str, int]]:
     """Answers every path with this; yields host and port."""
 
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             self.send_response(status)
-            self.send_header("Content-Type", kind)
+            self.send_header("Content-Type", "text/plain")
             self.end_headers()
             self.wfile.write(text.encode())
 

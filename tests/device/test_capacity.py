@@ -141,10 +141,10 @@ def test_a_pool_lies_in_the_memory_pool_of_mooncake(monkeypatch: pytest.MonkeyPa
         nvlink_pool.cache_clear()
 
 
-def kv_layout(page: int = 16) -> PoolLayout:
+def kv_layout() -> PoolLayout:
     """32 layers, 8 heads of 128, bf16: 128 KiB a token."""
     layers = tuple(range(32))
-    return PoolLayout(tuple(BufferSpec(name, BF16, (8, 128), "token", layers) for name in "kv"), page)
+    return PoolLayout(tuple(BufferSpec(name, BF16, (8, 128), "token", layers) for name in "kv"), 16)
 
 
 def test_capacity_is_what_a_pool_takes() -> None:

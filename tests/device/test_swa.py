@@ -14,14 +14,12 @@ from hicache.errors import ConfigError, ShapeError
 SWA, FULL = [1, 2, 7], [0, 5]
 
 
-def rig(
-    device: str = "cpu", page: int = 4, dtype: torch.dtype = torch.float32
-) -> tuple[SWAKVPool, SWATokenToKVPoolAllocator]:
+def rig(device: str = "cpu", page: int = 4) -> tuple[SWAKVPool, SWATokenToKVPoolAllocator]:
     pool = SWAKVPool(
-        size=16 * page, size_swa=8 * page, page_size=page, dtype=dtype, head_num=2, head_dim=4,
+        size=16 * page, size_swa=8 * page, page_size=page, dtype=torch.float32, head_num=2, head_dim=4,
         swa_attention_layer_ids=SWA, full_attention_layer_ids=FULL, device=device,
     )  # fmt: skip
-    return pool, SWATokenToKVPoolAllocator(16 * page, 8 * page, page, dtype, device, pool, True)
+    return pool, SWATokenToKVPoolAllocator(16 * page, 8 * page, page, torch.float32, device, pool, True)
 
 
 def fill(pool: SWAKVPool, loc: torch.Tensor, seed: int = 0) -> dict[int, torch.Tensor]:

@@ -47,11 +47,11 @@ FROZEN = {
 FILTERS = {"byte_shuffle": SHUFFLED, "encrypted": SHUFFLED}
 
 
-def codec_for(name: str, level: int = 1) -> WholeCodec:
+def codec_for(name: str) -> WholeCodec:
     """The codec that wrote, or would now write, the frozen value of that name."""
     cipher = PageCipher(KEY) if name == "encrypted" else None
     filter = FILTERS.get(name, PageFilter())
-    return WholeCodec(PageFormat(96, filter), NAMESPACE, 0 if name == "raw" else level, cipher)
+    return WholeCodec(PageFormat(96, filter), NAMESPACE, 0 if name == "raw" else 1, cipher)
 
 
 @pytest.mark.parametrize("name", FROZEN)

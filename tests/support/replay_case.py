@@ -8,10 +8,10 @@ from hicache.replay.trace import Trace, TraceRequest
 from hicache.tree.key import Tokens
 
 
-def synthetic_trace(num_requests: int = 2_000, seed: int = 0) -> list[Tokens]:
+def synthetic_trace(num_requests: int = 2_000) -> list[Tokens]:
     """Chats over a few system prompts. A turn repeats the chat and adds blocks of its own; some repeat or replace the
     turn before, and now and then a chat is taken up again that was long silent."""
-    dice = np.random.default_rng(seed)
+    dice = np.random.default_rng(0)
     next_id = 0
 
     def fresh(most: int) -> Tokens:
