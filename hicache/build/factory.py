@@ -48,7 +48,7 @@ from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
 from hicache.pages.states import ABOVE, TierPages
-from hicache.pages.table import Rows
+from hicache.pages.table import PageTable, Rows
 from hicache.storage import PageStore
 from hicache.stores.page_format import namespace_digest
 from hicache.tiers import FULL, MAMBA, SWA, Component
@@ -295,6 +295,7 @@ def _links(
             pages = TierPages(
                 host,
                 config.host_order,
+                PageTable(_num_rows(config, host, has_device_pages=is_full)),
                 is_exclusive=is_exclusive and is_full,
                 is_linked=is_full,
                 on_evict=left if is_full else None,
@@ -302,6 +303,12 @@ def _links(
         transfer, counter = build_transfer(config, space, host, packer)
         links[name] = HostLink(space, counter, host, transfer, pages, None if packer is None else packer.format)
     return links
+
+
+def _num_rows(config: EngineConfig, host: HostPagePool, *, has_device_pages: bool) -> int:
+    """Rows of a table for all pages of the host and, if they share it, of the device, and for pages without memory."""
+    num_rows = host.num_pages + (config.device_tokens // config.cache_page_size if has_device_pages else 0)
+    return num_rows + num_rows // 8
 
 
 def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCache:

@@ -1,1 +1,1 @@
-"""Which page is where: the rows of the page table, their states, and the order in which they are evicted."""
+"""The page table: rows of pages, their states on each tier, the tree of prefixes, and the eviction orders."""

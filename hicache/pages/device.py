@@ -22,16 +22,17 @@ class DevicePages(Columns):
     """Owned by the scheduler thread.
 
     `load`   number of the load in flight that writes the page; 0: none
-    `place`  where the slots of the page, or its state, are kept: memory grows with the pages of the device alone
+    `place`  index of the page's slots, or of its state, in `_slots`, which grows with the pages of the device only
 
-    `size`: of a page. `full`: the full pages that these belong to; None: these are the full pages. `shares_slots`:
-    their slots are those of `full`. Of full pages the end of a prompt leaves first; windows and states leave at any
-    time.
+    `size`: of a page. `full`: the full pages of these windows or states; None: these are the full pages.
+    `shares_slots`: their slots are those of `full`. The full pages at the end of a prompt are evicted first; windows
+    and states at any time.
     """
 
-    fields: ClassVar = {"load": (np.int32, 0), "place": (np.int32, 0)}
+    fields: ClassVar = {"load": (np.int32, 0), "place": (np.int64, 0)}
+    unclean: ClassVar = frozenset({"place"})
     load: npt.NDArray[np.int32]
-    place: npt.NDArray[np.int32]
+    place: npt.NDArray[np.int64]
 
     def __init__(
         self,
@@ -44,33 +45,38 @@ class DevicePages(Columns):
     ) -> None:
         self.table, self.size, self._full, self._shares_slots = table, size, full, shares_slots
         self.num_held = 0
-        self._slots = _NO_SLOTS  # int64 `[place, size]`, where the first value came from
+        self._slots = _NO_SLOTS  # int64 `[place, size]`, on the device of the first value
         self._free_places, self._num_free = NO_ROWS, 0  # a stack
         table.add_columns(self)
         self.order = EvictionOrder(table, policy, is_linked=full is None)
 
-    # Looking
+    # Questions
 
     def has(self, rows: Rows) -> Mask:
-        """Which of these the device has, or gets by a load in flight."""
+        """Which of these pages the device has, or gets by a load in flight."""
         found: Mask = self.order.is_held[rows]
         return found
 
     def held(self, rows: Rows) -> Rows:
-        """Those of these that the device has."""
-        return rows[self.order.is_held[rows]]
+        """Those of these pages that the device has."""
+        is_held = self.order.is_held[self.table.span(rows) if len(rows) >= self.table.many else rows]
+        return rows if is_held.all() else rows[is_held]
 
     def rows_held(self) -> Rows:
-        """All that the device has, in no order."""
+        """All pages of the device, in no order."""
         return np.flatnonzero(self.order.is_held)
 
     def value(self, rows: Rows) -> torch.Tensor:
-        """The slots or states of these, which the device has, int64; a copy."""
+        """A copy of the slots or states of these pages, which the device has, int64."""
         if self._full is not None and self._shares_slots:
             return self._full.value(rows)
+        is_many = len(rows) >= self.table.many
+        places = self.table.span(self.place[self.table.span(rows)]) if is_many else self.place[rows]
+        if isinstance(places, slice):
+            return self._slots[places].flatten().clone()
         if self._slots.is_cpu:
-            return torch.from_numpy(self._slots.numpy()[self.place[rows]].reshape(-1))
-        return self._slots[self._ids(rows)].view(-1)
+            return torch.from_numpy(self._slots.numpy()[places].reshape(-1))
+        return self._slots[self._ids(places)].view(-1)
 
     @property
     def evictable(self) -> int:
@@ -90,21 +96,22 @@ class DevicePages(Columns):
         """See `RankPolicy.uses_of`."""
         return self.order.policy.uses_of(self.order.at, rows)
 
-    # Changing
+    # Events
 
     def enter(self, rows: Rows, value: torch.Tensor | None = None) -> None:
-        """The device has these from now on, which follow each other in a prompt. They count as just used."""
+        """Record that the device has these consecutive pages of a prompt. This counts as a use."""
         if value is not None:
             self._write(rows, value)
         self.num_held += len(rows)
-        if self._full is None:
-            self.order.at.note_created(rows)
-        else:
-            self.order.at.created[rows] = self._full.order.at.created[rows]
+        if self.order.policy.reads_created:
+            if self._full is None:
+                self.order.at.note_created(rows)
+            else:
+                self.order.at.created[rows] = self._full.order.at.created[rows]
         self.order.enter(rows)
 
     def leave(self, rows: Rows) -> None:
-        """The device has these no more."""
+        """Record that the device has lost these pages."""
         self.num_held -= len(rows)
         self.order.leave(rows)
         if not self._shares_slots:
@@ -112,29 +119,29 @@ class DevicePages(Columns):
             self._num_free += len(rows)
 
     def use(self, rows: Rows) -> None:
-        """A request used those of these that the device has."""
+        """Record that a request used those of these pages that the device has."""
         self.order.use(self.held(rows))
 
     def lock(self, rows: Rows) -> None:
-        """Keep these on the device, or at least their rows, see `RadixTree.remove`. A row occurs once."""
+        """Keep these pages on the device, or at least their rows, see `RadixTree.remove`. A row occurs once."""
         self.table.hold(rows)
         self.order.lock(rows)
 
     def unlock(self, rows: Rows) -> None:
-        """Undo one `lock`, which is no use."""
+        """Release one lock. This does not count as a use."""
         self.order.unlock(rows)
         self.table.drop(rows)
 
     def begin_load(self, rows: Rows, number: int) -> None:
-        """A load writes these."""
+        """Record that a load writes these pages."""
         self.load[rows] = number
 
     def end_load(self, rows: Rows) -> None:
-        """Nothing writes these any more."""
+        """Record that the load of these pages has ended."""
         self.load[rows] = 0
 
     def take(self, size: int) -> Rows:
-        """Some of the pages that leave next, of `size` together; see `EvictionOrder.take`."""
+        """Some of the next victims, of `size` together; see `EvictionOrder.take`."""
         return self.order.take(-(-size // self.size)) if size > 0 else NO_ROWS
 
     # Inside
@@ -143,14 +150,18 @@ class DevicePages(Columns):
         if len(rows) > self._num_free:
             self._make_places(len(rows), value)
         self._num_free -= len(rows)
-        self.place[rows] = self._free_places[self._num_free : self._num_free + len(rows)]
+        free = self._free_places[self._num_free : self._num_free + len(rows)]
+        is_many = len(rows) >= self.table.many
+        self.place[self.table.span(rows) if is_many else rows] = free
+        places = self.table.span(free) if is_many else free
         if self._slots.is_cpu:
-            self._slots.numpy()[self.place[rows]] = value.numpy().reshape(-1, self.size)
+            self._slots.numpy()[places] = value.numpy().reshape(-1, self.size)
         else:
-            self._slots[self._ids(rows)] = value.reshape(-1, self.size)
+            at = places if isinstance(places, slice) else self._ids(places)
+            self._slots[at] = value.reshape(-1, self.size)
 
     def _make_places(self, num_places: int, value: torch.Tensor) -> None:
-        """Double the places, or add `num_places` if that is more."""
+        """Double the places, or add `num_places` if these are more."""
         before = self._slots if len(self._slots) else value.new_zeros(0, self.size)
         num_new = max(num_places, len(before))
         self._slots = torch.cat((before, before.new_zeros(num_new, self.size)))
@@ -158,7 +169,6 @@ class DevicePages(Columns):
         self._num_free += num_new
         self._free_places[: self._num_free] = np.append(free, np.arange(len(before), len(self._slots)))
 
-    def _ids(self, rows: Rows) -> torch.Tensor:
-        """The places of `rows` where the slots are, without a wait."""
-        places = torch.from_numpy(self.place[rows].astype(np.int64))
-        return places.pin_memory().to(self._slots.device, non_blocking=True)
+    def _ids(self, places: Rows) -> torch.Tensor:
+        """Places as a tensor on the device of the slots, without a wait."""
+        return torch.from_numpy(places).pin_memory().to(self._slots.device, non_blocking=True)

@@ -1,21 +1,21 @@
-"""The policy `auto`: what is used often and lately stays, and evicted pages are remembered.
+"""The policy `auto`: pages with many recent uses stay, and uses of evicted pages are remembered.
 
 Uses fade: each counts half as much after a half-life, measured in pages that requests have used. A rank is the
 logarithm of their sum, as in LRFU (Lee et al., IEEE Transactions on Computers 50(12), 2001):
 
     rank = log2(sum over uses of 2^(t / half_life)),  t: when, in pages used
 
-so ranks fade without being touched. The uses of an evicted page count when it comes back, as those of ghosts do in ARC
-and LIRS: where much more is used between two uses of a prefix than fits, nothing else tells a prefix that comes back
-from one that does not.
+so ranks fade without being written. The uses of an evicted page count when the page returns, like those of ghosts in
+ARC and LIRS. If requests use many more pages than fit between two uses of a prefix, only this memory tells a prefix
+that returns from one that does not.
 
-The half-life follows from what is served:
+The half-life follows from the requests:
 
-    3 * median age of uses * share of uses that are older than what the tier holds * trust
+    3 * median age of uses * share of uses older than the content of the tier * trust
 
-If recency suffices, the share is small and the order nearly that of `lru`. `trust` falls while `lru` would hit more:
-that is measured on a sample of the pages, chosen by their names (SHARDS, Waldspurger et al., FAST 2015).
-docs/decisions/035-the-default-policy.md has what was compared.
+If recency suffices, the share is small and the order nearly that of `lru`. `trust` falls while `lru` would hit more,
+which is measured on a sample of the pages, chosen by their names (SHARDS, Waldspurger et al., FAST 2015).
+docs/decisions/035-the-default-policy.md has the comparison.
 """
 
 from __future__ import annotations
@@ -37,18 +37,17 @@ _ONE_USE = 1 / 64
 _BUCKETS_PER_OCTAVE, _NUM_BUCKETS = 2, 128
 _ADAPT_AFTER = 512  # uses whose age was seen
 _FADE_AFTER = 1 << 17  # then older ones count half
-_TOLERANCE = 0.5  # octaves that the half-life may be off: with another one all ranks are made anew
+_TOLERANCE = 0.5  # octaves of error of the half-life; a change of the half-life ranks all pages again
 _REMEMBERED = 8.0  # half-lives or capacities, whichever is more
 _LEAST_REMEMBERED, _MOST_REMEMBERED = 1 << 12, 1 << 18  # pages; 24 bytes each
 _BEHIND = 1.1  # hits of `lru` over ours from which on ours are fewer
 _MIN_TRUST = 1 / 64
-_MAX_LEVELS = 32  # of priority: more would keep for ever what nobody asks for
+_MAX_LEVELS = 32  # of priority: more would keep unused pages for ever
 _SAMPLED_PAGES = 2048  # that the shadow of `lru` holds at most
 
 
 class _Remembered(Columns):
-    """Uses of pages that the tier has no more, by the name of each: a page that comes to the entry of another takes
-    it."""
+    """Uses of evicted pages by name. A page replaces another page in the same entry."""
 
     fields: ClassVar = {"name": (np.uint64, 0), "uses": (np.float64, 0.0), "used_at": (np.int64, 0)}
     name: npt.NDArray[np.uint64]
@@ -56,28 +55,27 @@ class _Remembered(Columns):
     used_at: npt.NDArray[np.int64]
 
     def __init__(self) -> None:
-        self.grow(_LEAST_REMEMBERED)
-
-    def __len__(self) -> int:
-        return len(self.name)
+        self.size = _LEAST_REMEMBERED
+        self.grow(self.size)
 
     def make_room(self, num_pages: int) -> None:
         """Have entries for `num_pages` pages, within a limit."""
         size = min(_MOST_REMEMBERED, 1 << max(1, num_pages - 1).bit_length())
-        if size > len(self):
+        if size > self.size:
             old = np.flatnonzero(self.uses)
             names, uses, used_at = self.name[old], self.uses[old], self.used_at[old]
+            self.size = size
             self.grow(size)
             self.uses[:] = 0.0
             self.put(names, uses, used_at)
 
     def put(self, names: npt.NDArray[np.uint64], uses: Ranks, used_at: npt.NDArray[np.int64]) -> None:
-        at = names % np.uint64(len(self))
+        at = names % np.uint64(self.size)
         self.name[at], self.uses[at], self.used_at[at] = names, uses, used_at
 
     def take(self, names: npt.NDArray[np.uint64], since: float) -> tuple[Mask, Ranks, npt.NDArray[np.int64]]:
         """Which of these are remembered, if they were used after `since`; their uses, and when they had these."""
-        at = names % np.uint64(len(self))
+        at = names % np.uint64(self.size)
         known = (self.uses[at] > 0) & (self.name[at] == names) & (self.used_at[at] >= since)
         uses, used_at = self.uses[at], self.used_at[at]
         self.uses[at[known]] = 0.0
@@ -85,15 +83,15 @@ class _Remembered(Columns):
 
 
 class _ShadowLru:
-    """Of a sample of the pages, what `lru` would hold of `capacity` pages, and how many of its uses would hit."""
+    """The pages of a sample that `lru` would hold in `capacity` pages, and the number of their uses that would hit."""
 
     def __init__(self) -> None:
         self._held: OrderedDict[int, None] = OrderedDict()
-        self._every = 1  # one page of so many is in the sample
+        self._every = 1  # one page of this number is in the sample
         self.num_uses = self.num_hits = 0
 
     def use(self, names: npt.NDArray[np.uint64], capacity: int) -> Mask:
-        """These were used, the last one first. Returns which of them are in the sample."""
+        """Record uses, the last one first. Returns which of the pages are in the sample."""
         every = 1 << max(0, math.ceil(math.log2(capacity / _SAMPLED_PAGES)))
         if every > self._every:
             self._every = every
@@ -117,11 +115,11 @@ class FadingFrequency(RankPolicy):
     """See the module. `half_life`: in pages."""
 
     reads_names = True
+    reads_created = False
 
     def __init__(self) -> None:
         self.half_life = _UNKNOWN_HALF_LIFE
-        self._seen, self._capacity = 0, 1  # pages used so far; what the tier held when it last evicted
-        self._num_held = 0
+        self._seen, self._capacity = 0, 1  # pages used so far; unlocked pages of the tier at the last eviction
         self._evicted = _Remembered()
         self._ages = np.zeros(_NUM_BUCKETS)  # uses by the age of the use before
         self._num_ages = self._num_new_ages = 0
@@ -129,43 +127,17 @@ class FadingFrequency(RankPolicy):
         self._num_hits = self._judged_at = 0
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        """A level of priority counts as twice as many uses, and so fades in a half-life."""
+        """A level of priority doubles the uses, and so fades in a half-life."""
         levels = np.minimum(at.table.priority[rows], _MAX_LEVELS)
         ranks: Ranks = np.log2(np.maximum(at.uses[rows], 1e-300)) + at.used_at[rows] / self.half_life + levels
         return ranks
 
     def enter(self, at: Uses, rows: Rows) -> None:
-        """Uses before a page was evicted are remembered. A page that was only locked is used if requests used it."""
-        self._num_held += len(rows)
-        self._count_in(at, rows)
-
-    def lock(self, num_rows: int) -> None:
-        self._num_held -= num_rows
-
-    def use(self, at: Uses, rows: Rows) -> None:
-        self._count_hits(at, rows)
-
-    def forget(self, at: Uses, rows: Rows) -> None:
-        self._capacity = max(1, self._num_held)
-        self._num_held -= len(rows)
-        self._evicted.make_room(int(_REMEMBERED * max(self._capacity, min(self.half_life, _MOST_REMEMBERED))))
-        self._evicted.put(at.table.name[rows], at.uses[rows], at.used_at[rows])
-        at.uses[rows] = 0.0
-
-    def expect_uses(self, at: Uses, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
-        self._count_in(at, rows)
-        at.uses[rows] = np.maximum(at.uses[rows], num_uses)
-        at.used_at[rows] = self._seen
-
-    def uses_of(self, at: Uses, rows: Rows) -> Ranks:
-        faded: Ranks = at.uses[rows] * np.exp2((at.used_at[rows] - self._seen) / self.half_life)
-        return np.maximum(1.0, faded)
-
-    def _count_in(self, at: Uses, rows: Rows) -> None:
+        """Restore remembered uses of pages that return, and count the uses of pages that were only locked."""
         is_new = at.uses[rows] == 0
         new = rows[is_new]
         if len(new) < len(rows):
-            self._count_hits(at, rows[~is_new])
+            self.use(at, rows[~is_new])
         if not len(new):
             return
         now = self._see(at, new)
@@ -176,16 +148,31 @@ class FadingFrequency(RankPolicy):
         if known.any():
             self._count(at, new[known], now[known])
 
-    def _count_hits(self, at: Uses, rows: Rows) -> None:
-        """Count a use of each page that requests used since the last one."""
+    def use(self, at: Uses, rows: Rows) -> None:
+        """Count a use of each page with hits since its last counted use."""
         used = rows[at.counted[rows] != at.table.hits[rows]]
         if len(used):
             at.counted[used] = at.table.hits[used]
             now = self._see(at, used, are_held=True)
             self._count(at, used, now)
 
+    def forget(self, at: Uses, rows: Rows, num_evictable: int) -> None:
+        self._capacity = max(1, num_evictable)
+        self._evicted.make_room(int(_REMEMBERED * max(self._capacity, min(self.half_life, _MOST_REMEMBERED))))
+        self._evicted.put(at.table.name[rows], at.uses[rows], at.used_at[rows])
+        at.uses[rows] = 0.0
+
+    def expect_uses(self, at: Uses, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
+        self.enter(at, rows)
+        at.uses[rows] = np.maximum(at.uses[rows], num_uses)
+        at.used_at[rows] = self._seen
+
+    def uses_of(self, at: Uses, rows: Rows) -> Ranks:
+        faded: Ranks = at.uses[rows] * np.exp2((at.used_at[rows] - self._seen) / self.half_life)
+        return np.maximum(1.0, faded)
+
     def _see(self, at: Uses, rows: Rows, *, are_held: bool = False) -> npt.NDArray[np.int64]:
-        """These are used now, the first one last; returns when, in pages used."""
+        """Record uses, the first page last. Returns the time of each use, in pages used."""
         self._seen += len(rows)
         if self._capacity > 1:  # something was evicted
             sampled = self._shadow.use(at.table.name[rows], self._capacity)
@@ -223,11 +210,11 @@ class FadingFrequency(RankPolicy):
             self._num_ages = 0
 
     def _median(self) -> float:
-        """Of the ages of uses."""
+        """Median of the ages of uses."""
         bucket = int(np.searchsorted(np.cumsum(self._ages), self._ages.sum() / 2))
         return math.pow(2.0, (bucket + 0.5) / _BUCKETS_PER_OCTAVE)
 
     def _late_share(self) -> float:
-        """Of uses that come after more pages than the tier holds."""
+        """Share of uses with an age of more pages than the tier holds."""
         bucket = min(int(math.log2(self._capacity) * _BUCKETS_PER_OCTAVE), _NUM_BUCKETS - 1)
         return float(self._ages[bucket + 1 :].sum() / self._ages.sum())

@@ -1,17 +1,17 @@
 """The order in which the pages of one tier are evicted.
 
-    first out     pages that another tier has as well, if the tier is exclusive: the one used last leaves first
+    first out     pages that another tier has as well, if the tier is exclusive: the one used last is evicted first
     ended         pages of sessions that have ended
-    plain         all others
+    plain         all pages of no other class
     kept          pages with a deadline
     expected      pages that queued requests will need
 
-Within a class the page with the lowest rank leaves first, and of equal ranks the one with the youngest row. Of a prompt
-the end leaves first: a page that requests use with what follows it never ranks below that.
+Within a class the page with the lowest rank is evicted first, and of equal ranks the one with the youngest row. The end
+of a prompt is evicted first: a page never ranks below the next page that the same requests use.
 
-Victims are chosen a batch at a time, with a few vector operations over all rows. A page of the batch whose place in the
-order has changed since, or which was followed by a new page, is skipped; a page that comes to a place before the end of
-the batch is put into it. A page that only locked ones kept from the batch waits for the next.
+Victims are chosen a batch at a time, with a few vector operations over all rows. The order skips a page of the batch if
+its position has changed since, or if a new page follows it. A page that moves to a position before the end of the batch
+is inserted into the batch. A page that was left out only because locked pages follow it waits for the next batch.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Classes = npt.NDArray[np.int8]
 
 _FIRST_OUT, _ENDED, _PLAIN, _KEPT, _EXPECTED, _NO_CLASS = range(6)
 _LEAST_BATCH, _BATCH_SHARE = 64, 16
-_SMALL = 512  # pages of a tier that chooses each time
+_SMALL = 512  # evictable pages up to which each call chooses a new batch
 KEPT_SHARE = 0.9  # of a tier, for pages with a deadline; the rest is for prompts without a hint
-_PATIENCE = 4.0  # factor on the announced time: without it a turn that comes later than announced would miss
+_PATIENCE = 4.0  # factor on the announced time: without it a turn later than announced would miss
 
-# What a setting of an eviction policy may name; each tier has a policy of its own.
+# Policies by the names in settings; each tier has its own policy.
 RANK_POLICIES: dict[str, type[RankPolicy]] = {
     "auto": FadingFrequency,
     "fifo": Fifo,
@@ -50,7 +50,7 @@ RANK_POLICIES: dict[str, type[RankPolicy]] = {
 
 
 def rank_policy(name: str, setting: str = "eviction_policy") -> RankPolicy:
-    """A new policy `name`, in any case. ConfigError for an unknown name, which `setting` gave."""
+    """A new policy by its name in upper or lower case. ConfigError if the `name` in `setting` is unknown."""
     policy = RANK_POLICIES.get(name.lower())
     if policy is None:
         raise ConfigError(f"{setting}={name!r} is unknown; use one of {', '.join(sorted(RANK_POLICIES))}")
@@ -58,13 +58,13 @@ def rank_policy(name: str, setting: str = "eviction_policy") -> RankPolicy:
 
 
 def deadline_s(now_s: float, within_s: float) -> float:
-    """Until when a prompt is kept whose next turn was announced at `now_s`, by a client whose times may be wrong."""
+    """The deadline of a prompt if its client announces at `now_s` the next turn, perhaps with a wrong time."""
     return now_s + _PATIENCE * within_s
 
 
 class _Batch(NamedTuple):
-    """Rows in the order in which they leave, the class and the key that each has, and those of the last of it and of
-    what follows it, after which it leaves."""
+    """Rows in the order of eviction, with the class and the key of each. `last_classes`, `last_keys`: of the page with
+    the last position among the page itself and all pages behind it in prompts, after which it is evicted."""
 
     rows: Rows
     classes: Classes
@@ -84,43 +84,45 @@ class _Batch(NamedTuple):
 _NO_BATCH = _Batch(NO_ROWS, np.empty(0, np.int8), np.empty(0), np.empty(0, np.int8), np.empty(0))
 
 
+class _Ranks(Columns):
+    """The rank of each page in an exclusive tier: the key of a page that is first out is another number."""
+
+    fields: ClassVar = {"rank": (np.float64, 0.0)}
+    rank: Ranks
+
+
 class EvictionOrder(Columns):
-    """The pages that one tier has, and which of them is evicted next. Owned by the scheduler thread.
+    """The pages of one tier, and which of them is evicted next. Owned by the scheduler thread.
 
-    `is_held`     the tier has the page
-    `locks`       holders that need it to stay; also of a page that a transfer brings
-    `rank`        see `RankPolicy`
-    `expected`    queued requests that will need it
-    `has_ended`   its session has, and nobody used it since
-    `keep`        the hint that gives it a deadline; 0: none
-    `first_out`   a tick, if it leaves before all others: the highest first; else 0
-    `class_`, `key`  its place in the order: the class, see the module, and what is lowest first within that
-    `is_followed` since the batch was chosen a page that follows it has come, or ranks higher than before
+    `is_held`       whether the tier has the page
+    `locks`         locks of the page, held or in flight.
+    `expected`      queued requests that will need it.
+    `has_ended`     whether its session has ended, without a use of the page since then.
+    `keep`          the hint that gives it a deadline; 0: none.
+    `class_`, `key` its position in the order: the class, see the module, then the key, the lowest one first. The
+                    key is the rank, see `RankPolicy`; for pages that are first out it is a negative tick.
+    `is_followed`   whether since the choice of the batch a page behind it was new or its rank rose.
 
-    `is_linked`: whether a page leaves after the next pages of its prompt; False for windows and states.
-    `num_evictable`, `num_kept`: pages that
-    are held and not locked, and with a deadline; other threads may read them.
+    `is_linked`: whether a page is evicted after the next pages of its prompt; False for windows and states.
+    `num_evictable`: held pages without a lock; `num_kept`: pages with a deadline. Other threads may read them.
     """
 
     fields: ClassVar = {
         "is_held": (np.bool_, False),
         "locks": (np.int32, 0),
-        "rank": (np.float64, 0.0),
         "expected": (np.int32, 0),
         "has_ended": (np.bool_, False),
         "keep": (np.int32, 0),
-        "first_out": (np.int64, 0),
         "class_": (np.int8, _PLAIN),
         "key": (np.float64, 0.0),
         "is_followed": (np.bool_, False),
     }
+    unclean: ClassVar = frozenset({"is_held", "locks", "expected", "has_ended", "keep", "class_"})
     is_held: Mask
     locks: npt.NDArray[np.int32]
-    rank: Ranks
     expected: npt.NDArray[np.int32]
     has_ended: Mask
     keep: npt.NDArray[np.int32]
-    first_out: npt.NDArray[np.int64]
     class_: Classes
     key: Keys
     is_followed: Mask
@@ -129,116 +131,140 @@ class EvictionOrder(Columns):
         self.table, self.policy, self.at, self._is_linked = table, policy, Uses(table), is_linked
         table.add_columns(self)
         self._generation = policy.generation
+        self._ranks: _Ranks | None = None  # none before a page is first out
         self._first_out_ticks = 0
         self.num_evictable = self.num_kept = 0
         self._hints = itertools.count(1)
-        self._kept: dict[int, tuple[Rows, float]] = {}  # by hint, the oldest first: its rows, and its deadline
+        self._kept: dict[int, tuple[Rows, float]] = {}  # rows and deadline of each hint, the oldest first
         self._batch, self._next, self._end_place = _NO_BATCH, 0, (_NO_CLASS, 0.0)
-        self._late: list[Rows] = []  # rows that have come to a place before the end of the batch
+        self._late: list[Rows] = []  # rows that moved to a position before the end of the batch
 
-    # What happens to pages
+    # Events
 
     def enter(self, rows: Rows, *, is_transferred: bool = False) -> None:
         """Record that the tier has these, which follow each other in a prompt. `is_transferred`: release the lock of
-        their transfer. Of windows and states the first leave first: later prompts need the last."""
+        their transfer. The first windows and states of a prompt are evicted first: later prompts need the last."""
         rows = rows if self._is_linked else rows[::-1]
-        self.is_held[rows] = True
-        self.at.note_use(rows)
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        self.is_held[at] = True
+        self.at.note_use(at, len(rows))
+        locks = self.locks[at]
         if is_transferred:
-            self.unlock(rows)
-        else:
-            self._enter(rows[self.locks[rows] == 0])
+            assert locks.all(), "unlocked more often than locked"
+            self.locks[at] = locks = locks - 1
+        self._enter(rows[locks == 0] if locks.any() else rows)
 
     def leave(self, rows: Rows) -> None:
-        """The tier has these no more. Locks of a page whose transfer failed stay."""
-        self._end_hints(rows)
-        free = rows[self.locks[rows] == 0]
-        self.policy.forget(self.at, free)
+        """Record that the tier has lost these pages. The locks of a page whose transfer failed stay."""
+        if self.num_kept:
+            self._end_hints(rows)
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        locks = self.locks[at]
+        free = rows[locks == 0] if locks.any() else rows
+        self.policy.forget(self.at, free, self.num_evictable)
         self.num_evictable -= len(free)
-        self.is_held[rows] = self.has_ended[rows] = False
-        self.first_out[rows] = 0
-        self.class_[rows] = np.where(self.expected[rows] > 0, _EXPECTED, _PLAIN)
+        self.is_held[at] = False
+        self.has_ended[at] = False
+        self.class_[at] = np.where(self.expected[at] > 0, _EXPECTED, _PLAIN)
 
     def lock(self, rows: Rows) -> None:
-        """Somebody needs these to stay. A row occurs once."""
-        locks = self.locks[rows]
-        num_first = int(np.count_nonzero(self.is_held[rows] & (locks == 0)))
-        self.locks[rows] = locks + 1
-        self.num_evictable -= num_first
-        self.policy.lock(num_first)
+        """Keep these pages until `unlock`. A row occurs once."""
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        locks = self.locks[at]
+        self.num_evictable -= int(np.count_nonzero(self.is_held[at] & (locks == 0)))
+        self.locks[at] = locks + 1
 
     def unlock(self, rows: Rows) -> None:
-        """Undo one `lock`, which is no use."""
-        locks = self.locks[rows]
+        """Release one lock. This does not count as a use."""
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        locks = self.locks[at]
         assert locks.all(), "unlocked more often than locked"
-        self.locks[rows] = locks - 1
-        self._enter(rows[self.is_held[rows] & (locks == 1)])
+        is_free = self.is_held[at] & (locks == 1)
+        self.locks[at] -= 1
+        self._enter(rows if is_free.all() else rows[is_free])
 
     def use(self, rows: Rows) -> None:
-        """A request used these, which follow each other in a prompt and which the tier has. Their sessions go on, and
-        the next turn of a prompt that was kept has come."""
-        self.go_on(rows)
-        self._end_hints(rows)
-        self.at.note_use(rows)
-        self.policy.use(self.at, rows[self.locks[rows] == 0])
+        """Record that a request used these consecutive pages of a prompt, which the tier has. Their sessions are open
+        again, and the hints of their next turn end."""
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        if self.has_ended[at].any():
+            self.go_on(rows)
+        if self.num_kept:
+            self._end_hints(rows)
+        self.at.note_use(at, len(rows))
+        locks = self.locks[at]
+        self.policy.use(self.at, rows[locks == 0] if locks.any() else rows)
         self._rank(rows)
-        if self._first_out_ticks and len(again := rows[self.first_out[rows] > 0]):
-            self._put_first_out(again)
-            self._set_class(again)
+        if self._ranks is not None and len(again := rows[self.class_[at] == _FIRST_OUT]):
+            self.set_first_out(again)
 
     def follow(self, rows: Rows) -> None:
-        """The tier gets pages that follow these in a prompt."""
+        """Record that the tier gets pages behind these."""
         self.is_followed[rows] = True
 
     def go_on(self, rows: Rows) -> None:
-        """A request has begun to use these: if their session has ended, it goes on."""
+        """Record that a request has begun to use these pages: their sessions, if they had ended, are open again."""
         if self.has_ended[rows].any():
             self.has_ended[rows] = False
             self._set_class(rows)
 
+    @property
+    def is_first_out(self) -> Mask:
+        """Whether each row is first out."""
+        found: Mask = self.class_ == _FIRST_OUT
+        return found
+
     def set_first_out(self, rows: Rows) -> None:
-        """Another tier has these as well from now on, which follow each other in a prompt."""
-        self._put_first_out(rows)
-        self._set_class(rows)
+        """Record that another tier has these consecutive pages of a prompt as well."""
+        if self._ranks is None:
+            self._ranks = _Ranks()
+            self.table.add_columns(self._ranks)
+            self._ranks.rank[:] = self.key
+        self._first_out_ticks += len(rows)
+        self.class_[rows] = _FIRST_OUT
+        self.key[rows] = np.arange(len(rows)) - self._first_out_ticks
+        self._moved(rows)
 
     def end_first_out(self, rows: Rows) -> None:
-        """No other tier has these."""
-        self.first_out[rows] = 0
+        """Record that no other tier has these pages."""
+        if self._ranks is not None:
+            self.class_[rows] = _PLAIN
+            self.key[rows] = self._ranks.rank[rows]
         self._set_class(rows)
 
-    # What requests say of them
+    # Hints of requests
 
     def expect(self, rows: Rows, change: int) -> None:
-        """`change` more queued requests will need these, or fewer. That is no use."""
+        """Add `change` to the queued requests that will need these pages. This does not count as a use."""
         self.expected[rows] += change
         self._set_class(rows)
 
     def expect_uses(self, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:
-        """These, which the tier has, will be used so often. Counts under the policy `auto` alone."""
+        """Announce `num_uses` uses of pages that the tier has. Only the policy `auto` counts them."""
         self.policy.expect_uses(self.at, rows, num_uses)
         self._rank(rows)
 
     def raise_priority(self, rows: Rows, priority: int) -> None:
-        """A request of `priority` uses these: none has a lower one from now on."""
+        """Raise the priority of these pages to that of a request that uses them."""
         lower = rows[self.table.priority[rows] < priority]
         if len(lower):
             self.table.priority[lower] = priority
             self.rank_again(lower)
 
     def rank_again(self, rows: Rows) -> None:
-        """The hits or the priority of these, which the tier has, have changed without a use."""
+        """Rank held pages again after a change of their hits or priorities."""
         self._rank(rows)
 
     def end_session(self, rows: Rows) -> None:
-        """Nobody will ask for these again: they leave before plain ones until somebody uses them."""
+        """Evict these pages before plain ones until a request uses them."""
         self.has_ended[rows] = True
         self._end_hints(rows)
         self._set_class(rows)
 
     def keep_until(self, rows: Rows, until_s: float, limit: float) -> None:
-        """Evict these, the pages of a prompt that the tier has or gets, after plain ones until `until_s`, or until they
-        are used. Older hints end, the oldest first, until at most `limit` pages are kept. A prompt that exceeds the
-        limit alone is not kept."""
+        """Evict these pages of a prompt, which the tier has or gets, after plain ones until `until_s` or their next
+        use. If more than `limit` pages would be kept, the oldest hints end first. A prompt longer than `limit` is not
+        kept."""
         if not 0 < len(rows) <= limit:
             return
         self._end_hints(rows)
@@ -251,21 +277,23 @@ class EvictionOrder(Columns):
         self._set_class(rows)
 
     def expire(self, now_s: float) -> None:
-        """End the deadlines up to now."""
+        """End the hints whose deadline has passed."""
         for hint in [hint for hint, (_, until_s) in self._kept.items() if until_s <= now_s]:
             self._end_hint(hint)
 
     def end_keeps(self, rows: Rows) -> None:
-        """A transfer did not bring these."""
-        self._end_hints(rows)
+        """End the hints of pages whose transfer failed."""
+        if self.num_kept:
+            self._end_hints(rows)
         self.go_on(rows)
 
     # Victims
 
     def take(self, num_rows: int) -> Rows:
-        """Some of the next `num_rows` pages to be evicted, none where none may be. The caller makes each `leave` before
-        it asks again."""
-        self._rank_again()
+        """The next pages to be evicted, between 1 and `num_rows`; none if no page may be evicted. The caller makes
+        each `leave` before the next call."""
+        if self._generation != self.policy.generation:
+            self._rank_again()
         if self.num_evictable <= _SMALL:
             self._end_batch()
         if self._late:
@@ -273,45 +301,48 @@ class EvictionOrder(Columns):
         while self._next < len(self._batch.rows) or self._choose_batch(num_rows):
             at = slice(self._next, self._next + num_rows)
             rows = self._batch.rows[at]
-            classes, keys = self._places(rows)
             may_leave = self._may_leave(rows)
-            may_leave &= (classes == self._batch.classes[at]) & (keys == self._batch.keys[at])
-            may_leave = self._without_followed(rows, may_leave)
+            may_leave &= (self.class_[rows] == self._batch.classes[at]) & (self.key[rows] == self._batch.keys[at])
+            may_leave &= ~self.is_followed[rows]
             self._next += len(rows)
+            if may_leave.all():
+                return rows
+            may_leave = self._without_followed(rows, may_leave)
             if may_leave.any():
                 return rows[may_leave]
         return NO_ROWS
 
     def put_back(self, rows: Rows) -> None:
-        """The caller does not evict these, which `take` returned."""
+        """Return pages that `take` chose and that the caller does not evict."""
         self._moved(rows)
 
     def _without_followed(self, rows: Rows, may_leave: Mask) -> Mask:
-        """Which of these pages of the batch may leave, since those that follow them may."""
+        """Which of these pages of the batch may be evicted, because all pages behind them may."""
         while True:
-            may_leave = may_leave & ~self.is_followed[rows]
             stays = rows[~may_leave]
             before = self._before(stays[self.is_held[stays]])
             before = before[before >= 0]
             if self.is_followed[before].all():
                 return may_leave
             self.is_followed[before] = True
+            may_leave = may_leave & ~self.is_followed[rows]
 
     def leaving(self) -> Rows:
-        """All that may be evicted, in the order in which they would leave if nothing changed from now on."""
-        self._rank_again()
+        """All evictable pages in the order of their eviction if nothing changes."""
+        if self._generation != self.policy.generation:
+            self._rank_again()
         return self._in_order(np.flatnonzero(self.is_held & (self.locks == 0))).rows
 
     def num_shared(self, rows: Rows) -> int:
-        """How many of the first pages of a prompt, all of which the tier has, others follow than the rest of it."""
-        position = np.full(len(self.rank), NO_ROW)
+        """How many of the first pages of a prompt, all of which the tier has, other prompts continue."""
+        position = np.full(len(self.key), NO_ROW)
         position[rows] = np.arange(len(rows))
         others = np.flatnonzero(self.is_held & (position < 0))
         before = self.table.previous[others]
         return int(position[before[before >= 0]].max(initial=NO_ROW)) + 1
 
     def violations(self) -> list[str]:
-        """Where the sums are not those of the columns."""
+        """Contradictions between the sums and the columns."""
         found = []
         evictable = int(np.count_nonzero(self.is_held & (self.locks == 0)))
         if self.num_evictable != evictable:
@@ -323,11 +354,15 @@ class EvictionOrder(Columns):
             found.append(f"{self.num_kept} pages were counted as kept, {kept} are")
         if (self.locks < 0).any() or (self.expected < 0).any():
             found.append("a page has fewer locks, or is expected by fewer requests, than none")
+        is_absent = ~self.is_held & (self.locks == 0) & (self.expected == 0)
+        if (self.has_ended | (self.keep > 0) | (self.class_ != _PLAIN))[is_absent].any():
+            found.append("a page has a class that the tier lacks")
         return found
 
     # Inside
 
     def _enter(self, rows: Rows) -> None:
+        """Count pages that have become evictable."""
         if len(rows):
             self.num_evictable += len(rows)
             self.policy.enter(self.at, rows)
@@ -335,32 +370,30 @@ class EvictionOrder(Columns):
 
     def _rank(self, rows: Rows) -> None:
         ranks = self.policy.ranks(self.at, rows)
-        if self._end_place[0] != _NO_CLASS:
-            before = self._before(rows[ranks > self.rank[rows]])
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        column = self.key if self._ranks is None else self._ranks.rank
+        has_batch = self._end_place[0] != _NO_CLASS
+        if has_batch:
+            before = self._before(rows[ranks > column[at]])
             self.is_followed[before[before >= 0]] = True
-        self.rank[rows] = ranks
-        self.key[rows] = np.where(self.first_out[rows] > 0, self.key[rows], ranks) if self._first_out_ticks else ranks
-        self._moved(rows)
+        column[at] = ranks
+        if self._ranks is not None:
+            self.key[at] = np.where(self.class_[at] == _FIRST_OUT, self.key[at], ranks)
+        if has_batch:
+            self._moved(rows)
 
     def _before(self, rows: Rows) -> Rows:
-        """The rows of the pages after which these may not be evicted; `NO_ROW` for none."""
+        """The rows of the pages that may be evicted only after these; `NO_ROW` for none."""
         return self.table.previous[rows] if self._is_linked else np.full(len(rows), NO_ROW)
 
     def _rank_again(self) -> None:
-        """With another half-life all ranks are others."""
-        if self._generation != self.policy.generation:
-            self._generation = self.policy.generation
-            held = np.flatnonzero(self.is_held)
-            self._end_batch()
-            self._rank(held)
-
-    def _put_first_out(self, rows: Rows) -> None:
-        self._first_out_ticks += len(rows)
-        self.first_out[rows] = np.arange(self._first_out_ticks, self._first_out_ticks - len(rows), -1)
+        """Rank all pages: the policy has changed all ranks."""
+        self._generation = self.policy.generation
+        held = np.flatnonzero(self.is_held)
+        self._end_batch()
+        self._rank(held)
 
     def _end_hints(self, rows: Rows) -> None:
-        if not self.num_kept:
-            return
         kept = rows[self.keep[rows] > 0]
         if len(kept):
             self.num_kept -= len(kept)
@@ -382,29 +415,23 @@ class EvictionOrder(Columns):
         may: Mask = self.is_held[rows] & (self.locks[rows] == 0)
         return may
 
-    def _places(self, rows: Rows) -> tuple[Classes, Keys]:
-        """Where these are in the order: their classes, and what is lowest first within each."""
-        return self.class_[rows], self.key[rows]
-
     def _set_class(self, rows: Rows) -> None:
-        """What requests say of these, or the tier above, has changed."""
+        """Classify pages again after a change of their hints."""
         classes = np.where(self.has_ended[rows], _ENDED, _PLAIN).astype(np.int8)
         classes[self.keep[rows] > 0] = _KEPT
         classes[self.expected[rows] > 0] = _EXPECTED
-        first_out = self.first_out[rows]
-        classes[first_out > 0] = _FIRST_OUT
+        classes[self.class_[rows] == _FIRST_OUT] = _FIRST_OUT
         self.class_[rows] = classes
-        self.key[rows] = np.where(first_out > 0, -first_out, self.rank[rows])
         self._moved(rows)
 
     def _moved(self, rows: Rows) -> None:
-        """Their places in the order may be others: those that come before the end of the batch are put into it."""
+        """Note pages that may have moved to a position before the end of the batch."""
         if self._end_place[0] != _NO_CLASS and len(late := rows[self._is_in_batch(rows)]):
             self._late.append(late)
 
     def _is_in_batch(self, rows: Rows) -> Mask:
-        """Which of these may leave, and have a place before the end of the batch."""
-        (classes, keys), (last_class, last_key) = self._places(rows), self._end_place
+        """Which of these may be evicted, and have a position before the end of the batch."""
+        (classes, keys), (last_class, last_key) = (self.class_[rows], self.key[rows]), self._end_place
         is_before: Mask = (classes < last_class) | ((classes == last_class) & (keys <= last_key))
         return is_before & self._may_leave(rows)
 
@@ -421,7 +448,8 @@ class EvictionOrder(Columns):
         self._batch, self._next = self._in_order(rows[self._is_in_batch(rows)]), 0
 
     def _choose_batch(self, num_rows: int) -> bool:
-        """Choose the pages that leave first, at least `num_rows` of them if there are so many; whether there is any."""
+        """Choose the pages that are evicted first, at least `num_rows` of them if possible. Returns whether there is
+        one."""
         self._end_batch()
         rows = np.flatnonzero(self.is_held & (self.locks == 0))
         if not len(rows):
@@ -436,10 +464,10 @@ class EvictionOrder(Columns):
     def _in_order(self, rows: Rows, most: int | None = None) -> _Batch:
         """Those of `rows` that may leave, in their order, at least `most` of the first. `rows`: unlocked pages that the
         tier has, and with each page all that leave before it."""
-        classes, keys = self._places(rows)
+        classes, keys = self.class_[rows], self.key[rows]
         held = np.flatnonzero(self.is_held | (self.locks > 0))
         before = self._before(held)
-        before = np.where((before >= 0) & self.is_held[before] & (self.first_out[before] == 0), before, NO_ROW)
+        before = np.where((before >= 0) & self.is_held[before] & (self.class_[before] != _FIRST_OUT), before, NO_ROW)
         if self._leads_its_followers(held, before):
             if most is not None:
                 is_first = classes == classes.min()
@@ -451,7 +479,7 @@ class EvictionOrder(Columns):
         return self._behind_followers(_Batch(rows, classes, keys, classes, keys).sorted(self.table), held, before, most)
 
     def _leads_its_followers(self, held: Rows, before: Rows) -> bool:
-        """Whether each page leaves after those that follow it by its own place: `before` are the pages before
+        """Whether the own position of each page is behind those of the pages that follow it. `before`: the pages before
         `held`."""
         after, before = held[before >= 0], before[before >= 0]
         is_free = self.locks[before] == 0
@@ -459,18 +487,19 @@ class EvictionOrder(Columns):
         return bool((self._leaves_first(after, before) & (self.locks[after] == 0)).all())
 
     def _leaves_first(self, after: Rows, before: Rows) -> Mask:
-        """Which of `after` leave before those of `before`, the pages before them, by their own places."""
-        (classes, keys), (above, keys_above) = self._places(after), self._places(before)
+        """Which of `after` have a position before that of `before`, the pages before them."""
+        classes, keys = self.class_[after], self.key[after]
+        above, keys_above = self.class_[before], self.key[before]
         leaves_first: Mask = (classes < above) | ((classes == above) & (keys <= keys_above))
         return leaves_first
 
     def _behind_followers(self, batch: _Batch, held: Rows, before: Rows, most: int | None) -> _Batch:
-        """`batch`, all that nobody has locked in the order of their own places, such that each leaves after those that
-        follow it; without those that locked ones follow."""
-        position = np.full(len(self.rank), NO_ROW)
+        """`batch`, all unlocked pages in the order of their own positions, with each page moved behind the pages that
+        follow it. Pages before a locked page are left out."""
+        position = np.full(len(self.key), NO_ROW)
         position[held] = np.arange(len(held))
         up = np.where(before >= 0, position[before], NO_ROW)
-        last = np.full(len(held), len(batch.rows))  # of those that follow: the last place in the order, or none
+        last = np.full(len(held), len(batch.rows))  # the last position among the page and its followers
         last[position[batch.rows]] = np.arange(len(batch.rows))
         while (is_below := up >= 0).any():  # each round reaches twice as far
             np.maximum.at(last, up[is_below], last[is_below])

@@ -1,6 +1,6 @@
-"""Eviction policies over rows: a policy is a function from rows to ranks, and the lowest rank leaves first.
+"""Eviction policies over rows: a policy is a function from rows to ranks; the page with the lowest is evicted first.
 
-A policy of one's own is a `RankPolicy` in a file that imports this one, and an entry in `RANK_POLICIES`.
+A custom policy is a `RankPolicy` in a file that imports this one, and an entry in `RANK_POLICIES`.
 """
 
 from __future__ import annotations
@@ -11,28 +11,29 @@ from typing import Any, ClassVar
 import numpy as np
 import numpy.typing as npt
 
-from hicache.pages.table import Columns, PageTable, Rows
+from hicache.pages.table import Columns, Index, PageTable, Rows
 
 Ranks = npt.NDArray[np.floating[Any]]
-_LEVEL = float(1 << 40)  # more uses than any tier sees: what counts before the time of the last use is a multiple
+_LEVEL = float(1 << 40)  # above every tick: a hit or a level of priority counts more than the last use
 
 
 class Uses(Columns):
-    """How the pages of one tier were used, as far as the table does not say it for all tiers.
+    """Uses of the pages of one tier. Hits and priorities, which are the same on all tiers, are in the table.
 
-    `last_use`, `created`: ticks of a clock of this tier. `uses`, `used_at`, `counted`: of the policy `auto`, see
-    `hicache.pages.frequency`; `counted` are the hits of the table that it has counted.
+    `last_use`, `created`: ticks of this tier's clock, `created` only if the policy reads it. `uses`, `used_at`,
+    `counted`: of the policy `auto`, see `hicache.pages.frequency`; `counted` are the hits that it has counted.
     """
 
     fields: ClassVar = {
-        "last_use": (np.int64, 0),
-        "created": (np.int64, 0),
+        "last_use": (np.float64, 0.0),
+        "created": (np.float64, 0.0),
         "uses": (np.float64, 0.0),
         "used_at": (np.int64, 0),
         "counted": (np.int32, 0),
     }
-    last_use: npt.NDArray[np.int64]
-    created: npt.NDArray[np.int64]
+    unclean: ClassVar = frozenset({"last_use", "created", "used_at", "counted"})
+    last_use: npt.NDArray[np.float64]
+    created: npt.NDArray[np.float64]
     uses: npt.NDArray[np.float64]
     used_at: npt.NDArray[np.int64]
     counted: npt.NDArray[np.int32]
@@ -42,97 +43,107 @@ class Uses(Columns):
         table.add_columns(self)
 
     def note_created(self, rows: Rows) -> None:
-        """Pages that follow each other are new to the tier, the first one first."""
-        self.created[rows] = np.arange(self._now + 1, self._now + 1 + len(rows))
+        """Record that consecutive pages are new to the tier, the first one first."""
+        self.created[self.table.span(rows)] = np.arange(self._now + 1, self._now + 1 + len(rows))
         self._now += len(rows)
 
-    def note_use(self, rows: Rows) -> None:
-        """Pages that follow each other were used, the first one last: of a prompt the end leaves first."""
-        self._now += len(rows)
-        self.last_use[rows] = np.arange(self._now, self._now - len(rows), -1)
+    def note_use(self, at: Index, num_rows: int) -> None:
+        """Record a use of consecutive pages, the first one last: the end of a prompt is evicted first."""
+        self._now += num_rows
+        self.last_use[at] = np.arange(self._now, self._now - num_rows, -1.0)
 
 
 class RankPolicy(ABC):
-    """How the pages of one tier rank. The order tells it of each event before it asks for ranks. `generation`: another
-    number once all ranks have changed."""
+    """Ranks the pages of one tier. The order reports each event before it asks for ranks. `generation`: another number
+    once all ranks have changed."""
 
     generation = 0
     reads_names = False  # whether it knows pages by `PageTable.name`
+    reads_created = True  # whether it ranks pages by `Uses.created`
 
     @abstractmethod
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        """Of each row; pages with the lowest are evicted first."""
+        """The rank of each row; pages with the lowest rank are evicted first."""
 
     def enter(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """The tier has these, the first pages of a prompt first, and nobody has locked them."""
-
-    def lock(self, num_rows: int) -> None:  # noqa: B027
-        """So many pages of the tier got their first lock."""
+        """The tier has these unlocked pages, the first pages of a prompt first."""
 
     def use(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """A request used these, the first pages of a prompt first, while nobody had locked them."""
+        """A request used these unlocked pages, the first pages of a prompt first."""
 
-    def forget(self, at: Uses, rows: Rows) -> None:  # noqa: B027
-        """The tier has these no more."""
+    def forget(self, at: Uses, rows: Rows, num_evictable: int) -> None:  # noqa: B027
+        """The tier loses these unlocked pages, of `num_evictable` that it has."""
 
     def expect_uses(self, at: Uses, rows: Rows, num_uses: npt.NDArray[np.float64] | float) -> None:  # noqa: B027
-        """These will be used so often, 1 at least."""
+        """Requests will use these pages `num_uses` times, at least once."""
 
     def uses_of(self, at: Uses, rows: Rows) -> Ranks:
-        """How often each was used, as far as that counts; 1 at least."""
+        """The uses of each page as far as they count, at least 1."""
         return np.ones(len(rows))
 
 
 class Lru(RankPolicy):
-    """The least recently used page leaves first."""
+    """Evict the least recently used page first."""
+
+    reads_created = False
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        return at.last_use[rows].astype(np.float64)
+        return at.last_use[at.table.span(rows)]
 
 
 class Lfu(RankPolicy):
-    """The least often used page leaves first; of equals, the least recently used."""
+    """Evict the least often used page first; of equals, the least recently used."""
+
+    reads_created = False
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        ranks: Ranks = at.table.hits[rows] * _LEVEL + at.last_use[rows]
+        index = at.table.span(rows)
+        ranks: Ranks = at.table.hits[index] * _LEVEL + at.last_use[index]
         return ranks
 
 
 class Fifo(RankPolicy):
-    """The oldest page leaves first."""
+    """Evict the oldest page first."""
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        return at.created[rows].astype(np.float64)
+        return at.created[at.table.span(rows)]
 
 
 class Mru(RankPolicy):
-    """The most recently used page leaves first."""
+    """Evict the most recently used page first."""
+
+    reads_created = False
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        return -at.last_use[rows].astype(np.float64)
+        return -at.last_use[at.table.span(rows)]
 
 
 class Filo(RankPolicy):
-    """The youngest page leaves first."""
+    """Evict the youngest page first."""
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        return -at.created[rows].astype(np.float64)
+        return -at.created[at.table.span(rows)]
 
 
 class Priority(RankPolicy):
-    """The lowest priority that requests gave leaves first; of equals, the least recently used page."""
+    """Evict the page with the lowest priority first; of equals, the least recently used."""
+
+    reads_created = False
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        ranks: Ranks = at.table.priority[rows] * _LEVEL + at.last_use[rows]
+        index = at.table.span(rows)
+        ranks: Ranks = at.table.priority[index] * _LEVEL + at.last_use[index]
         return ranks
 
 
 class Slru(RankPolicy):
-    """Pages that one request has used leave before those that several have; of both, the least recently used."""
+    """Evict pages with one use before pages with several; of both, the least recently used first."""
 
+    reads_created = False
     protected_threshold: ClassVar[int] = 2
 
     def ranks(self, at: Uses, rows: Rows) -> Ranks:
-        is_protected = at.table.hits[rows] >= self.protected_threshold
-        ranks: Ranks = is_protected * _LEVEL + at.last_use[rows]
+        index = at.table.span(rows)
+        is_protected = at.table.hits[index] >= self.protected_threshold
+        ranks: Ranks = is_protected * _LEVEL + at.last_use[index]
         return ranks

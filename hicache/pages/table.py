@@ -1,8 +1,8 @@
 """The page table: one row for each page that memory holds or that a transfer brings.
 
-A row keeps its number from the moment a request names the page until nothing needs it, so whatever refers to pages (a
-lease, a copy, a read, a waiting request) holds an array of row numbers. Columns are numpy arrays; each part that keeps
-something of a page has columns of its own, which grow with the table.
+A row keeps its number from the moment a request names the page until nothing needs it. So a lease, a copy, a read and a
+waiting request each refer to their pages by an array of row numbers. Columns are numpy arrays. Each part that stores a
+property of pages has its own columns, which grow with the table.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 Rows = npt.NDArray[np.int64]
+Index = Rows | slice
+"""Rows as an index of columns, see `PageTable.span`."""
 Mask = npt.NDArray[np.bool_]
 Names = npt.NDArray[np.uint64]
 
@@ -31,27 +33,33 @@ def names_of(keys: Sequence[bytes]) -> Names:
 
 
 class Columns:
-    """Arrays with an entry for each row. `fields`: of each its type, and what it holds of a row that nothing needs."""
+    """Arrays with one entry per row. `fields`: the type of each column, and its value in free rows. `unclean`: the
+    columns that owners set for each new page, or reset themselves, so that `clear` leaves them."""
 
     fields: ClassVar[dict[str, tuple[Any, Any]]]
+    unclean: ClassVar[frozenset[str]] = frozenset()
 
     def grow(self, num_rows: int) -> None:
-        """Have `num_rows` rows, at least as many as now."""
+        """Lengthen the columns to `num_rows` rows, or keep their length."""
+        self._to_clear = list[tuple[npt.NDArray[Any], Any]]()
         for name, (dtype, empty) in self.fields.items():
-            column = np.full(num_rows, empty, dtype)
+            # Zeros take no memory before they are written.
+            column = np.zeros(num_rows, dtype) if empty == 0 else np.full(num_rows, empty, dtype)
             before = vars(self).get(name)
             if before is not None:
                 column[: len(before)] = before
             setattr(self, name, column)
+            if name not in self.unclean:
+                self._to_clear.append((column, empty))
 
-    def clear(self, rows: Rows) -> None:
-        """Nothing needs these rows any more."""
-        for name, (_, empty) in self.fields.items():
-            vars(self)[name][rows] = empty
+    def clear(self, rows: Index) -> None:
+        """Reset the columns of rows that nothing needs any more."""
+        for column, empty in self._to_clear:
+            column[rows] = empty
 
 
 class Seen(Columns):
-    """The rows that a walk has seen: `age` is theirs; of all other rows it is 0, or that of an earlier page."""
+    """The rows that a walk has seen: their `age`; for other rows 0, or the age of an earlier page."""
 
     fields: ClassVar = {"age": (np.int64, 0)}
     age: npt.NDArray[np.int64]
@@ -61,15 +69,16 @@ class PageTable(Columns):
     """The rows of pages, by page key if they have one. Owned by the scheduler thread.
 
     `index`          of the page in its prompts, from 0
-    `previous`       the row of the page before it, if a request named both
-    `age`            a number that no other row has or had; the row made last has the highest
+    `previous`       row of the page before it, if a request named both
+    `age`            a number that no other row has or had; the newest row has the highest
     `name`           see `names_of`
     `keys`           the page key; None until a host tier, store or event needs it
     `hits`           requests that used the page since memory has it
-    `priority`       the highest of a request that used it
-    `refs`           what needs the row: tiers that have the page or get it, holders of `hold`, and rows that follow it
+    `priority`       the highest priority of a request that used it
+    `refs`           references to the row: tiers that have the page or get it, calls of `hold`, and rows that follow it
 
-    Each column has one more entry, which no page gets: `NO_ROW` reads it as a page that nothing needs.
+    Each column has one more entry, which no page gets: `NO_ROW` reads it as a free row. `num_rows`: capacity to begin
+    with, such as the pages of all tiers; a table that needs more doubles.
     """
 
     fields: ClassVar = {
@@ -82,6 +91,8 @@ class PageTable(Columns):
         "refs": (np.int32, 0),
         "keys": (np.object_, None),
     }
+    unclean: ClassVar = frozenset({"index", "name", "keys"})
+    many: ClassVar[int] = 4096  # rows from which on a slice saves more than the search for it takes
     index: npt.NDArray[np.int32]
     previous: Rows
     age: npt.NDArray[np.int64]
@@ -94,21 +105,35 @@ class PageTable(Columns):
     def __init__(self, num_rows: int = _LEAST_ROWS) -> None:
         self._parts: list[Columns] = [self]
         self._row_of: dict[bytes, int] = {}
-        self._free, self._num_free = NO_ROWS, 0  # a stack
+        self.numbers = NO_ROWS  # all rows in order: a view of consecutive ones is known to be a span
+        self._free, self._first_free = NO_ROWS, 0  # a stack: free rows from an index to the end
         self._num_rows = self._last_age = 0
         self._grow_to(num_rows)
 
     def __len__(self) -> int:
-        """Rows that something needs, or that were just named."""
-        return self._num_rows - self._num_free
+        """The number of rows in use, newly named ones included."""
+        return self._first_free
 
     def __contains__(self, key: bytes) -> bool:
         return key in self._row_of
 
     def add_columns(self, part: Columns) -> None:
-        """Have the columns of `part` grow with the table."""
+        """Lengthen the columns of `part` now and whenever the table grows."""
         part.grow(self._num_rows + 1)
         self._parts.append(part)
+
+    def span(self, rows: Rows) -> Index:
+        """The same rows as an index: a slice if they are consecutive, which numpy reads and writes several times as
+        fast."""
+        num_rows = len(rows)
+        if num_rows < self.many:
+            return rows
+        first, last = int(rows[0]), int(rows[-1])
+        if last - first != num_rows - 1 or not 0 <= first <= last < self._num_rows:
+            return rows
+        if rows.base is not self.numbers and not (rows == self.numbers[first : last + 1]).all():
+            return rows
+        return slice(first, last + 1)
 
     def find(self, keys: Sequence[bytes]) -> Rows:
         """The rows of pages, int64 `[keys]`; `NO_ROW` for those without."""
@@ -126,34 +151,45 @@ class PageTable(Columns):
         found: list[bytes] = self.keys[rows].tolist()
         return found
 
-    def add(self, keys: Sequence[bytes], index: int = 0, previous_key: bytes | None = None) -> Rows:
-        """The rows of pages that follow each other in a prompt, the first at `index`, behind the page `previous_key`.
-        Pages without a row get one, which the caller has something need, or gives back by `forget`."""
+    def add(
+        self, keys: Sequence[bytes], index: int = 0, previous_key: bytes | None = None, previous: int = NO_ROW
+    ) -> Rows:
+        """The rows of consecutive pages of a prompt, the first at `index`, behind the page of key `previous_key` or
+        row `previous`. Pages without a row get one, which the caller holds, or gives back by `forget`."""
         rows = self.find(keys)
         missing = (rows < 0).nonzero()[0]
-        if len(missing):
-            new_keys = keys if len(missing) == len(keys) else [keys[at] for at in missing.tolist()]
-            names = names_of(new_keys)
+        is_new = 0 < len(missing) == len(keys)
+        if is_new:
+            rows = self.add_unnamed(len(keys), index)
+            self.set_keys(rows, keys)
+            self.name[rows] = names_of(keys)
+        elif len(missing):
+            new_keys = [keys[at] for at in missing.tolist()]
             new = rows[missing] = self._new(index + missing)
             self.set_keys(new, new_keys)
-            self.name[new] = names
-        previous = NO_ROW if previous_key is None else self.row(previous_key)
-        if previous == NO_ROW and previous_key is not None:
-            previous = int(self.add([previous_key], index - 1)[0])
-        self.link(rows, previous)
+            self.name[new] = names_of(new_keys)
+        if previous_key is not None:
+            previous = self._row_of.get(previous_key, NO_ROW)
+            if previous == NO_ROW:
+                previous = int(self.add([previous_key], index - 1)[0])
+        if is_new:
+            self.link_new(rows, previous)
+        else:
+            self.link(rows, previous)
         return rows
 
     def add_unnamed(self, num_pages: int, index: int) -> Rows:
-        """New rows of pages that follow each other in a prompt, the first at `index`; they have no keys yet."""
-        return self._new(np.arange(index, index + num_pages))
+        """New rows of consecutive pages of a prompt, the first at `index`, without keys and links."""
+        is_short = index + num_pages <= self._num_rows
+        return self._new(self.numbers[index : index + num_pages] if is_short else np.arange(index, index + num_pages))
 
     def set_keys(self, rows: Rows, keys: Sequence[bytes]) -> None:
-        """Give these rows, which have none, the keys of their pages."""
+        """Set the keys of rows that have none."""
         self.keys[rows] = keys
         self._row_of.update(zip(keys, rows.tolist(), strict=True))
 
     def link(self, rows: Rows, previous: int = NO_ROW) -> None:
-        """Pages of these rows follow each other in a prompt, the first behind that of `previous`."""
+        """Record that the pages of these rows are consecutive in a prompt, the first behind that of `previous`."""
         if not len(rows):
             return
         before = np.empty_like(rows)
@@ -163,9 +199,22 @@ class PageTable(Columns):
             self.previous[rows[unknown]] = before[unknown]
             self.refs[before[unknown]] += 1  # each row occurs once
 
+    def link_new(self, rows: Rows, previous: int = NO_ROW) -> None:
+        """The same for new rows, which have neither links nor references."""
+        at = self.span(rows) if len(rows) >= self.many else rows
+        if isinstance(at, slice):
+            self.previous[at.start + 1 : at.stop] = rows[:-1]
+            self.refs[at.start : at.stop - 1] = 1
+        else:
+            self.previous[rows[1:]] = rows[:-1]
+            self.refs[rows[:-1]] = 1
+        if previous >= 0:
+            self.previous[rows[0]] = previous
+            self.refs[previous] += 1
+
     def with_paths(self, rows: Rows, seen: Seen) -> Rows:
-        """Each of `rows` behind the rows of the pages before it, as far as they are known, the first one first; only
-        those that are not `seen` yet."""
+        """Rows with the rows of all known pages before them, in the order of each prompt, without rows that are `seen`
+        already."""
         new = rows[seen.age[rows] != self.age[rows]]
         is_path = bool((self.previous[new[1:]] == new[:-1]).all())  # then only the first has others before it
         num_walked = min(1, len(new)) if is_path else len(new)
@@ -182,58 +231,83 @@ class PageTable(Columns):
         return np.concatenate((np.array(found, np.int64), rest))
 
     def hold(self, rows: Rows) -> None:
-        """Somebody needs these rows, whatever becomes of their pages, until `drop`."""
-        self.refs[rows] += 1
+        """Keep these rows, even if all tiers lose their pages, until `drop`."""
+        self.refs[self.span(rows) if len(rows) >= self.many else rows] += 1
 
     def drop(self, rows: Rows) -> None:
         """Undo one `hold`."""
-        self.refs[rows] -= 1
-        self.forget(rows)
+        at = self.span(rows) if len(rows) >= self.many else rows
+        refs = self.refs[at] - 1
+        self.refs[at] = refs
+        if not refs.all():
+            self.forget(rows)
 
     def forget(self, rows: Rows) -> None:
-        """Give back those of these rows that nothing needs."""
-        if not (self.refs[rows] == 0).any():
+        """Free those of these rows that nothing refers to."""
+        if self.refs[self.span(rows)].all():
             return
         needless = self._needless(rows)
-        cut = self.previous[needless]
+        at = self.span(needless)
+        cut = self.previous[at]
+        is_start = np.ones(len(needless), np.bool_)
+        is_start[1:] = cut[1:] != needless[:-1]
+        cut = cut[is_start]
+        self.age[at] = 0
         unneeded = list[int]()
-        for last in cut[(cut >= 0) & ~np.isin(cut, needless)].tolist():
+        for last in cut[(cut >= 0) & (self.age[cut] > 0)].tolist():
             before = last
             self.refs[before] -= 1
-            while not self.refs[before]:  # before them those that only they needed
+            while not self.refs[before]:  # a row that only rows behind it needed
                 unneeded.append(before)
                 before = int(self.previous[before])
                 if before < 0:
                     break
                 self.refs[before] -= 1
-        gone = np.concatenate((needless, np.array(unneeded, np.int64)))
-        for key in self.keys[gone].tolist():
-            if key is not None:
-                del self._row_of[key]
+        freed = needless
+        if unneeded:
+            freed = np.concatenate((needless, np.array(unneeded, np.int64)))
+            at = self.span(freed)
+        if self._row_of:
+            for key in self.keys[at].tolist():
+                if key is not None:
+                    del self._row_of[key]
+            self.keys[at] = None
         for part in self._parts:
-            part.clear(gone)
-        self._give(gone)
+            part.clear(at)
+        self._first_free -= len(freed)
+        self._free[self._first_free : self._first_free + len(freed)] = freed
 
     def _needless(self, rows: Rows) -> Rows:
-        """Those of these rows that nothing needs, or only the next one of `rows`, which nothing needs either."""
-        rows = rows[self.age[rows] > 0]
-        is_link = np.append(self.previous[rows[1:]] == rows[:-1], False)
-        at = np.arange(len(rows))
-        needed = np.where(self.refs[rows] != is_link, at, len(rows))
-        end = np.where(is_link, len(rows), at)
+        """Those of these rows that have no references, or only that of the next one of `rows`, which is needless
+        too."""
+        at = self.span(rows) if len(rows) >= self.many else rows
+        if not (ages := self.age[at]).all():
+            at = rows = rows[ages > 0]
+        is_link, refs = np.zeros(len(rows), np.bool_), self.refs[at]
+        is_link[:-1] = self.previous[at][1:] == rows[:-1]
+        if (refs == is_link).all():
+            return rows
+        number = np.arange(len(rows))
+        needed = np.where(refs != is_link, number, len(rows))
+        end = np.where(is_link, len(rows), number)
         is_needless = np.minimum.accumulate(needed[::-1])[::-1] > np.minimum.accumulate(end[::-1])[::-1]
         return rows[is_needless]
 
     def sweep(self) -> None:
-        """Give back all rows that nothing needs: a call that raised may have named pages, and no more."""
+        """Free all rows without references: a call that raised may have named pages only."""
         self.forget(np.flatnonzero(self.refs == 0))
 
     def violations(self) -> list[str]:
-        """Where the rows, their keys and the free ones disagree."""
+        """Contradictions between the rows, their keys and the free rows."""
         used = np.flatnonzero(self.age)
-        found = []
+        found = [
+            f"free rows have {name}"
+            for part in self._parts
+            for name, (_, empty) in part.fields.items()
+            if name not in part.unclean and (vars(part)[name][self.age == 0] != empty).any()
+        ]
         row_of = {key: row for row in used.tolist() if (key := self.keys[row]) is not None}
-        if len(used) != len(self) or np.isin(self._free[: self._num_free], used).any():
+        if len(used) != len(self) or np.isin(self._free[self._first_free :], used).any():
             found.append(f"{len(used)} rows are used, {len(self)} were counted")
         if row_of != self._row_of:
             found.append("a key has another row than the row says")
@@ -243,26 +317,26 @@ class PageTable(Columns):
 
     def _new(self, indices: Rows) -> Rows:
         """Rows of pages at `indices` of their prompts, the last one the youngest."""
-        new = self._take(len(indices))
-        self.index[new] = indices
-        self.age[new] = np.arange(self._last_age + 1, self._last_age + 1 + len(new))
-        self._last_age += len(new)
+        num_rows = len(indices)
+        if self._first_free + num_rows > self._num_rows:
+            self._grow_to(max(self._num_rows + num_rows, 2 * self._num_rows))
+        new = self._free[self._first_free : self._first_free + num_rows]
+        self._first_free += num_rows
+        at = self.span(new) if num_rows >= self.many else new
+        self.index[at] = indices
+        if isinstance(at, slice):
+            np.add(self.numbers[:num_rows], self._last_age + 1, out=self.age[at])
+            new = self.numbers[at]
+        else:
+            self.age[at] = np.arange(self._last_age + 1, self._last_age + 1 + num_rows)
+            new = new.copy()
+        self._last_age += num_rows
         return new
 
-    def _take(self, num_rows: int) -> Rows:
-        if num_rows > self._num_free:
-            self._grow_to(max(self._num_rows + num_rows, 2 * self._num_rows))
-        self._num_free -= num_rows
-        return self._free[self._num_free : self._num_free + num_rows][::-1].copy()
-
-    def _give(self, rows: Rows) -> None:
-        self._free[self._num_free : self._num_free + len(rows)] = rows[::-1]
-        self._num_free += len(rows)
-
     def _grow_to(self, num_rows: int) -> None:
-        new, old = np.arange(num_rows - 1, self._num_rows - 1, -1), self._free[: self._num_free]
-        self._free = np.empty(num_rows, np.int64)
-        self._num_free, self._num_rows = 0, num_rows
-        self._give(np.concatenate((new, old))[::-1])
+        free = np.concatenate((self._free[self._first_free :], np.arange(self._num_rows, num_rows)))
+        self._free, self._first_free = np.empty(num_rows, np.int64), num_rows - len(free)
+        self._free[self._first_free :] = free
+        self._num_rows, self.numbers = num_rows, np.arange(num_rows)
         for part in self._parts:
             part.grow(num_rows + 1)

@@ -270,7 +270,7 @@ class BasePrefixCache(ABC):
         """Drop nodes from the tree until it holds at most `target` of a component, or nothing unlocked is left."""
         tree, pages = self._tree, self._tree.pages[component]
         while pages.total > target and len(rows := pages.take(1)):
-            part = self._part_to_evict(tree.node[rows[0]], component)
+            part = self._part_to_evict(tree.node_of(int(rows[0])), component)
             released += tree.evict(pages.held(part.rows), component)
             pages.order.put_back(pages.held(rows))
 

@@ -56,8 +56,7 @@ class TreeNode(Node):
 
     @property
     def creation_time(self) -> int:
-        pages = self._pages(FULL)
-        return 0 if pages is None else int(pages.order.at.created[self.rows[-1]])
+        return 0 if self.tree is None or self._pages(FULL) is None else int(self.tree.table.age[self.rows[-1]])
 
     @property
     def key(self) -> RadixKey | None:
@@ -134,7 +133,7 @@ class TreeNode(Node):
 
     def _pages(self, component: Component) -> DevicePages | None:
         """The pages of a component on the device; None for a node that is in no tree, or has left it."""
-        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] is self
+        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] == self.id
         return self.tree.pages.get(component) if self.tree is not None and is_held else None
 
     def _locks(self, component: Component) -> int:

@@ -1,4 +1,4 @@
-"""What the tree returns: records of a match, of an insertion and of what left it."""
+"""Records that the tree returns: a match, an insertion, and values that the tree has lost."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hicache.tree.node import TreeNode
 class Match(NamedTuple):
     """The longest prefix whose full pages the device has: `rows` of its pages, which lie in `nodes` from the root on.
 
-    How much of it every component can use says `RadixTree.usable_len`.
+    `RadixTree.usable_len` returns how much of it all components can use.
     """
 
     namespace: str
@@ -24,15 +24,15 @@ class Match(NamedTuple):
 
 
 class Inserted(NamedTuple):
-    """What became of tokens that were offered to the tree with slots of their own; `node` ends where it took the last.
+    """The result of offering tokens with slots to the tree; `node` ends behind the last token that the tree has.
 
-    [0, len(existing))              it had them as slots `existing`, to be used from now on; the offered ones are free
-    [len(existing), accepted_len)   it took them, as the pages `gained`
-    [accepted_len, offered)         it took none of them: a load is in flight
+    [0, len(existing))              the tree had them as slots `existing`, which replace the offered ones
+    [len(existing), accepted_len)   the tree took them, as the pages `gained`
+    [accepted_len, offered)         refused, because a load is in flight
 
-    `adopted`: intervals of what it had without windows, which it takes: the window slots mapped to the offered slots
-    are to be mapped to those of `existing` instead, before these are freed. `attached`: of donated values those it
-    took.
+    `adopted`: intervals that the tree had without windows and now has with them: the caller maps the window slots of
+    the offered slots to those of `existing` before it frees the offered ones. `attached`: components whose donated
+    values the tree took.
     """
 
     node: TreeNode
@@ -44,7 +44,7 @@ class Inserted(NamedTuple):
 
 
 class Released(NamedTuple):
-    """What left the tree and is now the caller's to free. `size`: in tokens, or in states."""
+    """Values that the tree has lost and the caller frees. `size`: in tokens, or in states."""
 
     component: Component
     value: torch.Tensor

@@ -1,16 +1,16 @@
-"""The contract of a tree component, what a prefix needs of it, what a lock covers, what may be evicted, and the three
-that hicache knows.
+"""The contract of a tree component (the values that a prefix needs, a lock covers or an eviction takes), and the three
+components of hicache.
 
-One rule says what a prefix needs, `first_required`, and one loop how far a prefix can be used, `last_end`: the tree
-asks by tokens what is on the device, the movements by pages what is on any tier.
+`first_required` is the rule for the values that a prefix needs, and `last_end` finds the longest usable prefix. The
+tree applies them to tokens on the device, the movements to pages on any tier.
 
-            a match ends                                       a lock covers           may be evicted
-    full    anywhere: the tree's walk ends where none is held  the path to the root    pages that none follows
-    window  behind a whole window, or tokens from the root on  the last window         any page
-    state   at the end of a page with a state, never before    the last page alone     any state
+            a match ends                                         a lock covers           evictable
+    full    anywhere on the device                               the path to the root    pages without a next page
+    window  behind a complete window, or tokens from the root on the last window         any page
+    state   at the end of a page with a state                    the last page           any state
 
-A later match passes a page that has lost its window or state, and does not end there. A component of one's own is a
-subclass in a file of its own, and its counterpart in `hicache.flow.components`.
+A match may pass a page without its window or state, and does not end there. A custom component is a subclass in its own
+file, with a counterpart in `hicache.flow.components`.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hicache.tree.node import TreeNode
 
 
 class Required(Protocol):
-    """What prefixes need, in tokens or pages, see `TreeComponent.first_required`."""
+    """The needs of prefixes, in tokens or pages, see `TreeComponent.first_required`."""
 
     def first_required(self, end: int) -> int: ...
 
@@ -39,11 +39,13 @@ def last_end(components: Sequence[C], limit: int, floor: int, gap: Callable[[C, 
     """
     end = limit
     while end > floor:
-        gaps = (gap(component, component.first_required(end), end) for component in components)
-        start = next((start for start in gaps if start is not None), None)
-        if start is None:
+        for component in components:
+            start = gap(component, component.first_required(end), end)
+            if start is not None:
+                end = start
+                break
+        else:
             break
-        end = start
     return max(end, floor)
 
 
@@ -83,6 +85,15 @@ class FullComponent(TreeComponent):
     name = FULL
 
     def first_required(self, end: int) -> int:
+        return 0
+
+    def required_from(self, node: TreeNode, ahead: int = 0) -> int:
+        return 0
+
+    def lock_from(self, node: TreeNode, ahead: int) -> int:
+        return 0
+
+    def unlock_from(self, node: TreeNode, ahead: int) -> int:
         return 0
 
 

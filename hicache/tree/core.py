@@ -4,7 +4,7 @@ A node names rows of the page table, and columns say everything else of a page: 
 The tree never calls anyone: insertion returns what was already there, eviction returns the slots and states that became
 free, and the caller acts on them. One thread, the scheduler's, may use it.
 
-What holds after every call (`check()` proves it):
+Invariants after every call, which `check()` proves:
     the device has every page of every node, so what it has forms a prefix of every path;
     a page has windows or a state only if it has its slots, and a lock on these if it has one on those;
     of each component, evictable + protected is what the device has.
@@ -43,17 +43,19 @@ Expectation = Mapping[Component, Rows]
 class RadixTree(Columns):
     """See the module. `page_size`: tokens of a tree page. Prefixes never meet across namespaces.
 
-    `components`: those beside FULL. `policy`: the eviction order of every component. With `events`, pages that
-    come and go are reported to that log, which costs their keys at once. `is_below`: whether what the last page of a
-    leaf lacks of a component can be had from a tier below, so that a match may end in it. `goes_below`: what leaves
-    goes there, so that a match may go on there behind any leaf. `below`: the full pages of a tier below, in whose table
-    a page has one row for both tiers; None: the tree has its own table, and makes keys only when they are asked for.
+    `components`: all components except FULL. `policy`: the eviction order of every component. `events`: a log that gets
+    the pages that the tree adds and loses, at the cost of their keys. `is_below`: whether a tier below has the window
+    or state that the last page of a leaf lacks, so that a match may end in the leaf. `goes_below`: evicted pages go to
+    a tier below, so that a match may continue there behind any leaf. `below`: the full pages of a tier below, in whose
+    table a page has one row for both tiers; None: the tree has its own table, and computes keys only on demand.
 
-    `node`: of each row that the device has, the node that it lies in. `pages`: what the device has of each component.
+    `node`: number of the node that a row of the device lies in, else -1. `pages`: the pages of each component on the
+    device.
     """
 
-    fields: ClassVar = {"node": (np.object_, None)}
-    node: npt.NDArray[np.object_]
+    fields: ClassVar = {"node": (np.int64, -1)}
+    unclean: ClassVar = frozenset({"node"})
+    node: npt.NDArray[np.int64]
 
     def __init__(
         self,
@@ -86,23 +88,36 @@ class RadixTree(Columns):
             )
         self._full, self._windows = self.pages[FULL], self.pages.get(SWA)
         self._all = tuple(zip(self.components, self.pages.values(), strict=True))
+        self._by_name = {component.name: component for component in self.components}
         self._reads_names = self._full.order.policy.reads_names
         self._new_node, self._is_below, self._goes_below = node_type, is_below, goes_below
         self.root = self._new_node(run=TokenRun(np.empty(0, np.int64)))
-        self.num_nodes = 0
+        self._nodes = dict[int, TreeNode]()
+        self._path = self.root, 0, NO_ROWS  # the path that was joined last: its node, its length and its rows
 
-    # Looking
+    # Questions
+
+    @property
+    def num_nodes(self) -> int:
+        """The number of nodes, without the root."""
+        return len(self._nodes)
+
+    def node_of(self, row: int) -> TreeNode:
+        """The node that a row of the device lies in."""
+        return self._nodes[int(self.node[row])]
 
     def match(self, tokens: Tokens, namespace: str = "") -> Match:
-        """The longest prefix of `tokens` whose full pages are held. Changes nothing, recency included."""
+        """The longest prefix of `tokens` whose full pages the device has. Changes nothing, recency included."""
         nodes, pieces, pos = list[TreeNode](), list[Rows](), 0
-        raw, page = bytes_of(tokens), self.page_size
+        raw, page, num_tokens = bytes_of(tokens), self.page_size, len(tokens)
         node: TreeNode | None = self.root
-        while node is not None and pos < len(tokens):
-            node = node.children.get(self._child_key(node, raw, pos, namespace))
-            if node is None:
+        while node is not None and pos < num_tokens:
+            first = raw[pos * 8 : (pos + page) * 8].tobytes()
+            node = node.children.get((namespace, first) if node.parent is None else first)
+            if node is None or node.run is None:
                 break
-            length = self._common_len(node, tokens, raw, pos)
+            length = node.run.common_len(tokens, raw, pos)
+            length -= length % page
             nodes.append(node)
             pieces.append(node.rows[: length // page])
             pos += length
@@ -111,11 +126,11 @@ class RadixTree(Columns):
         return Match(namespace, tuple(nodes), _joined(pieces), pos)
 
     def usable_len(self, match: Match) -> int:
-        """The longest part of a match that all components can use."""
+        """Length of the longest prefix of a match that all components can use."""
         if len(self.components) == 1:
             return match.full_len
         page, held = self.page_size, {name: pages.has(match.rows) for name, pages in self.pages.items()}
-        # Of each page the last one up to it that the device has.
+        # The index of the last page up to each page that the device has.
         last = {name: np.maximum.accumulate(np.where(has, np.arange(len(has)), -1)) for name, has in held.items()}
 
         def gap(component: TreeComponent, start: int, end: int) -> int | None:
@@ -126,24 +141,33 @@ class RadixTree(Columns):
         return last_end(self.components[1:], match.full_len, 0, gap)
 
     def to_protect(self, name: Component, match: Match, end: int, length: int) -> int:
-        """What a lock takes from what is evictable of a component: one at the first `end` tokens of a match, for a
-        prefix of `length` tokens."""
-        component, pages = next((each, pages) for each, pages in self._all if each.name == name)
+        """The size of the evictable pages of a component that a lock at the first `end` tokens of a match protects, for
+        a prefix of `length` tokens."""
+        component, pages = self._by_name[name], self.pages[name]
         rows = match.rows[component.first_required(length) // self.page_size : end // self.page_size]
-        return int(np.count_nonzero(pages.has(rows) & (pages.order.locks[rows] == 0))) * pages.size
+        return int(np.count_nonzero(pages.order.is_held[rows] & (pages.order.locks[rows] == 0))) * pages.size
 
     def path_rows(self, node: TreeNode, start: int = 0) -> Rows:
-        """The pages of the prefix that ends with `node`, from the one that token `start` lies in."""
-        return _joined(self._pieces(node, start))
+        """The pages of the prefix that ends with `node`, from the one that token `start` lies in. The caller does not
+        change the array."""
+        end, num_tokens, rows = self._path
+        if end is node and num_tokens == node.depth_tokens:
+            return rows[start // self.page_size :] if start else rows
+        if start or end is not node.parent or num_tokens + node.num_tokens != node.depth_tokens:
+            rows = _joined(self._pieces(node, start))
+        else:
+            rows = np.concatenate((rows, node.rows)) if num_tokens else node.rows
+        if not start:  # no split changes the path to the end of a node
+            self._path = node, node.depth_tokens, rows
+        return rows
 
     def required_rows(self, name: Component, node: TreeNode) -> Rows:
-        """The pages whose values of a component the prefix that ends with `node` uses."""
-        component = next(each for each in self.components if each.name == name)
-        return self.path_rows(node, component.required_from(node))
+        """The pages whose values of a component a prefix that ends with `node` uses."""
+        return self.path_rows(node, self._by_name[name].required_from(node))
 
     def alone_rows(self, node: TreeNode, start: int = 0) -> Rows:
-        """The pages of the path to `node`, behind `start` tokens, that no other prompt goes through; none where one
-        goes on."""
+        """The pages of the path to `node`, behind `start` tokens, that only this prompt has; none if another prompt
+        continues behind `node`."""
         pieces = list[Rows]()
         while node.parent is not None and node.depth_tokens > start and len(node.children) <= bool(pieces):
             pieces.append(node.rows)
@@ -158,16 +182,23 @@ class RadixTree(Columns):
         return found
 
     def nodes_of(self, rows: Rows) -> dict[TreeNode, int]:
-        """The nodes that these rows lie in, in the order of their first ones, and how many lie in each."""
-        found, nodes = dict[TreeNode, int](), self.node[rows]
-        bounds = [0, *(np.flatnonzero(nodes[1:] != nodes[:-1]) + 1).tolist(), len(rows)]
-        for start, end in pairwise(bounds if len(rows) else ()):
-            found[nodes[start]] = found.get(nodes[start], 0) + end - start
+        """The nodes that these rows lie in, in the order of their first rows, with the number of rows in each."""
+        if len(rows) == 1:
+            return {self.node_of(rows[0]): 1}
+        if not len(rows):
+            return {}
+        numbers = self.node[self.table.span(rows)]
+        ends = [*((numbers[1:] != numbers[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+        found, start = dict[TreeNode, int](), 0
+        for end, number in zip(ends, numbers[[end - 1 for end in ends]].tolist(), strict=True):
+            node = self._nodes[number]
+            found[node] = found.get(node, 0) + end - start
+            start = end
         return found
 
     def by_node(self, rows: Rows) -> list[Rows]:
-        """The same, those of one node together and in the order of the prompt, that of the first one first."""
-        parts = [rows[self.node[rows] == node] for node in self.nodes_of(rows)]
+        """These rows, grouped by node in the order of their first rows, each group in the order of the prompt."""
+        parts = [rows[self.node[rows] == node.id] for node in self.nodes_of(rows)]
         return [part[np.argsort(self.table.index[part])] for part in parts]
 
     def event_pages(self, rows: Rows) -> PromptPages:
@@ -183,7 +214,7 @@ class RadixTree(Columns):
         return PromptPages(self.table.keys_of(rows), previous_key, np.concatenate(pieces), namespace)
 
     def values(self, name: Component) -> torch.Tensor:
-        """All that the device has of a component, in no order."""
+        """All values of a component on the device, in no order."""
         return self.pages[name].value(self.pages[name].rows_held())
 
     def evictable(self, name: Component) -> int:
@@ -195,7 +226,7 @@ class RadixTree(Columns):
     # Growing
 
     def node_at(self, match: Match, length: int) -> TreeNode:
-        """The node that ends after the first `length` tokens of the match; splits one when it has to."""
+        """The node that ends after the first `length` tokens of the match, split off if necessary."""
         node, pos = self.root, 0
         for below in match.nodes:
             if pos == length:
@@ -216,11 +247,11 @@ class RadixTree(Columns):
         donated: Mapping[Component, torch.Tensor] | None = None,
         keys: Sequence[bytes] = (),
     ) -> Inserted:
-        """Hold whole pages `tokens`, which follow `parent`, as slots `value`, which are copied. Locks are the caller's.
+        """Add complete pages `tokens` behind `parent`, with slots `value`, which are copied, and without locks.
 
-        Stops where a load is in flight, for that may fail (`Inserted.accepted_len`). `window_from`: tokens from there
-        on have window slots mapped to their slots; nodes end there. `donated`: values of components that belong to the
-        end of `tokens`, like a recurrent state, see `attach`. `keys`: of the first pages, where they are known.
+        Stops before a page that a load in flight writes, because the load may fail (`Inserted.accepted_len`).
+        `window_from`: tokens from there on have window slots mapped to their slots; nodes end there. `donated`: values
+        at the end of `tokens`, like a recurrent state, see `attach`. `keys`: known keys of the first pages.
         """
         page, raw, node, pos = self.page_size, bytes_of(tokens), parent, 0
         existing, gained, adopted = list[Rows](), list[Rows](), list[tuple[int, int]]()
@@ -248,14 +279,17 @@ class RadixTree(Columns):
             node, pos = child, pos + child.num_tokens
         if gained:
             before = self.path_rows(node)[: -sum(map(len, gained))]
-            self._full.use(before[self._full.order.locks[before] == 0])  # what is locked is used when that ends
-        offered = donated.items() if donated is not None and pos == len(tokens) else ()
-        attached = frozenset(name for name, given in offered if self.attach(node, name, given))
+            before = before[self._full.order.locks[before] == 0]  # a lease uses locked pages when it ends
+            if len(before):
+                self._full.use(before)
+        attached = frozenset[Component]()
+        if donated is not None and pos == len(tokens):
+            attached = frozenset(name for name, given in donated.items() if self.attach(node, name, given))
         slots = self._full.value(_joined(existing)) if existing else _NO_SLOTS
         return Inserted(node, _joined(gained), slots, tuple(adopted), pos, attached)
 
     def withdraw(self, inserted: Inserted) -> None:
-        """Undo an insertion: what it gave is the caller's again. Only before anybody has locked it. Splits stay."""
+        """Undo an insertion before its pages are locked: its values are the caller's again. Splits stay."""
         rows = self.path_rows(inserted.node, inserted.node.depth_tokens - inserted.accepted_len)
         for name in inserted.attached:
             self.pages[name].leave(rows[-1:])
@@ -264,8 +298,8 @@ class RadixTree(Columns):
         self.remove(inserted.gained)
 
     def attach(self, node: TreeNode, name: Component, value: torch.Tensor) -> bool:
-        """Give the end of `node` what it may lack of a component, `[1]`, like a state that has consumed exactly the
-        tokens up to there; False where it has it, and `value` stays the caller's."""
+        """Give the end of `node` a value `[1]` of a component, like a state that has consumed exactly the tokens up to
+        there. Returns False if it has one already; then `value` stays the caller's."""
         pages, end = self.pages[name], node.rows[-1:]
         if pages.has(end).all():
             return False
@@ -275,7 +309,8 @@ class RadixTree(Columns):
     def split(self, lower: TreeNode, at: int) -> TreeNode:
         """Cut `lower` after its first `at` tokens; returns the new node above it.
 
-        [0, at) goes to the upper node, [at, end) stays: whoever refers to the node by its end still does.
+        [0, at)    the upper node
+        [at, end)  `lower`: a reference to the end of a node stays valid
         """
         assert lower.run is not None and lower.parent is not None
         tokens, parent, num_pages = lower.run.tokens, lower.parent, at // self.page_size
@@ -284,7 +319,6 @@ class RadixTree(Columns):
         self._place(upper, lower.rows[:num_pages])
         lower.rows, lower.run, lower.num_tokens = lower.rows[num_pages:], TokenRun(tokens[at:]), lower.num_tokens - at
         self._link(upper, lower, self._child_key(upper, bytes_of(tokens), at, lower.namespace))
-        self.num_nodes += 1
         return upper
 
     # Locks and uses
@@ -296,13 +330,13 @@ class RadixTree(Columns):
             pages.lock(self.path_rows(node, component.lock_from(node, ahead)))
 
     def unlock(self, node: TreeNode, ahead: int = 0) -> None:
-        """Undo one `lock`. That is no use: what has no lock left goes where its last use puts it, see `touch`."""
+        """Release one lock. This does not count as a use, see `touch`."""
         for component, pages in reversed(self._all) if node.parent is not None else ():
             pages.unlock(self.path_rows(node, component.unlock_from(node, ahead)))
 
     def move_lock(self, old: TreeNode, new: TreeNode, ahead: int = 0) -> None:
-        """Move a lock from `old`, with `ahead`, to `new`, which continues the prefix, at the cost of the pages between
-        the two."""
+        """Move a lock from `old`, with `ahead`, to `new`, which continues the prefix. Only the pages between the two
+        change."""
         left = max(0, ahead + old.depth_tokens - new.depth_tokens)
         if old.parent is None or new.parent is None:
             self.lock(new, left)
@@ -316,17 +350,19 @@ class RadixTree(Columns):
                 pages.unlock(self.path_rows(old, component.unlock_from(old, ahead)))
 
     def locked_rows(self, name: Component, node: TreeNode, ahead: int = 0) -> Rows:
-        """The pages of a component that a lock covers, where that depends on tokens alone."""
-        component = next(each for each in self.components if each.name == name)
-        return self.path_rows(node, component.lock_from(node, ahead)) if node.parent is not None else NO_ROWS
+        """The pages of a component that a lock covers."""
+        start = self._by_name[name].lock_from(node, ahead)
+        return self.path_rows(node, start) if node.parent is not None else NO_ROWS
 
     def required(self, rows: Rows, length: int) -> Expectation:
         """The pages that the first `length` tokens of the prefix of pages `rows` need, by component."""
-        page = self.page_size
-        return {each.name: rows[each.first_required(length) // page : length // page] for each in self.components}
+        found, page = dict[Component, Rows](), self.page_size
+        for component in self.components:
+            found[component.name] = rows[component.first_required(length) // page : length // page]
+        return found
 
     def expect(self, expectation: Expectation) -> None:
-        """Evict these pages after all that no queued request needs, until `forget`. This is no lock."""
+        """Evict these pages after the pages that no queued request needs, until `forget`. This is no lock."""
         for name, rows in expectation.items():
             self.table.hold(rows)
             self.pages[name].order.expect(rows, 1)
@@ -338,44 +374,46 @@ class RadixTree(Columns):
             self.table.drop(rows)
 
     def expect_uses(self, node: TreeNode, num_uses: int) -> None:
-        """The prefix that ends with `node` will be asked for `num_uses` times. Counts under the policy auto alone."""
+        """Announce `num_uses` requests for the prefix that ends with `node`. Only the policy `auto` counts them."""
         rows = self.path_rows(node)
         for pages in self.pages.values():
             pages.order.expect_uses(pages.held(rows), num_uses)
 
     def end_session(self, rows: Rows) -> None:
-        """Evict these pages first until a request uses them: their session has ended."""
+        """Evict these pages of an ended session first until a request uses them."""
         for pages in self.pages.values():
             pages.order.end_session(pages.held(rows))
 
     def keep(self, node: TreeNode, until_s: float, limits: Mapping[Component, float]) -> None:
-        """Evict the values that the prefix ending with `node` needs after plain ones until a deadline. It is no lock.
-        `limits`: the most that each component keeps, see `EvictionOrder.keep_until`."""
+        """Evict the values that the prefix ending with `node` needs after plain ones until a deadline. This is no lock.
+        `limits`: sizes that each component keeps at most, see `EvictionOrder.keep_until`."""
         for component, pages in self._all:
             rows = pages.held(self.path_rows(node, component.required_from(node)))
             pages.order.keep_until(rows, until_s, limits[component.name] / pages.size)
 
     def expire(self, now_s: float) -> None:
-        """End the deadlines up to now."""
+        """End the hints whose deadline has passed."""
         for pages in self.pages.values():
             pages.order.expire(now_s)
 
     def begin_use(self, rows: Rows, *, is_new: bool = True) -> None:
-        """A request uses these pages, and has locked them: if their session has ended, it goes on. `is_new`: it was not
-        counted before."""
+        """Record that a request, which has locked these pages, begins to use them: their sessions are open again.
+        `is_new`: the request was not counted before."""
         self.table.hits[rows] += is_new
         for pages in self.pages.values():
-            pages.order.go_on(rows)
+            if pages.order.has_ended[rows].any():
+                pages.order.go_on(rows)
 
     def touch(self, node: TreeNode) -> None:
-        """A request used the prefix that ends with `node`: tell the eviction orders. Of windows the first of a node
-        leave first: no match at its end needs them."""
-        for component, pages in self._all:
+        """Record in the eviction orders that a request used the prefix that ends with `node`. The first windows of a
+        node are evicted first: no match at its end needs them."""
+        self._full.use(self.path_rows(node))
+        for component, pages in self._all[1:]:
             pieces = self._pieces(node, component.required_from(node))
-            pages.use(_joined(pieces if component.name == FULL else [piece[::-1] for piece in pieces]))
+            pages.use(_joined([piece[::-1] for piece in pieces]))
 
     def raise_priority(self, node: TreeNode, priority: int) -> None:
-        """A request of `priority` uses the prefix that ends with `node`: no page of it has a lower one from now on."""
+        """Raise the priority of the prefix that ends with `node` to that of a request that uses it."""
         rows = self.path_rows(node)
         lower = rows[self.table.priority[rows] < priority]
         if len(lower):
@@ -383,13 +421,13 @@ class RadixTree(Columns):
             for pages in self.pages.values():
                 pages.order.rank_again(pages.held(lower))
 
-    # Leaving
+    # Eviction
 
     def evict(self, rows: Rows, name: Component) -> list[Released]:
-        """Evict unlocked pages of a component from the device; returns all values that left the tree, to be freed.
+        """Evict unlocked pages of a component from the device; returns all values that the tree lost, to be freed.
 
-        With FULL go the pages, which are the ends of leaves, those that follow others first. A page at the end of a
-        leaf that no match can end in any more is removed, and so is the one before it where the same holds then.
+        Pages of FULL are at the ends of leaves, each before the page that it follows, and lose all their values. If no
+        match can end in the last page of a leaf any more, the page is removed, and so on with the page before it.
         """
         assert not self.pages[name].order.locks[rows].any(), "evicted what is locked"
         released, nodes = list[Released](), self.nodes_of(rows)
@@ -403,15 +441,15 @@ class RadixTree(Columns):
         return released
 
     def detach(self, rows: Rows, name: Component) -> Released:
-        """Take the values of one component from these pages, locked or not."""
+        """Take the values of one component from these pages, which may be locked."""
         pages = self.pages[name]
         released = Released(name, pages.value(rows), len(rows) * pages.size)
         pages.leave(rows)
         return released
 
     def remove(self, rows: Rows) -> list[Released]:
-        """Take nodes out of the tree, whoever has locked their pages `rows`, which those of no other node follow. Locks
-        on them are undone as ever, for a node keeps its parent and its rows."""
+        """Remove the nodes of pages `rows`, which may be locked, and which pages of no other node follow. Locks on them
+        are released as usual, because a removed node keeps its parent and its rows."""
         released = list[Released]()
         for node in reversed(self.nodes_of(rows)):
             self._cut(node, len(node.rows), released)
@@ -428,6 +466,8 @@ class RadixTree(Columns):
         if not np.array_equal(np.sort(_joined(named)), self._full.rows_held()):
             found.append("the device has other pages than the nodes name")
         full = self._full.order
+        if not np.array_equal(np.flatnonzero(self.node >= 0), self._full.rows_held()):
+            found.append("a row lies in a node that the tree has lost")
         for name, pages in self.pages.items():
             found += [f"{name}: {violation}" for violation in pages.order.violations()]
             if pages.num_held != np.count_nonzero(pages.order.is_held):
@@ -442,7 +482,7 @@ class RadixTree(Columns):
     # Inside
 
     def _pieces(self, node: TreeNode, start: int) -> list[Rows]:
-        """The rows of each node of the path to `node`, root side first, from the page that token `start` lies in."""
+        """The rows of each node of the path to `node`, from the root on, from the page that token `start` lies in."""
         pieces = list[Rows]()
         while node.parent is not None and node.depth_tokens > start:
             pieces.append(node.rows)
@@ -465,20 +505,18 @@ class RadixTree(Columns):
         node = self._new_node(run=TokenRun(tokens), parent=parent, namespace=namespace)
         before = int(parent.rows[-1]) if parent.parent is not None else NO_ROW
         if self._is_keyed:
-            rows = self.table.add(self.names.following(parent, namespace, tokens, known), index)
+            rows = self.table.add(self.names.following(parent, namespace, tokens, known), index, previous=before)
         else:
             rows = self.table.add_unnamed(len(tokens) // page, index)
             if self._reads_names:
                 first = hash(namespace) & (1 << 64) - 1 if before == NO_ROW else int(self.table.name[before])
                 self.table.name[rows] = _names(tokens[::page], np.uint64(first), index)
-        self.table.link(rows, before)
+            self.table.link_new(rows, before)
         self.table.hold(rows)
-        self.table.hits[rows] = (
-            1 if self._below is None else np.where(self._below.state[rows], self.table.hits[rows], 1)
-        )
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        self.table.hits[at] = 1 if self._below is None else np.where(self._below.state[at], self.table.hits[at], 1)
         self._link(parent, node, child_key)
         self._place(node, rows)
-        self.num_nodes += 1
         self._full.enter(rows, value)
         if self.events is not None:
             self.events.stored(self.names.pages(node), "GPU")
@@ -486,10 +524,11 @@ class RadixTree(Columns):
 
     def _place(self, node: TreeNode, rows: Rows) -> None:
         node.rows = rows
-        self.node[rows] = node
+        self.node[self.table.span(rows) if len(rows) >= self.table.many else rows] = node.id
+        self._nodes[node.id] = node
 
     def _adopt(self, rows: Rows) -> Iterator[tuple[int, int]]:
-        """Those of these that lack windows get some; which they are, as intervals."""
+        """Give windows to those of these pages that lack them; yields these pages as intervals."""
         assert self._windows is not None
         lacks = np.concatenate(([False], ~self._windows.has(rows), [False]))
         bounds = np.flatnonzero(lacks[1:] != lacks[:-1]).tolist()
@@ -498,7 +537,11 @@ class RadixTree(Columns):
             yield start, end
 
     def _is_loading(self, node: TreeNode) -> bool:
-        return any(pages.load[node.rows].any() for pages in self.pages.values())
+        found, rows = False, node.rows
+        at = self.table.span(rows) if len(rows) >= self.table.many else rows
+        for pages in self.pages.values():
+            found |= bool(pages.load[at].any())
+        return found
 
     def _child_key(self, parent: TreeNode, raw: memoryview, pos: int, namespace: str) -> ChildKey:
         first = raw[pos * 8 : (pos + self.page_size) * 8].tobytes()
@@ -516,8 +559,8 @@ class RadixTree(Columns):
         return length - length % self.page_size
 
     def _cut(self, node: TreeNode, num_pages: int, released: list[Released]) -> None:
-        """Take the last pages of a leaf out of the tree with all that they hold, the full slots last. A node that
-        leaves keeps its rows and its parent."""
+        """Remove the last pages of a leaf with all their values, the full slots last. A removed node keeps its rows and
+        its parent."""
         assert not node.children and node.parent is not None, "cut a node with a child"
         start = len(node.rows) - num_pages
         rows = node.rows[start:]
@@ -527,7 +570,7 @@ class RadixTree(Columns):
                 self.events.removed(self.names.of(node)[start:], "GPU")
             if len(held):
                 released.append(self.detach(held, name))
-        self.node[rows] = None
+        self.node[self.table.span(rows) if len(rows) >= self.table.many else rows] = -1
         if start:
             assert node.run is not None
             num_tokens = start * self.page_size
@@ -536,11 +579,13 @@ class RadixTree(Columns):
             node.num_tokens = num_tokens
         else:
             del node.parent.children[node.child_key]
-            self.num_nodes -= 1
+            del self._nodes[node.id]
+            if self._path[0] is node:
+                self._path = self.root, 0, NO_ROWS
         self.table.drop(rows)
 
     def _prune(self, node: TreeNode | None, released: list[Released]) -> None:
-        """Remove the end of `node` where it is an unlocked leaf that no match can end in; then that of its parents."""
+        """Remove the end of `node`, and then of its parents, if it is an unlocked leaf that no match can end in."""
         if self._goes_below or len(self.components) == 1:
             return
         while node is not None and node.parent is not None and not node.children:
@@ -554,7 +599,7 @@ class RadixTree(Columns):
             node = above
 
     def _num_dead(self, leaf: TreeNode) -> int:
-        """How many pages at the end of a leaf no match can end in, or go on behind."""
+        """How many pages at the end of a leaf are such that no match can end in them or continue behind them."""
         if self._full.order.locks[leaf.rows[-1]]:
             return 0
         most = 0
@@ -583,7 +628,7 @@ class RadixTree(Columns):
             found.append(f"{where}: is filed under another first page")
         if not parent.is_root and parent.namespace != node.namespace:
             found.append(f"{where}: namespace {node.namespace!r} below {parent.namespace!r}")
-        if any(of_row is not node for of_row in self.node[node.rows]):
+        if (self.node[node.rows] != node.id).any() or self._nodes.get(node.id) is not node:
             found.append(f"{where}: a row says that it lies in another node")
         before = [NO_ROW if parent.is_root else int(parent.rows[-1]), *node.rows.tolist()]
         if any(self.table.previous[row] != previous for previous, row in pairwise(before)):
@@ -601,8 +646,8 @@ def _joined(pieces: Sequence[Rows]) -> Rows:
 
 
 def _names(tokens: Tokens, first: np.uint64, index: int) -> npt.NDArray[np.uint64]:
-    """Of pages by their first tokens, the first at `index` behind a page named `first`. Equal names of different
-    prefixes are rare, and misjudge only the uses of these."""
+    """Names of pages by their first tokens, the first at `index` behind a page named `first`. Equal names of different
+    prefixes are rare, and mix only the uses of these."""
     mixed = tokens.astype(np.uint64) + np.arange(index, index + len(tokens), dtype=np.uint64) * _NAME_FACTORS[0]
     mixed = (mixed ^ (mixed >> np.uint64(32))) * _NAME_FACTORS[1]
     names: npt.NDArray[np.uint64] = first + np.cumsum(mixed ^ (mixed >> np.uint64(29)), dtype=np.uint64)

@@ -1,4 +1,4 @@
-"""What a router needs to know about who has which block: events of blocks that came and went.
+"""Events for a router: the blocks that each medium stores or removes.
 
 A block is a page. Its hash is the first 64 bits of its page key, so it depends on every token before it, on the
 namespace and on the identity of the engine (model, dtype, layout, salt): all media and restarts name it alike.
@@ -15,7 +15,7 @@ from hicache.tree.names import PromptPages
 
 Medium = Literal["GPU", "CPU", "DISK"]
 
-# So many removals from the disk are remembered: more than a store makes during one read.
+# Remembered removals from the disk: more than a store makes during one read.
 _REMEMBERED = 1 << 16
 
 
@@ -118,7 +118,7 @@ class EventLog:
             start = end + 1
 
     def landed(self, pages: PromptPages, *, from_disk: bool) -> None:
-        """A read brought the pages to the host. Those that the disk removed lately may have left it since."""
+        """Record pages that a read brought to the host. The disk may have removed some of them since."""
         self.stored(pages, "CPU")
         if from_disk:
             self.stored(pages, "DISK", [key not in self._gone for key in pages.keys])
@@ -136,7 +136,7 @@ class EventLog:
         self._drop(keys, "DISK")
 
     def disk_lost(self) -> None:
-        """What the disk removed lately will not be told: nobody knows what it holds until it is found again."""
+        """Forget the content of the disk, whose last removals will not be reported, until pages are found again."""
         orphans = [key for siblings in self._orphans.values() for key, medium in siblings if medium == "DISK"]
         self._drop([*self._told["DISK"], *orphans], "DISK")
 
@@ -166,7 +166,7 @@ class EventLog:
             self._parents[key] = later.previous_key
 
     def _tell(self, stored: PagesStored) -> None:
-        """And those that have waited for it behind it."""
+        """Report pages, and then those that waited for them as their parents."""
         to_tell = [stored]
         for change in to_tell:
             self._changes.append(change)

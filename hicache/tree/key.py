@@ -3,8 +3,8 @@
 Tokens are packed as int64. Ids that were packed here are shared: slices of keys, and long runs of nodes, are views of
 the same memory. An array of the caller's, read-only or not, is copied by a node.
 
-A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end, so two pages share a
-key only when model, layout, tenant and the whole prefix are the same:
+A page's key is a SHA-256 chain over an identity, a namespace and every token up to the page's end. So two pages share a
+key only if model, layout, tenant and prefix are the same:
 
     seed     = SHA-256(identity digest || namespace length, 8 bytes little endian || namespace, UTF-8)
     key[0]   = SHA-256(seed || tokens of page 0, int64 little endian)
@@ -45,6 +45,8 @@ def pack_tokens(tokens: npt.ArrayLike) -> Tokens:
                 return packed
         except (TypeError, OverflowError):
             pass  # negative ids, or none at all: numpy tells
+    if type(tokens) is np.ndarray and tokens.dtype == np.int64 and tokens.ndim == 1 and tokens.flags.c_contiguous:
+        return tokens
     ids = as_array(tokens)
     if ids.ndim != 1:
         raise InvalidTokens(f"token ids have the shape {list(ids.shape)}; give one dimension")
@@ -74,8 +76,8 @@ def new_tokens(num_tokens: int) -> Tokens:
 
 
 class _Memory(bytearray):
-    """Token ids that this module copied. Nobody else has the memory, so views of it never change; a read-only array of
-    a caller says nothing of the kind, for its base may be writable."""
+    """Token ids that this module copied. Only this module has the memory, so views of it never change. A caller's
+    read-only array may have a writable base."""
 
 
 def _view(memory: _Memory) -> Tokens:
@@ -98,9 +100,10 @@ class TokenRun:
     long run of packed ids is a view of them: neither an insertion nor a split copies it.
     """
 
-    __slots__ = ("_raw", "_tokens")
+    __slots__ = ("_raw", "_tokens", "num_tokens")
 
     def __init__(self, tokens: Tokens) -> None:
+        self.num_tokens = len(tokens)
         self._raw: _Memory | None = None
         self._tokens: Tokens | None = None
         memory = _memory_of(tokens) if len(tokens) >= _SHARED_TOKENS else None
@@ -111,7 +114,7 @@ class TokenRun:
             self._raw = _Memory(tokens)
 
     def __len__(self) -> int:
-        return len(self.tokens) if self._raw is None else len(self._raw) // _ITEM
+        return self.num_tokens
 
     @property
     def tokens(self) -> Tokens:
@@ -122,7 +125,7 @@ class TokenRun:
 
     def common_len(self, tokens: Tokens, raw: memoryview, start: int) -> int:
         """How many tokens from the front are those of `tokens` from `start` on. `raw`: the bytes of `tokens`."""
-        length = min(len(self), len(tokens) - start)
+        length = min(self.num_tokens, len(tokens) - start)
         if self._raw is not None and self._raw.startswith(raw[start * _ITEM : (start + length) * _ITEM]):
             return length
         same = self.tokens[:length] == tokens[start : start + length]

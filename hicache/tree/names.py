@@ -1,6 +1,6 @@
 """The page keys of nodes: computed when they are asked for, and once in the life of a page.
 
-A component beside FULL has a key of its own for each page: SHA-256(page key || name of the component).
+Each other component than FULL has its own key of each page: SHA-256(page key || name of the component).
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class TreeNode:
         self.id = next(_ids) if id is None else id
         self.run, self.parent, self.namespace = run, parent, namespace
         self.rows: Rows = NO_ROWS
-        self.num_tokens: int = 0 if run is None else len(run)
+        self.num_tokens: int = 0 if run is None else run.num_tokens
         self.depth_tokens: int = self.num_tokens + (0 if parent is None else parent.depth_tokens)
         self.child_key: ChildKey = b""
         self.children: dict[ChildKey, TreeNode] = {}

@@ -57,7 +57,7 @@ def test_the_victim_has_the_least_faded_uses_also_of_times_before_it_was_evicted
             uses.setdefault(number, []).append(last)
         while tree.evictable(FULL) > 40:
             ranks = {at: sum(2 ** ((t - seen) / HALF_LIFE) for t in uses[_number(at)]) for at in tree.nodes()}
-            victim = tree.node[pages.take(1)[0]]
+            victim = tree.node_of(pages.take(1)[0])
             assert ranks[victim] == pytest.approx(min(ranks.values()))
             tree.evict(victim.rows, FULL)
             evictions += 1
@@ -89,7 +89,7 @@ def test_no_priority_lasts_for_ever() -> None:
     for _ in range(8):  # half-lives, each
         tree.begin_use(used.rows)
         tree.touch(used)
-    assert tree.node[pages.take(1)[0]] is once
+    assert tree.node_of(pages.take(1)[0]) is once
 
 
 def _number(node) -> int:  # type: ignore[no-untyped-def]

@@ -27,7 +27,7 @@ def tree_of(policy: str, *components: TreeComponent) -> RadixTree:
 
 
 def victim_of(tree: RadixTree, component: Component = FULL) -> TreeNode:
-    node = tree.node[tree.pages[component].take(1)[0]]
+    node = tree.node_of(tree.pages[component].take(1)[0])
     assert isinstance(node, TreeNode)
     return node
 

@@ -228,7 +228,7 @@ def test_check_finds_planted_faults() -> None:
         ("pages were counted as evictable", full.locks, 1),
         ("other pages than the nodes name", full.is_held, False),
         ("mamba: a page has more locks than its slots have", states.locks, 1),
-        ("says that it lies in another node", tree.node, None),
+        ("says that it lies in another node", tree.node, -1),
         ("says that it follows another row", tree.table.previous, -1),
     ):
         before = column[end]
