@@ -49,9 +49,9 @@ from hicache.bench.common import BenchUnavailable, Report, no_collection, percen
 from hicache.bench.counting import Calls, Function, classes_of, modules_of
 from hicache.bench.throttled import ThrottledStore
 from hicache.config import PrefetchMode
+from hicache.pages.key import Tokens
 from hicache.storage import PageBuffer
 from hicache.transfer.cpu import CpuOp, CpuTransfer
-from hicache.tree.key import Tokens
 
 NAME = "steps"
 DESCRIPTION = "calls of the scheduler's thread: counts, files and classes of requests, and their times"

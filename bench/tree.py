@@ -18,10 +18,10 @@ import numpy as np
 import torch
 
 from hicache.bench.common import BenchUnavailable, Report, interleave, no_collection, percentile
+from hicache.pages.key import PageHasher, Tokens
 from hicache.pages.order import RANK_POLICIES
+from hicache.pages.tree import RadixTree
 from hicache.tiers import FULL
-from hicache.tree.core import RadixTree
-from hicache.tree.key import PageHasher, Tokens
 
 NAME = "tree"
 DESCRIPTION = "match, insert and evict in the prefix tree, against memcmp and across sizes"

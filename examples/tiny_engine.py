@@ -12,7 +12,7 @@ from itertools import count
 import numpy as np
 import torch
 
-from hicache.tree.key import PageHasher
+from hicache.pages.key import PageHasher
 
 PAGE, ROW = 4, 3  # tokens of a page, numbers of a token
 
@@ -20,7 +20,7 @@ PAGE, ROW = 4, 3  # tokens of a page, numbers of a token
 @dataclass(eq=False)
 class TreeNode:
     """A page on the device.
-    `hicache/tree/node.py: TreeNode` names rows of a table, and is split where prompts part."""
+    `hicache/pages/node.py: TreeNode` names rows of a table, and is split where prompts part."""
 
     key: bytes = b""
     slots: torch.Tensor = field(default_factory=lambda: torch.empty(0, dtype=torch.int64))
@@ -30,12 +30,12 @@ class TreeNode:
     last_use: int = 0
 
     def path(self) -> list[TreeNode]:
-        """The node and its ancestors, deepest first. `hicache/tree/node.py: TreeNode.path`"""
+        """The node and its ancestors, deepest first. `hicache/pages/node.py: TreeNode.path`"""
         return [] if self.parent is None else [self, *self.parent.path()]
 
     def lock(self, change: int = 1) -> None:
         """Lock the prefix that ends at this node, or unlock it (-1).
-        `hicache/tree/core.py: RadixTree.lock`"""
+        `hicache/pages/tree.py: RadixTree.lock`"""
         for node in self.path():
             node.locks += change
 
@@ -130,7 +130,7 @@ class TinyEngine:
 
     def match(self, keys: list[bytes]) -> tuple[TreeNode, torch.Tensor]:
         """The last node of the longest prefix on the device, and the prefix's slots.
-        `hicache/tree/core.py: RadixTree.match`"""
+        `hicache/pages/tree.py: RadixTree.match`"""
         node, slots = self.root, [self.root.slots]
         for key in keys:
             if key not in node.children:
@@ -155,7 +155,7 @@ class TinyEngine:
         self.backup(lease.node)
 
     def share(self, lease: Lease, start: int) -> None:
-        """Give the lease's page at `start` to the tree. `hicache/tree/core.py: RadixTree.insert`"""
+        """Give the lease's page at `start` to the tree. `hicache/pages/tree.py: RadixTree.insert`"""
         key, ours = lease.keys[start // PAGE], lease.slots[start : start + PAGE].clone()
         node = lease.node.children.setdefault(key, TreeNode(key, ours, lease.node))
         if node.slots is not ours:  # another request was first: its slots are used, and ours are free
@@ -187,7 +187,7 @@ class TinyEngine:
 
     def evictable(self) -> list[TreeNode]:
         """The unlocked nodes, parents first.
-        `hicache/tree/core.py: RadixTree.evictable` keeps a count instead."""
+        `hicache/pages/tree.py: RadixTree.evictable` keeps a count instead."""
         nodes = [*self.root.children.values()]
         for node in nodes:
             nodes.extend(node.children.values())

@@ -71,6 +71,9 @@ from hicache.layout import LatentGeometry as LatentGeometry
 from hicache.layout import ModelGeometry as ModelGeometry
 from hicache.layout import PoolLayout as PoolLayout
 from hicache.layout import StateGeometry as StateGeometry
+from hicache.pages.events import AllBlocksCleared as AllBlocksCleared
+from hicache.pages.events import BlockRemoved as BlockRemoved
+from hicache.pages.events import BlockStored as BlockStored
 from hicache.prefix_cache.batch import alloc_for_decode as alloc_for_decode
 from hicache.prefix_cache.batch import alloc_for_extend as alloc_for_extend
 from hicache.prefix_cache.batch import alloc_paged_token_slots_decode as alloc_paged_token_slots_decode
@@ -116,8 +119,5 @@ from hicache.storage.base import StoreMismatch as StoreMismatch
 from hicache.storage.base import StoreUnavailable as StoreUnavailable
 from hicache.storage.urls import open_store as open_store
 from hicache.transfer import LayerTransferCounter as LayerTransferCounter
-from hicache.tree.events import AllBlocksCleared as AllBlocksCleared
-from hicache.tree.events import BlockRemoved as BlockRemoved
-from hicache.tree.events import BlockStored as BlockStored
 
 __version__: str

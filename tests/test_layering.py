@@ -20,7 +20,6 @@ LEVELS = (
     ("cli", "__main__", "serving", "planning", "store_command", "integrations", "monitoring"),
     ("engine", "build", "kv_events", "prefix_cache"),
     ("flow", "replay"),
-    ("tree",),
     ("pages", "alloc", "device", "transfer", "host", "stores"),
     ("layout",),
     ("tiers",),
@@ -75,7 +74,7 @@ def check_source(module: str, source: str, is_package: bool = False) -> list[str
 
 
 def _unit(name: str) -> str:
-    """`hicache.tree.core` -> `tree`; the front door `hicache` itself -> ``."""
+    """`hicache.pages.tree` -> `pages`; the front door `hicache` itself -> ``."""
     return name.split(".")[1] if "." in name else ""
 
 
@@ -231,12 +230,12 @@ def _handler(kinds: str, body: str) -> str:
 
 # (module, source, what is found), by rule.
 BAD = [
-    ("tree.core", "import hicache.engine", "tree imports engine, which stands above it"),
+    ("pages.tree", "import hicache.engine", "pages imports engine, which stands above it"),
     ("pages.table", "from hicache.alloc.paged import Paged", "pages imports alloc, which stands beside it"),
-    ("pages.order", "from hicache.tree.node import TreeNode", "pages imports tree, which stands above it"),
+    ("pages.order", "from hicache.flow.lease import Lease", "pages imports flow, which stands above it"),
     ("errors", "from hicache.storage import base", "errors imports storage, which stands above it"),
-    ("tree.core", "from hicache import RadixCache", "through the front door"),
-    ("tree.core", "if TYPE_CHECKING:\n    import hicache.engine", "which stands above it"),
+    ("pages.tree", "from hicache import RadixCache", "through the front door"),
+    ("pages.tree", "if TYPE_CHECKING:\n    import hicache.engine", "which stands above it"),
     ("novel", "x = 1", "novel has no rank"),
     ("flow.copies", "from hicache.flow.admit import Admit", "which is not below it"),
     ("flow.detour", "x = 1", "has no rank among the movements"),
@@ -244,11 +243,11 @@ BAD = [
     ("alloc.paged", "def f():\n    from triton import jit", "Triton is imported outside kernels"),
     ("engine", "from kernels.scatter import scatter", "kernels is no part of the package by that name"),
     ("serving.demo", "from hicache.bench.common import Case", "serving imports bench, which stands above it"),
-    ("tree.core", "from .node import Node", "relative import"),
+    ("pages.tree", "from .node import Node", "relative import"),
     ("engine", "class A:\n    async def f(self):\n        import hicache.layout", "import inside a function"),
-    ("tree.core", "import importlib\nimportlib.import_module(f'hicache.{name}')", "dynamic import"),
-    ("tree.core", "UP = {'a': 'hicache.engine'}\nimport_module(UP[name])", "dynamic import"),
-    ("tree.core", "import sys\nx = sys.modules['hicache.engine']", "sys.modules"),
+    ("pages.tree", "import importlib\nimportlib.import_module(f'hicache.{name}')", "dynamic import"),
+    ("pages.tree", "UP = {'a': 'hicache.engine'}\nimport_module(UP[name])", "dynamic import"),
+    ("pages.tree", "import sys\nx = sys.modules['hicache.engine']", "sys.modules"),
     ("host.arena", "import os\nx = os.environ['A']", "environment is read outside config/environment.py"),
     ("host.arena", "import os as o\nx = o.getenv('A')", "keep their names"),
     ("engine", "ok = hasattr(x, 'y')", "hasattr"),

@@ -47,19 +47,19 @@ from hicache.kernels.page_copy import PageMover
 from hicache.kv_events import EventPublisher, sink_of
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
+from hicache.pages.components import TreeComponent
+from hicache.pages.events import EventLog
+from hicache.pages.key import PageHasher
+from hicache.pages.names import PageNames
+from hicache.pages.node import TreeNode
 from hicache.pages.states import ABOVE, TierPages
 from hicache.pages.table import PageTable, Rows
+from hicache.pages.tree import RadixTree
 from hicache.storage import PageStore
 from hicache.stores.page_format import namespace_digest
 from hicache.tiers import FULL, MAMBA, SWA, Component
 from hicache.transfer import CpuTransfer, CudaTransfer, LayerTransferCounter, TransferBackend
 from hicache.transfer.counter import CpuLayerEvents, CudaLayerEvents, LayerRoutes
-from hicache.tree.components import TreeComponent
-from hicache.tree.core import RadixTree
-from hicache.tree.events import EventLog
-from hicache.tree.key import PageHasher
-from hicache.tree.names import PageNames
-from hicache.tree.node import TreeNode
 
 
 def build_engine(

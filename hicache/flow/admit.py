@@ -25,11 +25,11 @@ from hicache.flow.located import Located
 from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompts
 from hicache.flow.staged_load import StagedLoad
+from hicache.pages.key import Tokens
 from hicache.pages.table import NO_ROWS, Rows
+from hicache.pages.tree import Expectation
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
 from hicache.transfer.counter import NUM_PRODUCERS
-from hicache.tree.core import Expectation
-from hicache.tree.key import Tokens
 
 
 @dataclass(frozen=True)

@@ -22,11 +22,11 @@ from hicache.flow.copies import Copies
 from hicache.flow.lease import Lease
 from hicache.flow.located import rows_below
 from hicache.flow.writes import Writes
+from hicache.pages.key import TokenRun, Tokens, bytes_of
+from hicache.pages.node import TreeNode
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.table import Rows
 from hicache.tiers import FULL, SWA, Component, own
-from hicache.tree.key import TokenRun, Tokens, bytes_of
-from hicache.tree.node import TreeNode
 
 
 class Commit:

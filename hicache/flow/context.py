@@ -16,10 +16,10 @@ from hicache.flow.prompt import HostWatch
 from hicache.flow.write_policy import WritePolicy
 from hicache.pages.states import TierPages
 from hicache.pages.table import Rows
+from hicache.pages.tree_results import Released
 from hicache.pages.writes import PageUses
 from hicache.stores.tier import StoreTier
 from hicache.tiers import DISK, FULL, Component, Store, joined
-from hicache.tree.base import Released
 
 
 @dataclass(frozen=True)

@@ -35,14 +35,14 @@ from hicache.flow.located import Located, first_gap, rows_below, slices_of
 from hicache.flow.movement import Copy, Load, Movement, PromptRows
 from hicache.flow.prompt import Prompt
 from hicache.flow.writes import Writes
+from hicache.pages.names import PromptPages
+from hicache.pages.node import TreeNode
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, HELD, IN_FLIGHT
 from hicache.pages.table import NO_ROW, Mask, Rows
+from hicache.pages.tree_results import Released
 from hicache.tiers import FULL, Component, joined
 from hicache.transfer.base import TransferOp
-from hicache.tree.base import Released
-from hicache.tree.names import PromptPages
-from hicache.tree.node import TreeNode
 
 log = logging.getLogger(__name__)
 

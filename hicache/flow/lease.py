@@ -11,9 +11,9 @@ import torch
 
 from hicache.config import PrefetchMode
 from hicache.flow.movement import Load
+from hicache.pages.key import TokenRun
+from hicache.pages.node import TreeNode
 from hicache.tiers import FULL, Component
-from hicache.tree.key import TokenRun
-from hicache.tree.node import TreeNode
 
 
 @dataclass(frozen=True)

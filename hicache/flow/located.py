@@ -16,11 +16,11 @@ from hicache.flow.components.base import CacheComponent, PageTest
 from hicache.flow.context import EngineContext
 from hicache.flow.movement import PromptRows
 from hicache.flow.prompt import Prompt
+from hicache.pages.components import last_end
 from hicache.pages.states import COPY, HELD
 from hicache.pages.table import Mask, Rows
+from hicache.pages.tree_results import Match
 from hicache.tiers import FULL, Component
-from hicache.tree.base import Match
-from hicache.tree.components import last_end
 
 
 class Located:

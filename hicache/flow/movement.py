@@ -13,10 +13,10 @@ import torch
 
 from hicache.errors import InvariantError
 from hicache.flow.prompt import Prompt
+from hicache.pages.node import TreeNode
 from hicache.pages.table import Rows
 from hicache.tiers import Component
 from hicache.transfer.base import TransferOp
-from hicache.tree.node import TreeNode
 
 _numbers = itertools.count(1)
 

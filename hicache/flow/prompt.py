@@ -8,14 +8,14 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from hicache.metrics import Metrics
+from hicache.pages.events import EventLog
+from hicache.pages.key import Tokens
+from hicache.pages.names import PageNames, PromptPages
 from hicache.pages.states import ABOVE, RAW, TierPages
 from hicache.pages.table import Rows
+from hicache.pages.tree import RadixTree
+from hicache.pages.tree_results import Match
 from hicache.tiers import FULL, Component
-from hicache.tree.base import Match
-from hicache.tree.core import RadixTree
-from hicache.tree.events import EventLog
-from hicache.tree.key import Tokens
-from hicache.tree.names import PageNames, PromptPages
 
 _MAX_KEPT_BYTES = 256 << 20
 _PAGE_BYTES = 256  # about what the keys of a page take: of full attention, and of one other component

@@ -74,11 +74,11 @@ from hicache.flow.lease import Lease, Prefetch
 from hicache.flow.located import Located, first_gap, spans
 from hicache.flow.movement import Movement
 from hicache.flow.prompt import Prompts
+from hicache.pages.key import Tokens
 from hicache.pages.states import COPY, HELD, READ, Counts
 from hicache.pages.table import NO_ROW, Columns, Mask, Rows
 from hicache.storage.process.jobs import FindDone, FindJob, ReadClass, ReadDone, ReadJob, Stalled
 from hicache.tiers import DISK, FULL, REMOTE, Component, Store
-from hicache.tree.key import Tokens
 
 log = logging.getLogger(__name__)
 

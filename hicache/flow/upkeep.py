@@ -24,9 +24,9 @@ from hicache.flow.reads import Prefetcher
 from hicache.flow.writes import Writes
 from hicache.metrics import Metrics, MetricType
 from hicache.pages.states import ABOVE, TierPages
+from hicache.pages.tree_results import Released
 from hicache.tiers import FULL
 from hicache.transfer.base import TransferBackend
-from hicache.tree.base import Released
 
 MemoryTier = Literal["device", "host"]
 _TIERS = ("device", "host")

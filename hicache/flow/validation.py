@@ -17,7 +17,7 @@ import numpy.typing as npt
 from hicache.config import PrefetchMode
 from hicache.errors import InvalidArgument, InvalidTokens
 from hicache.flow.lease import CacheRequest, Lease
-from hicache.tree.key import Tokens, pack_tokens
+from hicache.pages.key import Tokens, pack_tokens
 
 _MODES = get_args(PrefetchMode)
 _MAX_COUNT = (1 << 63) - 1

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from hicache.metrics import Metrics
-from hicache.tree.events import EventLog, PageChange
+from hicache.pages.events import EventLog, PageChange
 
 log = logging.getLogger(__name__)
 

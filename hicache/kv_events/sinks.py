@@ -18,7 +18,7 @@ from typing import Any
 from hicache.console import path_text
 from hicache.errors import ConfigError
 from hicache.kv_events.publisher import EventBatch, EventSink
-from hicache.tree.events import BlockStored, KVCacheEvent
+from hicache.pages.events import BlockStored, KVCacheEvent
 
 _RANK = 0  # of data parallelism
 _EVENT_BLOCKS = 64  # maximum blocks of one event, which bounds how long a call into C holds the interpreter's lock

@@ -13,6 +13,12 @@ from typing import Any, cast
 import torch
 
 from hicache.errors import ConfigError, InvariantError, ShapeError
+from hicache.pages.components import TreeComponent
+from hicache.pages.events import EventLog, KVCacheEvent
+from hicache.pages.key import PageHasher, Tokens
+from hicache.pages.node import TreeNode as Node
+from hicache.pages.tree import RadixTree
+from hicache.pages.tree_results import Inserted, Match, Released
 from hicache.prefix_cache.node import TreeNode
 from hicache.prefix_cache.params import (
     CacheInitParams,
@@ -27,12 +33,6 @@ from hicache.prefix_cache.protocols import CachedRequest, priority_of
 from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, joined_tokens, namespace_of, neighbours
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
 from hicache.tiers import FULL, MAMBA, SWA, Component
-from hicache.tree.base import Inserted, Match, Released
-from hicache.tree.components import TreeComponent
-from hicache.tree.core import RadixTree
-from hicache.tree.events import EventLog, KVCacheEvent
-from hicache.tree.key import PageHasher, Tokens
-from hicache.tree.node import TreeNode as Node
 
 # Blocks are identified across processes by their tokens alone.
 _IDENTITY = b""

@@ -28,6 +28,9 @@ import torch
 
 from hicache.device.hybrid_req import HybridReqToTokenPool
 from hicache.errors import ConfigError, InvariantError, OutOfStates, ShapeError
+from hicache.pages.components import MambaComponent, TreeComponent
+from hicache.pages.node import TreeNode as Node
+from hicache.pages.tree_results import Released
 from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.params import (
     CacheInitParams,
@@ -41,9 +44,6 @@ from hicache.prefix_cache.protocols import CachedRequest
 from hicache.prefix_cache.radix_key import TokenSource
 from hicache.prefix_cache.slots import free_states
 from hicache.tiers import FULL, MAMBA, joined
-from hicache.tree.base import Released
-from hicache.tree.components import MambaComponent, TreeComponent
-from hicache.tree.node import TreeNode as Node
 
 
 def checkpoint_len(prompt_len: int, mamba_cache_chunk_size: int, page_size: int = 1) -> int:

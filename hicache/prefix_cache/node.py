@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from hicache.pages.device import DevicePages
+from hicache.pages.key import TokenRun
+from hicache.pages.node import TreeNode as Node
+from hicache.pages.tree import RadixTree
 from hicache.prefix_cache.radix_key import RadixKey, key_of
 from hicache.tiers import FULL, MAMBA, SWA, Component
-from hicache.tree.core import RadixTree
-from hicache.tree.key import TokenRun
-from hicache.tree.node import TreeNode as Node
 
 
 class TreeNode(Node):

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from hicache.errors import InvalidTokens
-from hicache.tree.events import BlockStored, KVCacheEvent, PageChange, PagesStored
-from hicache.tree.key import Tokens, as_array, as_int64, new_tokens, pack_tokens
+from hicache.pages.events import BlockStored, KVCacheEvent, PageChange, PagesStored
+from hicache.pages.key import Tokens, as_array, as_int64, new_tokens, pack_tokens
 
 TokenSource = Callable[[int, int], Tokens]  # tokens [start, end) of a sequence, packed
 

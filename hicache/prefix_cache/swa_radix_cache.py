@@ -12,13 +12,13 @@ from collections.abc import Sequence
 
 from hicache.alloc.swa import SWATokenToKVPoolAllocator
 from hicache.errors import ConfigError
+from hicache.pages.components import SwaComponent, TreeComponent
+from hicache.pages.node import TreeNode as Node
 from hicache.prefix_cache.base import BasePrefixCache
 from hicache.prefix_cache.node import TreeNode
 from hicache.prefix_cache.params import CacheInitParams, InsertParams, InsertResult
 from hicache.prefix_cache.protocols import CachedRequest
 from hicache.tiers import FULL, SWA, Component
-from hicache.tree.components import SwaComponent, TreeComponent
-from hicache.tree.node import TreeNode as Node
 
 
 class _NodeWindows(SwaComponent):

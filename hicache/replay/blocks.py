@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from hicache.pages.key import Tokens
 from hicache.pages.table import PageTable, Rows
-from hicache.tree.key import Tokens
 
 UNLIMITED = 1 << 62
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from hicache.pages.key import Tokens
 from hicache.pages.order import KEPT_SHARE, deadline_s
 from hicache.pages.policy import Ranks
 from hicache.pages.states import COPY, READ, Counts, TierPages, step_pages
@@ -24,7 +25,6 @@ from hicache.replay.disk import DiskOrder
 from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import DISK
-from hicache.tree.key import Tokens
 
 _BLOCKS_PER_S = 100.0  # that requests ask for
 

@@ -7,7 +7,7 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-from hicache.tree.key import Tokens
+from hicache.pages.key import Tokens
 
 _LEAST_LOG = 1 << 10
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from hicache.tree.key import Tokens
+from hicache.pages.key import Tokens
 
 
 class _Piece(NamedTuple):

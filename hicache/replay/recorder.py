@@ -16,8 +16,8 @@ from types import TracebackType
 from typing import TypeAlias
 
 from hicache.errors import ConfigError
+from hicache.pages.key import PageHasher, Tokens
 from hicache.replay.trace import FORMAT, VERSION
-from hicache.tree.key import PageHasher, Tokens
 
 _ID_BYTES, _ID_BITS = 8, 63
 

@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hicache.pages.key import Tokens
 from hicache.replay.cache import BlockHits, CacheSimulation, Copies
 from hicache.replay.cost import TierCosts
 from hicache.replay.hints import hints_of
 from hicache.replay.optimal import optimal_hits
 from hicache.replay.settings import ReplaySettings
 from hicache.replay.trace import Trace
-from hicache.tree.key import Tokens
 
 __all__ = ["BlockHits", "CacheSimulation", "Copies", "ReplayResult", "ReplaySettings", "one_tier", "optimal", "replay"]
 

@@ -27,9 +27,9 @@ from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, DiskConfig, ModelGeometry, build_engine
 from hicache.engine import LookupResult
 from hicache.errors import OutOfRows, OutOfSlots, PromptTooLong
+from hicache.pages.key import PageHasher
 from hicache.storage import store_folders
 from hicache.tiers import MAMBA, SWA, Component
-from hicache.tree.key import PageHasher
 from toy_model import prompt, settled
 from waiting import BOUND_S
 

@@ -18,11 +18,11 @@ from hicache import CacheEngine, CacheRequest, Lease, ModelGeometry, build_engin
 from hicache.errors import OutOfSlots, ResourceExhausted, TransferBusy, TransferError
 from hicache.flow.cost import LoadEstimate
 from hicache.flow.movement import Copy
+from hicache.pages.node import TreeNode
+from hicache.pages.tree_results import Match
 from hicache.tiers import FULL as FULL_KV
 from hicache.tiers import SWA
 from hicache.transfer.cpu import CpuOp
-from hicache.tree.base import Match
-from hicache.tree.node import TreeNode
 from memory_store import MemoryPageStore
 from stepped_transfer import SteppedTransfers
 from toy_model import prompt, settled

@@ -13,8 +13,8 @@ from component_case import STATES, prefill
 from component_case import config as config_with_states
 from disk_case import page_keys
 from hicache import CacheEngine, CacheRequest, Hit, Lease, Prefetch, build_engine
+from hicache.pages.key import PageHasher
 from hicache.tiers import MAMBA
-from hicache.tree.key import PageHasher
 from prefetch_case import PAGE, PacedStore, asked, engine_of, fill, tokens_of, until_found
 from toy_model import compute, expected_kv, read, serve, settled
 from waiting import eventually

@@ -10,9 +10,9 @@ import pytest
 
 from hicache.flow.prompt import HostWatch, Prompt, Prompts
 from hicache.metrics import Metrics
-from hicache.tree.core import RadixTree
-from hicache.tree.events import EventLog
-from hicache.tree.key import PageHasher
+from hicache.pages.events import EventLog
+from hicache.pages.key import PageHasher
+from hicache.pages.tree import RadixTree
 
 PAGE = 4
 

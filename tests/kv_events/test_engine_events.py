@@ -17,9 +17,9 @@ from block_index import BlockIndex, read_lines
 from cases import long
 from engine_fuzz import EngineFuzz
 from hicache import CacheEngine, ConfigError, DiskConfig, EngineConfig, build_engine
+from hicache.pages.events import block_hash
 from hicache.replay.simulation import ReplaySettings, replay
 from hicache.replay.trace import read_trace
-from hicache.tree.events import block_hash
 from kv_events_case import in_memory, serve, subscribe
 from memory_store import MemoryPageStore
 from server_case import TINY, serving

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from block_index import BlockIndex
-from hicache.tree.events import EventLog, Medium, block_hash
-from hicache.tree.names import PromptPages
+from hicache.pages.events import EventLog, Medium, block_hash
+from hicache.pages.names import PromptPages
 
 SIZE, MEDIA = 2, get_args(Medium)
 # Prompts that share beginnings: a key names a block and all before it.

@@ -18,8 +18,8 @@ import zmq
 from hicache.errors import ConfigError
 from hicache.kv_events import EventBatch, EventPublisher, FileSink, ZmqSink, sink_of
 from hicache.metrics import Metrics
-from hicache.tree.events import AllRemoved, EventLog, PageChange, PagesRemoved, PagesStored
-from hicache.tree.names import PromptPages
+from hicache.pages.events import AllRemoved, EventLog, PageChange, PagesRemoved, PagesStored
+from hicache.pages.names import PromptPages
 from waiting import BOUND_S
 
 

@@ -11,11 +11,11 @@ import torch
 
 from hicache.pages.device import DevicePages
 from hicache.pages.frequency import FadingFrequency
+from hicache.pages.key import PageHasher, Tokens
+from hicache.pages.tree import RadixTree
 from hicache.replay.cache import CacheSimulation
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import FULL
-from hicache.tree.core import RadixTree
-from hicache.tree.key import PageHasher, Tokens
 
 HALF_LIFE = 200.0
 

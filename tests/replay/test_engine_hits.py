@@ -12,13 +12,13 @@ import pytest
 
 from hicache import CacheEngine, CacheRequest, build_engine
 from hicache.flow.movement import settle
+from hicache.pages.key import Tokens
 from hicache.pages.order import RANK_POLICIES
 from hicache.pages.writes import BUCKET_S, Clock, WriteBudget
 from hicache.replay.cache import BlockHits, CacheSimulation
 from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.trace import prefix_ids
-from hicache.tree.key import Tokens
 from memory_store import MemoryPageStore
 from toy_model import GEOMETRY, config
 from waiting import BOUND_S, eventually

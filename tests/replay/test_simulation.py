@@ -11,6 +11,7 @@ from functools import cache
 import numpy as np
 import pytest
 
+from hicache.pages.key import Tokens
 from hicache.pages.order import RANK_POLICIES
 from hicache.replay.cost import TierCosts
 from hicache.replay.curve import miss_ratio_curve
@@ -20,7 +21,6 @@ from hicache.replay.optimal import lru_hits_by_size, optimal_hits
 from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.simulation import Copies, one_tier, optimal, replay
 from hicache.replay.trace import Trace, TraceRequest, prefix_ids
-from hicache.tree.key import Tokens
 from replay_case import synthetic_trace, trace_of
 
 

@@ -25,7 +25,7 @@ from hicache.device import (
 )
 from hicache.engine import CacheRequest, Lease
 from hicache.layout import ModelGeometry
-from hicache.tree.node import TreeNode
+from hicache.pages.node import TreeNode
 from serving_case import DEVICE
 
 _ROOMY = {"head_dim": 16, "max_position_embeddings": 4096}

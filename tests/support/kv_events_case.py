@@ -10,7 +10,7 @@ from pathlib import Path
 
 import block_index
 from hicache import CacheEngine, CacheRequest, build_engine
-from hicache.tree.events import block_hash
+from hicache.pages.events import block_hash
 from programs import program
 from toy_model import GEOMETRY, compute, config
 from waiting import eventually

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from hicache.pages.key import Tokens
 from hicache.replay.trace import Trace, TraceRequest
-from hicache.tree.key import Tokens
 
 
 def synthetic_trace(num_requests: int = 2_000) -> list[Tokens]:

@@ -10,12 +10,12 @@ import torch
 
 from hicache import get_eviction_strategy
 from hicache.errors import ConfigError
+from hicache.pages.components import MambaComponent, TreeComponent
+from hicache.pages.key import PageHasher
 from hicache.pages.order import RANK_POLICIES
+from hicache.pages.tree import RadixTree
 from hicache.prefix_cache.node import TreeNode
 from hicache.tiers import FULL, MAMBA, Component
-from hicache.tree.components import MambaComponent, TreeComponent
-from hicache.tree.core import RadixTree
-from hicache.tree.key import PageHasher
 
 NAMES = sorted({*RANK_POLICIES} - {"auto"})
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from hicache.tree.key import TokenRun, bytes_of, pack_tokens
+from hicache.pages.key import TokenRun, bytes_of, pack_tokens
 
 LONG = 6000  # tokens; from 4096 on a run may be a view
 

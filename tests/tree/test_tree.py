@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from hicache.errors import InvariantError
+from hicache.pages.components import MambaComponent, SwaComponent, TreeComponent
+from hicache.pages.key import PageHasher
+from hicache.pages.node import TreeNode
+from hicache.pages.tree import RadixTree
 from hicache.tiers import FULL, MAMBA, SWA
-from hicache.tree.components import MambaComponent, SwaComponent, TreeComponent
-from hicache.tree.core import RadixTree
-from hicache.tree.key import PageHasher
-from hicache.tree.node import TreeNode
 
 
 def tree_of(*components: TreeComponent, page: int = 1) -> RadixTree:

@@ -8,7 +8,7 @@
     check     device_violations
 
 The movements (`hicache.flow.admit`, ...) call these for every component in the same order, FULL first. A component of
-one's own is a subclass in a file of its own, and its counterpart in `hicache.tree.components`.
+one's own is a subclass in a file of its own, and its counterpart in `hicache.pages.components`.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ from hicache.host.pool import HostPagePool
 from hicache.kernels.pack import PackFormat
 from hicache.layout import ModelGeometry
 from hicache.metrics import Metrics
+from hicache.pages.components import TreeComponent
 from hicache.pages.states import TierPages
 from hicache.pages.table import Rows
+from hicache.pages.tree import RadixTree
+from hicache.pages.tree_results import Match
 from hicache.tiers import Component
 from hicache.transfer.base import TransferBackend
 from hicache.transfer.counter import LayerTransferCounter
-from hicache.tree.base import Match
-from hicache.tree.components import TreeComponent
-from hicache.tree.core import RadixTree
 
 
 @dataclass(frozen=True)

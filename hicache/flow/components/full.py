@@ -16,10 +16,10 @@ from hicache.flow.components.base import Admission, CacheComponent, EngineParts,
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
+from hicache.pages.components import FullComponent, TreeComponent
 from hicache.pages.states import COPY, HELD
 from hicache.pages.table import Rows
 from hicache.tiers import FULL
-from hicache.tree.components import FullComponent, TreeComponent
 
 
 class FullAttention(CacheComponent):

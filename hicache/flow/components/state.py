@@ -20,9 +20,9 @@ from hicache.flow.components.base import Admission, CacheComponent, EngineParts,
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
+from hicache.pages.components import MambaComponent, TreeComponent
 from hicache.pages.table import Rows
 from hicache.tiers import MAMBA
-from hicache.tree.components import MambaComponent, TreeComponent
 
 _STATES_PER_REQUEST = 2  # the running state and the last checkpoint
 

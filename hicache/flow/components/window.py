@@ -21,9 +21,9 @@ from hicache.flow.components.full import owned_slots
 from hicache.flow.lease import CacheRequest, Lease
 from hicache.flow.movement import Load
 from hicache.layout import ModelGeometry
+from hicache.pages.components import SwaComponent, TreeComponent
 from hicache.pages.table import NO_ROWS, Rows
 from hicache.tiers import FULL, SWA
-from hicache.tree.components import SwaComponent, TreeComponent
 
 
 class SlidingWindow(CacheComponent):

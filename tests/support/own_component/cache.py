@@ -17,8 +17,8 @@ from hicache.flow.components.base import Admission, CacheComponent, EngineParts,
 from hicache.flow.lease import Lease
 from hicache.flow.movement import Load
 from hicache.layout import BufferSpec, ModelGeometry, PoolLayout
+from hicache.pages.components import TreeComponent
 from hicache.pages.table import Rows
-from hicache.tree.components import TreeComponent
 from own_component.tree import LastHiddenComponent
 
 

@@ -7,8 +7,8 @@ evict   any page
 
 from __future__ import annotations
 
-from hicache.tree.components import TreeComponent
-from hicache.tree.node import TreeNode
+from hicache.pages.components import TreeComponent
+from hicache.pages.node import TreeNode
 
 
 class LastHiddenComponent(TreeComponent):

@@ -9,11 +9,11 @@ import hashlib
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from hicache.pages.key import PageHasher, Tokens
+from hicache.pages.node import TreeNode
 from hicache.pages.table import PageTable
+from hicache.pages.tree_results import Match
 from hicache.tiers import FULL, Component
-from hicache.tree.base import Match
-from hicache.tree.key import PageHasher, Tokens
-from hicache.tree.node import TreeNode
 
 
 class PromptPages(NamedTuple):

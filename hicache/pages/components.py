@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol, TypeVar
 
+from hicache.pages.node import TreeNode
 from hicache.tiers import FULL, MAMBA, SWA, Component
-from hicache.tree.node import TreeNode
 
 
 class Required(Protocol):

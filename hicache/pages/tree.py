@@ -21,17 +21,17 @@ import numpy.typing as npt
 import torch
 
 from hicache.errors import InvariantError
+from hicache.pages.components import FullComponent, TreeComponent, last_end
 from hicache.pages.device import DevicePages
+from hicache.pages.events import EventLog
+from hicache.pages.key import PageHasher, TokenRun, Tokens, bytes_of
+from hicache.pages.names import PageNames, PromptPages
+from hicache.pages.node import ChildKey, TreeNode
 from hicache.pages.order import rank_policy
 from hicache.pages.states import TierPages
 from hicache.pages.table import NO_ROW, NO_ROWS, Columns, PageTable, Rows
+from hicache.pages.tree_results import Inserted, Match, Released
 from hicache.tiers import FULL, SWA, Component
-from hicache.tree.base import Inserted, Match, Released
-from hicache.tree.components import FullComponent, TreeComponent, last_end
-from hicache.tree.events import EventLog
-from hicache.tree.key import PageHasher, TokenRun, Tokens, bytes_of
-from hicache.tree.names import PageNames, PromptPages
-from hicache.tree.node import ChildKey, TreeNode
 
 _NO_SLOTS = torch.empty(0, dtype=torch.int64)
 _NAME_FACTORS = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from hicache.tree.key import Tokens
-from hicache.tree.names import PromptPages
+from hicache.pages.key import Tokens
+from hicache.pages.names import PromptPages
 
 Medium = Literal["GPU", "CPU", "DISK"]
 

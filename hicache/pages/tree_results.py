@@ -6,9 +6,9 @@ from typing import NamedTuple
 
 import torch
 
+from hicache.pages.node import TreeNode
 from hicache.pages.table import Rows
 from hicache.tiers import Component
-from hicache.tree.node import TreeNode
 
 
 class Match(NamedTuple):

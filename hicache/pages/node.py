@@ -8,8 +8,8 @@ from __future__ import annotations
 import itertools
 from typing import TypeAlias
 
+from hicache.pages.key import TokenRun
 from hicache.pages.table import NO_ROWS, Rows
-from hicache.tree.key import TokenRun
 
 _ids = itertools.count()
 
