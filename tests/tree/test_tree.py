@@ -4,6 +4,7 @@ history is compared in prefix_cache/test_cache_machines.py, and under loads in f
 from __future__ import annotations
 
 import gc
+import random
 import weakref
 
 import numpy as np
@@ -14,6 +15,7 @@ from hicache.errors import InvariantError
 from hicache.pages.components import MambaComponent, SwaComponent, TreeComponent
 from hicache.pages.key import PageHasher
 from hicache.pages.node import TreeNode
+from hicache.pages.table import PageTable
 from hicache.pages.tree import RadixTree
 from hicache.tiers import FULL, MAMBA, SWA
 
@@ -237,3 +239,30 @@ def test_check_finds_planted_faults() -> None:
             tree.check()
         column[end] = before
         tree.check()
+
+
+@pytest.mark.parametrize("policy", ["auto", "lfu"])
+def test_slices_and_row_numbers_select_the_same_pages(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A history of insertions, uses, locks and evictions gives the same slots, rows and victims for both indices."""
+    found = list[list[list[int]]]()
+    for many in (1, 1 << 30):
+        monkeypatch.setattr(PageTable, "many", many)
+        tree, dice, seen = RadixTree(2, PageHasher(b"identity", 2), policy=policy), random.Random(policy), []
+        for number in range(150):
+            length, start = 2 * dice.randrange(1, 40), dice.randrange(3)
+            tokens = np.arange(start, start + length) // dice.choice([1, 1, 40])
+            match = tree.match(tokens)
+            inserted = tree.insert(tree.node_at(match, match.full_len), tokens[match.full_len :], torch.arange(length))
+            tree.lock(inserted.node)
+            seen.append(tree.path_rows(inserted.node).tolist())
+            seen.append(tree.pages[FULL].value(tree.path_rows(inserted.node)).tolist())
+            tree.begin_use(tree.path_rows(inserted.node))
+            tree.touch(inserted.node)
+            tree.unlock(inserted.node)
+            while tree.pages[FULL].num_held > 60:
+                released = tree.evict(tree.pages[FULL].take(2 * dice.randrange(1, 9)), FULL)
+                seen += [each.value.tolist() for each in released]
+            if number % 50 == 0:
+                tree.check()
+        found.append(seen)
+    assert found[0] == found[1]
