@@ -77,7 +77,7 @@ MUTATIONS = (
     Mutation("hicache/pages/states.py",
              "self.state[rows] &= ABOVE\n        self.place[rows] = self.second_place[rows] = 0",
              "self.state[rows] = 0\n        self.place[rows] = self.second_place[rows] = 0", PAGES),
-    Mutation("hicache/pages/table.py", "cut[(cut >= 0) & (self.age[cut] > 0)]", "cut[cut >= 0]", TREE),
+    Mutation("hicache/pages/table.py", "cut = cut[is_start]", "pass", TREE),
     Mutation("hicache/pages/table.py", "seen.age[row] = age\n", "seen.age[row] = row\n", PAGES),
     Mutation("hicache/pages/tree.py", "self._place(upper, lower.rows[:num_pages])",
              "self._place(upper, lower.rows[: num_pages + 1])", TREE),

@@ -357,6 +357,8 @@ class EvictionOrder(Columns):
         is_absent = ~self.is_held & (self.locks == 0) & (self.expected == 0)
         if (self.has_ended | (self.keep > 0) | (self.class_ != _PLAIN))[is_absent].any():
             found.append("a page has a class that the tier lacks")
+        if self._ranks is not None and (self.key != self._ranks.rank)[self.is_held & ~self.is_first_out].any():
+            found.append("a page has a key that is not its rank")
         return found
 
     # Inside

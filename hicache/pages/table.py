@@ -251,10 +251,9 @@ class PageTable(Columns):
         cut = self.previous[at]
         is_start = np.ones(len(needless), np.bool_)
         is_start[1:] = cut[1:] != needless[:-1]
-        cut = cut[is_start]
-        self.age[at] = 0
+        cut = cut[is_start]  # a needless row has no other follower than the next of `needless`
         unneeded = list[int]()
-        for last in cut[(cut >= 0) & (self.age[cut] > 0)].tolist():
+        for last in cut[cut >= 0].tolist():
             before = last
             self.refs[before] -= 1
             while not self.refs[before]:  # a row that only rows behind it needed
