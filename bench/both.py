@@ -2,13 +2,13 @@
 CUDA.
 
     equal, slow3, ...  first token of a prompt on a store with the rate of computing, or 3 or 10 times slower or faster;
-                       `freezes`: the store hangs after a quarter of the prompt
+                       `freezes`: the store hangs after a quarter of the prompt;
     neighbours         time per output token of streams during such a request, over that during a request that only
-                       waits for its load
-    eight              eight such requests at once: until the last has its token
-    restart            first token after a restart, from a real disk, over computing
+                       waits for its load;
+    eight              eight such requests at once: until the last has its token;
+    restart            first token after a restart, from a real disk, over computing;
     sessions           sessions of agents with a store as fast as our disk, over the rule that chooses one of the two:
-                       mean first token
+                       mean first token.
 
 The store is in memory and sleeps (`throttled.py`), so the case sets its rate, and no prompt is computed to fill it. All
 is measured in one process. Loading and both ways are measured in turns. Computing is measured before them, and again in
@@ -44,7 +44,7 @@ from hicache.serving.warm_up import warm_up
 NAME = "both"
 DESCRIPTION = "computing and loading at once over the better of the two: throttled stores, a real disk, sessions"
 
-Way = Literal["compute", "load", "both"]
+Variant = Literal["compute", "load", "both"]
 PARTS = ("rates", "neighbours", "eight", "restart", "sessions")
 
 
@@ -76,20 +76,20 @@ _DISK_TOKEN_S = 92e-6  # our disk: 1.43 GB/s, 128 KiB per token; computing one o
 
 @dataclass(frozen=True)
 class Rate:
-    """A case. `slowdown`: time of loading over time of computing. `ways`: the ways that it is compared with. `target`:
-    if above 1, computing is also measured in turns with it. `freezes`: the store hangs after a quarter."""
+    """A case. `slowdown`: time of loading over time of computing. `variants`: the ways that it is compared with.
+    `target`: if above 1, computing is also measured in turns with it. `freezes`: the store hangs after a quarter."""
 
     name: str
     slowdown: float
     is_long: bool
-    ways: tuple[Way, ...]
+    variants: tuple[Variant, ...]
     target: float
     freezes: bool = False
 
     @property
-    def beside(self) -> tuple[Way, ...]:
+    def overlaps(self) -> tuple[Variant, ...]:
         """The ways that are measured in turns with "both"."""
-        return tuple(way for way in self.ways if way == "load" or self.target > 1)
+        return tuple(variant for variant in self.variants if variant == "load" or self.target > 1)
 
 
 RATES = (
@@ -160,9 +160,9 @@ class _Case:
         store.fill(key for tokens in known for key in tree.names.of_prompt(tree.match(tokens, ""), tokens))
         self.token_bytes = store.page_bytes / tree.page_size
 
-    def name(self, way: Way) -> str:
+    def name(self, variant: Variant) -> str:
         self._number += 1
-        return f"{way} {self._number}"
+        return f"{variant} {self._number}"
 
     def forget(self) -> None:
         """Remove the prompts from all tiers except the store."""
@@ -170,20 +170,20 @@ class _Case:
         self.served.engine.reset(["device", "host"])
         sync(self.served.engine.pool.device)
 
-    def request(self, tokens: Tokens, way: Way, num_new: int = 1) -> Request:
-        """A request to be submitted now. With `way` "load" it waits for its complete prefix; with "compute" it finds
-        none."""
-        name = self.name(way)
-        if way == "load":
+    def request(self, tokens: Tokens, variant: Variant, num_new: int = 1) -> Request:
+        """A request to be submitted now. With `variant` "load" it waits for its complete prefix; with "compute" it
+        finds none."""
+        name = self.name(variant)
+        if variant == "load":
             self.served.engine.prefetch(name, tokens, mode="wait_complete")
-        return Request(name, tokens, num_new, namespace=name if way == "compute" else "")
+        return Request(name, tokens, num_new, namespace=name if variant == "compute" else "")
 
-    def seconds(self, prompts: Sequence[Tokens], way: Way) -> float:
+    def seconds(self, prompts: Sequence[Tokens], variant: Variant) -> float:
         """Seconds until all requests have their tokens."""
         self.forget()
         scheduler, begin_s = self.served.scheduler(), time.perf_counter()
         for tokens in prompts:
-            scheduler.submit(self.request(tokens, way))
+            scheduler.submit(self.request(tokens, variant))
         while scheduler.num_unfinished:
             for output in scheduler.step():
                 if output.error is not None:
@@ -224,15 +224,18 @@ class _Both:
         with self._case([sizes.short]) as case:
             (tokens,) = case.known
             case.set_rate([tokens], case.seconds([tokens], "compute"))
-            beside = {way: [self._token_s(case, tokens, way) for _ in range(sizes.samples)] for way in ("load", "both")}
-        self._report_case("neighbours", beside["both"], percentile(beside["load"], 50), 1.05, "4 streams")
+            overlaps = {
+                variant: [self._token_s(case, tokens, variant) for _ in range(sizes.samples)]
+                for variant in ("load", "both")
+            }
+        self._report_case("neighbours", overlaps["both"], percentile(overlaps["load"], 50), 1.05, "4 streams")
 
     def eight(self) -> None:
         sizes = self._sizes
         with self._case([sizes.short] * sizes.num_at_once) as case:
             computed_s = case.seconds(case.known, "compute")
             case.set_rate(case.known, computed_s)
-            loaded_s, both_s = (case.seconds(case.known, way) for way in ("load", "both"))
+            loaded_s, both_s = (case.seconds(case.known, variant) for variant in ("load", "both"))
             note = f"computed {computed_s:.2f} s, loaded {loaded_s:.2f} s; {_met(case.served)}"
         self._report_case("eight", [both_s], min(computed_s, loaded_s), 0.75, note)
 
@@ -274,52 +277,52 @@ class _Both:
             case.set_rate(case.known, sizes.chunk * _DISK_TOKEN_S / (1 if self._on_cuda else _SPEED))
             case.store.keeps = True
             for clients, target in zip(sizes.clients, (0.95, 1.0, 1.0), strict=True):
-                rule, ours = (self._session_run(case, turns, clients, beside) for beside in (False, True))
-                note = f"{clients} clients; both {ours}; the rule {rule}; {describe_turns(turns, 8)}"
-                self._report_case(f"sessions.{clients}", [ours.mean_s], rule.mean_s, target, note)
+                rule, overlapped = (self._session_run(case, turns, clients, overlaps) for overlaps in (False, True))
+                note = f"{clients} clients; both {overlapped}; the rule {rule}; {describe_turns(turns, 8)}"
+                self._report_case(f"sessions.{clients}", [overlapped.mean_s], rule.mean_s, target, note)
 
     # Inside
 
     def _rate(self, case: _Case, rate: Rate, tokens: Tokens, computed: list[float]) -> None:
         """Measure a case. `computed`: samples of computing the prompt; samples of this case are appended."""
         case.set_rate([tokens], percentile(computed, 50) * rate.slowdown)
-        taken: dict[Way, list[float]] = {way: [] for way in (*rate.beside, "both")}
+        taken: dict[Variant, list[float]] = {variant: [] for variant in (*rate.overlaps, "both")}
         taken["compute"] = computed
         begin_s = time.perf_counter()
         while not taken["both"] or time.perf_counter() - begin_s < self._sizes.least_s:
-            for way in (*rate.beside, "both"):
-                if way == "both" and rate.freezes:
+            for variant in (*rate.overlaps, "both"):
+                if variant == "both" and rate.freezes:
                     case.store.stop_after(len(tokens) * case.token_bytes / 4)
-                taken[way].append(case.seconds([tokens], way))
+                taken[variant].append(case.seconds([tokens], variant))
                 case.store.go_on()
-        best_s = min(percentile(taken[way], 50) for way in rate.ways)
-        note = "; ".join(f"{way} {percentile(seconds, 50):.2f} s" for way, seconds in taken.items())
+        best_s = min(percentile(taken[variant], 50) for variant in rate.variants)
+        note = "; ".join(f"{variant} {percentile(seconds, 50):.2f} s" for variant, seconds in taken.items())
         note += f"; store {case.store.bytes_per_s / 1e9:.2f} GB/s; {_met(case.served)}"
         self._report_case(rate.name, taken["both"], best_s, rate.target, note)
 
-    def _session_run(self, case: _Case, turns: Sequence[Turn], clients: int, beside: bool) -> SessionRun:
-        """Serve the turns, with empty tiers at first. `beside`: compute and load concurrently; if False, the rule
+    def _session_run(self, case: _Case, turns: Sequence[Turn], clients: int, overlaps: bool) -> SessionRun:
+        """Serve the turns, with empty tiers at first. `overlaps`: compute and load concurrently; if False, the rule
         chooses one of the two."""
         prefetcher = case.served.engine.inspect.prefetcher
         assert prefetcher is not None
-        prefetcher.overlap.is_wanted = beside
+        prefetcher.overlap.is_wanted = overlaps
         case.forget()
         case.store.fill(())
         scheduler = case.served.scheduler(max_pass_s=0.5, max_overtake_s=15.0)
         return serve_turns(scheduler, turns, self._sizes.sessions, clients)
 
-    def _token_s(self, case: _Case, tokens: Tokens, way: Way) -> float:
+    def _token_s(self, case: _Case, tokens: Tokens, variant: Variant) -> float:
         """Seconds per output token of four streams while another request waits for its first token."""
         case.forget()
         sizes, times = self._sizes, list[float]()
         scheduler = case.served.scheduler()
         for n, stream in enumerate(prompts(4, sizes.stream, self._served.vocab, seed=11)):
-            name = case.name(way)
+            name = case.name(variant)
             request = Request(name, stream, sizes.steps, namespace=name)
             scheduler.submit(request, None if n else lambda _: times.append(time.perf_counter()))
         while len(times) < 16:
             scheduler.step()
-        request, begin = case.request(tokens, way), len(times)
+        request, begin = case.request(tokens, variant), len(times)
         scheduler.submit(request)
         while request.request_id not in {output.request_id for output in scheduler.step()}:
             pass

@@ -27,7 +27,7 @@ import numpy as np
 import torch
 
 from hicache.bench.machine import RESULTS, ROOT, commit_of, machine_name, software
-from hicache.console import write_whole
+from hicache.console import write_atomically
 from hicache.errors import HiCacheError
 
 SCHEMA = 1
@@ -204,23 +204,29 @@ class Report:
         num_bytes: int,
         seconds: Sequence[float],
         *,
-        beside: Sequence[float] | None = None,
-        beside_bytes: int | None = None,
+        ceiling_seconds: Sequence[float] | None = None,
+        ceiling_bytes: int | None = None,
         **about: Any,
     ) -> Case:
-        """Add GB/s of runs that moved `num_bytes`. `beside`: seconds of the runs that bound them, which moved
-        `beside_bytes`, or `num_bytes` if that is None."""
-        if beside is not None:
-            about["ceiling"] = gb_per_s(beside_bytes or num_bytes, beside)
+        """Add GB/s of runs that moved `num_bytes`. `ceiling_seconds`: seconds of the runs that bound them, which moved
+        `ceiling_bytes`, or `num_bytes` if that is None."""
+        if ceiling_seconds is not None:
+            about["ceiling"] = gb_per_s(ceiling_bytes or num_bytes, ceiling_seconds)
         return self.case(name, gb_per_s(num_bytes, seconds), "GB/s", **about)
 
     def time(
-        self, name: str, seconds: Sequence[float], unit: str, *, beside: Sequence[float] | None = None, **about: Any
+        self,
+        name: str,
+        seconds: Sequence[float],
+        unit: str,
+        *,
+        ceiling_seconds: Sequence[float] | None = None,
+        **about: Any,
     ) -> Case:
-        """Add times in `unit`, s, ms or us. `beside`: seconds of the runs that bound them."""
+        """Add times in `unit`, s, ms or us. `ceiling_seconds`: seconds of the runs that bound them."""
         per_second = {"s": 1.0, "ms": 1e3, "us": 1e6}[unit]
-        if beside is not None:
-            about["ceiling"] = [s * per_second for s in beside]
+        if ceiling_seconds is not None:
+            about["ceiling"] = [s * per_second for s in ceiling_seconds]
         return self.case(name, [s * per_second for s in seconds], unit, better="lower", **about)
 
     def to_json(self) -> dict[str, Any]:
@@ -246,7 +252,7 @@ class Report:
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / f"{self.bench}-{self.machine}.json"
         text = json.dumps(self.to_json(), indent=1, allow_nan=False, ensure_ascii=False)
-        write_whole(path, text + "\n")
+        write_atomically(path, text + "\n")
         return path
 
 

@@ -92,13 +92,13 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
     kernels, on_cuda = kernel_choice(device), device.type == "cuda"
     free = torch.randperm(1 << 16, device=device) + 1
     # 64 requests that grow from 0 to 4096 tokens, and 256 requests at all offsets within a page, each in its own page.
-    no_prefix, none, whole = (torch.full((64,), n, device=device) for n in (0, -1, 4096))
+    no_prefix, none, lengths = (torch.full((64,), n, device=device) for n in (0, -1, 4096))
     before = torch.arange(256, device=device) + 1000
     after, last = before + 1, (torch.arange(256, device=device) + 100_000) * PAGE + (before - 1) % PAGE
     slots, one_each = (torch.empty(n, dtype=torch.int64, device=device) for n in (64 * 4096, 256))
     cases: dict[str, tuple[Run, torch.Tensor]] = {
         "alloc_extend.64x4096": (
-            lambda: alloc_extend(no_prefix, whole, none, free, slots, PAGE, 4096, kernels), slots,
+            lambda: alloc_extend(no_prefix, lengths, none, free, slots, PAGE, 4096, kernels), slots,
         ),
         "alloc_decode.256": (lambda: alloc_decode(after, last, free, one_each, PAGE, kernels), one_each),
     }  # fmt: skip
@@ -108,8 +108,8 @@ def _measure_launches(report: Report, samples: int, device: torch.device) -> Non
             launch()
         variants = {"case": launch, "base": _baseline(torch.empty_like(result))}
         seconds = interleave(variants, samples=samples, timer=queued_timer(device, 20))
-        beside, target = seconds["base"], LAUNCH_TARGET if on_cuda else None
-        report.time(f"{name}.device_us", seconds["case"], "us", beside=beside, target=target)
+        ceiling_seconds, target = seconds["base"], LAUNCH_TARGET if on_cuda else None
+        report.time(f"{name}.device_us", seconds["case"], "us", ceiling_seconds=ceiling_seconds, target=target)
 
 
 def _measure_host(report: Report, samples: int, device: torch.device) -> None:
@@ -124,9 +124,9 @@ def _measure_host(report: Report, samples: int, device: torch.device) -> None:
         for _ in range(100):
             token.alloc(128)
         seconds.append((time.perf_counter() - start) / 100)
-    beside, note = [TOKEN_ALLOC_US / 1e6], f"the ceiling is the bound of {TOKEN_ALLOC_US:g} us"
+    ceiling_seconds, note = [TOKEN_ALLOC_US / 1e6], f"the ceiling is the bound of {TOKEN_ALLOC_US:g} us"
     target = 1.0 if device.type == "cuda" else None
-    report.time("token_alloc.128.host_us", seconds, "us", beside=beside, target=target, note=note)
+    report.time("token_alloc.128.host_us", seconds, "us", ceiling_seconds=ceiling_seconds, target=target, note=note)
 
 
 def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
@@ -136,7 +136,7 @@ def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
         slots = allocator.alloc(requests * 4096)
         assert slots is not None
         parts, held = slots.split(4096), allocator.backup_state()
-        for way, free in (("runs", allocator.free_run), ("tokens", allocator.free)):
+        for verb, free in (("runs", allocator.free_run), ("tokens", allocator.free)):
             seconds = []
             for sample in range(samples + 2):
                 allocator.restore_state(held)
@@ -152,4 +152,4 @@ def _measure_frees(report: Report, samples: int, device: torch.device) -> None:
                 if allocator.available_size() != allocator.size:
                     raise AssertionError(f"{allocator.available_size()} of {allocator.size} tokens came back")
             allocator.check()
-            report.time(f"free_group.{requests}.{way}.host_us", seconds, "us")
+            report.time(f"free_group.{requests}.{verb}.host_us", seconds, "us")

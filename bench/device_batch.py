@@ -168,8 +168,8 @@ def _measure_copies(report: Report, batches: _Batches, samples: int) -> None:
         "restore": lambda: server.from_cpu(host, slots), "up": copy(on_device, host),
     }  # fmt: skip
     seconds = interleave(variants, samples=samples, warmup=_WARM_UP, timer=timer_for(device))
-    report.rate("batch.retract", host.nbytes, seconds["retract"], beside=seconds["down"])
-    report.rate("batch.restore", host.nbytes, seconds["restore"], beside=seconds["up"])
+    report.rate("batch.retract", host.nbytes, seconds["retract"], ceiling_seconds=seconds["down"])
+    report.rate("batch.restore", host.nbytes, seconds["restore"], ceiling_seconds=seconds["up"])
 
 
 def _report_tokens(

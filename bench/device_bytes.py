@@ -81,9 +81,16 @@ def _measure(report: Report, size: str, num_bytes: int, samples: int, device: to
     for name, variant in variants.items():
         variant.verify()
         goal = variant.target if size != "2mib" or variant.target is None else 0.6
-        beside, goal = seconds["copy"], goal if on_cuda else None
+        ceiling_seconds, goal = seconds["copy"], goal if on_cuda else None
         moved = variant.num_bytes
-        report.rate(f"{name}.{size}", moved, seconds[name], beside=beside, beside_bytes=num_bytes, target=goal)
+        report.rate(
+            f"{name}.{size}",
+            moved,
+            seconds[name],
+            ceiling_seconds=ceiling_seconds,
+            ceiling_bytes=num_bytes,
+            target=goal,
+        )
 
 
 def _paged_slots(num_tokens: int, size: int, device: torch.device) -> torch.Tensor:

@@ -57,13 +57,13 @@ _ROUNDS_PER_SAMPLE = 2
 @dataclass(frozen=True)
 class _Case:
     """`num_pages` of one size in a separate store; reads should reach `target` times the rate of the raw reads
-    `beside`."""
+    `compared_with`."""
 
     name: str
     page_bytes: int
     num_pages: int
     target: float
-    beside: str
+    compared_with: str
     is_kv: bool = False
 
     @property
@@ -149,9 +149,9 @@ def _reads(report: Report, folder: Path, cases: Sequence[_Case], samples: int) -
         _fill(folder / case.name, case, pages)
         kept[case.name] = pages[1]
         readers[case.name] = case, partial(_store_reader, folder / case.name, case)
-        if case.beside not in readers:
+        if case.compared_with not in readers:
             file = slots_file(folder / case.name, case.page_bytes, BLOCK_BYTES + round_up(case.page_bytes))
-            readers[case.beside] = case, partial(_raw_reader, file, case)
+            readers[case.compared_with] = case, partial(_raw_reader, file, case)
     buffers = host_pages(THREADS, DOCUMENT_BYTES)
     rounds: dict[str, list[float]] = {name: [] for name in readers}
     read: dict[str, list[float]] = {name: [] for name in readers}
@@ -168,13 +168,15 @@ def _reads(report: Report, folder: Path, cases: Sequence[_Case], samples: int) -
             if name in kept:
                 compare(buffers, kept[name], order)
     for name, (case, _) in readers.items():
-        if name == case.beside:
+        if name == case.compared_with:
             report.rate(name, case.num_bytes, rounds[name], note=f"O_DIRECT, blocks of {case.page_bytes} bytes")
     for case in cases:
         data = "synthetic KV, bf16" if case.is_kv else "random bytes"
         note = f"{data}; read from the medium: {percentile(read[case.name], 50):.2f} of the pages' bytes"
-        beside = rounds[case.beside]
-        report.rate(case.name, case.num_bytes, rounds[case.name], beside=beside, target=case.target, note=note)
+        ceiling_seconds = rounds[case.compared_with]
+        report.rate(
+            case.name, case.num_bytes, rounds[case.name], ceiling_seconds=ceiling_seconds, target=case.target, note=note
+        )
 
 
 def _fill(path: Path, case: _Case, pages: Sequence[PageBuffer]) -> None:
@@ -299,9 +301,9 @@ def _large_store(report: Report, folder: Path, num_pages: int) -> None:
                 _contains(report, store, count)
             store.close()
     note = f"{num_pages} pages, caches dropped; {num_pages // 100}: {percentile(opened_s['small'], 50) * 1e3:.1f} ms"
-    report.time("open.1m", opened_s["large"], "s", beside=[OPEN_S], target=1.0, note=note)
+    report.time("open.1m", opened_s["large"], "s", ceiling_seconds=[OPEN_S], target=1.0, note=note)
     note = f"{num_pages // 16} pages, caches dropped; the whole index is compared with its seal"
-    report.time("open.trees", opened_s["middle"], "s", beside=[OPEN_S], target=1.0, note=note)
+    report.time("open.trees", opened_s["middle"], "s", ceiling_seconds=[OPEN_S], target=1.0, note=note)
     grown = [(resident["large"] - resident["small"]) / 1e6]
     report.case("open.1m.memory", grown, "MB", better="lower", note="more than opening a hundredth of it")
 
@@ -316,7 +318,7 @@ def _contains(report: Report, store: LmdbPageStore, count: int) -> None:
         raise AssertionError("contains does not tell what is there")
     seconds = interleave({"contains": lambda: store.contains(keys)}, samples=31)["contains"]
     note = f"1000 keys in {count} pages, half of them there"
-    report.time("contains.1000", seconds, "ms", beside=[CONTAINS_MS / 1e3], target=1.0, note=note)
+    report.time("contains.1000", seconds, "ms", ceiling_seconds=[CONTAINS_MS / 1e3], target=1.0, note=note)
 
 
 def _resident_bytes() -> int:

@@ -3,10 +3,10 @@
 A prefix lies on the host. A forward of the 8B geometry (bench.forward8b) computes S new tokens over it while the
 transfer loads the prefix layer by layer. Timed in turns, on the host's clock, from the submission of the load to an
 idle device: each half alone; both with an event per layer; and the control, both with one wait for all layers before
-the forward, which cannot overlap. `beside` is a forward over the resident prefix, concurrently with the same load but
-without waiting for it: the cost of sharing the machine. Outside the timing, a prefix is poisoned on the device before
-it is loaded, and every output is compared bit by bit with a forward over a resident prefix. Forwards run on a separate
-stream, as in servers.
+the forward, which cannot overlap. `without_waits` is a forward over the resident prefix, concurrently with the same
+load but without waiting for it: the cost of sharing the machine. Outside the timing, a prefix is poisoned on the device
+before it is loaded, and every output is compared bit by bit with a forward over a resident prefix. Forwards run on a
+separate stream, as in servers.
 
     overlap = max(load, compute) / measured       hidden = (load + compute - measured) / min(load, compute)
 """
@@ -36,7 +36,7 @@ from hicache.bench.common import (
     wall_timer,
 )
 from hicache.bench.forward8b import FULL, TINY, Forward, ForwardShape, Suffix
-from hicache.bench.transfer import Layout, Rig
+from hicache.bench.transfer import Layout, TransferSetup
 from hicache.build.factory import build_transfer
 from hicache.config import EngineConfig
 from hicache.transfer import LayerTransferCounter, TransferBackend, TransferOp
@@ -97,8 +97,8 @@ def step_timer(sync: Sync | None) -> Timer:
 class Stage:
     """A prefix on the host, its slots on the device, and a forward over them.
 
-    Owns the pools and the backend of a `Rig`. `output`: result of the last forward; `new_slots`: slots that the prefix
-    does not use. Used by one thread.
+    Owns the pools and the backend of a `TransferSetup`. `output`: result of the last forward; `new_slots`: slots that
+    the prefix does not use. Used by one thread.
     """
 
     def __init__(
@@ -108,26 +108,26 @@ class Stage:
         prefix_tokens: int,
         device: torch.device,
     ) -> None:
-        self.rig = Rig(shape.geometry, layout, prefix_tokens, device)
+        self.setup = TransferSetup(shape.geometry, layout, prefix_tokens, device)
         self.device = device
         self.shape = shape
         self.sync: Sync | None = (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None
-        pool = self.rig.pool
-        pool.register_layer_transfer_counter(self.rig.counter)
+        pool = self.setup.pool
+        pool.register_layer_transfer_counter(self.setup.counter)
         unused = torch.ones(pool.size + pool.page_size, dtype=torch.bool, device=device)
         unused[: pool.page_size] = False
-        unused[self.rig.slots] = False
+        unused[self.setup.slots] = False
         self.new_slots = unused.nonzero().flatten()
-        self.forward = Forward(shape, pool, self.rig.slots, self.new_slots)
+        self.forward = Forward(shape, pool, self.setup.slots, self.new_slots)
         self.output = torch.empty(0, device=device)
-        self.rig.verify()
+        self.setup.verify()
 
     def load(self) -> None:
-        self.rig.counter.set_consumer(-1)
-        self.rig.whole_up()
+        self.setup.counter.set_consumer(-1)
+        self.setup.load_all()
 
     def resident(self, suffix: Suffix) -> None:
-        self.rig.counter.set_consumer(-1)
+        self.setup.counter.set_consumer(-1)
         self.output = self.forward(suffix)
 
     def together(self, suffix: Suffix) -> None:
@@ -138,7 +138,7 @@ class Stage:
         """Run load and forward without layer events: the forward begins when the last layer has arrived."""
         self._behind_load(suffix, wait_all=True)
 
-    def beside(self, suffix: Suffix) -> None:
+    def without_waits(self, suffix: Suffix) -> None:
         """Run a forward over the resident prefix without waiting for layers, while a load writes the same bytes
         again."""
         _, op = self.submit()
@@ -146,16 +146,16 @@ class Stage:
         op.wait()
 
     def submit(self) -> tuple[int, TransferOp]:
-        counter = self.rig.counter
+        counter = self.setup.counter
         assert counter.can_begin()
         load_id = counter.begin()
-        return load_id, self.rig.backend.load(self.rig.pages, self.rig.chosen, load_id)
+        return load_id, self.setup.backend.load(self.setup.pages, self.setup.chosen, load_id)
 
     def poison(self) -> None:
         """Overwrite the prefix on the device."""
-        for layer in self.rig.pool.layer_ids:
-            for buffer in self.rig.pool.layer_buffers(layer):
-                buffer.index_fill_(0, self.rig.slots, _POISON)
+        for layer in self.setup.pool.layer_ids:
+            for buffer in self.setup.pool.layer_buffers(layer):
+                buffer.index_fill_(0, self.setup.slots, _POISON)
 
     def steps(self, suffix: Suffix) -> dict[str, Step]:
         """The variants of one suffix. Each forward is compared with a forward over the present prefix on the device.
@@ -183,14 +183,14 @@ class Stage:
             "compute": Step(lambda: self.resident(suffix), warm, check),
             "together": Step(lambda: self.together(suffix), poisoned, check),
             "control": Step(lambda: self.control(suffix), poisoned, check),
-            "beside": Step(lambda: self.beside(suffix), warm, check),
+            "beside": Step(lambda: self.without_waits(suffix), warm, check),
         }
 
     def close(self) -> None:
-        self.rig.close()
+        self.setup.close()
 
     def _behind_load(self, suffix: Suffix, *, wait_all: bool) -> None:
-        counter = self.rig.counter
+        counter = self.setup.counter
         load_id, op = self.submit()
         counter.set_consumer(load_id)
         if wait_all:
@@ -233,7 +233,7 @@ class Overlap:
     compute: float
     together: tuple[float, ...]
     control: tuple[float, ...]
-    beside: tuple[float, ...]
+    without_waits: tuple[float, ...]
 
     @property
     def measured(self) -> float:
@@ -249,14 +249,14 @@ class Overlap:
         parts = (("load", self.load), ("compute", self.compute), ("both", self.measured))
         note = ", ".join(f"{name} {seconds * 1e3:.2f} ms" for name, seconds in parts)
         prefix, name = order.prefix, f"suffix{self.num_tokens}{order.ending}"
-        together, beside = ([longer / run for run in runs] for runs in (self.together, self.beside))
+        together, without_waits = ([longer / run for run in runs] for runs in (self.together, self.without_waits))
         goal = order.target if target else None
         report.case(f"{prefix}{name}", together, "share", ceiling=1.0, target=goal, note=note)
         report.case(f"{prefix}hidden.{name}", self.hidden(self.together), "share")
         note = f"one wait for all layers: {percentile(self.control, 50) * 1e3:.2f} ms"
         report.case(f"{prefix}control.{name}", self.hidden(self.control), "share", better="lower", note=note)
-        note = f"waiting for no layer: {percentile(self.beside, 50) * 1e3:.2f} ms"
-        report.case(f"{prefix}beside.{name}", beside, "share", ceiling=1.0, note=note)
+        note = f"waiting for no layer: {percentile(self.without_waits, 50) * 1e3:.2f} ms"
+        report.case(f"{prefix}beside.{name}", without_waits, "share", ceiling=1.0, note=note)
 
 
 def report_host_prefix(report: Report, overlaps: Sequence[Overlap], order: Order, *, target: bool) -> None:
@@ -267,7 +267,7 @@ def report_host_prefix(report: Report, overlaps: Sequence[Overlap], order: Order
         return
     times = f"{o.num_tokens} new tokens, compute {o.compute / o.load:.2f} x transfer"
     goal, note = HOST_PREFIX_TARGET if target else None, f"{times}; the ceiling is the resident forward"
-    report.time(order.host_prefix, o.together, "ms", beside=[o.compute], target=goal, note=note)
+    report.time(order.host_prefix, o.together, "ms", ceiling_seconds=[o.compute], target=goal, note=note)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -310,7 +310,7 @@ def _stage(report: Report, stage: Stage, samples: int, order: Order, lengths: Se
     if not order.layout.scattered:
         _during_load(report, stage, samples)
     _overlap(report, stage, samples, order, lengths)
-    stage.rig.verify()
+    stage.setup.verify()
 
 
 def measure_overlap(report: Report, stage: Stage, samples: int, order: Order, num_tokens: int) -> Overlap:
@@ -332,12 +332,12 @@ def _overlap(report: Report, stage: Stage, samples: int, order: Order, lengths: 
 
 def _submit(report: Report, stage: Stage, samples: int, order: Order) -> None:
     """Time `backend.load` on the host with a busy device: for the rig's backend, and for one with default staging."""
-    rig, name = stage.rig, order.submit(stage.rig.tokens)
-    _time_submit(report, stage, rig.backend, rig.counter, samples, name, strict=stage.device.type == "cuda")
+    setup, name = stage.setup, order.submit(stage.setup.tokens)
+    _time_submit(report, stage, setup.backend, setup.counter, samples, name, strict=stage.device.type == "cuda")
     if order.layout.scattered:
         return
-    default = EngineConfig(device_tokens=rig.pool.size, host_page_size=PAGE, device=str(stage.device))
-    backend, counter = build_transfer(default, rig.pool, rig.host)
+    default = EngineConfig(device_tokens=setup.pool.size, host_page_size=PAGE, device=str(stage.device))
+    backend, counter = build_transfer(default, setup.pool, setup.host)
     assert backend is not None
     backend.start()
     try:
@@ -361,7 +361,7 @@ def _time_submit(
 
     `strict`: there is a target, and a submission that waited for the device is an AssertionError.
     """
-    rig, on_cuda = stage.rig, stage.device.type == "cuda"
+    setup, on_cuda = stage.setup, stage.device.type == "cuda"
     submitted: list[float] = []
     queued: list[float] = []
     waited = 0
@@ -369,7 +369,7 @@ def _time_submit(
         end = _occupy(stage.device) if on_cuda else None
         load_id = counter.begin()
         start = time.perf_counter()
-        op = backend.load(rig.pages, rig.chosen, load_id)
+        op = backend.load(setup.pages, setup.chosen, load_id)
         elapsed = time.perf_counter() - start
         idle = end is not None and end.query()
         if on_cuda:  # on a CPU this would wait for the end of the copy
@@ -408,12 +408,14 @@ def _during_load(report: Report, stage: Stage, samples: int) -> None:
     a, b, c = (make(side, side) for _ in range(3))
     q, k, v = make(1, heads, tokens, 128), *(make(1, heads // 4, 16 * tokens, 128) for _ in range(2))
     what = f"{heads} heads of 128, {tokens} tokens over {16 * tokens}"
-    beside_load(report, stage, samples, "matmul.during_load", f"{side}^3", lambda: torch.mm(a, b, out=c), MATMUL_TARGET)
+    measure_during_load(
+        report, stage, samples, "matmul.during_load", f"{side}^3", lambda: torch.mm(a, b, out=c), MATMUL_TARGET
+    )
     attend = partial(F.scaled_dot_product_attention, q, k, v, enable_gqa=True)
-    beside_load(report, stage, samples, "attention.during_load", what, attend, None)
+    measure_during_load(report, stage, samples, "attention.during_load", what, attend, None)
 
 
-def beside_load(
+def measure_during_load(
     report: Report, stage: Stage, samples: int, name: str, what: str, work: Callable[[], object], target: float | None
 ) -> None:
     """Time `work`, repeated on a separate stream, alone and during a load at full speed; on CUDA also during plain
@@ -430,7 +432,7 @@ def beside_load(
     outlasted: list[bool] = []
     loads: list[float] = []
 
-    def beside_load() -> float:
+    def measure_during_load() -> float:
         _, op = stage.submit()
         if on_cuda:  # on a CPU this would wait for the end of the copy
             op.wait_outcome()
@@ -440,10 +442,10 @@ def beside_load(
         loads.append(op.seconds())
         return seconds
 
-    variants = {"alone": lambda: seconds_of(count), "load": beside_load}
+    variants = {"alone": lambda: seconds_of(count), "load": measure_during_load}
     if on_cuda:
         copies = _Copies(stage.device, percentile(alone, 50))
-        variants["copy"] = lambda: copies.beside(lambda: seconds_of(count))
+        variants["copy"] = lambda: copies.run_during(lambda: seconds_of(count))
     seconds = interleave(variants, samples=samples, timer=lambda run: cast(float, run()))
     each = {name: [s / count for s in values] for name, values in seconds.items()}
     note = (
@@ -453,7 +455,7 @@ def beside_load(
     if on_cuda:
         note += f"; beside plain copies {percentile(each['copy'], 50) / percentile(each['alone'], 50):.3f}"
     target = target if on_cuda else None
-    report.time(name, each["load"], "ms", beside=each["alone"], target=target, note=note)
+    report.time(name, each["load"], "ms", ceiling_seconds=each["alone"], target=target, note=note)
 
 
 class _Copies:
@@ -464,7 +466,7 @@ class _Copies:
         self._stream = torch.cuda.Stream(device)
         self._count = math.ceil(seconds / wall_timer(partial(torch.cuda.synchronize, device))(self._copy.run))
 
-    def beside(self, run: Callable[[], float]) -> float:
+    def run_during(self, run: Callable[[], float]) -> float:
         with torch.cuda.stream(self._stream):
             for _ in range(self._count):
                 self._copy.run()

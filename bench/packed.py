@@ -1,9 +1,13 @@
 """The gain of packed pages on the link and in host memory.
 
     load.*, store, both   raw bytes per second through the transfer backend, over a plain copy
-    load.1, load.8        loads of an eighth of the tokens: one alone, eight concurrently
-    unfit.*               loads and stores of pages that do not fit when packed, over a plain copy
-    capacity.host         tokens in a host tier of one size, over those of raw pages
+    load.1, load.8        loads of an eighth of the tokens: one alone, eight concurrently;
+    capacity.host, .disk  tokens in a host tier of one size, bytes of a store, over those of raw pages;
+    overlap               a forward over a prefix that is loaded layer by layer, as in the overlap bench
+    decode                steps of a batch over KV on the device, repeated during a load; on CUDA each step is a
+                          captured graph, as in servers, so that launches do not count
+    disk.processor        processor time of a GiB from disk to first tokens, over zstd's (bench.packed_engine)
+    ttft.*                time to the first token of a prompt on the host, over the same without packing
 
 8B geometry, pages of 64 tokens, 4 bits a code, and 3 in `load.3bit`. Keys and values have the exponents of a real model
 (bench.packed_sample). Sides of a case are measured in one process, in turns; bytes are compared outside the timing. On
@@ -24,7 +28,7 @@ from hicache.bench.common import BenchUnavailable, RawCopy, Report, gb_per_s, in
 from hicache.bench.forward8b import FULL, TINY
 from hicache.bench.overlap import CONTIGUOUS, PAGE, RANDOM
 from hicache.bench.packed_sample import FORMATS, KvSample, drawn_sample
-from hicache.bench.transfer import Rig
+from hicache.bench.transfer import TransferSetup
 from hicache.config.engine import KvPacking
 from hicache.device import KVCache
 from hicache.host.pool import HostPagePool
@@ -67,7 +71,7 @@ def run(args: argparse.Namespace, report: Report) -> None:
     if tokens % (CONCURRENT * PAGE):
         raise BenchUnavailable(f"--tokens {tokens}: give a multiple of {CONCURRENT * PAGE}")
     sample = drawn_sample().to(device)
-    make = partial(Rig, geometry, tokens=tokens, device=device, sample=sample)
+    make = partial(TransferSetup, geometry, tokens=tokens, device=device, sample=sample)
     with closing(make(CONTIGUOUS)) as raw:
         with ExitStack() as rigs:
             packed, three = (
@@ -91,45 +95,55 @@ def _timed(variants: Mapping[str, Run], device: torch.device, samples: int) -> S
     return interleave(variants, samples=samples, sync=sync)
 
 
-def _report(report: Report, case: str, rig: Rig, seconds: Seconds, names: Sequence[str], copy: RawCopy) -> None:
+def _report(
+    report: Report, case: str, setup: TransferSetup, seconds: Seconds, names: Sequence[str], copy: RawCopy
+) -> None:
     """Report a case. `names`: of the packed variant, the variant without packing, and the plain copy."""
     packed, raw, plain = names
-    unpacked = percentile(gb_per_s(rig.num_bytes, seconds[raw]), 50)
+    unpacked = percentile(gb_per_s(setup.num_bytes, seconds[raw]), 50)
     note = f"raw bytes a second; without packing {unpacked:.1f} GB/s; the ceiling is a plain copy of raw bytes"
-    target = TARGETS[case] if rig.pool.device.type == "cuda" else None
-    moved, beside = rig.num_bytes, seconds[plain]
+    target = TARGETS[case] if setup.pool.device.type == "cuda" else None
+    moved, ceiling_seconds = setup.num_bytes, seconds[plain]
     name = f"packed.{case}"
-    report.rate(name, moved, seconds[packed], beside=beside, beside_bytes=copy.num_bytes, target=target, note=note)
+    report.rate(
+        name,
+        moved,
+        seconds[packed],
+        ceiling_seconds=ceiling_seconds,
+        ceiling_bytes=copy.num_bytes,
+        target=target,
+        note=note,
+    )
 
 
-def _contiguous(report: Report, raw: Rig, packed: Rig, three: Rig, samples: int) -> None:
+def _contiguous(report: Report, raw: TransferSetup, packed: TransferSetup, three: TransferSetup, samples: int) -> None:
     device = raw.pool.device
     copies, rigs = _copies(device, _copy_bytes(device)), {"raw": raw, "4": packed, "3": three}
     variants: dict[str, Run] = {f"plain.{name}": copies[name].run for name in ("up", "down", "both")}
-    for name, rig in rigs.items():
-        rig.verify()
-        variants |= {f"{name}.load": rig.whole_up, f"{name}.store": rig.whole_down, f"{name}.both": rig.both}
+    for name, setup in rigs.items():
+        setup.verify()
+        variants |= {f"{name}.load": setup.load_all, f"{name}.store": setup.store_all, f"{name}.both": setup.both}
     seconds = _timed(variants, device, samples)
-    for rig in rigs.values():
-        rig.verify()
+    for setup in rigs.values():
+        setup.verify()
     _report(report, "load.contiguous", packed, seconds, ("4.load", "raw.load", "plain.up"), copies["up"])
     _report(report, "load.3bit", three, seconds, ("3.load", "raw.load", "plain.up"), copies["up"])
     _report(report, "store", packed, seconds, ("4.store", "raw.store", "plain.down"), copies["down"])
     _report(report, "both", packed, seconds, ("4.both", "raw.both", "plain.both"), copies["both"])
 
 
-def _random(report: Report, pool: KVCache, make: Callable[..., Rig], samples: int) -> None:
+def _random(report: Report, pool: KVCache, make: Callable[..., TransferSetup], samples: int) -> None:
     device = pool.device
     copy = _copies(device, _copy_bytes(device))["up"]
     with closing(make(RANDOM, pool=pool)) as raw, closing(make(RANDOM, kv_packing="4", pool=pool)) as packed:
-        for rig in (raw, packed):
-            rig.verify()
-        seconds = _timed({"plain": copy.run, "4": packed.whole_up, "raw": raw.whole_up}, device, samples)
+        for setup in (raw, packed):
+            setup.verify()
+        seconds = _timed({"plain": copy.run, "4": packed.load_all, "raw": raw.load_all}, device, samples)
         packed.verify()
     _report(report, "load.random", packed, seconds, ("4", "raw", "plain"), copy)
 
 
-def _concurrent(report: Report, raw: Rig, packed: Rig, samples: int) -> None:
+def _concurrent(report: Report, raw: TransferSetup, packed: TransferSetup, samples: int) -> None:
     """Measure loads of an eighth of the tokens: one alone, and eight submitted concurrently."""
     device, num_bytes = raw.pool.device, raw.num_bytes // CONCURRENT
     copy = _copies(device, num_bytes)["up"]
@@ -149,7 +163,7 @@ def _concurrent(report: Report, raw: Rig, packed: Rig, samples: int) -> None:
     packed.verify()
 
 
-def _unfit(report: Report, packed: Rig, samples: int) -> None:
+def _unfit(report: Report, packed: TransferSetup, samples: int) -> None:
     """Measure loads and stores of half of the tokens, of which no page fits when packed: each is raw in two places."""
     half, device, on_cuda = len(packed.pages) // 2, packed.pool.device, packed.pool.device.type == "cuda"
     pages, rest, slots = packed.pages[:half], packed.pages[half : 2 * half], packed.chosen[: half * PAGE]
@@ -176,7 +190,7 @@ def _unfit(report: Report, packed: Rig, samples: int) -> None:
         "load": load,
         "first_layer": partial(load, 0),
         "store": lambda: packed.backend.store(slots, pages, rest).wait(),
-        **{f"plain.{way}": copies[way].run for way in ("up", "down")},
+        **{f"plain.{direction}": copies[direction].run for direction in ("up", "down")},
     }
     seconds = _timed(variants, device, samples)
     for buffer in buffers:
@@ -184,11 +198,19 @@ def _unfit(report: Report, packed: Rig, samples: int) -> None:
     load()
     if not all(torch.equal(b[packed.slots[: len(slots)]], k) for b, k in zip(buffers, kept, strict=True)):
         raise AssertionError("loaded bytes are not the stored bytes")
-    for case, way in (("load", "up"), ("store", "down")):
-        target, beside = TARGETS[f"unfit.{case}"] if on_cuda else None, seconds[f"plain.{way}"]
+    for case, direction in (("load", "up"), ("store", "down")):
+        target, ceiling_seconds = TARGETS[f"unfit.{case}"] if on_cuda else None, seconds[f"plain.{direction}"]
         note = f"{half * PAGE} tokens in two places a page"
-        name, copied = f"packed.unfit.{case}", copies[way].num_bytes
-        report.rate(name, num_bytes, seconds[case], beside=beside, beside_bytes=copied, target=target, note=note)
+        name, copied = f"packed.unfit.{case}", copies[direction].num_bytes
+        report.rate(
+            name,
+            num_bytes,
+            seconds[case],
+            ceiling_seconds=ceiling_seconds,
+            ceiling_bytes=copied,
+            target=target,
+            note=note,
+        )
     target = TARGETS["unfit.first_layer"] if on_cuda else None
     first_ms, load_ms = ([1e3 * each for each in found] for found in (first_s[-samples:], seconds["load"]))
     about = {"ceiling": load_ms, "better": "lower", "target": target, "note": "until a forward has it; of the load"}
@@ -200,16 +222,16 @@ def _repeat(run: Run, count: int) -> None:
         run()
 
 
-def _loads(rig: Rig, count: int) -> None:
+def _loads(setup: TransferSetup, count: int) -> None:
     """Submit loads when producers are free, as an engine does, and wait for all."""
-    pages, slots = rig.pages.chunk(CONCURRENT), rig.chosen.chunk(CONCURRENT)
+    pages, slots = setup.pages.chunk(CONCURRENT), setup.chosen.chunk(CONCURRENT)
     ops: list[TransferOp] = []
     for part in range(count):
-        while not rig.counter.can_begin():
+        while not setup.counter.can_begin():
             for op in ops:
                 op.done()
             time.sleep(0)
-        ops.append(rig.up(pages[part], slots[part]))
+        ops.append(setup.up(pages[part], slots[part]))
     for op in ops:
         op.wait()
 

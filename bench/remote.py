@@ -107,9 +107,14 @@ def _measure(
     seconds = interleave(variants, samples=samples)
     note = f"{len(batch.pages)} pages of {batch.page_bytes >> 10} KiB a call"
     for verb in ("put", "get"):
-        beside = seconds[f"client.{verb}"]
+        ceiling_seconds = seconds[f"client.{verb}"]
         report.rate(
-            f"{name}.{verb}", batch.source.nbytes, seconds[f"store.{verb}"], beside=beside, target=TARGET, note=note
+            f"{name}.{verb}",
+            batch.source.nbytes,
+            seconds[f"store.{verb}"],
+            ceiling_seconds=ceiling_seconds,
+            target=TARGET,
+            note=note,
         )
     batch.target[:] = 0
     calls["put"]()

@@ -98,9 +98,9 @@ def started(command: Sequence[str], answers: Callable[[Process], bool], **settin
     """Start a process and wait until it answers. BenchUnavailable if it ends, or does not answer within a minute."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     process = subprocess.Popen(command, **{**quiet, **settings})
-    give_up_s = time.monotonic() + PATIENCE_S
+    deadline_s = time.monotonic() + PATIENCE_S
     while not answers(process):
-        if process.poll() is not None or time.monotonic() > give_up_s:
+        if process.poll() is not None or time.monotonic() > deadline_s:
             end(process)
             raise BenchUnavailable(f"{Path(command[0]).name} does not start")
         time.sleep(0.02)

@@ -154,38 +154,40 @@ class _SessionsBench:
         clients = self._sizes.clients[0]
         without = self.run(clients, has_disk=False)
         always = self.run(clients, has_disk=True, prefill_tokens_per_s=0)
-        ours = self.run(clients, has_disk=True)
+        with_disk = self.run(clients, has_disk=True)
         best_s = min(without.makespan_s, always.makespan_s)
-        note = f"{clients} clients; {self._about}; with a disk {ours}; always loading {always}; without it {without}"
-        self._case("serving.sessions", [ours.makespan_s], best_s, _SESSIONS_TARGET, note)
+        note = (
+            f"{clients} clients; {self._about}; with a disk {with_disk}; always loading {always}; without it {without}"
+        )
+        self._case("serving.sessions", [with_disk.makespan_s], best_s, _SESSIONS_TARGET, note)
 
     def order(self) -> None:
         """Measure the case of the order, without a disk."""
         clients = self._sizes.clients[1]
         first_come = self.run(clients, max_overtake_s=0.0)
-        ours = self.run(clients)
-        note = f"{clients} clients; {self._about}; least left first {ours}; first come, first served {first_come}"
-        self._case("serving.sessions.order", [ours.mean_s], first_come.mean_s, _MEAN_TARGET, note)
-        self._case("serving.sessions.order.p99", [ours.p99_s], first_come.p99_s, _P99_TARGET, "")
+        with_disk = self.run(clients)
+        note = f"{clients} clients; {self._about}; least left first {with_disk}; first come, first served {first_come}"
+        self._case("serving.sessions.order", [with_disk.mean_s], first_come.mean_s, _MEAN_TARGET, note)
+        self._case("serving.sessions.order.p99", [with_disk.p99_s], first_come.p99_s, _P99_TARGET, "")
 
     def host(self) -> None:
         """Measure the case of a host as large as the device, without a disk."""
         clients = self._sizes.clients[1]
         none = self.run(clients, host_bytes=0)
         copies = self.run(clients, write_policy="write_through")
-        ours = self.run(clients, write_policy="exclusive")
-        host_tokens = ours.stats["host.total_tokens"]
+        with_disk = self.run(clients, write_policy="exclusive")
+        host_tokens = with_disk.stats["host.total_tokens"]
         assert isinstance(host_tokens, int)
         note = (
-            f"{clients} clients; {self._about}; exclusive {ours}; write_through {copies}; without a host {none}; "
+            f"{clients} clients; {self._about}; exclusive {with_disk}; write_through {copies}; without a host {none}; "
             "hits replayed one after the other: "
         )
         rates = replayed_hits(self._turns, self._sizes, host_tokens)
         note += ", ".join(f"{name} {rate:.3f}" for name, rate in rates.items())
-        self._case("serving.sessions.host", [ours.makespan_s], none.makespan_s, _HOST_TARGET, note)
-        self._case("serving.sessions.host.policy", [ours.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
-        self._case("serving.sessions.host.p99", [ours.p99_s], copies.p99_s, _HOST_P99_TARGET, "")
-        exposed, stats = ours.stats["backup.exposed_seconds"], ours.stats
+        self._case("serving.sessions.host", [with_disk.makespan_s], none.makespan_s, _HOST_TARGET, note)
+        self._case("serving.sessions.host.policy", [with_disk.makespan_s], copies.makespan_s, _POLICY_TARGET, "")
+        self._case("serving.sessions.host.p99", [with_disk.p99_s], copies.p99_s, _HOST_P99_TARGET, "")
+        exposed, stats = with_disk.stats["backup.exposed_seconds"], with_disk.stats
         assert isinstance(exposed, HistogramValue)
         note = (
             f"{exposed.count} copies, of which {sum(exposed.counts[1:])} were waited for, {exposed.sum:.3f} s in all; "

@@ -88,8 +88,8 @@ def serve_beside_streams(
         (tokens,) = prompts(1, num_tokens, vocab, seed)
         scheduler.submit(Request(name, tokens, answer), lambda _: into.append(clock()))
 
-    def step_until(has_come: Callable[[], bool]) -> None:
-        while not has_come():
+    def step_until(has_arrived: Callable[[], bool]) -> None:
+        while not has_arrived():
             for output in scheduler.step():
                 raise AssertionError(f"{output.request_id} ended: {output.finish_reason}") from output.error
 
@@ -113,7 +113,9 @@ def add_stream_cases(
     note = f"{sizes.streams} streams, a prompt of {sizes.context - sizes.prompt_answer} tokens; {bounded}; "
     note += f"with chunks of {sizes.chunk} always {unbounded}"
     target = _GAP_TARGET if has_targets else None
-    report.time("serving.stream.gap", [max(bounded.gaps_s)], "s", beside=[sizes.max_pass_s], target=target, note=note)
-    report.time("serving.stream.gap.p99", [bounded.p99_s], "s", beside=[sizes.max_pass_s], target=target)
+    report.time(
+        "serving.stream.gap", [max(bounded.gaps_s)], "s", ceiling_seconds=[sizes.max_pass_s], target=target, note=note
+    )
+    report.time("serving.stream.gap.p99", [bounded.p99_s], "s", ceiling_seconds=[sizes.max_pass_s], target=target)
     target = _PROMPT_TARGET if has_targets else None
-    report.time("serving.stream.prompt", [bounded.first_s], "s", beside=[unbounded.first_s], target=target)
+    report.time("serving.stream.prompt", [bounded.first_s], "s", ceiling_seconds=[unbounded.first_s], target=target)

@@ -56,7 +56,7 @@ class Traffic:
     All values are drawn from one seeded generator.
 
         turns of a session  ceil(mean_turns / 3 * Pareto(1.5)): `mean_turns` on average, and many more in a few sessions
-        pause before a turn Pareto(1.2), in units of the shortest pause; pauses order the turns of all sessions
+        pause before a turn Pareto(1.2), in units of the shortest pause; pauses order the turns of all sessions.
         first prompt        one of 4 system prompts of `system` tokens, the nth with weight 1 / n, followed by
                             LogNormal(ln first, 0.8) new tokens
         each next prompt    the previous prompt and LogNormal(ln more, 1.0) tokens: an answer and the next question
@@ -157,18 +157,20 @@ def traffic_of(traffic: Traffic, seed: int = 0) -> Workload:
         return at, next(names), (head + new_blocks(traffic.first, 0.8))[:longest], num_turns
 
     heads = [new_blocks(traffic.system, 0.3) for _ in range(_SYSTEM_PROMPTS)]
-    under_way = [begin(pause()) for _ in range(traffic.num_sessions)]
-    heapq.heapify(under_way)
+    open_sessions = [begin(pause()) for _ in range(traffic.num_sessions)]
+    heapq.heapify(open_sessions)
     turns, num_blocks = list[Turn](), 0
     while len(turns) < traffic.scale.requests:
-        num_blocks += sum(len(blocks) for _, _, blocks, _ in under_way)
-        at, name, blocks, num_left = under_way[0]
+        num_blocks += sum(len(blocks) for _, _, blocks, _ in open_sessions)
+        at, name, blocks, num_left = open_sessions[0]
         turns.append(Turn(f"session {name}", blocks))
         at += pause()
         if num_left > 1 and len(blocks) < longest:
-            heapq.heapreplace(under_way, (at, name, (blocks + new_blocks(traffic.more, 1.0))[:longest], num_left - 1))
+            heapq.heapreplace(
+                open_sessions, (at, name, (blocks + new_blocks(traffic.more, 1.0))[:longest], num_left - 1)
+            )
         else:
-            heapq.heapreplace(under_way, begin(at))
+            heapq.heapreplace(open_sessions, begin(at))
     return Workload(turns, num_blocks * block_tokens // len(turns))
 
 
@@ -197,7 +199,7 @@ class TurnQueue:
 
     def __init__(self, turns: Sequence[Turn]) -> None:
         self._left = list(enumerate(turns))
-        self._under_way: dict[str, int] = {}
+        self._num_open: dict[str, int] = {}
 
     def take(self) -> tuple[int, Turn] | None:
         """Take the first turn whose session has no open request. If the next turns have none, take the first turn: an
@@ -205,10 +207,10 @@ class TurnQueue:
         if not self._left:
             return None
         ahead = range(min(_AHEAD, len(self._left)))
-        place = next((n for n in ahead if not self._under_way.get(self._left[n][1].session)), 0)
+        place = next((n for n in ahead if not self._num_open.get(self._left[n][1].session)), 0)
         number, turn = self._left.pop(place)
-        self._under_way[turn.session] = self._under_way.get(turn.session, 0) + 1
+        self._num_open[turn.session] = self._num_open.get(turn.session, 0) + 1
         return number, turn
 
     def answered(self, turn: Turn) -> None:
-        self._under_way[turn.session] -= 1
+        self._num_open[turn.session] -= 1

@@ -1,7 +1,7 @@
 """The functions, files and classes that requests call on the scheduler's thread.
 
     requests.<model>.<request>   three requests of 192 tokens: miss, prefetch (from the disk, with its load), commit
-                                 (with its backup and its write to the disk), and all together
+                                 (with its backup and its write to the disk), and all together:
         .calls                   Python calls in source files of hicache
         .files, .classes         the source files and the classes that define the called functions
     prompt.<tier>.calls, .ms     a prompt of 128k tokens that is new (cold), or on the device, the host or the disk:
@@ -58,12 +58,12 @@ DESCRIPTION = "calls of the scheduler's thread: counts, files and classes of req
 
 T = TypeVar("T")
 DISK_JOB_PAGES = 32  # pages of a job of the disk, for small pages
-STEP_S = 0.01  # interval of polls without news
+STEP_S = 0.01  # interval of polls without events.
 CHUNK_TOKENS = 8192
 PAGE_TOKENS = 64  # tokens of a host page
 FILLED_PAGES = 20_480
 SHORT_TOKENS, LONG_TOKENS = 192, 131_072
-JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # before the join, so that it finds the other 120k
+JOIN_COMPUTED_TOKENS = CHUNK_TOKENS  # computed before the join, which finds the other 120k.
 TIERS = ("cold", "device", "host", "disk")
 MODES: tuple[PrefetchMode, ...] = ("auto", "wait_complete")
 WAITING = (10, 1000, 10_000)
@@ -169,7 +169,7 @@ def end_transfers(engine: CacheEngine) -> None:
                 worker.put(barrier, lambda: None)
                 barrier.wait()
     for tier in engine.inspect.context.stores.values():
-        while tier.reads.under_way or tier.writes.under_way:
+        while tier.reads.in_flight or tier.writes.in_flight:
             tier.wait(STEP_S)
             tier.poll()
 

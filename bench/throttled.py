@@ -34,10 +34,10 @@ class ThrottledStore:
         self._keys = set[bytes]()
         self._page = np.zeros(0, np.uint8)
         self._lock = threading.Lock()
-        self._goes = threading.Event()
+        self._is_running = threading.Event()
         self._free_at_s = 0.0
         self._left_bytes = math.inf
-        self._goes.set()
+        self._is_running.set()
 
     def fill(self, keys: Iterable[bytes]) -> None:
         """Replace all keys by `keys`."""
@@ -51,7 +51,7 @@ class ThrottledStore:
     def go_on(self) -> None:
         with self._lock:
             self._left_bytes = math.inf
-            self._goes.set()
+            self._is_running.set()
 
     @property
     def page_bytes(self) -> int:
@@ -128,7 +128,7 @@ class ThrottledStore:
             wait_s = self._free_at_s - now_s
             self._left_bytes -= num_bytes
             if self._left_bytes < 0:
-                self._goes.clear()
+                self._is_running.clear()
         if wait_s > _AHEAD_S:
             time.sleep(wait_s)
-        self._goes.wait()
+        self._is_running.wait()

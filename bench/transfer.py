@@ -94,7 +94,7 @@ def shuffled_runs(rng: np.random.Generator, count: int, mean_run: int) -> npt.ND
     return np.concatenate([runs[at] for at in rng.permutation(len(runs))])
 
 
-class Rig:
+class TransferSetup:
     """Pools and backend of one geometry and page size. `kv_packing`: see the setting. `sample`: contents of the pool;
     None: normal random numbers. `pool`: the pool of another rig, which must not be in use."""
 
@@ -152,10 +152,10 @@ class Rig:
         assert self.counter.can_begin()
         return self.backend.load(pages, slots, self.counter.begin())
 
-    def whole_up(self) -> None:
+    def load_all(self) -> None:
         self.up(self.pages, self.chosen).wait()
 
-    def whole_down(self) -> None:
+    def store_all(self) -> None:
         op = self.backend.store(self.chosen, self.pages)
         op.wait()
         if op.misfits:
@@ -178,10 +178,10 @@ class Rig:
         if self._sample is not None:
             self._sample.fill(self.pool, self.slots)
         truth = [buffer[self.slots].clone() for buffer in buffers]
-        self.whole_down()
+        self.store_all()
         for buffer in buffers:
             buffer.fill_(-7)
-        self.whole_up()
+        self.load_all()
         for buffer, kept in zip(buffers, truth, strict=True):
             if not torch.equal(buffer[self.slots], kept):
                 raise AssertionError("loaded bytes are not the stored bytes")
@@ -209,31 +209,40 @@ def run(args: argparse.Namespace, report: Report) -> None:
 
 
 def _measure(report: Report, geometry: str, layout: Layout, tokens: int, samples: int, device: torch.device) -> None:
-    rig = Rig(GEOMETRIES[geometry], layout, tokens, device)
+    setup = TransferSetup(GEOMETRIES[geometry], layout, tokens, device)
     on_cuda = device.type == "cuda"
     raw = raw_copies(device, 1 << 30 if on_cuda else 128 << 20)
     ceilings = {name: name if on_cuda else "memcpy" for name in ("up", "down", "both")}
     try:
-        rig.verify()
-        variants: dict[str, Callable[[], object]] = {"up": rig.whole_up, "down": rig.whole_down, "both": rig.both}
+        setup.verify()
+        variants: dict[str, Callable[[], object]] = {"up": setup.load_all, "down": setup.store_all, "both": setup.both}
         variants.update({f"raw.{key}": raw[key].run for key in set(ceilings.values())})
         sync = (lambda: torch.cuda.synchronize(device)) if on_cuda else None
         seconds = interleave(variants, samples=samples, sync=sync)
-        rig.verify()
+        setup.verify()
     finally:
-        rig.close()
+        setup.close()
     targets = TARGETS if on_cuda and geometry == "gqa8b" else {}
     both = "" if layout.name == BOTH_LAYOUT else f".{layout.name}"
-    for way, plain in ceilings.items():
-        case = f"both.total{both}" if way == "both" else f"{way}.{layout.name}"
-        beside, copied = seconds[f"raw.{plain}"], raw[plain].num_bytes
+    for direction, plain in ceilings.items():
+        case = f"both.total{both}" if direction == "both" else f"{direction}.{layout.name}"
+        ceiling_seconds, copied = seconds[f"raw.{plain}"], raw[plain].num_bytes
         target = targets.get(case)
         name = f"{case}.{geometry}"
-        report.rate(name, rig.num_bytes, seconds[way], beside=beside, beside_bytes=copied, target=target)
-    case, beside = f"both.up{both}", seconds["up"]
+        report.rate(
+            name,
+            setup.num_bytes,
+            seconds[direction],
+            ceiling_seconds=ceiling_seconds,
+            ceiling_bytes=copied,
+            target=target,
+        )
+    case, ceiling_seconds = f"both.up{both}", seconds["up"]
     note, target = "loads beside stores of as many bytes; the ceiling is loads alone", targets.get(case)
-    half, name, loads = rig.num_bytes // 2, f"{case}.{geometry}", rig.up_seconds[-samples:]
-    report.rate(name, half, loads, beside=beside, beside_bytes=rig.num_bytes, target=target, note=note)
+    half, name, loads = setup.num_bytes // 2, f"{case}.{geometry}", setup.up_seconds[-samples:]
+    report.rate(
+        name, half, loads, ceiling_seconds=ceiling_seconds, ceiling_bytes=setup.num_bytes, target=target, note=note
+    )
 
 
 def _pool(geometry: ModelGeometry | Latent, size: int, page: int, device: torch.device) -> KVCache:

@@ -89,7 +89,7 @@ def _match_and_insert(report: Report, page_size: int, samples: int) -> None:
     note = f"{len(held)} tokens, ceiling: memcmp of their {held.nbytes} bytes"
     for what in ("match", "insert"):
         name = f"{what}.page{page_size}"
-        report.time(name, seconds[what], "us", beside=seconds["memcmp"], target=TARGETS[name], note=note)
+        report.time(name, seconds[what], "us", ceiling_seconds=seconds["memcmp"], target=TARGETS[name], note=note)
 
 
 def _evictions(report: Report, policy: str, samples: int) -> None:
@@ -118,5 +118,7 @@ def _evictions(report: Report, policy: str, samples: int) -> None:
         tree.check()
         report.time(f"evict.{policy}.{leaves}", took[leaves], "us", note=f"{_BATCH} at a time")
     medians, note = [percentile(values, 50) for values in took.values()], "maximum over minimum of the sizes"
-    beside = [min(medians)]
-    report.time(f"evict.{policy}.spread", [max(medians)], "us", beside=beside, target=EVICT_SPREAD, note=note)
+    ceiling_seconds = [min(medians)]
+    report.time(
+        f"evict.{policy}.spread", [max(medians)], "us", ceiling_seconds=ceiling_seconds, target=EVICT_SPREAD, note=note
+    )

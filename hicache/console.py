@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Step: TypeAlias = Callable[[int, "int | None"], None]
 
 NONE = "-"  # shown for an unknown figure
-_NO_TERMINAL_COLUMNS = 1_000  # wide enough that lines of a file or a pipe are never folded
+_NO_TERMINAL_COLUMNS = 1_000  # columns of a file or a pipe, where no line is folded.
 _NAME_COLUMNS = 20  # minimum width of the first column on a narrow terminal
 _SIZE = re.compile(r"\s*([+-]?\d+(?:\.\d+)?)\s*([KMGT]?)(I?)(B?)\s*", re.IGNORECASE | re.ASCII)
 _URL = re.compile(r"([a-z][a-z0-9+.-]*)://", re.IGNORECASE | re.ASCII)
@@ -211,13 +211,13 @@ def print_table(
 
 
 @contextlib.contextmanager
-def progress(what: str, *, wanted: bool = True) -> Iterator[Step]:
-    """A progress bar on stderr; without a terminal, or with `wanted=False`, nothing is shown.
+def progress(what: str, *, is_shown: bool = True) -> Iterator[Step]:
+    """A progress bar on stderr; without a terminal, or with `is_shown=False`, nothing is shown.
 
     Yields a function to call with the steps done and the total steps (None: unknown). The bar and its thread start at
     the first call: a program that forks must fork before it.
     """
-    if not wanted or sys.stderr is None or not sys.stderr.isatty():
+    if not is_shown or sys.stderr is None or not sys.stderr.isatty():
         yield lambda done, total: None
         return
     from rich.console import Console
@@ -290,7 +290,7 @@ def require_writable(flag: str, path: Path) -> None:
         raise ConfigError(f"{flag} {path} cannot be written; give a file in a folder that can be written to")
 
 
-def write_whole(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
     """Write a file atomically: to a temporary file in the same directory, then renamed. Raises OSError.
 
     A symbolic link is followed. A device or pipe is written to directly: renaming would replace it by a regular file

@@ -165,8 +165,8 @@ class ModelGeometry:
     layer_kinds      one for each layer; () means full attention in every layer
     window           tokens that a window layer attends to, including the current one
     dtype            of the stored rows; None: unknown
-    latent           the latent row of a token in place of keys and values, in `head_dim` elements (`head_num` is 1)
-    chunk            in chunked layers, tokens of [i * chunk, (i + 1) * chunk) attend only to each other; all are kept
+    latent           the latent row that replaces keys and values, in `head_dim` elements; `head_num` is 1
+    chunk            in chunked layers, tokens of [i * chunk, (i + 1) * chunk) attend only to each other; all are kept;
     max_context_len  longest sequence; in a longer one the keys of all tokens would change; 0: no limit
     swa_...          heads of window layers, if they differ from `head_num`, `head_dim`, `v_head_dim`
     kv_sources       for each layer, the layer whose keys and values it reads: itself if it stores its own;

@@ -193,8 +193,10 @@ def latent_attention(
 def _num_splits(programs: int, max_len: int, device: torch.device) -> int:
     """Splits of a sequence: enough to fill the device, none for less than 128 tokens."""
     on_cuda = device.type == "cuda"
-    wanted = torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM if on_cuda else 1
-    return max(1, min(cdiv(wanted, programs), cdiv(max_len, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
+    target_programs = (
+        torch.cuda.get_device_properties(device).multi_processor_count * _PROGRAMS_PER_SM if on_cuda else 1
+    )
+    return max(1, min(cdiv(target_programs, programs), cdiv(max_len, _MIN_SPLIT_TOKENS), _MAX_SPLITS))
 
 
 def _check(

@@ -9,7 +9,7 @@ link. It runs few programs, because they occupy multiprocessors that the model u
 The rows of one launch are cut into pieces of at most COLS words, numbered in the order of host pages:
 
     piece ((p*layers + l)*BUFFERS + b)*PAGE*CHUNKS + i*CHUNKS + c
-          words [c*COLS, (c+1)*COLS) of row i of buffer b of layer first + l of page p, PAGE rows of CHUNKS pieces each
+          words [c*COLS, (c+1)*COLS) of row i of buffer b of layer first + l of page p, PAGE rows of CHUNKS pieces each;
     tile t
           pieces [t*PIECES, (t+1)*PIECES), which one program copies together; program j of J takes tiles j, j + J, ...
 

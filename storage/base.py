@@ -55,7 +55,7 @@ class StoreCorrupt(StoreUnavailable):
         super().__init__(message)
 
 
-_DAY_S, _LEAST_S = 86400, 3600
+_DAY_S, _MIN_S = 86400, 3600
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StoreStats:
     def drive_writes_per_day(self) -> float:
         """Bytes stored per day, as a multiple of the drive's size; 0 if that size is unknown. Measured since the store
         was opened; less than an hour counts as an hour."""
-        drive_seconds = self.drive_bytes * max(_LEAST_S, self.open_seconds)
+        drive_seconds = self.drive_bytes * max(_MIN_S, self.open_seconds)
         return self.put_bytes_stored * _DAY_S / drive_seconds if drive_seconds else 0.0
 
 

@@ -17,7 +17,7 @@ from hicache.storage.memory import aligned_from_heap, usable_cpus
 
 # zstd compresses 0.8 GB/s a thread, and one writer commits 2 GB/s or more; readers decode on the other cores.
 _MAX_THREADS, _SHARE_OF_CORES = 8, 2
-_MIN_THREADED_BYTES = 64 << 10  # handing a smaller page to another thread takes longer than encoding it
+_MIN_THREADED_BYTES = 64 << 10  # passing a smaller page to another thread takes longer than encoding it.
 _WAITS_MEMORY = 16  # pages over which the share that the writer waited for is averaged
 
 

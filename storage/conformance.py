@@ -58,8 +58,8 @@ class StoreConformance:
             store.touch([])
             assert store.put([(b"a", page(0)), (b"b", page(2))]) == [True, True]
             assert store.contains([b"x", b"a", b"y", b"b", b"a"]) == [False, True, False, True, True]
-            wanted = {b"x": page(0), b"a": page(0), b"y": page(2), b"b": page(2)}
-            assert _found(store, wanted) == [False, True, False, True]
+            requested = {b"x": page(0), b"a": page(0), b"y": page(2), b"b": page(2)}
+            assert _found(store, requested) == [False, True, False, True]
             buffers = [np.empty(SMALL_BYTES, np.uint8) for _ in range(2)]
             assert store.get_into([b"a", b"a"], buffers) == [True, True]
             assert all(np.array_equal(buffer, page(0)) for buffer in buffers)
@@ -256,8 +256,8 @@ class StoreConformance:
                 model.setdefault(key, content)
         elif verb == "get":
             assert store.contains(keys) == [key in model for key in keys]
-            wanted = {key: model.get(key, page(0)) for key in keys}
-            assert _found(store, wanted) == [key in model for key in wanted]
+            requested = {key: model.get(key, page(0)) for key in keys}
+            assert _found(store, requested) == [key in model for key in requested]
         elif verb == "delete":
             num_present = sum(model.pop(key, None) is not None for key in set(keys))
             assert store.delete(list(set(keys))) == num_present

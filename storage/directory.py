@@ -67,7 +67,7 @@ def synced(call: Callable[[int], None], descriptor: int, path: Path) -> None:
 def _warn_of_no_sync(path: str, why: str) -> None:
     """Warn once per path."""
     log.warning(
-        "the file system of %s cannot be told to write to its disk (%s): a power failure may cost what was stored last",
+        "the file system of %s cannot flush writes to its disk (%s): a power failure may lose the pages stored last",
         path, why,
     )  # fmt: skip
 
@@ -149,7 +149,7 @@ class WriterLock:
         try:
             os.pwrite(self._descriptor, b"\0", 0)
         except OSError as error:
-            log.warning("%s: who opens it next is not told to wait: %s", self._path, error)
+            log.warning("%s: the next process that opens the store does not wait for this one: %s", self._path, error)
 
     def require_same(self) -> None:
         """Raise OSError if the path no longer leads to the locked directory: a store there has another writer."""

@@ -55,7 +55,7 @@ class Fault:
         return self.reason if self.key is None else f"page {self.key.hex()}: {self.reason}"
 
 
-class _Wanted(NamedTuple):
+class _PendingRead(NamedTuple):
     """One page to be read: its position in the call, its key, its entry in the index, and its buffer."""
 
     number: int
@@ -131,7 +131,7 @@ class LmdbPageStore:
             files.record_settings()
             self._compressor = PageCompressor(codecs, commit_bytes(budget_bytes))
         except BaseException:
-            files.close(is_whole=False)
+            files.close(is_complete=False)
             raise
 
     @property
@@ -181,8 +181,8 @@ class LmdbPageStore:
         found = [False] * len(keys)
         try:
             with self.reading() as pages:
-                wanted = self._wanted(pages, keys, buffers)
-                for window in _windows(wanted):
+                pending = self._pending_reads(pages, keys, buffers)
+                for window in _windows(pending):
                     if time.monotonic() >= deadline_s:
                         break
                     for _, of_file in groupby(window, key=lambda one: one.entry.length):
@@ -190,7 +190,7 @@ class LmdbPageStore:
                             for one in self._get(pages, run):
                                 found[one.number] = True
                 # Oldest first: the first key of the call is to become the most recently used.
-                for one in reversed(wanted):
+                for one in reversed(pending):
                     if found[one.number]:
                         pages.index.uses.note(one.entry.length, one.entry.slot)
         except io_errors as error:
@@ -266,8 +266,8 @@ class LmdbPageStore:
                 yield Fault(key, value)
         of_entries = {(*entry.length, entry.slot): key for key, entry in entries}
         if held != of_entries or sorted(pages.index.by_use()) != sorted(of_entries.values()):
-            said = f"the use order and the slots name {len(held)} pages"
-            yield Fault(None, f"{said}, and not what the index says of its {len(entries)}")
+            description = f"the use order and the slots name {len(held)} pages"
+            yield Fault(None, f"{description}, but the index has {len(entries)}")
         found, slots = Slots(pages.slot_files, pages.record, pages.index.records()), pages.slots
         if found.num_misplaced:
             yield Fault(None, f"{found.num_misplaced} of {len(entries)} pages have no slot of their own in their file")
@@ -357,19 +357,21 @@ class LmdbPageStore:
                 f"the store {self._files.path} is encrypted with the key {self._missing_key_id}; open it with its key"
             )
 
-    def _wanted(self, pages: StoreFiles, keys: Sequence[bytes], buffers: Sequence[PageBuffer]) -> list[_Wanted]:
+    def _pending_reads(
+        self, pages: StoreFiles, keys: Sequence[bytes], buffers: Sequence[PageBuffer]
+    ) -> list[_PendingRead]:
         """Look up the pages; leave out absent and corrupt ones, and those of another size than their buffer."""
         return [
-            _Wanted(number, key, entry, buffer)
+            _PendingRead(number, key, entry, buffer)
             for number, (key, entry, buffer) in enumerate(zip(keys, pages.index.locate(keys), buffers, strict=True))
             if entry is not None and entry.page_bytes == len(buffer) and key not in self._corrupt
         ]
 
-    def _get(self, pages: StoreFiles, run: Sequence[_Wanted]) -> Iterator[_Wanted]:
+    def _get(self, pages: StoreFiles, run: Sequence[_PendingRead]) -> Iterator[_PendingRead]:
         """Fill the buffers of pages in consecutive slots; yields the pages whose buffer holds verified bytes."""
         try:
             for one, reason in zip(run, self._decode(pages, run), strict=True):
-                if not reason or self._get_again(pages, one):
+                if not reason or self._retry_read(pages, one):
                     yield one
         except OSError as error:
             if len(run) == 1:
@@ -378,10 +380,10 @@ class LmdbPageStore:
                 for one in run:
                     yield from self._get(pages, [one])
 
-    def _get_again(self, pages: StoreFiles, before: _Wanted) -> bool:
+    def _retry_read(self, pages: StoreFiles, before: _PendingRead) -> bool:
         """Look up and read once more a page that did not verify; whether its buffer holds it. Note it as corrupt if it
         is still in the same slot. OSError if the disk fails."""
-        for now in self._wanted(pages, [before.key], [before.buffer]):
+        for now in self._pending_reads(pages, [before.key], [before.buffer]):
             (reason,) = self._decode(pages, [now])
             if not reason:
                 return True
@@ -389,7 +391,7 @@ class LmdbPageStore:
                 self._note_corrupt(now.key, reason)
         return False
 
-    def _decode(self, pages: StoreFiles, run: Sequence[_Wanted]) -> list[str]:
+    def _decode(self, pages: StoreFiles, run: Sequence[_PendingRead]) -> list[str]:
         """Read and decode pages in consecutive slots: for each "" if its buffer holds it, else the reason. OSError if
         the disk fails."""
         scratch, reads = self._scratch.take(len(run) * run[0].entry.length.slot_bytes), list[_Read]()
@@ -427,18 +429,18 @@ def _header(block: memoryview | None, key: bytes) -> bytes | str:
     return found.header if found.key == key else "its slot holds another page"
 
 
-def _windows(wanted: Sequence[_Wanted]) -> Iterator[list[_Wanted]]:
+def _windows(pending: Sequence[_PendingRead]) -> Iterator[list[_PendingRead]]:
     """Divide pages, in the order given, into windows that are read together, each sorted by file and slot."""
-    window, window_bytes = list[_Wanted](), 0
-    for one in wanted:
+    window, window_bytes = list[_PendingRead](), 0
+    for one in pending:
         if window and (window_bytes + len(one.buffer) > _WINDOW_BYTES or len(window) == MAX_RUN):
-            yield sorted(window, key=_by_place)
+            yield sorted(window, key=_by_slot)
             window, window_bytes = [], 0
         window.append(one)
         window_bytes += len(one.buffer)
     if window:
-        yield sorted(window, key=_by_place)
+        yield sorted(window, key=_by_slot)
 
 
-def _by_place(wanted: _Wanted) -> tuple[SlotLength, int]:
-    return wanted.entry.length, wanted.entry.slot
+def _by_slot(pending: _PendingRead) -> tuple[SlotLength, int]:
+    return pending.entry.length, pending.entry.slot

@@ -37,7 +37,7 @@ _Batch: TypeAlias = list[tuple[bytes, HeaderAndPayload]]
 
 _GROUP_SHARE, _MAX_GROUP_BYTES = 64, 64 << 20
 _MAX_EVICTIONS = 256  # pages evicted in one commit
-_BATCH_BYTES = 16 << 20  # bytes of values whose slots are chosen together; neighbouring slots are written in one call
+_BATCH_BYTES = 16 << 20  # bytes of values whose slots are chosen together; adjacent slots are written in one call.
 _SCATTERED_SHARE = 16  # a segment is emptied if free slots in segments with pages have more than 1/16 of the budget
 _MIN_SLOTS, _MIN_INDEX_BYTES = 8, 256 << 10
 _ENTRY_BYTES = 300  # bytes that a page adds to the index, approximately, in addition to three times its key
@@ -181,7 +181,7 @@ class GroupWriter:
         self.sync()
         self._sync_thread.shutdown()
         self._run(self._budget.note_use)
-        self._files.close(is_whole=not self._is_index_lost)
+        self._files.close(is_complete=not self._is_index_lost)
 
     def _run(self, work: Callable[[], T]) -> T | None:
         """Call `work`, which changes the store; None if that failed, or the store is read-only."""
@@ -221,7 +221,7 @@ class GroupWriter:
             evicted = f"{num_evicted} of its {num_pages} pages and {len(self._budget.removed)} other stores"
             log.warning("the store %s %s: %s are evicted", self._files.path, budgets, evicted)
 
-    def _make_room(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
+    def _evict_for(self, needed: Counter[SlotLength], max_index_bytes: int) -> None:
         """Evict until the `needed` slots are free or can be allocated within the budget, then reserve them.
         `max_index_bytes`: growth of the index by the commit. OSError (ENOSPC) if evicting is not enough."""
         slots, index = self._files.slots, self._files.index
@@ -271,12 +271,12 @@ class GroupWriter:
 
     def _free(self, removed: Sequence[tuple[bytes, Entry | None]]) -> int:
         """Release the slots of pages removed from the index, and call `on_removed`; returns the number of pages."""
-        gone = [(key, entry) for key, entry in removed if entry is not None]
-        for _, entry in gone:
+        removed_pages = [(key, entry) for key, entry in removed if entry is not None]
+        for _, entry in removed_pages:
             self._files.slots.release(entry)
-        if gone:
-            self._on_removed([key for key, _ in gone])
-        return len(gone)
+        if removed_pages:
+            self._on_removed([key for key, _ in removed_pages])
+        return len(removed_pages)
 
     def _store(self, keys: Sequence[bytes], values: Iterable[HeaderAndPayload]) -> list[Entry]:
         """Write pages to slots, sync the slots, and enter the pages in the index; returns their entries."""
@@ -298,7 +298,7 @@ class GroupWriter:
     def _write(self, batch: _Batch, written: list[tuple[bytes, Entry, int]], index_bytes: int) -> None:
         """Write pages to free slots, consecutive slots in one call; append keys, entries and ticks to `written`."""
         needed = Counter(_length_of(value) for _, value in batch)
-        self._make_room(needed, index_bytes)
+        self._evict_for(needed, index_bytes)
         taken, writes = self._files.slots.take(needed), defaultdict[SlotLength, list[SlotWrite]](list)
         for key, value in batch:
             length, tick = _length_of(value), self._files.index.uses.next_tick()

@@ -35,7 +35,7 @@ _NO_FAILURES = frozenset((FULL, BEING_WRITTEN, MISSING, PRESENT, LEASED, GONE))
 _MEANINGS = {
     INVALID_PARAMS: "the value has another length",
     LEASE_ENDED: "the lease ended before the read; raise --default_kv_lease_ttl of the master",
-    TRANSFER_FAILED: "the transfer failed; an owner of memory is gone or hangs",
+    TRANSFER_FAILED: "the transfer failed; a process that owns the memory has ended or hangs",
     UNREACHABLE: "the master cannot be reached; start mooncake_master there",
     TIMED_OUT: "the master did not answer in time; look whether it hangs, or raise timeout",
 }

@@ -55,12 +55,12 @@ class _Value:
     in_place: bool
 
     @property
-    def room_bytes(self) -> int:
+    def staging_bytes(self) -> int:
         """Bytes of a chunk that the value needs."""
         return HEADER_BYTES if self.in_place else self.length
 
-    def addresses(self, room: PageBuffer) -> list[int]:
-        return [room.ctypes.data, self.page.ctypes.data] if self.in_place else [room.ctypes.data]
+    def addresses(self, staging: PageBuffer) -> list[int]:
+        return [staging.ctypes.data, self.page.ctypes.data] if self.in_place else [staging.ctypes.data]
 
     @property
     def sizes(self) -> list[int]:
@@ -129,9 +129,9 @@ class MooncakePageStore(RemotePageStore):
         verified = iter(self._in_threads(self._is_verified, arrived))
         return [code if code < 0 or next(verified) else 0 for code in codes]
 
-    def _is_verified(self, value: _Value, room: PageBuffer) -> bool:
-        payload = value.page.data if value.in_place else room[HEADER_BYTES:].data
-        return self._decode(value.key, room[:HEADER_BYTES].tobytes(), payload, value.page)
+    def _is_verified(self, value: _Value, staging: PageBuffer) -> bool:
+        payload = value.page.data if value.in_place else staging[HEADER_BYTES:].data
+        return self._decode(value.key, staging[:HEADER_BYTES].tobytes(), payload, value.page)
 
     def _send(self, pages: Mapping[bytes, PageBuffer], lag: float, deadline_s: float) -> list[bool]:
         def send(batch: _Batch) -> Codes:
@@ -155,12 +155,12 @@ class MooncakePageStore(RemotePageStore):
         in_place = self._is_plain and self._client.is_registered(page)
         return _Value(key, page, self._codecs[len(page)].max_value_bytes, in_place)
 
-    def _encode_into(self, value: _Value, room: PageBuffer) -> None:
-        """Write to `room` the header, and the payload unless it is transferred in place."""
-        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, room.data[HEADER_BYTES:])
-        room[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
-        if not value.in_place and self._is_plain:  # encoding has already written an encrypted payload to `room`
-            room[HEADER_BYTES:] = value.page
+    def _encode_into(self, value: _Value, staging: PageBuffer) -> None:
+        """Write to `staging` the header, and the payload unless it is transferred in place."""
+        encoded = self._codecs[len(value.page)].encode_split(value.key, value.page, staging.data[HEADER_BYTES:])
+        staging[:HEADER_BYTES] = np.frombuffer(encoded.header, np.uint8)
+        if not value.in_place and self._is_plain:  # encoding has already written an encrypted payload to `staging`
+            staging[HEADER_BYTES:] = value.page
 
     def _note_used(self, keys: Sequence[bytes]) -> None:
         self._call(_exist, keys)
@@ -208,7 +208,7 @@ class MooncakePageStore(RemotePageStore):
     def _transfer(self, call: Callable[..., Codes], batch: _Batch) -> Codes:
         """Run `call(library, names, addresses, sizes)` for a batch."""
         names = [self._name(value.key, "-") for value, _ in batch]
-        addresses, sizes = [value.addresses(room) for value, room in batch], [value.sizes for value, _ in batch]
+        addresses, sizes = [value.addresses(staging) for value, staging in batch], [value.sizes for value, _ in batch]
         return self._client.call(lambda library: list(call(library, names, addresses, sizes)), len(names))
 
     def _call(self, call: Callable[[Any, list[str]], Codes], keys: Sequence[bytes]) -> Codes:
@@ -262,10 +262,10 @@ def _batches(values: Sequence[_Value], chunk: PageBuffer) -> Iterator[_Batch]:
     batch: _Batch = []
     end = page_bytes = 0
     for value in values:
-        if batch and (end + value.room_bytes > len(chunk) or page_bytes + len(value.page) > _BATCH_BYTES):
+        if batch and (end + value.staging_bytes > len(chunk) or page_bytes + len(value.page) > _BATCH_BYTES):
             yield batch
             batch, end, page_bytes = [], 0, 0
-        batch.append((value, chunk[end : end + value.room_bytes]))
-        end, page_bytes = end + value.room_bytes, page_bytes + len(value.page)
+        batch.append((value, chunk[end : end + value.staging_bytes]))
+        end, page_bytes = end + value.staging_bytes, page_bytes + len(value.page)
     if batch:
         yield batch

@@ -35,9 +35,9 @@ class ReadWriteLock:
         with self._changed:
             self._changed.wait_for(lambda: not self._is_written)
             self._is_written = True
-            is_alone = self._changed.wait_for(lambda: not self._num_readers, within_s)
+            is_exclusive = self._changed.wait_for(lambda: not self._num_readers, within_s)
         try:
-            yield is_alone
+            yield is_exclusive
         finally:
             with self._changed:
                 self._is_written = False

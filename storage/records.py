@@ -67,14 +67,15 @@ class StoreRecord:
         """Slot length in bytes of an uncompressed page of `page_bytes`."""
         return BLOCK_BYTES + round_up(page_bytes + (ENCRYPTION_BYTES if self.key_id else 0))
 
-    def require(self, path: Path, wanted: StoreRecord) -> None:
-        """Raise `StoreMismatch`, with both sides of each difference, unless `wanted` has this identity and formats."""
+    def require(self, path: Path, expected: StoreRecord) -> None:
+        """Raise `StoreMismatch`, with both sides of each difference, unless `expected` has this identity and
+        formats."""
         # One flat dict for each side; the last field wins, so no identity field can hide the page sizes.
-        theirs, ours = ({**one.identity, "store.page_bytes": list(one.page_sizes)} for one in (self, wanted))
-        names = sorted(name for name in theirs.keys() | ours.keys() if theirs.get(name) != ours.get(name))
+        stored, configured = ({**one.identity, "store.page_bytes": list(one.page_sizes)} for one in (self, expected))
+        names = sorted(name for name in stored.keys() | configured.keys() if stored.get(name) != configured.get(name))
         if not names:
             return
-        differences = "; ".join(f"{n}: stored {theirs.get(n)!r}, now {ours.get(n)!r}" for n in names)
+        differences = "; ".join(f"{n}: stored {stored.get(n)!r}, now {configured.get(n)!r}" for n in names)
         remedy = "the key that it was made with" if names == [KEY_ID_FIELD] else "the same model and settings"
         raise StoreMismatch(
             f"the store {path} was made for something else ({differences}); use another disk path, or {remedy}"

@@ -75,7 +75,7 @@ class RemotePageStore(ABC):
         if not keys or time.monotonic() >= deadline_s:
             return [False] * len(keys)
         found = self._exist(keys, deadline_s)
-        return [is_there and key not in self._corrupt for key, is_there in zip(keys, found, strict=True)]
+        return [exists and key not in self._corrupt for key, exists in zip(keys, found, strict=True)]
 
     def get_into(
         self, keys: Sequence[bytes], buffers: Sequence[PageBuffer], *, deadline_s: float = math.inf

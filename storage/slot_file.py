@@ -41,7 +41,7 @@ MAGIC, VERSION = b"HKVS", 1
 BLOCK_BYTES = 4096
 MAX_KEY_BYTES = 511
 _LENGTHS = 16  # slot lengths for pages of one size
-MAX_RUN = 256  # slots of one read or write; at most 4 buffers per slot, and the kernel takes 1024
+MAX_RUN = 256  # slots of one read or write; at most 4 buffers per slot, and the kernel takes 1024.
 _END_SEQUENCE = 1 << 63  # sequences are below this
 _START = struct.Struct(f"<4sHHQ{HEADER_BYTES}s")
 _CHECKSUM = struct.Struct("<Q")
@@ -88,8 +88,8 @@ class SlotLength(NamedTuple):
     def of(cls, page_bytes: int, payload_bytes: int) -> SlotLength:
         """Slot length for a payload: one block, plus the payload rounded up to sixteenths of a page, which are rounded
         up to blocks; at most the blocks that the page or the payload needs."""
-        whole_bytes = round_up(payload_bytes, round_up(-(-page_bytes // _LENGTHS)))
-        return cls(page_bytes, BLOCK_BYTES + min(whole_bytes, round_up(max(page_bytes, payload_bytes))))
+        rounded_bytes = round_up(payload_bytes, round_up(-(-page_bytes // _LENGTHS)))
+        return cls(page_bytes, BLOCK_BYTES + min(rounded_bytes, round_up(max(page_bytes, payload_bytes))))
 
 
 class SlotRead(NamedTuple):
@@ -154,9 +154,9 @@ class SlotFile:
         memory, parts, ends, at = _blocks.take(len(run) * BLOCK_BYTES), list[memoryview](), list[int](), 0
         blocks = [memory[n * BLOCK_BYTES : (n + 1) * BLOCK_BYTES] for n in range(len(run))]
         for block, one in zip(blocks, run, strict=True):
-            whole = BLOCK_BYTES + round_up(one.payload_bytes)
-            parts += [block, one.payload[: whole - BLOCK_BYTES]]
-            parts.append(_gap.take(self.slot_bytes - whole)[: self.slot_bytes - whole])
+            full_bytes = BLOCK_BYTES + round_up(one.payload_bytes)
+            parts += [block, one.payload[: full_bytes - BLOCK_BYTES]]
+            parts.append(_gap.take(self.slot_bytes - full_bytes)[: self.slot_bytes - full_bytes])
             ends.append(at + BLOCK_BYTES + one.payload_bytes)
             at += self.slot_bytes
         done = self._transfer(os.preadv, parts[:-1], run[0].slot * self.slot_bytes)

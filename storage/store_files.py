@@ -105,12 +105,12 @@ class StoreFiles:
             self._build_index()
             self.slots.settle()
 
-    def close(self, *, is_whole: bool) -> None:
-        """Wait for readers, seal the index if it `is_whole`, and release everything."""
+    def close(self, *, is_complete: bool) -> None:
+        """Wait for readers, seal the index if it `is_complete`, and release everything."""
         with self._reading.writing():
             self.closed = True
             try:
-                if is_whole:
+                if is_complete:
                     self.lock.require_same()
                     self.slots.close()
                     self.index.seal(self.path / INDEX_FILE)

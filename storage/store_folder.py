@@ -126,8 +126,8 @@ class StoreBudget:
         self._min_bytes = min_bytes
         self._is_shared = is_shared
 
-    def bytes_for(self, wanted_bytes: int) -> int:
-        """Bytes that the store may use, given that it needs `wanted_bytes`. If the budget is shared, closed stores are
+    def bytes_for(self, needed_bytes: int) -> int:
+        """Bytes that the store may use, given that it needs `needed_bytes`. If the budget is shared, closed stores are
         removed to free them."""
         if not self._is_shared:
             return self.num_bytes
@@ -135,7 +135,7 @@ class StoreBudget:
         stores = [one for one in store_folders(self._store.parent) if is_store_name(one.name)]
         others = {one: disk_bytes(one) + _unsealed_bytes(one) for one in stores if one.name != self._store.name}
         for other in sorted(others, key=last_use_s):
-            if self.num_bytes - sum(others.values()) >= wanted_bytes:
+            if self.num_bytes - sum(others.values()) >= needed_bytes:
                 break
             if remove_store(other):
                 log.info("the store %s is removed: others in its folder need the space", other)

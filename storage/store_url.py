@@ -95,7 +95,7 @@ def _reader(name: str, default: float | str) -> tuple[Callable[[str], object], s
     if name.endswith("_bytes"):
         return partial(_between, parse_bytes, least, _MAX_NUMBER), f"a size like 100GB or 8GiB, from {least} to 8192TiB"
     if isinstance(default, int):
-        return partial(_between, int, least, _MAX_NUMBER), f"a whole number from {least} to {_MAX_NUMBER}"
+        return partial(_between, int, least, _MAX_NUMBER), f"an integer from {least} to {_MAX_NUMBER}"
     return partial(_between, float, math.ulp(0.0), _MAX_SECONDS), f"a number of seconds above 0, at most {_MAX_SECONDS}"
 
 

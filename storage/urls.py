@@ -74,7 +74,7 @@ def _registered(scheme: str) -> _Opener:
     entries = {entry.name: entry for entry in importlib.metadata.entry_points(group=ENTRY_POINTS)}
     if scheme not in entries:
         known = ", ".join(sorted({*_OPENERS, *entries}))
-        raise StoreError(f"no store has the scheme {scheme!r}; the known ones are {known}")
+        raise StoreError(f"the URL of the store has the unknown scheme {scheme!r}; use one of {known}")
     try:
         opener: _Opener = entries[scheme].load()
     except Exception as error:

@@ -83,7 +83,9 @@ def stores_in_threads(request: pytest.FixtureRequest, monkeypatch: pytest.Monkey
     if request.node.get_closest_marker("store_process") is None:
         in_process = {"in_process": True}
         for module in (hicache.build.store_tiers, hicache.integrations.server_store):
-            monkeypatch.setattr(module, "open_tier", lambda wanted, **how: open_tier(wanted, **how | in_process))
+            monkeypatch.setattr(
+                module, "open_tier", lambda requested, **arguments: open_tier(requested, **arguments | in_process)
+            )
 
 
 @pytest.fixture(autouse=True)

@@ -209,8 +209,8 @@ def is_noticed(tree: Path, mutation: Mutation) -> bool:
         environment = {**os.environ, "PYTHONPATH": str(package), "HICACHE_TEST_PROFILE": "unshrunk"}
         done = subprocess.run([*pytest, tests], cwd=tree, env=environment, capture_output=True, text=True, check=False)
         if done.returncode:
-            said = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-            print("   ", (said or done.stdout.splitlines()[-1:] or [done.stderr[-200:]])[0][:200])
+            printed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+            print("   ", (printed or done.stdout.splitlines()[-1:] or [done.stderr[-200:]])[0][:200])
             return True
     return False
 

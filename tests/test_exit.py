@@ -76,11 +76,11 @@ STATUS = {"exit": 3, "error": 1, "interrupt": -signal.SIGINT, "end": 0, "atexit 
 
 def require_end(folder: Path, ending: str, status: int, *tiers: str) -> None:
     with Program(PROGRAM, folder, ending, *tiers, is_torn_down=ending == "end") as program:
-        acknowledged, said = program.communicate()
-    assert program.returncode == status, said
-    assert said.count("Traceback") == (ending in ("error", "interrupt")), said
+        acknowledged, printed = program.communicate()
+    assert program.returncode == status, printed
+    assert printed.count("Traceback") == (ending in ("error", "interrupt")), printed
     # Of a traceback, the lines of its frames have the path of the checkout, which may be called hicache.
-    assert not [line for line in said.splitlines() if "hicache" in line and not line.startswith("  File ")], said
+    assert not [line for line in printed.splitlines() if "hicache" in line and not line.startswith("  File ")], printed
     if "disk" in tiers:
         store = open_existing(folder)
         assert 0 < int(acknowledged) <= store.stats().entries

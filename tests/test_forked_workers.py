@@ -76,14 +76,14 @@ def test_the_verdict_is_that_of_the_tests(tmp_path: Path) -> None:
         (below / f"test_{name}.py").write_text(SHARED)
     file = tmp_path / "test_many.py"
     file.write_text(TESTS)
-    status, said = _run(tmp_path)
-    assert status == 1 and "1 failed, 63 passed" in said and re.findall("said by .*", said) == ["said by 7"]
-    assert re.search(r"processor time of tests: \d+ s", said) and "test_many.py" in said
+    status, printed = _run(tmp_path)
+    assert status == 1 and "1 failed, 63 passed" in printed and re.findall("said by .*", printed) == ["said by 7"]
+    assert re.search(r"processor time of tests: \d+ s", printed) and "test_many.py" in printed
     assert (below / "made").read_text() == "once "
     (tmp_path / "conftest.py").write_text(TELLS)
     file.write_text(f"from waiting import eventually\n{TESTS}    number < 8 or eventually(Path('failed').exists)\n")
-    status, said = _run(tmp_path, "-x")
-    assert status != 0 and int(re.findall(r"(\d+) passed", said)[0]) < 63
+    status, printed = _run(tmp_path, "-x")
+    assert status != 0 and int(re.findall(r"(\d+) passed", printed)[0]) < 63
     file.write_text(TESTS.replace("number != 7", "True") + DIES)
-    status, said = _run(tmp_path)
-    assert status != 0 and "test_many.py::test_dies" in said
+    status, printed = _run(tmp_path)
+    assert status != 0 and "test_many.py::test_dies" in printed

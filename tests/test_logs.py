@@ -31,7 +31,7 @@ def pipe() -> Iterator[tuple[int, int]]:
 @pytest.fixture
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """A flush and a close wait until all is written, however busy the machine is."""
-    monkeypatch.setattr("hicache.process.logs._LEFT_S", BOUND_S)
+    monkeypatch.setattr("hicache.process.logs._FLUSH_TIMEOUT_S", BOUND_S)
 
 
 def record(text: str, *arguments: object) -> logging.LogRecord:
@@ -42,16 +42,16 @@ def record(text: str, *arguments: object) -> logging.LogRecord:
 def test_a_log_that_nobody_reads_is_waited_for_by_nobody(pipe: tuple[int, int]) -> None:
     """Lines are dropped while nobody reads; once somebody does, their number is told."""
     reader, fd = pipe
-    writer, num_lines, said = LineWriter(fd, max_lines=8), 2000, bytearray()
+    writer, num_lines, printed = LineWriter(fd, max_lines=8), 2000, bytearray()
     writer.setFormatter(JsonLines())
     for _ in range(num_lines):
         writer.emit(record("line"))
     closing = threading.Thread(target=lambda: (writer.close(), os.close(fd)))
     closing.start()
     while some := os.read(reader, 1 << 16):
-        said += some
+        printed += some
     closing.join()
-    events = [json.loads(line)["event"] for line in said.splitlines()]
+    events = [json.loads(line)["event"] for line in printed.splitlines()]
     dropped = [int(event.split()[0]) for event in events if event != "line"]
     assert dropped and events.count("line") + sum(dropped) == num_lines
 
@@ -125,11 +125,11 @@ def test_a_terminal_gets_text() -> None:
             logging.getLogger("hicache").error("two", exc_info=ValueError(SECRET))
     finally:
         os.dup2(stderr, 2)
-    said = b""
-    while said.count(b"\n") < 2:
-        said += os.read(ours, 1 << 16)
+    printed = b""
+    while printed.count(b"\n") < 2:
+        printed += os.read(ours, 1 << 16)
     for descriptor in (ours, theirs, stderr):
         os.close(descriptor)
-    first, second = said.decode().splitlines()
+    first, second = printed.decode().splitlines()
     assert first.split(" ", 1)[1] == r'INFO a \u001b[2J b url=http://a of="x \u001b"'
     assert " ERROR two error=ValueError frames=[" in second and SECRET not in second

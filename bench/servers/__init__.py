@@ -131,8 +131,13 @@ def _compare_modes(report: Report, args: argparse.Namespace, runs: dict[str, Ser
     computed = ("none", "first", Served.first_ms)
     restarted, of_files = ((f"{mode}.restart", "first", Served.first_ms) for mode in ("hicache", "fs"))
     for mode in [name for name in runs if name != "none" and not name.endswith(".restart")]:
-        ours = mode == "hicache"
-        add("first" if ours else f"first.{mode}", (mode, "first", Served.first_ms), computed, 1.03 if ours else None)
+        is_hicache = mode == "hicache"
+        add(
+            "first" if is_hicache else f"first.{mode}",
+            (mode, "first", Served.first_ms),
+            computed,
+            1.03 if is_hicache else None,
+        )
     add("host.one", ("spec", "host", Served.total_ms), ("cpu", "host", Served.total_ms), 0.97)
     add("restart.over_fs", restarted, of_files, 0.85)
     add("restart.over_computing", restarted, computed, 1.03)

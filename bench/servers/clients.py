@@ -17,7 +17,7 @@ from hicache.bench.sessions import Turn, TurnQueue
 
 
 @dataclass(frozen=True)
-class Asked:
+class Answer:
     """An answer to turn `number`. `first_s`, `total_s`: seconds from sending to the first and to the last token."""
 
     number: int
@@ -34,16 +34,16 @@ class LoadRun:
 
     requests: int
     makespan_s: float
-    answers: list[Asked]
+    answers: list[Answer]
     num_bytes: dict[str, int] = field(default_factory=dict)  # bytes moved, by the server's own metrics
     rates: dict[str, float] = field(default_factory=dict)  # of our gate: decisions so far, and rates at the end
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> LoadRun:
-        return cls(**{**values, "answers": [Asked(**answer) for answer in values["answers"]]})
+        return cls(**{**values, "answers": [Answer(**answer) for answer in values["answers"]]})
 
     @property
-    def is_whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.answers) == self.requests
 
     @property
@@ -71,7 +71,7 @@ class LoadRun:
     def __str__(self) -> str:
         if not self.answers:
             return f"nothing was answered in {self.makespan_s:.1f} s"
-        cut = "" if self.is_whole else f", cut off after {len(self.answers)} of {self.requests} requests"
+        cut = "" if self.is_complete else f", cut off after {len(self.answers)} of {self.requests} requests"
         return f"{self.makespan_s:.1f} s{cut}, {self.cached_share:.3f} cached, to the first token {self.first_text}"
 
     def differing_share(self, other: LoadRun) -> float | None:
@@ -81,7 +81,7 @@ class LoadRun:
         return sum(both) / len(both) if both else None
 
 
-Ask = Callable[[int], Awaitable[Asked]]
+Client = Callable[[int], Awaitable[Answer]]
 
 
 def name_of(num_clients: int) -> str:
@@ -89,9 +89,9 @@ def name_of(num_clients: int) -> str:
     return f"c{num_clients}"
 
 
-async def send(ask: Ask, turns: Sequence[Turn], num_clients: int, limit_s: float) -> LoadRun:
+async def send(ask: Client, turns: Sequence[Turn], num_clients: int, limit_s: float) -> LoadRun:
     """Send all turns, each client one at a time; cut off after `limit_s`. `ask` gets the number of a turn."""
-    answers: list[Asked] = []
+    answers: list[Answer] = []
     begin_s, turns_left = time.perf_counter(), TurnQueue(turns)
     with contextlib.suppress(TimeoutError):  # a request's own TimeoutError is raised in an ExceptionGroup
         async with asyncio.timeout(limit_s), asyncio.TaskGroup() as group:
@@ -100,7 +100,7 @@ async def send(ask: Ask, turns: Sequence[Turn], num_clients: int, limit_s: float
     return LoadRun(len(turns), time.perf_counter() - begin_s, answers)
 
 
-async def _client(ask: Ask, turns: TurnQueue, answers: list[Asked]) -> None:
+async def _client(ask: Client, turns: TurnQueue, answers: list[Answer]) -> None:
     while (taken := turns.take()) is not None:
         number, turn = taken
         answers.append(await ask(number))

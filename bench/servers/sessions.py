@@ -213,7 +213,7 @@ def _add_run(report: Report, name: str, run: LoadRun) -> None:
     if not run.answers:
         report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note="cut off: nothing was answered")
         return
-    note = "" if run.is_whole else f"cut off after {len(run.answers)} of {run.requests} requests"
+    note = "" if run.is_complete else f"cut off after {len(run.answers)} of {run.requests} requests"
     report.case(f"{name}.makespan", [run.makespan_s], "s", better="lower", note=note)
     report.case(f"{name}.first", run.first_ms, "ms", better="lower", note=run.first_text)
     report.case(f"{name}.p99", [run.p99_first_ms], "ms", better="lower")
@@ -238,7 +238,7 @@ def _compare(
     """Add a row under one load: the seconds of all requests."""
     others = {mode: of_size[mode][load] for mode in row.others if load in of_size.get(mode, {})}
     run = of_size[row.mode][load]
-    if len(others) < len(row.others) or not all(one.is_whole for one in (run, *others.values())):
+    if len(others) < len(row.others) or not all(one.is_complete for one in (run, *others.values())):
         return
     best = min(others, key=lambda mode: others[mode].makespan_s)
     name, target = f"{prefix}.{row.name}", row.targets.get(load, row.targets.get(""))
@@ -266,7 +266,7 @@ def _compare_p99(report: Report, prefix: str, of_size: Mapping[str, Mapping[str,
             continue
         load = next(iter(of_size[mode]))
         run, other = of_size[mode][load], of_size[_OWN_CPU].get(load)
-        if other is not None and run.is_whole and other.is_whole:
+        if other is not None and run.is_complete and other.is_complete:
             note = (
                 f"of the time to the first token under {load}, with an empty cache of Triton's kernels, over {_OWN_CPU}"
             )

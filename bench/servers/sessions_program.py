@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from hicache.bench.servers.clients import Asked, LoadRun, name_of, send
+from hicache.bench.servers.clients import Answer, LoadRun, name_of, send
 from hicache.bench.sessions import Prompts, Turn
-from hicache.console import write_whole
+from hicache.console import write_atomically
 
 _WARM_TOKENS = 3000
 _USED = 0.7  # share of the disk's free space
@@ -64,7 +64,7 @@ async def serve_loads(server: AsyncServer, given: Mapping[str, Any]) -> None:
         runs[name_of(num_clients)] = await _serve(server, turns, prompts, num_clients, given)
         found = {name: dataclasses.asdict(run) for name, run in runs.items()}
         about = {"start_s": server.start_s, "version": server.version}
-        write_whole(Path(given["result"]), json.dumps({"runs": found, **about}))
+        write_atomically(Path(given["result"]), json.dumps({"runs": found, **about}))
 
 
 async def _serve(
@@ -72,11 +72,11 @@ async def _serve(
 ) -> LoadRun:
     tokens = [prompts.of(turn) for turn in turns]
 
-    async def ask(number: int) -> Asked:
+    async def ask(number: int) -> Answer:
         first_s, total_s, cached, answer = await server.answer(
             f"{name_of(num_clients)} {number}", tokens[number], given["answer_tokens"]
         )
-        return Asked(number, first_s, total_s, len(tokens[number]), cached, answer)
+        return Answer(number, first_s, total_s, len(tokens[number]), cached, answer)
 
     before = server.num_bytes()
     run = await send(ask, turns, num_clients, given["limit_s"])

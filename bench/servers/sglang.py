@@ -98,7 +98,7 @@ def _hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> 
         return settings
     if mode == "file":
         return {**settings, "hicache_storage_backend": "file"}
-    ours = {
+    config = {
         "backend_name": "hicache",
         "module_path": "hicache.integrations.sglang.storage",
         "class_name": "HiCacheDisk",
@@ -106,7 +106,7 @@ def _hierarchy(mode: str, cpu_bytes: int, files: Path, disk: dict[str, Any]) -> 
         "path": str(files),
         **disk,
     }
-    extra = json.dumps(ours)
+    extra = json.dumps(config)
     return {**settings, "hicache_storage_backend": "dynamic", "hicache_storage_backend_extra_config": extra}
 
 
@@ -139,8 +139,8 @@ class Server:
     async def settle(self) -> None:
         """Send requests, so that the scheduler checks its copies, until the files have not changed for 2 s, or for a
         minute."""
-        known, give_up_s, quiet_s = self._files(), time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
-        while time.monotonic() < min(quiet_s, give_up_s):
+        known, deadline_s, quiet_s = self._files(), time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
+        while time.monotonic() < min(quiet_s, deadline_s):
             await self.answer("", [20], 1)
             await asyncio.sleep(0.1)
             if (now := self._files()) != known:

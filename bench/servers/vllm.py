@@ -215,13 +215,13 @@ class Server:
         """Send requests, so that the scheduler checks its copies, until no bytes have moved for 2 s, or for two
         minutes; then empty the device's prefix cache."""
         known, number = self.num_bytes(), 0
-        give_up_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
-        while time.monotonic() < min(quiet_s, give_up_s):
+        deadline_s, quiet_s = time.monotonic() + _PATIENCE_S, time.monotonic() + _QUIET_S
+        while time.monotonic() < min(quiet_s, deadline_s):
             await self.answer(f"settle {time.monotonic()}", [20], 1)
             await asyncio.sleep(0.1)
             if (now := self.num_bytes()) != known:
                 known, quiet_s = now, time.monotonic() + _QUIET_S
-        while not await self._engine.reset_prefix_cache() and time.monotonic() < give_up_s:
+        while not await self._engine.reset_prefix_cache() and time.monotonic() < deadline_s:
             await self.answer(f"reset {number}", [20], 1)  # resetting fails while blocks are copied; a step ends copies
             number += 1
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from hicache import DiskConfig, EngineConfig, RemoteConfig, build_engine
 from hicache.config import SECTIONS
 from hicache.config.environment import VARIABLES
-from hicache.config.settings import Choice, Number, Setting, Size, Whole, settings_of
+from hicache.config.settings import Choice, Integer, Number, Setting, Size, settings_of
 from hicache.console import sized
 from hicache.integrations.server_store import ServerStoreConfig
 from hicache.integrations.vllm.offloading_settings import OffloadingSettings
@@ -124,7 +124,7 @@ def _default(setting: Setting, default: object) -> str:
 def _values(setting: Setting) -> str:
     if isinstance(setting, Choice):
         return ", ".join(f"`{word}`" for word in setting.words)
-    if not isinstance(setting, Whole | Number):
+    if not isinstance(setting, Integer | Number):
         return "text"
     minimum = sized(setting.minimum).partition(" (")[0] if isinstance(setting, Size) else f"{setting.minimum:g}"
     return f"{minimum} to {setting.maximum:g}" if setting.maximum <= _MAX_SHOWN else f"at least {minimum}"

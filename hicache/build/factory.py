@@ -75,9 +75,9 @@ def build_engine(
     `model`: the geometry of a model with grouped heads or latent rows, with or without window and recurrent layers,
     whose pools are built here; or a pool of another kind (NSA, quantised, …) with one set of slots.
     `components`: the caller's component classes, in addition to those of the model.
-    `store`, `remote`: the caller's stores, in place of those that the settings of the disk and the remote tier
-    describe. The caller closes them after the engine.
-    `clock`: seconds, by which hints about next turns expire and budgets of writes are counted.
+    `store`, `remote`: stores of the caller, which replace the stores that `config.disk` and `config.remote` describe.
+    The caller closes them after the engine.
+    `clock`: seconds; hints about next turns expire by it, and write budgets are counted by it.
 
     Raises `ConfigError`, `OutOfMemory`, and errors of a store that was made for another model or layout.
     """
@@ -188,7 +188,7 @@ def _table(config: EngineConfig, model: ModelGeometry | KVCache, device: torch.d
 
 
 def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, table: ReqToTokenPool) -> KVCache:
-    size, latent = _whole_pages(config), geometry.latent
+    size, latent = _full_page_tokens(config), geometry.latent
     if geometry.window_layers:
         return _window_pool(config, geometry, device)
     rank, rope = (latent.rank, latent.rope) if latent is not None else (None, None)
@@ -221,26 +221,26 @@ def _pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device, t
 def _window_pool(config: EngineConfig, geometry: ModelGeometry, device: torch.device) -> SWAKVPool:
     # Pages of the tree belong to full attention. If every layer has a window, the first layer keeps all tokens instead.
     full, heads = geometry.full_layers or geometry.window_layers[:1], geometry.window_heads
-    whole = geometry.full_heads if geometry.full_layers else heads
+    default_heads = geometry.full_heads if geometry.full_layers else heads
     return SWAKVPool(
-        _whole_pages(config),
+        _full_page_tokens(config),
         config.window_tokens,
         config.page_size,
         config.torch_dtype,
-        whole.head_num,
-        whole.head_dim,
+        default_heads.head_num,
+        default_heads.head_dim,
         swa_attention_layer_ids=[layer for layer in geometry.window_layers if layer not in full],
         full_attention_layer_ids=full,
         device=device,
         enable_memory_saver=config.enable_memory_saver,
-        v_head_dim=whole.v_head_dim,
+        v_head_dim=default_heads.v_head_dim,
         swa_head_num=heads.head_num,
         swa_head_dim=heads.head_dim,
         swa_v_head_dim=heads.v_head_dim,
     )
 
 
-def _whole_pages(config: EngineConfig) -> int:
+def _full_page_tokens(config: EngineConfig) -> int:
     """Tokens of the device tier, in complete device pages."""
     return config.device_tokens // config.page_size * config.page_size
 
@@ -317,15 +317,17 @@ def _fitting(config: EngineConfig, pool: KVCache, device: torch.device) -> KVCac
         raise ConfigError(
             f"{type(pool).__name__} needs to be wired at both its ends; pass the model's ModelGeometry instead"
         )
-    for name, of_pool, wanted in (
-        ("device_tokens", pool.size, _whole_pages(config)),
+    for name, of_pool, configured in (
+        ("device_tokens", pool.size, _full_page_tokens(config)),
         ("page_size", pool.page_size, config.page_size),
         ("dtype", pool.dtype, config.torch_dtype),
         ("device", device_named(pool.device), device),
         ("enable_memory_saver", pool.enable_memory_saver, config.enable_memory_saver),
     ):
-        if of_pool != wanted:
-            raise ConfigError(f"the pool has {name} {of_pool}, the configuration {wanted}; set {name} to the pool's")
+        if of_pool != configured:
+            raise ConfigError(
+                f"the pool has {name} {of_pool}, the configuration {configured}; set {name} to the pool's"
+            )
     return pool
 
 

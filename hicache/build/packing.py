@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 _FORMATS = {"3": THREE_BITS, "4": FOUR_BITS}
 
 
-def wanted_format(config: EngineConfig) -> PackFormat | None:
+def configured_format(config: EngineConfig) -> PackFormat | None:
     """The format that the settings request for pools that can be packed; None: raw."""
     if config.kv_packing == "auto":
         return FOUR_BITS if config.device.startswith("cuda") else None
@@ -38,15 +38,15 @@ def wanted_format(config: EngineConfig) -> PackFormat | None:
 def packer_of(config: EngineConfig, name: Component, space: SlotSpace, page_tokens: int) -> PagePacker | None:
     """The packer of a component's host pages; None: they stay raw. Raises ConfigError if the settings request packing
     and the pages cannot be packed."""
-    wanted = wanted_format(config)
-    if wanted is None or name not in (FULL, SWA):
+    pack_format = configured_format(config)
+    if pack_format is None or name not in (FULL, SWA):
         return None
     layout = space.layout
     try:
         if shared := [spec.name for spec in layout.buffers if spec.per == "page" and layout.device_page_size > 1]:
             raise ValueError(f"rows of its buffer {shared[0]} belong to several tokens")
         buffers = [space.layer_buffers(layer) for layer in layout.layers]
-        packer = PagePacker(buffers, page_tokens, kernel_choice(space.device), wanted)
+        packer = PagePacker(buffers, page_tokens, kernel_choice(space.device), pack_format)
         if place_bytes(packer) > layout.page_bytes(page_tokens):
             raise ValueError(f"its pages of {layout.page_bytes(page_tokens)} bytes would get larger")
     except ValueError as error:
@@ -74,11 +74,11 @@ def _aligned(num_bytes: int) -> int:
 def page_bytes(config: EngineConfig, row_dims: Sequence[int], num_layers: int) -> int:
     """Bytes of a host page of an engine before it is built. `row_dims`: elements of a token in each buffer of a
     layer."""
-    tokens, wanted, dtype = config.host_page_size, wanted_format(config), config.torch_dtype
+    tokens, pack_format, dtype = config.host_page_size, configured_format(config), config.torch_dtype
     raw_bytes = num_layers * tokens * sum(row_dims) * dtype.itemsize
     is_power = tokens & (tokens - 1) == 0 and tokens >= PagePacker.LEAST_TOKENS
     is_even = len({*row_dims}) == 1 and row_dims[0] % PagePacker.LEAST_CHANNELS == 0
-    if wanted is None or dtype != torch.bfloat16 or not is_even or not is_power:
+    if pack_format is None or dtype != torch.bfloat16 or not is_even or not is_power:
         return raw_bytes
-    layer_bytes = sum(wanted.buffer_bytes(buffer, tokens, dims) for buffer, dims in enumerate(row_dims))
+    layer_bytes = sum(pack_format.buffer_bytes(buffer, tokens, dims) for buffer, dims in enumerate(row_dims))
     return min(raw_bytes, _aligned(num_layers * layer_bytes))

@@ -108,7 +108,7 @@ def resolve(config: EngineConfig, model: ModelGeometry | KVCache, available: int
 def window_tokens(config: EngineConfig, window: int, rows: RowBytes) -> int:
     """Slots of the window layers, in complete device pages. Raises `ConfigError` if the configured number is too
     small."""
-    size, page = _whole(config.device_tokens, config.page_size), config.cache_page_size
+    size, page = _full_pages(config.device_tokens, config.page_size), config.cache_page_size
     minimum = min(size, 2 * (window + page))
     if config.window_tokens:
         if config.window_tokens < minimum:
@@ -116,11 +116,11 @@ def window_tokens(config: EngineConfig, window: int, rows: RowBytes) -> int:
                 f"window_tokens={config.window_tokens} cannot hold the windows of {window} tokens of two requests; "
                 f"raise window_tokens to at least {minimum}"
             )
-        return _whole(config.window_tokens, config.page_size)
+        return _full_pages(config.window_tokens, config.page_size)
     running = config.max_requests * (_pages(window, page) + 1) * page
     chunk = _pages(config.prefill_chunk_tokens, page) * page
     cached = size * rows.full // (_KV_PER_CACHED * rows.window) if rows.window else size
-    return _whole(min(size, max(minimum, running + chunk + cached)), config.page_size)
+    return _full_pages(min(size, max(minimum, running + chunk + cached)), config.page_size)
 
 
 def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
@@ -134,7 +134,7 @@ def mamba_size(config: EngineConfig, rows: RowBytes) -> int:
 
 def device_bytes(config: EngineConfig, rows: RowBytes) -> int:
     """Bytes of the device tier. Every pool has an additional page, or state, as a sink for padding."""
-    tokens, page = _whole(config.device_tokens, config.page_size), config.page_size
+    tokens, page = _full_pages(config.device_tokens, config.page_size), config.page_size
     window = (config.window_tokens + page) * rows.window
     return (tokens + page) * rows.full + window + (config.mamba_size + 1) * rows.state
 
@@ -149,12 +149,12 @@ def host_bytes(config: EngineConfig, device_bytes: int, minimum: int, available:
             require(config.host_bytes, "host_bytes", available)
         return config.host_bytes
     free = max(0, available - RESERVE_BYTES - (0 if on_cuda else device_bytes))
-    wanted = min(max(HOST_RATIO * device_bytes, minimum), free // _MEMORY_SHARE)
-    wanted = min(wanted, MAX_PINNED_BYTES) if on_cuda else wanted
+    auto_bytes = min(max(HOST_RATIO * device_bytes, minimum), free // _MEMORY_SHARE)
+    auto_bytes = min(auto_bytes, MAX_PINNED_BYTES) if on_cuda else auto_bytes
     needed = max(minimum, device_bytes // _MIN_HOST_SHARE)
-    if wanted >= needed:
-        log.info("host_bytes=auto: %d bytes for a device tier of %d, %d available", wanted, device_bytes, available)
-        return wanted
+    if auto_bytes >= needed:
+        log.info("host_bytes=auto: %d bytes for a device tier of %d, %d available", auto_bytes, device_bytes, available)
+        return auto_bytes
     reason = f"host_bytes=auto finds no room: {available} bytes are available, {_MEMORY_SHARE * needed} more than the "
     reason += f"reserve of {RESERVE_BYTES} are needed"
     if config.disk is not None:
@@ -213,5 +213,5 @@ def _pages(tokens: int, page: int) -> int:
     return -(-tokens // page)
 
 
-def _whole(tokens: int, page: int) -> int:
+def _full_pages(tokens: int, page: int) -> int:
     return tokens // page * page

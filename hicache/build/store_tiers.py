@@ -130,7 +130,7 @@ def _remote(config: EngineConfig, store: PageStore | None, pages: _HostPages) ->
         queue_jobs=advanced.disk_queue_jobs,
         full_bytes=int(REMOTE_SHARE * pages.num_bytes),
         part_bytes=_REMOTE_JOB_BYTES,
-        gives_way=True,
+        yields_to_reads=True,
         limits=Limits(
             io_timeout_s=remote.io_timeout_s,
             reopen_backoff_s=advanced.disk_reopen_backoff_s,

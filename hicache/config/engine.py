@@ -17,13 +17,13 @@ from hicache.config.flags import Layer, add_section, combine, flag_of, given_fla
 from hicache.config.settings import (
     Address,
     Choice,
+    Integer,
     Number,
     Packing,
     Share,
     Size,
     Text,
     Tokens,
-    Whole,
     as_mapping,
     from_mapping,
     read_yaml,
@@ -67,8 +67,8 @@ class AdvancedConfig:
 
     transfer_chunk_tokens: Annotated[int, Tokens("maximum size of one copy from device to host")] = 8192
     staging_bytes: Annotated[int, Size("device memory between copy engine and kernels", 1 << 16)] = 256 << 20
-    disk_reader_threads: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
-    disk_queue_jobs: Annotated[int, Whole("maximum number of queued reads, and writes", 1, unit="jobs")] = 1024
+    disk_reader_threads: Annotated[int, Integer("threads that read from the disk", 1, 256, unit="threads")] = 4
+    disk_queue_jobs: Annotated[int, Integer("maximum number of queued reads, and writes", 1, unit="jobs")] = 1024
     disk_io_timeout_s: Annotated[
         float, Number("an operation that takes longer marks the disk as stalled", 1e-3, MAX_S, unit="seconds")
     ] = 10.0
@@ -77,7 +77,7 @@ class AdvancedConfig:
     ] = 1.0
     disk_max_reopen_backoff_s: Annotated[float, Number("maximum of that delay", 1e-3, MAX_S, unit="seconds")] = 300.0
     kv_events_queue_blocks: Annotated[
-        int, Whole("maximum blocks of queued KV events; further events are dropped and counted", 1, unit="blocks")
+        int, Integer("maximum blocks of queued KV events; further events are dropped and counted", 1, unit="blocks")
     ] = 65536
 
     def __post_init__(self) -> None:
@@ -118,13 +118,15 @@ class EngineConfig:
         int | Auto | Free,
         Size(
             "CPU memory of the host tier, like 8GiB; free: the free memory, less an eighth; 0: no host tier",
-            word="free",
+            keyword="free",
             computed_from="twice the device tier, half of the available memory, and 32 GiB where it is pinned for CUDA",
         ),
     ] = "auto"
     page_size: Annotated[int, Tokens("device page, a divisor of host_page_size", 1, _MAX_PAGE_TOKENS)] = 16
     host_page_size: Annotated[int, Tokens("host page, the unit of matching, backup and disk", 1, _MAX_PAGE_TOKENS)] = 64
-    max_requests: Annotated[int, Whole("requests that run at a time", 1, 1 << 20, unit="requests", has_flag=False)] = 64
+    max_requests: Annotated[
+        int, Integer("requests that run at a time", 1, 1 << 20, unit="requests", has_flag=False)
+    ] = 64
     max_context_len: Annotated[int, Tokens("length of the longest sequence")] = 131072
     prefill_chunk_tokens: Annotated[
         int, Tokens("prompt tokens of one forward pass, for window_tokens", has_flag=False)
@@ -196,7 +198,7 @@ class EngineConfig:
     ] = 0
     mamba_size: Annotated[
         int,
-        Whole(
+        Integer(
             "recurrent states on the device; 0: auto",
             0,
             MAX_SLOTS,
@@ -215,7 +217,7 @@ class EngineConfig:
     mamba_track_interval: Annotated[int, Tokens("decoded tokens between two states", has_flag=False)] = 256
     host_states: Annotated[
         int,
-        Whole(
+        Integer(
             "recurrent states on the host, part of host_bytes; 0: auto",
             0,
             MAX_SLOTS,
@@ -243,14 +245,14 @@ class EngineConfig:
         if self.host_page_size % self.page_size:
             raise ConfigError(
                 f"page_size={self.page_size} does not divide host_page_size={self.host_page_size}; "
-                f"choose a page_size of 1, 2, 4, ... {self.host_page_size}"
+                f"choose one of 1, 2, 4, ... {self.host_page_size}"
             )
         _at_least("device_tokens", self.device_tokens, self.cache_page_size)
         _at_least("max_context_len", self.max_context_len, self.cache_page_size)
         if self.mamba_track_interval % self.cache_page_size:
             raise ConfigError(
-                f"mamba_track_interval={self.mamba_track_interval} is not a multiple of the cache page of "
-                f"{self.cache_page_size} tokens: states are kept at the end of pages only"
+                f"mamba_track_interval={self.mamba_track_interval} is not a multiple of the cache page, at whose end "
+                f"states are kept; give a multiple of {self.cache_page_size} tokens"
             )
         if not isinstance(self.disk, DiskConfig | None):
             raise ConfigError(f"disk={short_repr(self.disk)} is not a DiskConfig")
@@ -261,7 +263,8 @@ class EngineConfig:
         _at_least("advanced transfer_chunk_tokens", self.advanced.transfer_chunk_tokens, self.host_page_size)
         if self.kv_events_replay and (not self.kv_events or self.kv_events.startswith("file:")):
             raise ConfigError(
-                f"kv_events_replay={self.kv_events_replay} without ZeroMQ; set kv_events to an address like tcp://*:5557"
+                f"kv_events_replay={self.kv_events_replay} needs KV events over ZeroMQ; set kv_events to an address "
+                f"like tcp://*:5557"
             )
         for store, name in ((self.disk, "disk"), (self.remote, "remote")):
             if store is not None:
@@ -357,4 +360,4 @@ def _combined(flags: argparse.Namespace, defaults: Mapping[str, Any]) -> tuple[d
 
 def _at_least(name: str, value: int, minimum: int) -> None:
     if value < minimum:
-        raise ConfigError(f"{name}={value} is below {minimum}; raise {name}")
+        raise ConfigError(f"{name}={value} is below the minimum of {minimum}; give at least {minimum}")

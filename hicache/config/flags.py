@@ -40,15 +40,19 @@ def combine(layers: Sequence[Layer], sections: Set[str]) -> tuple[dict[Any, Any]
 
 @contextlib.contextmanager
 def naming_flags(sources: Mapping[str, str]) -> Iterator[None]:
-    """Inside, a `ConfigError` about a setting given by a flag names the flag: `--page-size 48` instead of
-    `page_size=48`. `sources`: as returned by `combine`."""
+    """In this context, a `ConfigError` about a setting given by a flag names the flag: `--page-size 48` instead of
+    `page_size=48`, and `raise --device-tokens` instead of `raise device_tokens`. `sources`: as returned by `combine`.
+    """
     try:
         yield
     except ConfigError as error:
         message = str(error)
         for name, source in sources.items():
             if source.startswith("flag "):
-                message = re.sub(rf"\b{name.replace('.', ' ')}=", f"{source.removeprefix('flag ')} ", message)
+                flag = source.removeprefix("flag ")
+                message = re.sub(rf"\b{name.replace('.', ' ')}=", f"{flag} ", message)
+                if "_" in name:  # other names are also words of a message
+                    message = re.sub(rf"(?<![\w-]){name.replace('.', ' ')}\b", flag, message)
         raise ConfigError(message) from error
 
 

@@ -1,6 +1,6 @@
 """Kinds of settings: accepted values, unit, choices, range and display.
 
-A setting is declared once, as the annotation of a dataclass field: `Annotated[int, Whole("help", 1, unit="tokens")]`.
+A setting is declared once, as the annotation of a dataclass field: `Annotated[int, Integer("help", 1, unit="tokens")]`.
 Values from Python, YAML and flags all pass through `take` when the dataclass is built (`settle`). Flags of other
 commands use the same kinds (`as_flag`).
 """
@@ -95,13 +95,13 @@ class Setting:
         raise NotImplementedError
 
     def _refused(self, given: object, reason: str) -> ValueError:
-        meaning = f" (setting: {self.help})" if self.help else ""
+        meaning = f" ({self.help})" if self.help else ""
         return ValueError(f"{short_repr(self.shown(given))} {reason}{meaning}")
 
 
 @dataclass(frozen=True)
-class Whole(Setting):
-    """A whole number in [minimum, maximum]. Text is parsed; fractions and booleans are refused."""
+class Integer(Setting):
+    """An integer in [minimum, maximum]. Text is parsed; fractions and booleans are refused."""
 
     minimum: int = 0
     maximum: int = INT64_MAX
@@ -122,27 +122,27 @@ class Whole(Setting):
             try:
                 return int(given)
             except ValueError:
-                raise self._refused(given, "is not a whole number") from None
+                raise self._refused(given, f"is not an integer of at least {self.minimum}") from None
         if isinstance(given, bool) or not isinstance(given, numbers.Integral):
-            raise self._refused(given, "is not a whole number")
+            raise self._refused(given, f"is not an integer of at least {self.minimum}")
         return int(given)
 
 
 @dataclass(frozen=True)
-class Size(Whole):
-    """Bytes: a whole number, or text such as 512MiB, 2GB or 1.5k; decimal units (KB) and binary units (KiB, or K
-    alone). `word`: a word accepted in place of a number and kept as it is; empty: none."""
+class Size(Integer):
+    """Bytes: an integer, or text such as 512MiB, 2GB or 1.5k; decimal units (KB) and binary units (KiB, or K alone).
+    `keyword`: a word that is accepted instead of a number and kept unchanged; empty: none."""
 
     unit: str = field(default="bytes", kw_only=True)
-    word: str = field(default="", kw_only=True)
+    keyword: str = field(default="", kw_only=True)
 
     def text(self, value: object) -> str:
         if isinstance(value, int) and not self.is_auto(value):
             return sized(value)
-        return self.word if value == self.word else super().text(value)
+        return self.keyword if value == self.keyword else super().text(value)
 
     def _value(self, given: object) -> Any:
-        return given if self.word and given == self.word else super()._value(given)
+        return given if self.keyword and given == self.keyword else super()._value(given)
 
     def _bound(self, value: int) -> str:
         return sized(value).partition(" (")[0]
@@ -152,7 +152,7 @@ class Size(Whole):
 
 
 @dataclass(frozen=True)
-class Tokens(Whole):
+class Tokens(Integer):
     """A number of tokens: at least 1 by default, and at most 2^30, because slots of the request table are int32."""
 
     minimum: int = 1
@@ -320,7 +320,7 @@ def from_mapping(cls: type, values: Mapping[Any, Any], name: str, flag: Callable
         raise ConfigError(f"{name}: unknown setting {', '.join(unknown)}; known are {', '.join(known)}")
     missing = [key for key, item in known.items() if item.default is dataclasses.MISSING and key not in values]
     if missing:
-        flags = "" if flag is None else f" (as a flag: {', '.join(map(flag, missing))})"
+        flags = "" if flag is None else f"; give {', '.join(map(flag, missing))}"
         raise ConfigError(f"{name}: missing setting {', '.join(missing)}{flags}")
     return cls(**values)
 

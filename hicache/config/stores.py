@@ -11,10 +11,10 @@ from hicache.config.settings import (
     SOCKET,
     Choice,
     FilePath,
+    Integer,
     Number,
     Size,
     Url,
-    Whole,
     settle,
     short_repr,
 )
@@ -31,7 +31,7 @@ MAX_STORE_BYTES = 1 << 46
 
 # Settings that stores of engines and stores of servers share.
 DURABILITY = Choice("relaxed: a power failure may undo the last commits; commit: it does not", get_args(Durability))
-LEVEL = Whole("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
+LEVEL = Integer("zstd level, 1 to 22; 0: pages stay uncompressed", maximum=22)
 TRANSPORT = Choice(
     "where the store runs: in a process of its own, or in threads of this one", get_args(Transport), has_flag=False
 )
@@ -57,7 +57,7 @@ class DiskConfig:
         Size(
             "maximum mean bytes per second of writes, like 40MB; a burst may have 30 seconds of it",
             1,
-            computed_from="half of what the store was measured to write",
+            computed_from="half of the measured write rate of the store",
         ),
     ] = "auto"
     durability: Annotated[Durability, DURABILITY] = "relaxed"
@@ -98,7 +98,7 @@ class RemoteConfig:
     ] = "all"
     reader_threads: Annotated[
         int,
-        Whole(
+        Integer(
             "threads that read from the store; 0: auto",
             0,
             256,

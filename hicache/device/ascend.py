@@ -118,9 +118,9 @@ class AscendMLAPagedTokenToKVPool(_NpuPool, MLATokenToKVPool):
         """Rows of a layer by page, after waiting for it."""
         return self._as_read(self.kv_buffer[self._wait_for(layer_id)])
 
-    def _store_whole(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
+    def _store_rows(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
         if self._npu is None:
-            super()._store_whole(index, loc, rows, scale)
+            super()._store_rows(index, loc, rows, scale)
         else:
             self._cache_rows(self._npu, index, loc, self._converted(rows, scale))
 

@@ -75,7 +75,7 @@ class MLATokenToKVPool(RowPool):
         index = self._index(layer)
         self._check_loc(loc)
         rows, scale = self._storable(cache_k, (loc.numel(), 1, self.kv_cache_dim), k_scale, "cache_k")
-        self._store_whole(index, loc, rows, scale)
+        self._store_rows(index, loc, rows, scale)
 
     def set_mla_kv_buffer(self, layer: LayerRef, loc: torch.Tensor, k_nope: torch.Tensor, k_rope: torch.Tensor) -> None:
         """Store rows given in two parts, `[tokens, 1, rank]` (or `[tokens, rank]`) and `[tokens, 1, rope]`, in one
@@ -97,7 +97,7 @@ class MLATokenToKVPool(RowPool):
         nope, rope = (self._as_read(part).to(dst_dtype or self.dtype) for part in parts)
         return nope, rope
 
-    def _store_whole(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
+    def _store_rows(self, index: int, loc: torch.Tensor, rows: torch.Tensor, scale: Scale) -> None:
         store_rows(rows, self._as_read(self._stored[index][0]), loc, self._kernels, scale)
 
     def _store_parts(self, index: int, loc: torch.Tensor, nope: torch.Tensor, rope: torch.Tensor) -> None:

@@ -221,8 +221,8 @@ def _close_file(descriptor: int) -> None:
 def _rows_per_chunk(row_bytes: int, chunk_bytes: int) -> int:
     """Number of rows that fit in `chunk_bytes`, rounded so that a chunk ends at the end of a memory page: CUDA locks
     complete memory pages and refuses a page that another chunk has locked."""
-    whole = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
-    return max(1, chunk_bytes // (row_bytes * whole)) * whole
+    step_rows = mmap.PAGESIZE // math.gcd(row_bytes, mmap.PAGESIZE)
+    return max(1, chunk_bytes // (row_bytes * step_rows)) * step_rows
 
 
 def _unregister(registry: CudaRegistry, pinned: list[int]) -> None:

@@ -18,7 +18,7 @@ _TERMS = struct.Struct("<2d")
 _FAMILY = "load_gate_loads"
 
 
-class KeepsNote(Protocol):
+class NoteStore(Protocol):
     """A store that keeps a short note in addition to its pages: see `StoreClient`."""
 
     @property
@@ -34,7 +34,7 @@ class PrefillNote:
     The note is two float64, little-endian: seconds per token, and seconds per token and position (`PrefillCost`).
     """
 
-    def __init__(self, measured: PrefillCost, store: KeepsNote) -> None:
+    def __init__(self, measured: PrefillCost, store: NoteStore) -> None:
         self._measured = measured
         self._store = store
 
@@ -60,11 +60,11 @@ class ServerLoadPolicy(LoadPolicy):
 
     def __init__(self, cost: CostModel, metrics: Metrics) -> None:
         super().__init__(cost, metrics, "gate", "disk", _FAMILY)
-        what = "waits for the disk that ended, because no data came for longer than computing takes"
+        what = "waits for the disk that ended because no data arrived for as long as computing takes"
         self.abandoned = metrics.counter("gate.abandoned_loads", what, _FAMILY, decision="abandoned")
 
     def abandon(self) -> None:
         """Count a wait that was ended because the disk did not answer."""
         if not self.abandoned.value:
-            log.info("the disk brings nothing: the rest of a prompt is computed instead")
+            log.info("the disk sent no data in time: the rest of a prompt is computed")
         self.abandoned.value += 1

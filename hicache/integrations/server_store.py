@@ -21,7 +21,7 @@ from typing import Annotated, Any
 
 from hicache.config import Auto, DiskConfig
 from hicache.config.secret import key_of
-from hicache.config.settings import SOCKET, FilePath, Number, Size, Text, Whole, as_mapping, from_mapping, settle
+from hicache.config.settings import SOCKET, FilePath, Integer, Number, Size, Text, as_mapping, from_mapping, settle
 from hicache.config.stores import DURABILITY, KEY_FILE, LEVEL, MAX_STORE_BYTES, Durability
 from hicache.errors import ConfigError
 from hicache.storage import PageCipher, PageFormat
@@ -58,7 +58,7 @@ class ServerStoreConfig:
     level: Annotated[int, LEVEL] = 1
     key_file: Annotated[str, KEY_FILE] = ""
     salt: Annotated[str, Text("isolates servers that share a path: pages of another salt are never served")] = ""
-    readers: Annotated[int, Whole("threads that read from the disk", 1, 256, unit="threads")] = 4
+    readers: Annotated[int, Integer("threads that read from the disk", 1, 256, unit="threads")] = 4
     prefill_tokens_per_s: Annotated[
         float | Auto,
         Number(

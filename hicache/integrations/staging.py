@@ -65,7 +65,7 @@ class _StagedJob:
     """A job of a tier and its staging pages, uint8 [page_bytes] each.
 
     `ok`: for each key, whether it was found, read, stored or removed; all False if the tier refused the job or has not
-    answered in time. `is_under_way`: the store may still access the pages. `is_left`: the caller needs neither the
+    answered in time. `is_in_flight`: the store may still access the pages. `is_abandoned`: the caller needs neither the
     pages nor the answer any more.
     """
 
@@ -74,8 +74,8 @@ class _StagedJob:
     page_bytes: int = 0
     ok: list[bool] = field(default_factory=list)
     is_answered: bool = False
-    is_under_way: bool = False
-    is_left: bool = False
+    is_in_flight: bool = False
+    is_abandoned: bool = False
 
     @property
     def pages(self) -> tuple[PageBuffer, ...]:
@@ -100,7 +100,7 @@ class WaitingTier:
         self._for_reads = StagingPages(tier, min(_MAX_PAGES, num_reads), page_bytes)
         self._for_writes = StagingPages(tier, min(_MAX_PAGES, num_writes), page_bytes)
         self._tickets = itertools.count()
-        self._under_way: dict[int, _StagedJob] = {}
+        self._in_flight: dict[int, _StagedJob] = {}
         self._changed = threading.Condition()
         self._is_watched = False  # a thread waits at the socket and receives the answers for all threads
         self._reading = threading.Lock()
@@ -124,30 +124,30 @@ class WaitingTier:
         staging, cancelled = self._for_reads, threading.Event()
         share = -(-len(keys) // (2 * self.tier.num_readers))  # divides also few pages among all readers
         job_pages = max(1, min(share, _JOB_BYTES // page_bytes, staging.num_pages // 2))
-        under_way, num_read, num_asked = deque[_StagedJob](), 0, 0
+        in_flight, num_read, num_requested = deque[_StagedJob](), 0, 0
         with self._reading:
             try:
                 while num_read < len(keys):
-                    while part := keys[num_asked : num_asked + job_pages]:
+                    while part := keys[num_requested : num_requested + job_pages]:
                         job = self._do(self._begin, staging, len(part), page_bytes)
                         if job is None:
                             break
-                        under_way.append(job)
+                        in_flight.append(job)
                         self._do(self._submit_read, job, part, cancelled)
-                        num_asked += len(part)
-                    if not under_way:
+                        num_requested += len(part)
+                    if not in_flight:
                         break  # all staging pages belong to late jobs
-                    job = under_way[0]
-                    num_good = sum(1 for _ in takewhile(bool, self._wait(job, wait_s)))
-                    for page in job.pages[:num_good]:
+                    job = in_flight[0]
+                    num_valid = sum(1 for _ in takewhile(bool, self._wait(job, wait_s)))
+                    for page in job.pages[:num_valid]:
                         landed(num_read, page)
                         num_read += 1
-                    if num_good < len(job.taken):
+                    if num_valid < len(job.taken):
                         break
-                    self._do(self._release, under_way.popleft())
+                    self._do(self._release, in_flight.popleft())
             finally:
                 cancelled.set()
-                self._release_all(under_way)
+                self._release_all(in_flight)
         self.used(keys[:num_read])
         return num_read
 
@@ -156,26 +156,26 @@ class WaitingTier:
         that was not stored. `fill(i, page)` writes page i into `page`, in order; an exception in it ends the call."""
         staging, writes = self._for_writes, self.tier.writes
         job_pages = max(1, min(_JOB_BYTES // page_bytes, staging.num_pages // 2))
-        under_way, stored, num_filled = deque[_StagedJob](), list[bool](), 0
+        in_flight, stored, num_filled = deque[_StagedJob](), list[bool](), 0
         with self._writing:
             try:
                 while len(stored) < len(keys) and all(stored):
                     part = keys[num_filled : num_filled + job_pages]
-                    is_wanted = part and not self._do(writes.refuses)
-                    job = self._do(self._begin, staging, len(part), page_bytes) if is_wanted else None
+                    is_needed = part and not self._do(writes.refuses)
+                    job = self._do(self._begin, staging, len(part), page_bytes) if is_needed else None
                     if job is not None:
-                        under_way.append(job)
+                        in_flight.append(job)
                         for i, page in enumerate(job.pages, num_filled):
                             fill(i, page)
                         self._do(self._submit_write, job, part)
                         num_filled += len(part)
-                    elif under_way:
-                        stored += self._wait(under_way[0])
-                        self._do(self._release, under_way.popleft())
+                    elif in_flight:
+                        stored += self._wait(in_flight[0])
+                        self._do(self._release, in_flight.popleft())
                     else:
                         break
             finally:
-                self._release_all(under_way)
+                self._release_all(in_flight)
         self.used([key for key, ok in zip(keys, stored, strict=False) if ok])
         return stored + [False] * (len(keys) - len(stored))
 
@@ -253,10 +253,10 @@ class WaitingTier:
 
     def _submit(self, staged: _StagedJob, submit: Callable[[J], bool], job: J, num_keys: int) -> _StagedJob:
         staged.ok = [False] * num_keys
-        staged.is_under_way = submit(job)
-        staged.is_answered = not staged.is_under_way
-        if staged.is_under_way:
-            self._under_way[job.ticket] = staged
+        staged.is_in_flight = submit(job)
+        staged.is_answered = not staged.is_in_flight
+        if staged.is_in_flight:
+            self._in_flight[job.ticket] = staged
         return staged
 
     def _poll(self) -> None:
@@ -265,14 +265,14 @@ class WaitingTier:
             self._take(outcome)
 
     def _take(self, outcome: Outcome) -> None:
-        job = self._under_way[outcome.ticket]
+        job = self._in_flight[outcome.ticket]
         is_late = job.is_answered
         job.is_answered = True
         if isinstance(outcome, Stalled):
             return
-        del self._under_way[outcome.ticket]
-        job.is_under_way = False
-        if job.is_left:
+        del self._in_flight[outcome.ticket]
+        job.is_in_flight = False
+        if job.is_abandoned:
             self._release(job)
         if is_late:
             return
@@ -284,8 +284,8 @@ class WaitingTier:
     def _release(self, job: _StagedJob) -> None:
         """Note that the caller needs neither the pages nor the answer. Free the pages unless the store may still use
         them."""
-        job.is_left = True
-        if not job.is_under_way and job.staging is not None:
+        job.is_abandoned = True
+        if not job.is_in_flight and job.staging is not None:
             job.staging.give_back(job.taken)
 
     def _close(self) -> bool:

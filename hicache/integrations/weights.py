@@ -65,10 +65,10 @@ def weights_digest(
             f"{error.filename or folder}: {error.strerror}; make it readable or remove it; otherwise "
             f"pages of other weights could be served"
         ) from error
-    whole = hashlib.sha256()
+    total = hashlib.sha256()
     for name, (num_bytes, *_, digest) in sorted(digests.items()):
-        whole.update(os.fsencode(name) + f"\0{num_bytes} {digest}\n".encode())
-    return whole.hexdigest()[:32]
+        total.update(os.fsencode(name) + f"\0{num_bytes} {digest}\n".encode())
+    return total.hexdigest()[:32]
 
 
 def _files_of(model: str, revision: str | None, download_dir: str | None) -> tuple[Path, list[Path]]:

@@ -20,8 +20,8 @@ from hicache.errors import ConfigError
 from hicache.kv_events.publisher import EventBatch, EventSink
 from hicache.pages.events import BlockStored, KVCacheEvent
 
-_RANK = 0  # of data parallelism
-_EVENT_BLOCKS = 64  # maximum blocks of one event, which bounds how long a call into C holds the interpreter's lock
+_RANK = 0  # data-parallel rank
+_EVENT_BLOCKS = 64  # maximum blocks of one event; bounds the time for which a call into C holds the GIL.
 _POLL_S = 0.05  # between two polls for replay requests
 _LINGER_MS = 500  # at close, for subscribers that still read
 _MAX_UNREAD = 4096  # batches queued for one slow subscriber; ZeroMQ drops further ones

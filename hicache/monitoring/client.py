@@ -30,9 +30,9 @@ class MetricsClient:
         """Read the figures. Raises NoServer if no server answers, NotOurServer if the server is not hicache's."""
         text = self._text()
         try:
-            told = json.loads(text)
-            found = {str(name): float(value) for name, value in told["figures"].items()}
-            about = {str(name): str(value) for name, value in told.get("about", {}).items()}
+            answer = json.loads(text)
+            found = {str(name): float(value) for name, value in answer["figures"].items()}
+            about = {str(name): str(value) for name, value in answer.get("about", {}).items()}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
             raise NotOurServer(self.server, "its /metrics.json is something else") from None
         if _OURS not in found:

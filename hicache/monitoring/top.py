@@ -78,8 +78,8 @@ def frame(server: str, history: History, trouble: str = "") -> RenderableType:
             _transfers(reading, change), _counts("evicted tokens", reading, change, "evicted_tokens"), _drive(reading)
         ),
     )
-    told = Text(printable(trouble), style="bold red") if trouble else _about(server, reading)
-    head = (told, _requests(reading), _latency(reading, change), _faults(reading))
+    status = Text(printable(trouble), style="bold red") if trouble else _about(server, reading)
+    head = (status, _requests(reading), _latency(reading, change), _faults(reading))
     return Group(*head, _tiers(reading, change), Text(), sides)
 
 

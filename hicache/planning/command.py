@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 from hicache.config import EngineConfig
-from hicache.config.settings import Number, Size, Tokens, Whole, as_flag, settings_of
+from hicache.config.settings import Integer, Number, Size, Tokens, as_flag, settings_of
 from hicache.console import path_flag, progress
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
-from hicache.planning.memory import MemoryPlan, Wanted, plan_memory
+from hicache.planning.memory import MemoryPlan, PlanRequest, plan_memory
 from hicache.planning.presets import PRESETS, PlannedModel
 from hicache.planning.report import show
 from hicache.planning.times import COMPUTE_SHARE, LengthTimes, Machine, Times
@@ -28,7 +28,7 @@ from hicache.replay.trace import Trace
 _ENGINE = settings_of(EngineConfig)
 _SIZE, _POSITIVE = as_flag(Size("a size like 64GiB")), as_flag(Size("a size like 64GiB", 1))
 _RATE = as_flag(Size("bytes per second like 50GB", 1))
-_COUNT = as_flag(Whole("a count", 1, 1024))
+_COUNT = as_flag(Integer("a count", 1, 1024))
 
 
 @dataclass(frozen=True)
@@ -108,7 +108,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
         help="size of the host tier; 0: none (default: chosen by the engine)",
     )
     parser.add_argument("--disk", type=_SIZE, default=0, metavar="SIZE", help="size of the disk tier (default: none)")
-    parser.add_argument("--disk-path", default=Wanted.disk_path, metavar="PATH", help="directory of the disk tier")
+    parser.add_argument("--disk-path", default=PlanRequest.disk_path, metavar="PATH", help="directory of the disk tier")
     parser.add_argument(
         "--dtype",
         type=as_flag(_ENGINE["dtype"]),
@@ -125,8 +125,10 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--policy", default=EngineConfig.eviction_policy, help="eviction order of that replay")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of tables")
     serving = parser.add_argument_group("serving")
-    serving.add_argument("--max-running", type=_COUNT, default=Wanted.max_running, help="default 32")
-    serving.add_argument("--chunk-tokens", type=as_flag(Tokens("")), default=Wanted.chunk_tokens, help="default 8192")
+    serving.add_argument("--max-running", type=_COUNT, default=PlanRequest.max_running, help="default 32")
+    serving.add_argument(
+        "--chunk-tokens", type=as_flag(Tokens("")), default=PlanRequest.chunk_tokens, help="default 8192"
+    )
     serving.add_argument("--max-context-len", type=as_flag(_ENGINE["max_context_len"]), help="longest sequence")
     rates = parser.add_argument_group("rates that replace known or assumed ones")
     rates.add_argument("--weight-bytes", type=_POSITIVE, metavar="SIZE", help="bytes of all weights")
@@ -150,7 +152,7 @@ def run(flags: argparse.Namespace) -> int:
     trace = None if flags.trace is None else trace_of(flags)
     gpu = _gpu(flags)
     model = _model(flags)
-    memory = plan_memory(model, gpu, _wanted(flags))
+    memory = plan_memory(model, gpu, _plan_request(flags))
     machine = Machine(gpu, flags.gpus, flags.disk_rate, flags.compute_share)
     times = Times(model, memory, machine)
     with progress("replaying the trace") as step:
@@ -229,8 +231,8 @@ def _gpu(flags: argparse.Namespace) -> Gpu:
     )
 
 
-def _wanted(flags: argparse.Namespace) -> Wanted:
-    return Wanted(
+def _plan_request(flags: argparse.Namespace) -> PlanRequest:
+    return PlanRequest(
         num_gpus=flags.gpus,
         host_bytes=flags.host_memory,
         disk_bytes=flags.disk,

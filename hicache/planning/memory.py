@@ -33,12 +33,12 @@ from hicache.serving.server.sizes import CUDA_SHARE, MAX_CONTEXT, MAX_TOKENS, la
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
 _PLENTY = 1 << 60  # available host bytes, since the planned machine may have more memory than this one
-_MOST_GPUS = 1024
+_MAX_GPUS = 1024
 _SLOT_BYTES = 4  # of the request table, for each position of a request
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PlanRequest:
     """The hardware and settings to plan for. `host_bytes`, `disk_bytes`: of a tier over all GPUs; None: chosen by the
     engine; 0: no such tier. `workspace_bytes`: of each GPU; None: what `hicache serve` leaves free."""
 
@@ -94,19 +94,19 @@ class MemoryPlan:
         return sum(sizes) if self.write_policy == "exclusive" else max(sizes)
 
 
-def plan_memory(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan:
+def plan_memory(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan:
     """Compute the sizes. Raises OutOfMemory with a sufficient number of GPUs if the weights and one page do not fit,
     and ConfigError if a tier of a given size holds no page."""
-    plan = _plan(model, gpu, wanted)
+    plan = _plan(model, gpu, request)
     if plan is not None:
         return plan
-    more = (wanted.num_gpus << step for step in range(1, _MOST_GPUS.bit_length()))
-    alone = dataclasses.replace(wanted, host_bytes=0, disk_bytes=0)
+    more = (request.num_gpus << step for step in range(1, _MAX_GPUS.bit_length()))
+    alone = dataclasses.replace(request, host_bytes=0, disk_bytes=0)
     enough = next((n for n in more if _plan(model, gpu, dataclasses.replace(alone, num_gpus=n)) is not None), None)
     remedy = "no number of such GPUs would do" if enough is None else f"{enough} would do: --gpus {enough}"
     raise OutOfMemory(
         f"{model.name}: {gib(model.weight_bytes)} GiB of weights, a workspace and a page do not fit in "
-        f"{wanted.num_gpus} x {gib(gpu.memory_bytes)} GiB ({gpu.name}); {remedy}"
+        f"{request.num_gpus} x {gib(gpu.memory_bytes)} GiB ({gpu.name}); {remedy}"
     )
 
 
@@ -127,12 +127,14 @@ def share_of(geometry: ModelGeometry, num_gpus: int) -> ModelGeometry:
     )
 
 
-def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
+def _plan(model: PlannedModel, gpu: Gpu, request: PlanRequest) -> MemoryPlan | None:
     """The plan; None if weights, workspace and one page do not fit."""
-    geometry, start = share_of(model.geometry, wanted.num_gpus), _start(model, wanted)
-    weight_bytes = _share(model.weight_bytes, wanted.num_gpus)
+    geometry, start = share_of(model.geometry, request.num_gpus), _start(model, request)
+    weight_bytes = _share(model.weight_bytes, request.num_gpus)
     left, needed = gpu.memory_bytes - weight_bytes, _needed(start)
-    workspace = max(needed, left - int(left * CUDA_SHARE)) if wanted.workspace_bytes is None else wanted.workspace_bytes
+    workspace = (
+        max(needed, left - int(left * CUDA_SHARE)) if request.workspace_bytes is None else request.workspace_bytes
+    )
     if workspace < needed:
         raise ConfigError(f"--workspace {workspace}: staging and the request table take {needed} bytes; give more")
     sized = dataclasses.replace(start, dtype=_dtype(model.geometry, start))
@@ -148,31 +150,31 @@ def _plan(model: PlannedModel, gpu: Gpu, wanted: Wanted) -> MemoryPlan | None:
     moved = RowBytes(-(-page_bytes[FULL] // page), -(-page_bytes.get(SWA, 0) // page), rows.state)
     if config.host_bytes:
         start = dataclasses.replace(start, host_bytes=config.host_bytes)
-    tiers = [Tier("device", pool_bytes * wanted.num_gpus, num_tokens, config.mamba_size)]
-    copies = dict.fromkeys(page_bytes, wanted.num_gpus)
+    tiers = [Tier("device", pool_bytes * request.num_gpus, num_tokens, config.mamba_size)]
+    copies = dict.fromkeys(page_bytes, request.num_gpus)
     if isinstance(config.host_bytes, int) and config.host_bytes:
-        tiers.append(_tier("host", config, page_bytes, copies, config.host_bytes * wanted.num_gpus))
-    if wanted.disk_bytes:
+        tiers.append(_tier("host", config, page_bytes, copies, config.host_bytes * request.num_gpus))
+    if request.disk_bytes:
         once = {FULL: 1} if geometry.latent is not None else {}  # all ranks hold the same latent rows; one stores them
-        tiers.append(_tier("disk", config, page_bytes, copies | once, wanted.disk_bytes))
+        tiers.append(_tier("disk", config, page_bytes, copies | once, request.disk_bytes))
     return MemoryPlan(
         weight_bytes, pool_bytes, gpu.memory_bytes - weight_bytes - pool_bytes, rows, moved, tuple(tiers), config, start
     )
 
 
-def _start(model: PlannedModel, wanted: Wanted) -> EngineConfig:
+def _start(model: PlannedModel, request: PlanRequest) -> EngineConfig:
     """The engine settings with a placeholder for `device_tokens`, which is computed later."""
     disk = None
-    if wanted.disk_bytes:
-        disk = DiskConfig(path=wanted.disk_path, budget_bytes=wanted.disk_bytes)  # of all stores of the path
+    if request.disk_bytes:
+        disk = DiskConfig(path=request.disk_path, budget_bytes=request.disk_bytes)  # of all stores of the path
     return EngineConfig(
         device_tokens=MAX_TOKENS,
-        host_bytes="auto" if wanted.host_bytes is None else wanted.host_bytes // wanted.num_gpus,
-        max_requests=wanted.max_running,
-        max_context_len=wanted.max_context_len or min(model.max_context_len, MAX_CONTEXT),
-        prefill_chunk_tokens=wanted.chunk_tokens,
+        host_bytes="auto" if request.host_bytes is None else request.host_bytes // request.num_gpus,
+        max_requests=request.max_running,
+        max_context_len=request.max_context_len or min(model.max_context_len, MAX_CONTEXT),
+        prefill_chunk_tokens=request.chunk_tokens,
         device="cuda",
-        dtype=wanted.dtype,
+        dtype=request.dtype,
         model_id=model.name,
         disk=disk,
     )

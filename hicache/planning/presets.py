@@ -41,8 +41,8 @@ class PrefillWork:
             inside = min(num_tokens, self.window)
             total += self.window_pair_flops * (_pairs(inside) + (num_tokens - inside) * self.window)
         if self.chunk:
-            whole, rest = divmod(num_tokens, self.chunk)
-            total += self.chunk_pair_flops * (whole * _pairs(self.chunk) + _pairs(rest))
+            num_chunks, rest = divmod(num_tokens, self.chunk)
+            total += self.chunk_pair_flops * (num_chunks * _pairs(self.chunk) + _pairs(rest))
         return total
 
 

@@ -20,8 +20,8 @@ from hicache.planning.presets import PlannedModel
 
 # Share of an H200's peak that prefill of an 8B model reaches (docs/performance.md: 23 800 tokens/s over 32k tokens).
 COMPUTE_SHARE = 0.55
-_MOST_TOKENS = 1 << 20
-_LEAST_TOKENS = 1 << 10
+_MAX_TOKENS = 1 << 20
+_MIN_TOKENS = 1 << 10
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Times:
         self._model = model
         self._plan = plan
         self._machine = machine
-        self._longest = max(_LEAST_TOKENS, min(model.max_context_len, _MOST_TOKENS))
+        self._longest = max(_MIN_TOKENS, min(model.max_context_len, _MAX_TOKENS))
 
     def at(self, num_tokens: int) -> LengthTimes:
         gpus, num_bytes = self._machine.num_gpus, self._bytes(self._plan.rows, num_tokens)
@@ -67,7 +67,7 @@ class Times:
     def table(self) -> tuple[LengthTimes, ...]:
         """The times of prefixes of 1024, 2048, 4096, ... tokens, and of the longest context, which is at most
         1048576."""
-        lengths = [_LEAST_TOKENS << step for step in range(_MOST_TOKENS.bit_length())]
+        lengths = [_MIN_TOKENS << step for step in range(_MAX_TOKENS.bit_length())]
         return tuple(self.at(n) for n in [*(n for n in lengths if n < self._longest), self._longest])
 
     def break_even(self, seconds: Callable[[LengthTimes], float | None]) -> int | None:

@@ -1,7 +1,8 @@
-"""The common part of the prefix caches: value objects in and out, and requests that are cached as they grow.
+"""The common part of the prefix caches: matching, insertion, eviction, and requests that are cached as they grow.
 
-Of a request's tokens, [0, depth of last_node) are in the tree and locked, and [depth of last_node, kv_committed_len)
-belong to the request until they are shared or freed. The tree returns what became free; here it is freed.
+Tokens [0, depth of last_node) of a request are in the tree and locked; [depth of last_node, kv_committed_len) belong to
+the request until it inserts them into the tree or frees them. The tree returns the slots that it releases, and this
+module frees them.
 """
 
 from __future__ import annotations
@@ -34,21 +35,21 @@ from hicache.prefix_cache.radix_key import RadixKey, TokenSource, block_events, 
 from hicache.prefix_cache.slots import AllocatorAdapter, PrefixBuffers, TableRows
 from hicache.tiers import FULL, MAMBA, SWA, Component
 
-# Blocks are identified across processes by their tokens alone.
+# Empty, because blocks have equal keys in all processes if their tokens are equal.
 _IDENTITY = b""
 _SHOWN_TOKENS = 10  # of a node, in a text
 
 
 class BasePrefixCache(ABC):
-    """A prefix cache on the device tier. Scheduler thread only; `protocols` says what it asks of requests.
+    """A prefix cache on the device tier. Scheduler thread only; `protocols` describes the requests that it takes.
 
-    Every exit of a request leaves available + evictable + protected + owned by requests = total.
+    Invariant, also after a request has ended: available + evictable + protected + owned by requests = total.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
         """ConfigError for an unknown policy or a page below one token."""
         if params.page_size < 1:
-            raise ConfigError(f"page_size={params.page_size} holds no token; raise it to at least 1")
+            raise ConfigError(f"page_size={params.page_size} is too small; raise it to at least 1")
         self.disable = params.disable
         self.page_size = params.page_size
         self.is_eagle = params.is_eagle
@@ -70,7 +71,7 @@ class BasePrefixCache(ABC):
         return cast(TreeNode, self._tree.root)
 
     def reset(self) -> None:
-        """Forget everything. Slots are not freed: the caller clears the allocator and the table too."""
+        """Remove all nodes. Slots are not freed: the caller also clears the allocator and the request table."""
         self._prefixes.clear()
         self._tree = self._new_tree()
         if self._events is not None:
@@ -79,62 +80,63 @@ class BasePrefixCache(ABC):
     # Prefixes
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """The longest usable prefix of whole pages, which counts as used now; a node may be split."""
+        """Return the longest usable prefix of full pages and count a use of it. A node may be split."""
         return self._result(self._match(params.key)[1])
 
     @abstractmethod
     def insert(self, params: InsertParams) -> InsertResult:
-        """Hold the whole pages of a key; tokens that the tree held before keep their slots."""
+        """Insert the full pages of a key. Tokens that are in the tree already keep their slots there."""
 
     def evict(self, params: EvictParams) -> EvictResult:
-        """Evict whole nodes until at least so much of each kind is free, or nothing unlocked is left."""
+        """Evict complete nodes until the requested amount of each component is freed, or all other nodes are locked."""
         if self.disable:
             return EvictResult()
-        asked = {FULL: params.num_tokens, SWA: params.swa_num_tokens, MAMBA: params.mamba_num}
-        before = {component.name: self._held(component.name) for component in self._tree.components}
+        requested = {FULL: params.num_tokens, SWA: params.swa_num_tokens, MAMBA: params.mamba_num}
+        before = {component.name: self._size_of(component.name) for component in self._tree.components}
         released: list[Released] = []
         for name, held in before.items():
-            self._drop(name, held - asked[name], released)
+            self._evict_until(name, held - requested[name], released)
         self._free(released)
-        return EvictResult(*[before[name] - self._held(name) if name in before else 0 for name in asked])
+        return EvictResult(*[before[name] - self._size_of(name) if name in before else 0 for name in requested])
 
     def inc_lock_ref(self, node: TreeNode) -> int | None:
-        """Lock the prefix that ends with `node`. Returns the growth of the evictable size in tokens, 0 or negative."""
+        """Lock the prefix that ends with `node`. Returns the change of the evictable size in tokens, 0 or negative."""
         return self._relock(node, self._tree.lock)
 
     def dec_lock_ref(self, node: TreeNode, swa_uuid_for_lock: int | None = None) -> int | None:
-        """Undo one `inc_lock_ref`; the tree itself remembers what the lock covered. Returns as that does."""
+        """Release one lock of `inc_lock_ref`. Returns the change of the evictable size in tokens, 0 or positive."""
         return self._relock(node, self._tree.unlock)
 
     # Requests
 
     def cache_unfinished_req(self, req: CachedRequest, chunked: bool = False) -> None:
-        """Share the whole pages of `req.fill_ids`, whose slots are computed; the request continues from there.
+        """Insert the full pages of `req.fill_ids`, whose KV is computed; the request continues from their end.
 
-        Costs in proportion to what is new since the last call. `chunked`: more of the prompt follows.
+        The cost is proportional to the tokens that are new since the last call. `chunked`: the request has more chunks
+        of its prompt to compute.
         """
         num_tokens, known_len = len(req.fill_ids), self._depth(req)
         if not self.disable:
-            self._share_unfinished(req, joined_tokens(req.fill_ids, ()), num_tokens, chunked)
+            self._insert_unfinished(req, joined_tokens(req.fill_ids, ()), num_tokens, chunked)
             self._raise_priority(req.last_node, priority_of(req))
-        req.prefix_indices = self._prefixes.grown(req, known_len, num_tokens)
+        req.prefix_indices = self._prefixes.extended(req, known_len, num_tokens)
 
     def cache_finished_req(self, req: CachedRequest, is_insert: bool = True) -> None:
-        """Share the committed whole pages of a request that ends, with `is_insert`; free the rest, and unlock.
+        """End a request: insert its committed full pages (with `is_insert`), free its other slots, release its lock.
 
-        The row stays the request's: `release_kv_cache` calls this and frees the row.
+        The row of the request table is not freed: `release_kv_cache` frees it after this call.
         """
         row, num_tokens = req.req_pool_idx, req.kv_committed_len
         assert row is not None, "the request has no row"
         if is_insert and not self.disable:
             known = min(num_tokens, len(req.origin_input_ids) + len(req.output_ids))
-            self._share_finished(req, joined_tokens(req.origin_input_ids, req.output_ids), known)
+            self._insert_finished(req, joined_tokens(req.origin_input_ids, req.output_ids), known)
             self._raise_priority(req.last_node, priority_of(req))
-        # [start, num_tokens) is not in the tree: a partial page, or all where nothing may be kept.
+        # [start, num_tokens) is not in the tree: a partial page, or all tokens without `is_insert`.
         start = req.cache_protected_len = self._depth(req)
         if start < num_tokens:
             self._slots.free(self._rows.slots(row, start, num_tokens), start)
-        self._prefixes.forget(row)
+        self._prefixes.remove(row)
         self._free_states_of(req)
         if not self.disable and not req.last_node.is_root:
             self._tree.unlock(req.last_node)
@@ -145,7 +147,7 @@ class BasePrefixCache(ABC):
         return True
 
     def is_chunk_cache(self) -> bool:
-        """Whether it keeps the chunks of a request and shares nothing: never."""
+        """Return False: this cache shares prefixes between requests."""
         return False
 
     def supports_swa(self) -> bool:
@@ -155,11 +157,11 @@ class BasePrefixCache(ABC):
         return False
 
     def evictable_size(self) -> int:
-        """Tokens of full attention that can be evicted now."""
+        """Return the tokens of full attention that can be evicted now."""
         return self._tree.evictable(FULL)
 
     def protected_size(self) -> int:
-        """Tokens of full attention that are locked."""
+        """Return the tokens of full attention that are locked."""
         return self._tree.protected(FULL)
 
     def full_evictable_size(self) -> int:
@@ -170,29 +172,29 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def total_size(self) -> int | tuple[int, int]:
-        """Tokens held; with a second component, also what is held of it."""
+        """Return the tokens in the tree; with a second component also its window slots or states."""
 
     def all_values_flatten(self) -> torch.Tensor:
-        """All slots that the tree holds, int64, in no order."""
+        """Return all slots in the tree, int64 `[tokens]`, unordered."""
         return self._flat(FULL)
 
     def available_and_evictable_str(self) -> str:
-        """What could be allocated now, for messages."""
+        """Return a text with the available and evictable sizes, for messages."""
         return f"{self._slots.available_str()}, {self.evictable_size()} evictable"
 
     def pretty_print(self) -> str:
-        """Prints the tree, and returns what it printed."""
+        """Print the tree and return the printed text."""
         text = f"{draw(self._tree)}\n{self._totals()}"
         print(text)
         return text
 
     def take_events(self) -> list[KVCacheEvent]:
-        """Events of blocks since the last call; none without `enable_kv_cache_events`."""
+        """Return the block events since the last call; none without `enable_kv_cache_events`."""
         changes = () if self._events is None else self._events.take_changes()
         return [event for change in changes for event in block_events(change)]
 
     def sanity_check(self) -> None:
-        """Raise InvariantError with every violation: of the tree, of its accounts, and against allocator and pools."""
+        """Raise InvariantError with all violations of the tree, of its accounts, and of allocator and pools."""
         found: list[str] = []
         try:
             self._tree.check()
@@ -206,34 +208,34 @@ class BasePrefixCache(ABC):
     # Differs by cache
 
     def _new_components(self) -> Sequence[TreeComponent]:
-        """New components beside FULL."""
+        """Return the components of the tree in addition to FULL."""
         return ()
 
-    def _share_unfinished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
-        """Share the first `num_tokens` tokens of a request that continues."""
-        self._share(req, tokens, num_tokens, chunked)
+    def _insert_unfinished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
+        """Insert the first `num_tokens` tokens of a request that continues."""
+        self._insert_pages(req, tokens, num_tokens, chunked)
 
-    def _share_finished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int) -> None:
-        """Share the first `num_tokens` tokens of a request that ends."""
-        self._share(req, tokens, num_tokens, chunked=False)
+    def _insert_finished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int) -> None:
+        """Insert the first `num_tokens` tokens of a request that ends."""
+        self._insert_pages(req, tokens, num_tokens, chunked=False)
 
     def _free_states_of(self, req: CachedRequest) -> None:  # noqa: B027  (most have no states)
-        """Free the recurrent states that an ending request still has."""
+        """Free the recurrent states of a request that ends."""
 
     def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
-        """The first token of [start, end), relative to `start`, with a window slot; None in a tree without windows."""
+        """Return the first token of [start, end) with a window slot, relative to `start`; None without windows."""
         return None
 
     def _evicted_window(self, req: CachedRequest) -> int:
-        """Tokens at the front of a request that have no window slots any more."""
+        """Return the number of tokens at the start of a request whose window slots were freed."""
         return 0
 
     def _part_to_evict(self, victim: Node, component: Component) -> Node:
-        """The victim, or the front part of it, split off, that is evicted alone."""
+        """Return the node to evict: the victim, or its front part, which is split off."""
         return victim
 
     def _free(self, released: list[Released]) -> None:
-        """Free what left the tree."""
+        """Free the slots and states that the tree released."""
         self._slots.free_released(released)
 
     def _own_violations(self) -> list[str]:
@@ -241,7 +243,7 @@ class BasePrefixCache(ABC):
 
     @abstractmethod
     def _totals(self) -> str:
-        """The last line of `pretty_print`."""
+        """Return the last line of `pretty_print`."""
 
     # Inside
 
@@ -264,17 +266,17 @@ class BasePrefixCache(ABC):
         while root.parent is not None:
             root = root.parent
         if root is not self._tree.root:
-            raise InvariantError(type(self).__name__, [f"{node} belongs to a tree that was reset, or to another cache"])
+            raise InvariantError(type(self).__name__, [f"{node} is of another cache, or of a tree that was reset"])
 
-    def _drop(self, component: Component, target: int, released: list[Released]) -> None:
-        """Drop nodes from the tree until it holds at most `target` of a component, or nothing unlocked is left."""
+    def _evict_until(self, component: Component, target: int, released: list[Released]) -> None:
+        """Evict nodes until the tree has at most `target` of a component, or all other nodes are locked."""
         tree, pages = self._tree, self._tree.pages[component]
         while pages.total > target and len(rows := pages.take(1)):
             part = self._part_to_evict(tree.node_of(int(rows[0])), component)
             released += tree.evict(pages.held(part.rows), component)
             pages.order.put_back(pages.held(rows))
 
-    def _held(self, component: Component) -> int:
+    def _size_of(self, component: Component) -> int:
         return self._tree.pages[component].total
 
     def _flat(self, component: Component) -> torch.Tensor:
@@ -282,7 +284,7 @@ class BasePrefixCache(ABC):
         return values if len(values) else self._no_slots.clone()
 
     def _match(self, key: RadixKey) -> tuple[Match, Node]:
-        """All that is held of a key, and the node where the usable part of it ends."""
+        """Match a key and count a use. Returns the complete match and the node at which its usable part ends."""
         tokens, namespace = self._packed(key)
         match = self._tree.match(tokens[:0] if self.disable else tokens, namespace)
         node = self._tree.node_at(match, self._tree.usable_len(match))
@@ -300,10 +302,11 @@ class BasePrefixCache(ABC):
     def _insert(
         self, params: InsertParams, known_len: int = 0, donated: Mapping[Component, torch.Tensor] | None = None
     ) -> tuple[Inserted, torch.Tensor]:
-        """Insert the whole pages of a key after its first `known_len` tokens, which are held; `donated` as
-        `RadixTree.insert`. Returns the slots that were offered, too."""
+        """Insert the full pages of a key behind its first `known_len` tokens, which are in the tree.
+
+        `donated` as in `RadixTree.insert`. Also returns the offered slots, int64 `[tokens]`."""
         tokens, namespace = self._packed(params.key)
-        num_tokens = self._whole_pages(len(tokens))
+        num_tokens = self._full_pages_len(len(tokens))
         slots = self._offered(params, num_tokens)
         parent, run = self._tree.root, tokens[known_len:num_tokens]
         if known_len:
@@ -330,26 +333,26 @@ class BasePrefixCache(ABC):
         )
 
     def _packed(self, key: RadixKey) -> tuple[Tokens, str]:
-        """A key's tokens, or pairs of them in a cache of bigrams, and its namespace."""
+        """Return the tokens of a key (pairs of tokens in a cache of bigrams) and its namespace."""
         key = key.as_bigrams() if self.is_eagle else key
         return key.packed(), key.namespace
 
-    def _whole_pages(self, num_tokens: int) -> int:
+    def _full_pages_len(self, num_tokens: int) -> int:
         return num_tokens - num_tokens % self.page_size
 
     def _depth(self, req: CachedRequest) -> int:
-        """How many of a request's tokens are in the tree."""
+        """Return the number of tokens of a request that are in the tree."""
         return 0 if self.disable else req.last_node.depth_tokens
 
-    def _share(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
-        """Share the whole pages of the first `num_tokens` tokens, and move the request's lock to their end.
+    def _insert_pages(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
+        """Insert the full pages of the first `num_tokens` tokens, and move the request's lock to their end.
 
-        Where another request was first, its slots replace the request's own in the row, and those are freed. The row
-        and `last_node` are up to date then; `prefix_indices` is not.
+        If another request inserted the same tokens first, the tree's slots replace the request's slots in its row, and
+        the replaced slots are freed. Updates the row and `last_node`, not `prefix_indices`.
         """
         old, row = req.last_node, req.req_pool_idx
         assert row is not None, "the request has no row"
-        start, end = old.depth_tokens, self._whole_pages(max(0, num_tokens - self.is_eagle))
+        start, end = old.depth_tokens, self._full_pages_len(max(0, num_tokens - self.is_eagle))
         if end <= start:
             return
         slots = self._rows.slots(row, start, end)
@@ -368,20 +371,20 @@ class BasePrefixCache(ABC):
         req.last_node, req.cache_protected_len = cast(TreeNode, inserted.node), end
 
     def _count_use(self, above: Node, inserted: Inserted, priority: int, chunked: bool) -> None:
-        """Count a use of the pages behind `above` that were there before, and give new ones a priority below 0."""
+        """Count a use of the old pages below `above`, and set the priority of the new pages if it is negative."""
         rows, gained = self._tree.path_rows(inserted.node, above.depth_tokens), inserted.gained
         if priority < 0:
             self._tree.table.priority[gained] = priority
         if not chunked:
-            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # new pages are behind old ones
+            self._tree.table.hits[rows[: len(rows) - len(gained)]] += 1  # old pages precede new ones
 
     def _raise_priority(self, node: Node, priority: int) -> None:
-        if cast(TreeNode, node).priority < priority:  # seldom: most requests have the same
+        if cast(TreeNode, node).priority < priority:  # rare: most requests have the same priority
             self._tree.raise_priority(node, priority)
 
 
 def draw(tree: RadixTree) -> str:
-    """A line a node, children below and right of their parent: id, tokens, the first of them, and what holds them."""
+    """Return one line per node: id, tokens, first tokens, locks. Children are below their parent, indented."""
     lines: list[str] = []
     stack = [(tree.root, 0)]
     while stack:

@@ -1,11 +1,11 @@
-"""Slots and rows for whole batches: what a scheduler calls before a forward and at the end of a request.
+"""Allocation for batches: the calls of a scheduler before a forward pass and at the end of a request.
 
-    alloc_for_extend   rows [requests]; new slots, request after request; the rows of the table, in one launch
-    alloc_for_decode   token_per_req new slots per request, and their columns of the table
-    release_kv_cache   frees everything that one request holds
+    alloc_for_extend   allocates rows [requests] and slots, request after request, and fills the rows in one launch
+    alloc_for_decode   allocates token_per_req slots per request, and writes them to the rows
+    release_kv_cache   frees the slots, the states and the row of one request
 
-Where slots or states are short, the prefix cache evicts first. Each call takes all it needs, or raises and takes
-nothing. Scheduler thread only. Nothing here makes the host wait for the device.
+If slots or states are short, the prefix cache evicts first. Each call allocates everything, or raises and allocates
+nothing. Scheduler thread only. No call makes the host wait for the device.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ Lens: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 
 
 class Batch(Protocol):
-    """Requests of one step. `seq_lens`, int64 `[requests]`, are on the device, and in `seq_lens_cpu` on the host."""
+    """The requests of one step. `seq_lens`: int64 `[requests]` on the device; `seq_lens_cpu`: a copy on the host."""
 
     @property
     def seq_lens(self) -> torch.Tensor: ...
@@ -70,15 +70,15 @@ class Batch(Protocol):
 
 
 class DecodeBatch(Batch, Protocol):
-    """One decode step of requests that have rows. `seq_lens` do not count the new tokens."""
+    """One decode step of requests that have rows. `seq_lens` do not include the new tokens."""
 
     @property
     def req_pool_indices(self) -> torch.Tensor: ...
 
 
 class ExtendBatch(Batch, Protocol):
-    """A batch of prefills. Request r has slots for `prefix_lens[r]` tokens and computes `extend_lens[r]` more;
-    `seq_lens` are their sums."""
+    """A batch of prefills. Request r has slots for `prefix_lens[r]` tokens and computes `extend_lens[r]` more tokens;
+    `seq_lens` are the sums of both."""
 
     @property
     def reqs(self) -> Sequence[KVRequest]: ...
@@ -94,8 +94,9 @@ class ExtendBatch(Batch, Protocol):
 
 
 def evict_from_tree_cache(tree: BasePrefixCache | None, num_tokens: int) -> None:
-    """Evict as many tokens as are missing for an allocation of `num_tokens`: of full slots, and of window slots where
-    the allocator has them. Without a tree nothing happens."""
+    """Evict until `num_tokens` full slots are free, and `num_tokens` window slots if the allocator has them.
+
+    Does nothing without a tree."""
     if tree is None:
         return
     allocator, window = tree.token_to_kv_pool_allocator, 0
@@ -109,14 +110,14 @@ def evict_from_tree_cache(tree: BasePrefixCache | None, num_tokens: int) -> None
 
 
 def available_and_evictable_str(tree: BasePrefixCache) -> str:
-    """What could be allocated now, for messages."""
+    """Return a text with the available and evictable sizes, for messages."""
     return tree.available_and_evictable_str()
 
 
 def alloc_req_slots(table: ReqToTokenPool, reqs: Sequence[KVRequest], tree: BasePrefixCache | None = None) -> list[int]:
-    """A row for each request, and states where the table has them; the tree evicts states that are short.
+    """Allocate a row for each request, and states if the table has them; the tree evicts states if they are short.
 
-    Raises OutOfRows or OutOfStates, which change nothing in the table.
+    Raises OutOfRows or OutOfStates; then the table is unchanged.
     """
     if isinstance(table, HybridReqToTokenPool):
         num_short = _missing_states(table, reqs) - table.mamba_pool.available_size()
@@ -134,9 +135,9 @@ def alloc_req_slots(table: ReqToTokenPool, reqs: Sequence[KVRequest], tree: Base
 def alloc_token_slots(
     tree: BasePrefixCache, num_tokens: int, backup_state: bool = False
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """`num_tokens` slots, int64; with `backup_state` also the allocator's state before they were taken.
+    """Allocate `num_tokens` slots, int64; with `backup_state` also return the allocator's state before the allocation.
 
-    The state is taken after the eviction: `restore_state` undoes the allocation only. Raises OutOfSlots.
+    The state is that after the eviction: `restore_state` undoes only the allocation. Raises OutOfSlots.
     """
     slots, state = _token_slots(tree, num_tokens, backup_state)
     return slots if state is None else (slots, state)
@@ -152,9 +153,9 @@ def alloc_paged_token_slots_extend(
     extend_num_tokens: int,
     backup_state: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, AllocatorState]:
-    """The allocator's `alloc_extend` after an eviction where slots are short; `backup_state` as in `alloc_token_slots`.
+    """Evict if slots are short, then call the allocator's `alloc_extend`. `backup_state` as in `alloc_token_slots`.
 
-    NotImplementedError where the allocator has no pages.
+    Raises OutOfSlots, and NotImplementedError if the allocator has no pages.
     """
     lens = (prefix_lens, prefix_lens_cpu, seq_lens, seq_lens_cpu)
     slots, state = _extend_slots(tree, lens, last_loc, extend_num_tokens, backup_state)
@@ -168,9 +169,9 @@ def alloc_paged_token_slots_decode(
     last_loc: torch.Tensor,
     token_per_req: int = 1,
 ) -> torch.Tensor:
-    """`token_per_req` slots per request, request after request; `seq_lens` count the new tokens.
+    """Allocate `token_per_req` slots per request, request after request; `seq_lens` include the new tokens.
 
-    Raises OutOfSlots, and NotImplementedError where the allocator has no pages.
+    Raises OutOfSlots, and NotImplementedError if the allocator has no pages.
     """
     allocator = tree.token_to_kv_pool_allocator
     before = seq_lens_cpu - token_per_req
@@ -182,7 +183,7 @@ def alloc_paged_token_slots_decode(
 
 
 def get_last_loc(req_to_token: torch.Tensor, req_pool_indices: torch.Tensor, prefix_lens: torch.Tensor) -> torch.Tensor:
-    """The slot of the last token of each prefix, int64 `[requests]`; -1 where it is empty."""
+    """Return the slot of the last token of each prefix, int64 `[requests]`; -1 for an empty prefix."""
     return last_loc(req_to_token, req_pool_indices, prefix_lens, kernel_choice(req_to_token.device))
 
 
@@ -199,14 +200,14 @@ def write_cache_indices(
     prefix_tensors: Sequence[torch.Tensor],
     req_to_token_pool: ReqToTokenPool,
 ) -> None:
-    """Fill the rows of a batch with prefix and new slots, in one launch.
+    """Write the slots of the prefixes and the new slots of a batch to its rows, in one launch.
 
-    Rows and lengths are integer `[requests]` on the table's device; arguments in `_cpu` hold the same on the host, as
-    a sequence of ints or a CPU tensor. ShapeError where counts disagree.
+    Rows and lengths are integers `[requests]` on the table's device. Arguments with the suffix `_cpu` have the same
+    values on the host, as a sequence of ints or a CPU tensor. ShapeError if counts disagree.
     """
     rows, prefix, seq, extend = map(_as_list, (req_pool_indices_cpu, prefix_lens_cpu, seq_lens_cpu, extend_lens_cpu))
     if [p + n for p, n in zip(prefix, extend, strict=False)] != seq:
-        raise ShapeError(f"prefix_lens {prefix} and extend_lens {extend} do not add up to seq_lens {seq}")
+        raise ShapeError(f"seq_lens {seq} are not the sums of prefix_lens {prefix} and extend_lens {extend}")
     table = req_to_token_pool
     try:
         write_req_to_token_pool(
@@ -226,10 +227,10 @@ def write_cache_indices(
 
 
 def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, list[int]]:
-    """Rows and slots for a batch of prefills, written to the table.
+    """Allocate rows and slots for a batch of prefills, and write the slots to the rows.
 
     Returns the new slots, int64 `[extend_num_tokens]`; the rows, int64 `[requests]` on the device; and the rows as a
-    list. Requests that have a row keep it. Raises OutOfRows or OutOfSlots, and then takes neither rows nor slots.
+    list. Requests that have a row keep it. Raises OutOfRows or OutOfSlots, and then allocates nothing.
     """
     tree, table = batch.tree_cache, batch.req_to_token_pool
     allocator, device = tree.token_to_kv_pool_allocator, table.req_to_token.device
@@ -239,7 +240,7 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
     _check_lens(batch, prefixes, seq_lens_cpu, table.req_to_token.shape[1])
     lens_cpu = torch.tensor([list(batch.prefix_lens), list(batch.extend_lens)], dtype=torch.int64)
     prefix_lens, extend_lens = _to_device(lens_cpu, device).unbind(0)
-    newcomers = {id(req): (req, states_of(table, req)) for req in batch.reqs if req.req_pool_idx is None}
+    new_requests = {id(req): (req, states_of(table, req)) for req in batch.reqs if req.req_pool_idx is None}
     rows = alloc_req_slots(table, batch.reqs, tree)
     try:
         if allocator.page_size == 1:
@@ -250,7 +251,7 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
             lens = (prefix_lens, lens_cpu[0], batch.seq_lens, batch.seq_lens_cpu)
             slots, _ = _extend_slots(tree, lens, last, batch.extend_num_tokens)
     except (OutOfSlots, ShapeError, InvariantError, NotImplementedError):
-        for req, states in newcomers.values():
+        for req, states in new_requests.values():
             if not states:
                 free_states(table, req)
             table.free(req)
@@ -264,15 +265,16 @@ def alloc_for_extend(batch: ExtendBatch) -> tuple[torch.Tensor, torch.Tensor, li
 
 
 def alloc_for_decode(batch: DecodeBatch, token_per_req: int = 1) -> torch.Tensor:
-    """Slots int64 `[requests * token_per_req]` for the next tokens, request after request, written to the table.
+    """Allocate slots for the next tokens, int64 `[requests * token_per_req]`, and write them to the rows.
 
-    Raises OutOfSlots, and ShapeError where a row is too short for its sequence.
+    The slots are ordered request after request. Raises OutOfSlots, and ShapeError if a row is too short for its
+    sequence.
     """
     tree, table, seq_lens = batch.tree_cache, batch.req_to_token_pool, batch.seq_lens
     columns = table.req_to_token.shape[1]
     longest = int(batch.seq_lens_cpu.max()) + token_per_req if batch.seq_lens_cpu.numel() else 0
     if longest > columns:
-        raise ShapeError(f"a sequence of {longest} tokens does not fit rows of {columns}; raise max_context_len")
+        raise ShapeError(f"a sequence of {longest} tokens exceeds max_context_len={columns}; raise it to {longest}")
     if tree.token_to_kv_pool_allocator.page_size == 1:
         slots, _ = _token_slots(tree, seq_lens.numel() * token_per_req)
     else:
@@ -287,17 +289,18 @@ def alloc_for_decode(batch: DecodeBatch, token_per_req: int = 1) -> torch.Tensor
 
 
 def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: bool = True) -> None:
-    """Free everything that a request holds: slots (kept by the tree with `is_insert`), states and row.
+    """Free the slots, states and row of a request. With `is_insert` the tree keeps the slots of committed full pages.
 
-    A request without a row holds at most the states of its match; one that was released or refused holds nothing.
+    A request without a row has at most the states of its match; a request that was released has nothing to free.
     """
     row, table, allocator = request.req_pool_idx, tree.req_to_token_pool, tree.token_to_kv_pool_allocator
     if row is None:
         free_states(table, request)
         return
     tree.cache_finished_req(request, is_insert=is_insert)
-    # [0, start) was freed or kept by the tree: the committed tokens, with the page that they end in, and the locked
-    # prefix, which a request cancelled right after admission has not committed. [start, allocated) is freed here.
+    # [0, start) is in the tree, or `cache_finished_req` has freed it: the committed tokens up to the end of their last
+    # page, and the locked prefix, which a request cancelled before its first pass has not committed.
+    # [start, allocated) is freed here.
     start = max(-(-request.kv_committed_len // allocator.page_size) * allocator.page_size, request.cache_protected_len)
     allocator.free_run(table.req_to_token[row, start : request.kv_allocated_len].to(torch.int64), start)
     free_states(table, request)
@@ -307,13 +310,15 @@ def release_kv_cache(request: CachedRequest, tree: BasePrefixCache, is_insert: b
 def _take(
     tree: BasePrefixCache, num_tokens: int, take: Callable[[], torch.Tensor | None], backup_state: bool = False
 ) -> tuple[torch.Tensor, AllocatorState | None]:
-    """What `take` allocates after an eviction of what is missing for `num_tokens`, and the state before it."""
+    """Evict until `num_tokens` are free, then call `take`. Returns its slots and the allocator's state before it."""
     evict_from_tree_cache(tree, num_tokens)
     allocator = tree.token_to_kv_pool_allocator
     state = allocator.backup_state() if backup_state else None
     slots = take()
     if slots is None:
-        log.error("no slots for %d tokens: %s\n%s", num_tokens, available_and_evictable_str(tree), tree.pretty_print())
+        log.error(
+            "out of slots for %d tokens: %s\n%s", num_tokens, available_and_evictable_str(tree), tree.pretty_print()
+        )
         raise OutOfSlots(num_tokens, allocator.available_size(), tree.evictable_size())
     return slots, state
 
@@ -335,7 +340,7 @@ def _extend_slots(
 
 
 def _missing_states(table: HybridReqToTokenPool, requests: Sequence[KVRequest]) -> int:
-    """States that the requests still need, the free ones not counted."""
+    """Return the number of states that the requests lack."""
     per_request = 2 if table.enable_mamba_extra_buffer else 1
     return sum(per_request - len(states_of(table, request)) for request in requests)
 
@@ -348,15 +353,16 @@ def _check_lens(batch: ExtendBatch, prefixes: Sequence[torch.Tensor], seq_lens: 
     sums = [p + n for p, n in zip(batch.prefix_lens, batch.extend_lens, strict=True)]
     if sums != list(seq_lens) or sum(batch.extend_lens) != batch.extend_num_tokens:
         raise ShapeError(
-            f"prefix_lens + extend_lens are {sums}, seq_lens {list(seq_lens)}; extend_lens sum up to "
-            f"{sum(batch.extend_lens)}, extend_num_tokens is {batch.extend_num_tokens}"
+            f"prefix_lens + extend_lens = {sums} must equal seq_lens = {list(seq_lens)}, and the sum of extend_lens, "
+            f"{sum(batch.extend_lens)}, must equal extend_num_tokens = {batch.extend_num_tokens}"
         )
     if [x.numel() for x in prefixes] != list(batch.prefix_lens):
-        raise ShapeError(f"prefix_lens {list(batch.prefix_lens)}, but slots are {[x.numel() for x in prefixes]}")
-    if max(seq_lens, default=0) > columns:
-        raise ShapeError(f"a sequence of {max(seq_lens)} tokens does not fit rows of {columns}; raise max_context_len")
+        counts = [x.numel() for x in prefixes]
+        raise ShapeError(f"prefix_indices have {counts} slots, fewer than prefix_lens = {list(batch.prefix_lens)}")
+    if (longest := max(seq_lens, default=0)) > columns:
+        raise ShapeError(f"a sequence of {longest} tokens exceeds max_context_len={columns}; raise it to {longest}")
 
 
 def _to_device(x: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """From CPU memory, pinned on the way, so that the host does not wait."""
+    """Copy from CPU memory to the device, through pinned memory, so that the host does not wait."""
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)

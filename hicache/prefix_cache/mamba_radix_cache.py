@@ -1,22 +1,22 @@
-"""The prefix cache of models with recurrent states beside full attention.
+"""The prefix cache of models with full attention and recurrent states.
 
-A state belongs to exactly the tokens that it has consumed: it is stored at the end of a node that ends there, and a
-match ends at the deepest node that has one. A request that continues from a state gets a copy, which it overwrites. A
-prompt can hit only where a state was stored, which the caller decides:
+A state belongs to exactly the tokens that it has consumed. It is stored at the node that ends with the last of these
+tokens, and a match ends at the deepest node that has a state. A request that continues from a state gets a copy of it,
+which it overwrites. The caller decides at which lengths states are stored, and so where a prompt can hit:
 
-    cache_unfinished_req   a copy of the running state, at the end of `fill_ids`: every chunk ends with a state
-    cache_finished_req     the running state itself, at the end of what was computed
-    both, extra buffer     the checkpoint itself, at `mamba_last_track_seqlen`
+    cache_unfinished_req   stores a copy of the running state at the end of `fill_ids`: every chunk ends with a state
+    cache_finished_req     stores the running state itself, at the end of the computed tokens
+    both, extra buffer     store the checkpoint itself, at `mamba_last_track_seqlen`
 
-The same prompt again asks for all but its last token, so the state at its end is too deep. For a hit, a runner ends a
-forward at `checkpoint_len(len(prompt), mamba_cache_chunk_size, page_size)` and there either calls
-`cache_unfinished_req(req, chunked=True)`, or, with the extra buffer, `table.checkpoint([req])` and sets
+A request matches all but the last token of its prompt, so a repeated prompt cannot use the state at the prompt's end.
+To make it hit, a runner ends a forward pass at `checkpoint_len(len(prompt), mamba_cache_chunk_size, page_size)`. There
+it calls `cache_unfinished_req(req, chunked=True)`, or with the extra buffer `table.checkpoint([req])`, and sets
 `req.mamba_last_track_seqlen`. While decoding it does the same every `mamba_track_interval` tokens: the two states
-alternate, and the last checkpoint is stored when the request ends. Where a match returns `mamba_branching_seqlen`, one
-more stop there saves the next request the same work.
+alternate, and the last checkpoint is stored when the request ends. If a match returns `mamba_branching_seqlen`, a pass
+that ends there stores a state with which the next request gets a longer match.
 
-With pages of more than one token, a state is stored at whole pages only; any other is freed, never stored under a
-shorter key.
+With pages of more than one token, a state is stored only at the end of a full page. Any other state is freed, never
+stored under a shorter key.
 """
 
 from __future__ import annotations
@@ -47,29 +47,34 @@ from hicache.tiers import FULL, MAMBA, joined
 
 
 def checkpoint_len(prompt_len: int, mamba_cache_chunk_size: int, page_size: int = 1) -> int:
-    """Where to store a state so that the same prompt hits: the last multiple of both sizes strictly below its end.
+    """Return the length at which to store a state so that the same prompt hits, in tokens; 0 if there is none.
 
-    0: nowhere.
+    It is the largest common multiple of both sizes that is below `prompt_len`.
     """
     unit = math.lcm(mamba_cache_chunk_size, page_size)
     return max(0, prompt_len - 1) // unit * unit
 
 
 class MambaRadixCache(BasePrefixCache):
-    """Prefixes, their slots, and states at some of their ends. Called on the stream that uses the states.
+    """Prefixes with their slots, and recurrent states at some nodes. Call it on the stream that uses the states.
 
-    `full_*` sizes are in tokens, `mamba_*` sizes in states. A lock keeps the prefix and the state at its end.
+    `full_*` sizes are in tokens, `mamba_*` sizes in states. A lock covers the prefix and the state at its end.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
-        """ConfigError for a table without states, and for bigrams, whose keys end one token before the state does."""
+        """ConfigError for a table without states, and for bigrams, whose keys are one token shorter than the state."""
         table = params.req_to_token_pool
         if not isinstance(table, HybridReqToTokenPool):
             raise ConfigError(f"{type(table).__name__} has no states; use HybridReqToTokenPool")
         if params.enable_mamba_extra_buffer and not table.enable_mamba_extra_buffer:
-            raise ConfigError("enable_mamba_extra_buffer=True, but the request table was built without it")
+            raise ConfigError(
+                "enable_mamba_extra_buffer=True, but the request table was built without it; set both to the same value"
+            )
         if params.is_eagle:
-            raise ConfigError("is_eagle=True: a state has consumed a token more than its key of bigrams; set it False")
+            raise ConfigError(
+                "is_eagle=True does not work with recurrent states, which have consumed one token more than a key of "
+                "bigrams; set it to False"
+            )
         super().__init__(params)
         self.enable_mamba_extra_buffer = params.enable_mamba_extra_buffer
         self.mamba_cache_chunk_size = params.mamba_cache_chunk_size
@@ -78,10 +83,10 @@ class MambaRadixCache(BasePrefixCache):
         self._checkpoint_unit = math.lcm(params.mamba_cache_chunk_size, params.page_size)
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
-        """As the base's, up to the deepest state.
+        """Return the longest prefix that ends with a state.
 
-        With `cow_mamba`, `req` gets a state that has consumed the match: a copy, or a cleared one where nothing matched
-        and it has a state already. Raises OutOfStates, which leaves `req` as it is.
+        With `cow_mamba`, `req` gets a copy of that state. If nothing matched, the state that `req` already has is
+        cleared. Raises OutOfStates; then `req` is unchanged.
         """
         match, node = self._match(params.key)
         if params.cow_mamba and params.req is not None:
@@ -91,25 +96,25 @@ class MambaRadixCache(BasePrefixCache):
         return self._result(node)._replace(mamba_branching_seqlen=missing)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """As the base's, with the state that has consumed the key, which the tree owns then unless it has one.
+        """Insert a key with the state that has consumed it. The tree then owns the state, unless it already had one.
 
-        The slots offered for the first `prefix_len` tokens stay the caller's. ShapeError without a state, and for a key
-        that is not whole pages.
+        The caller keeps the slots offered for the first `prefix_len` tokens. ShapeError without a state, and for a key
+        that does not consist of full pages.
         """
         if self.disable:
             return InsertResult(0)
         if params.mamba_value is None or params.mamba_value.numel() != 1:
-            raise ShapeError("no prefix can be matched without a state at its end; give one, [1], as mamba_value")
+            raise ShapeError("a prefix without a state at its end cannot be matched; give a state [1] as mamba_value")
         if not len(params.key) or len(params.key) % self.page_size:
             raise ShapeError(
-                f"a state that has consumed {len(params.key)} tokens cannot be stored: they are not whole pages of "
-                f"{self.page_size}"
+                f"a state that has consumed {len(params.key)} tokens cannot be stored; give a multiple of "
+                f"page_size={self.page_size} tokens"
             )
         inserted, _ = self._insert(params, donated={MAMBA: params.mamba_value.to(self.device)})
         return InsertResult(len(inserted.existing), mamba_exist=MAMBA not in inserted.attached)
 
     def evict_mamba(self, mamba_num: int) -> int:
-        """Evict `mamba_num` states, or all that are unlocked, the least recently used first. Returns their number."""
+        """Evict up to `mamba_num` unlocked states, the least recently used first. Returns the number evicted."""
         return self.evict(EvictParams(0, mamba_num=mamba_num)).mamba_num_evicted
 
     def mamba_evictable_size(self) -> int:
@@ -119,11 +124,11 @@ class MambaRadixCache(BasePrefixCache):
         return self._tree.protected(MAMBA)
 
     def total_size(self) -> tuple[int, int]:
-        """Tokens and states held."""
-        return self._held(FULL), self._held(MAMBA)
+        """Return the tokens and the states in the tree."""
+        return self._size_of(FULL), self._size_of(MAMBA)
 
     def all_mamba_values_flatten(self) -> torch.Tensor:
-        """All states that the tree holds, int64, in no order."""
+        """Return all states in the tree, int64 `[states]`, unordered."""
         return self._flat(MAMBA)
 
     def supports_mamba(self) -> bool:
@@ -136,7 +141,7 @@ class MambaRadixCache(BasePrefixCache):
     def _new_components(self) -> Sequence[TreeComponent]:
         return (MambaComponent(),)
 
-    def _share_unfinished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
+    def _insert_unfinished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int, chunked: bool) -> None:
         assert req.mamba_pool_idx is not None, "the request has no state"
         running = req.mamba_pool_idx
         checkpoint_at = self._checkpoint_of(req, num_tokens)
@@ -145,11 +150,11 @@ class MambaRadixCache(BasePrefixCache):
         if self._may_store(req, num_tokens) and self._has_free_state():
             self._store(req, tokens, num_tokens, chunked, lambda: self._pool.fork_from(running.reshape(1)))
 
-    def _share_finished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int) -> None:
+    def _insert_finished(self, req: CachedRequest, tokens: TokenSource, num_tokens: int) -> None:
         checkpoint_at = self._checkpoint_of(req, num_tokens)
         if checkpoint_at:
             self._store(req, tokens, checkpoint_at, False, lambda: _donated_checkpoint(req))
-        # The running state has consumed what is committed; where fewer tokens are known, it belongs to no known prefix.
+        # The running state has consumed `kv_committed_len` tokens. If fewer tokens are known, its prefix is unknown.
         if num_tokens == req.kv_committed_len and self._may_store(req, num_tokens):
             self._store(req, tokens, num_tokens, False, lambda: _donated_state(req))
 
@@ -158,7 +163,7 @@ class MambaRadixCache(BasePrefixCache):
 
     def _free(self, released: list[Released]) -> None:
         super()._free(released)
-        states = [gone.value for gone in released if gone.component == MAMBA]
+        states = [each.value for each in released if each.component == MAMBA]
         if states:
             self._pool.free(joined(states))
 
@@ -170,7 +175,7 @@ class MambaRadixCache(BasePrefixCache):
             found.extend(error.violations)
         held = self.all_mamba_values_flatten().cpu()
         if held.unique().numel() != held.numel():
-            found.append("two nodes hold one state")
+            found.append("two nodes have the same state")
         free = held[torch.isin(held, self._pool.free_slots.cpu())]
         if free.numel():
             found.append(f"states {free[:8].tolist()} of the tree are free")
@@ -181,7 +186,7 @@ class MambaRadixCache(BasePrefixCache):
         return f"#full_tokens: {full}, #mamba_num: {states}"
 
     def _copy_state(self, node: Node, req: CachedRequest) -> None:
-        """Make the request's state one that has consumed the tokens up to `node`."""
+        """Copy the state at `node` to the request; at the root, clear the request's state."""
         own = req.mamba_pool_idx
         if node.is_root:
             if own is not None:
@@ -202,11 +207,11 @@ class MambaRadixCache(BasePrefixCache):
         req.mamba_pool_idx = copy[0]
 
     def _has_free_state(self) -> bool:
-        """Whether a state is free, after the eviction of one where none was."""
+        """Return whether a state is free; evicts one if none is."""
         return self._pool.available_size() > 0 or self.evict_mamba(1) > 0
 
     def _checkpoint_of(self, req: CachedRequest, num_tokens: int) -> int:
-        """How many of the first `num_tokens` tokens the checkpoint has consumed; 0 where there is none to store."""
+        """Return the number of tokens that the checkpoint has consumed; 0 if there is no checkpoint to store."""
         if not self.enable_mamba_extra_buffer:
             return 0
         length = req.mamba_last_track_seqlen or 0
@@ -214,7 +219,7 @@ class MambaRadixCache(BasePrefixCache):
         return length if stored else 0
 
     def _may_store(self, req: CachedRequest, length: int) -> bool:
-        """Whether a state after `length` tokens can be stored: beyond what is shared, at the end of a page."""
+        """Return whether a state after `length` tokens can be stored: behind the last node, at the end of a page."""
         return length > req.last_node.depth_tokens and length % self.page_size == 0
 
     def _store(
@@ -225,27 +230,27 @@ class MambaRadixCache(BasePrefixCache):
         chunked: bool,
         take: Callable[[], torch.Tensor | None],
     ) -> None:
-        """Share the first `length` tokens with the state that `take` makes the tree's, unless the tree has one."""
-        self._share(req, tokens, length, chunked)
+        """Insert the first `length` tokens, and the state that `take` returns unless the tree already has one."""
+        self._insert_pages(req, tokens, length, chunked)
         node = req.last_node
-        assert node.depth_tokens == length, "a state may be stored under exactly what it has consumed"
+        assert node.depth_tokens == length, "a state is stored exactly at the end of the tokens that it has consumed"
         if req.last_node.mamba_value is None:
             state = take()
-            assert state is not None, "a state was free before"
+            assert state is not None, "the caller has checked that a state is free"
             self._tree.attach(node, MAMBA, state)
         if self.enable_mamba_extra_buffer and (req.mamba_last_track_seqlen or 0) <= length:
-            req.mamba_last_track_seqlen = None  # stored, or of no more use
+            req.mamba_last_track_seqlen = None  # stored, or shorter than the stored prefix
 
 
 def _donated_state(req: CachedRequest) -> torch.Tensor:
-    """The running state `[1]`, which the request no longer refers to."""
+    """Take the running state from the request, int64 `[1]`."""
     assert req.mamba_pool_idx is not None, "the request has no state"
     state, req.mamba_pool_idx = req.mamba_pool_idx, None
     return state.reshape(1)
 
 
 def _donated_checkpoint(req: CachedRequest) -> torch.Tensor:
-    """The state of the checkpoint `[1]`, which the request no longer refers to."""
+    """Take the state of the checkpoint from the request, int64 `[1]`."""
     assert req.mamba_checkpoint_idx is not None, "the request has no checkpoint"
     state, req.mamba_checkpoint_idx = req.mamba_checkpoint_idx, None
     return state.reshape(1)

@@ -1,4 +1,4 @@
-"""The nodes of the prefix caches' trees: SGLang's names for what a node is and holds."""
+"""The tree nodes of the prefix caches, with SGLang's names for their attributes."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from hicache.tiers import FULL, MAMBA, SWA, Component
 
 
 class TreeNode(Node):
-    """See the base. `tree`: whose pages it names; None for a node that was never in one. All pages of a node were used
-    alike, so those of the last one are the node's. Times are ticks of a logical clock.
+    """A tree node with SGLang's attributes.
 
-    `host_ref_counter`: users of its host copy, see `protect_host`."""
+    `tree`: the tree that the node is in; None for a node that was never in a tree. All pages of a node have the same
+    uses, so the uses of its last page are those of the node. Times are ticks of a logical clock. `host_ref_counter`:
+    number of users of the host copy, see `protect_host`."""
 
     __slots__ = ("host_ref_counter", "tree")
 
@@ -32,17 +33,17 @@ class TreeNode(Node):
         self.host_ref_counter = 0
 
     def __lt__(self, other: TreeNode) -> bool:
-        """Used longer ago."""
+        """Return whether this node was used less recently than `other`."""
         return self.last_access_time < other.last_access_time
 
     def has(self, component: Component) -> bool:
-        """Whether the device has what the node may have of a component."""
+        """Return whether the node's value of a component is on the device."""
         pages = self._pages(component)
         return pages is not None and bool(pages.has(self.rows[-1:]).all())
 
     @property
     def hit_count(self) -> int:
-        """Requests that used it, its maker included."""
+        """The number of requests that used the node, including the one that inserted it."""
         return 0 if self.tree is None else int(self.tree.table.hits[self.rows[-1:]].sum())
 
     @property
@@ -60,34 +61,35 @@ class TreeNode(Node):
 
     @property
     def key(self) -> RadixKey | None:
-        """The node's own tokens; empty for the root of a tree, None for a node that was never in one."""
+        """The tokens of the node; empty for the root of a tree, None for a node that was never in a tree."""
         return None if self.run is None else key_of(self.run.tokens, self.namespace)
 
     @property
     def value(self) -> torch.Tensor | None:
-        """Slots, int64 `[tokens]`."""
+        """The slots of the node, int64 `[tokens]`; None if it is not on the device."""
         pages = self._pages(FULL)
         return None if pages is None else pages.value(self.rows)
 
     @property
     def host_value(self) -> torch.Tensor | None:
-        """None: what the host holds is no matter of these trees."""
+        """None, because these trees have no host tier."""
         return None
 
     @property
     def mamba_value(self) -> torch.Tensor | None:
-        """The state at the node's end, int64 `[1]`."""
+        """The state at the end of the node, int64 `[1]`; None if it has none."""
         pages = self._pages(MAMBA)
         return pages.value(self.rows[-1:]) if pages is not None and self.has(MAMBA) else None
 
     @property
     def swa_tombstone(self) -> bool:
-        """Whether its window slots left the device."""
+        """Whether the window slots of the node were evicted."""
         return not self.has(SWA)
 
     @property
     def evicted(self) -> bool:
-        """Whether the device holds nothing of it. The root of a tree is not evicted: climbing ends there."""
+        """Whether the node is not on the device. False for the root of a tree, so that a walk to the root ends
+        there."""
         return self._pages(FULL) is None and not (self.is_root and self.run is not None)
 
     @property
@@ -96,7 +98,7 @@ class TreeNode(Node):
 
     @property
     def lock_ref(self) -> int:
-        """Users that need its slots to stay; 1 for the root of a tree, which always stays."""
+        """The number of locks on the slots of the node; 1 for the root of a tree, which is never evicted."""
         return 1 if self.is_root and self.run is not None else self._locks(FULL)
 
     @property
@@ -113,7 +115,7 @@ class TreeNode(Node):
 
     @property
     def hash_value(self) -> list[str] | None:
-        """Page keys as hex digits, where they were computed before."""
+        """The page keys as hex digits; None if they were not computed before."""
         keys = self._keys()
         return None if keys is None else [key.hex() for key in keys]
 
@@ -122,18 +124,18 @@ class TreeNode(Node):
         return None if keys is None else keys[-1].hex()
 
     def protect_host(self) -> None:
-        """Count a user of the host copy; `release_host` undoes it."""
+        """Add one user of the host copy; `release_host` removes it."""
         self.host_ref_counter += 1
 
     def release_host(self) -> None:
-        """RuntimeError below zero."""
+        """Remove one user of the host copy. RuntimeError if there is none."""
         if self.host_ref_counter < 1:
-            raise RuntimeError(f"{self}: release_host without a protect_host before it")
+            raise RuntimeError(f"{self}: release_host was called more often than protect_host")
         self.host_ref_counter -= 1
 
     def _pages(self, component: Component) -> DevicePages | None:
-        """The pages of a component on the device; None for a node that is in no tree, or has left it."""
-        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] == self.id
+        """Return the device pages of a component; None for a node that is not in a tree (any more)."""
+        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] is self
         return self.tree.pages.get(component) if self.tree is not None and is_held else None
 
     def _locks(self, component: Component) -> int:

@@ -1,4 +1,4 @@
-"""The value objects that callers of the prefix caches pass in and get back, under the field's names."""
+"""The parameters and results of the prefix caches, with SGLang's names."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _NO_EFFECT = ["tp_cache_group", "enable_metrics", "pp_rank", "pp_size", "disable
 class CacheInitParams:
     """The parameters of a prefix cache; sizes are in tokens.
 
-    In a simulation `token_to_kv_pool_allocator` may be None, and so may `req_to_token_pool` where no request is cached.
-    `chunked_prefill_size` is carried for schedulers; no cache reads it. Schedulers pass the fields from
-    `tp_cache_group` on; only the defaults are accepted: one rank, no metrics, finished requests inserted, no expiry.
+    In a simulation `token_to_kv_pool_allocator` may be None, and `req_to_token_pool` too if no request is cached.
+    Schedulers read `chunked_prefill_size`; no cache does. SGLang's schedulers pass the fields from `tp_cache_group` on,
+    which must have their defaults: one rank, no metrics, finished requests are inserted, no expiry.
     """
 
     disable: bool
@@ -46,7 +46,7 @@ class CacheInitParams:
         for name in _NO_EFFECT:
             given, default = getattr(self, name), type(self).__dataclass_fields__[name].default
             if given != default:
-                raise ConfigError(f"{name}={given!r} has no effect on these caches yet; leave it at {default!r}")
+                raise ConfigError(f"{name}={given!r} is not supported by these caches; set it to {default!r}")
 
 
 class MatchPrefixParams(NamedTuple):
@@ -60,9 +60,9 @@ class MatchPrefixParams(NamedTuple):
 class MatchResult(NamedTuple):
     """The longest usable prefix.
 
-    `device_indices`: its slots, int64 `[tokens]`. `last_device_node` ends there. `last_host_node` and `host_hit_length`
-    are those of a host tier, which these caches do not have. `mamba_branching_seqlen`: the length at which a recurrent
-    state would have made the match longer, or None.
+    `device_indices`: its slots, int64 `[tokens]`. `last_device_node`: the node at its end. `last_host_node` and
+    `host_hit_length` belong to a host tier, which these caches do not have. `mamba_branching_seqlen`: the length at
+    which a recurrent state is missing for a longer match, or None.
     """
 
     device_indices: torch.Tensor
@@ -73,10 +73,11 @@ class MatchResult(NamedTuple):
 
 
 class InsertParams(NamedTuple):
-    """Insert the tokens `key` with `value`, slots int64 `[tokens]`; without one the token ids stand for the slots.
+    """The arguments of `insert`.
 
-    `mamba_value`: the state `[1]` that has consumed exactly `key`. `prev_prefix_len`: tokens whose slots come from a
-    match. `swa_evicted_seqlen`: tokens whose window slots are freed. `chunked`: more of the same request follows.
+    `value`: the slots of the tokens `key`, int64 `[tokens]`; None: the token ids are used as slots. `mamba_value`: the
+    state `[1]` that has consumed exactly `key`. `prev_prefix_len`: number of first tokens whose slots are from a match.
+    `swa_evicted_seqlen`: number of first tokens whose window slots were freed. `chunked`: the request has more chunks.
     """
 
     key: RadixKey
@@ -89,14 +90,15 @@ class InsertParams(NamedTuple):
 
 
 class InsertResult(NamedTuple):
-    """`prefix_len`: tokens held before. `mamba_exist`: a state was held at their end, and the caller frees its own."""
+    """`prefix_len`: tokens that were in the tree before. `mamba_exist`: whether the tree had a state at their end; then
+    the caller frees the offered state."""
 
     prefix_len: int
     mamba_exist: bool = False
 
 
 class EvictParams(NamedTuple):
-    """How much to evict: tokens, tokens of window slots, and recurrent states."""
+    """The amounts to evict: tokens, tokens with window slots, and recurrent states."""
 
     num_tokens: int
     swa_num_tokens: int = 0
@@ -104,7 +106,7 @@ class EvictParams(NamedTuple):
 
 
 class EvictResult(NamedTuple):
-    """How much was evicted."""
+    """The evicted amounts: tokens, tokens with window slots, and recurrent states."""
 
     num_tokens_evicted: int = 0
     swa_num_tokens_evicted: int = 0

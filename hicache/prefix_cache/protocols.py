@@ -1,6 +1,6 @@
-"""What a caller's own objects must have: requests, and an allocator that stands in for a real one.
+"""Protocols of the objects that a caller implements: requests, and the allocator of a simulation.
 
-Request tables, state pools and real allocators are the classes of `hicache.device` and `hicache.alloc`.
+Request tables, state pools and real allocators are classes of `hicache.device` and `hicache.alloc`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from hicache.prefix_cache.node import TreeNode
 
 
 class SlotAllocator(Protocol):
-    """An allocator of a simulation: it takes slots back, and nothing else is asked of it."""
+    """The allocator of a simulation. The cache only calls `free`."""
 
     @property
     def device(self) -> torch.device | str: ...
@@ -23,12 +23,12 @@ class SlotAllocator(Protocol):
 
 
 class KVRequest(Protocol):
-    """A request with a row in the table.
+    """A request with a row in the request table.
 
-    Of the tokens in its row, [0, kv_committed_len) are computed and may be shared, and
-    [kv_committed_len, kv_allocated_len) have slots with nothing in them (speculation, or a cancelled step).
-    `prefix_indices`, int64 `[prefix]` on the device, are the slots it continues from; the first `cache_protected_len`
-    of them belong to the tree.
+    Tokens [0, kv_committed_len) of its row are computed and may be inserted into the tree. Tokens
+    [kv_committed_len, kv_allocated_len) have slots without valid KV (speculation, or a cancelled step).
+    `prefix_indices`: slots of the prefix that the request continues, int64 `[prefix]` on the device; the first
+    `cache_protected_len` of them belong to the tree.
     """
 
     req_pool_idx: int | None
@@ -41,8 +41,9 @@ class KVRequest(Protocol):
 class CachedRequest(KVRequest, Protocol):
     """A request that is cached as it grows.
 
-    Its match ended at `last_node`, which it has locked. `fill_ids` are its tokens as far as they are computed,
-    `origin_input_ids` and `output_ids` all its tokens. `priority`, where a request has one, is raised on its path.
+    `last_node`: the node at the end of its prefix in the tree, which it has locked. `fill_ids`: its computed tokens.
+    `origin_input_ids`, `output_ids`: together all its tokens. If a request has a `priority`, the nodes of its prefix
+    get at least that priority.
     """
 
     last_node: TreeNode
@@ -51,17 +52,17 @@ class CachedRequest(KVRequest, Protocol):
     output_ids: Sequence[int]
     extra_key: str | None
 
-    # Read by SWARadixCache alone: the first tokens, which have no window slots any more.
+    # Read only by SWARadixCache: the number of first tokens whose window slots were freed.
     swa_evicted_seqlen: int
 
-    # Read by MambaRadixCache alone: the running state, a 0-dim id; and with the extra buffer the state after
-    # `mamba_last_track_seqlen` tokens, which is None where there is no such checkpoint.
+    # Read only by MambaRadixCache: the running state, a 0-dim id; and with the extra buffer the checkpoint, which is
+    # the state after `mamba_last_track_seqlen` tokens (None: no checkpoint).
     mamba_pool_idx: torch.Tensor | None
     mamba_checkpoint_idx: torch.Tensor | None
     mamba_last_track_seqlen: int | None
 
 
 def priority_of(request: CachedRequest) -> int:
-    """The request's priority; 0 where it has none."""
+    """Return the priority of a request; 0 if it has none."""
     priority: int | None = getattr(request, "priority", None)
     return priority or 0

@@ -10,7 +10,7 @@ from hicache.tiers import FULL
 
 
 class RadixCache(BasePrefixCache):
-    """Prefixes of token pages and their slots. See the base."""
+    """Prefixes of full pages with their slots. See `BasePrefixCache`."""
 
     @classmethod
     def create_simulated(
@@ -20,7 +20,7 @@ class RadixCache(BasePrefixCache):
         page_size: int = 1,
         enable_kv_cache_events: bool = False,
     ) -> RadixCache:
-        """A cache without pools. `mock_allocator`: an object with `device` and `free(slots)`, or None."""
+        """Build a cache without pools. `mock_allocator`: an object with `device` and `free(slots)`, or None."""
         return cls(
             CacheInitParams(
                 disable=disable,
@@ -32,15 +32,15 @@ class RadixCache(BasePrefixCache):
         )
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """As the base's. The slots offered for the first `prefix_len` tokens stay the caller's."""
+        """Insert the full pages of a key. The caller keeps the slots offered for the first `prefix_len` tokens."""
         if self.disable:
             return InsertResult(0)
         inserted, _ = self._insert(params)
         return InsertResult(len(inserted.existing))
 
     def total_size(self) -> int:
-        """Tokens held."""
-        return self._held(FULL)
+        """Return the tokens in the tree."""
+        return self._size_of(FULL)
 
     def _totals(self) -> str:
         return f"#tokens: {self.total_size()}"

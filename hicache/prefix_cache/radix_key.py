@@ -1,7 +1,7 @@
-"""`RadixKey`: what callers of the prefix caches give for a prefix; the tokens and namespace that a tree gets of it.
+"""`RadixKey`, the key of a prefix in the prefix caches, and its conversion to the tokens and namespace of a tree.
 
-In a tree of bigrams an element is a pair, (first << 32) | second, so the tree itself knows one kind only. Two pairs
-share an element unless both ids are from 0 to 2^31 - 1, so bigrams take no other ids.
+In a tree of bigrams an element is a pair of tokens, packed as (first << 32) | second. So the tree only knows int64
+elements. The ids of bigrams must be from 0 to 2^31 - 1, because with other ids different pairs have equal elements.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ _BIGRAM, _ESCAPE = "\x01", "\x00"
 
 
 class RadixKey:
-    """Token ids, and what else has to be equal for two prefixes to be the same. Not changed once made.
+    """The token ids and the `extra_key` of a prefix. Immutable.
 
-    `token_ids`: a sequence of ids, or of pairs with `is_bigram`. They are packed once, when a cache first asks; an
-    int64 array is not copied at all. An index or a slice is a key of the same kind with the same `extra_key`, and
-    shares the packed memory. Keys with different extra keys never match.
+    `token_ids`: a sequence of ids, or of pairs with `is_bigram`. They are packed at the first use by a cache; an int64
+    array is not copied. An index or a slice is a key of the same kind with the same `extra_key`, and shares the packed
+    memory. Keys with different extra keys never match.
     """
 
     __slots__ = ("_bigrams", "_ids", "_packed", "extra_key", "is_bigram")
@@ -41,14 +41,14 @@ class RadixKey:
 
     @classmethod
     def of_packed(cls, tokens: Tokens, extra_key: str | None, is_bigram: bool) -> RadixKey:
-        """The key of packed tokens, whose ids are unpacked where somebody asks for them."""
+        """Build a key from packed tokens. `token_ids` unpacks them at its first use."""
         key = cls(None, extra_key, is_bigram)  # type: ignore[arg-type]
         key._packed = tokens
         return key
 
     @property
     def token_ids(self) -> Any:
-        """As they were given; a list where the key is a part of another."""
+        """The ids as the caller gave them; a list if the key is a part of another key."""
         if self._ids is None:
             ids = self.packed().tolist()
             self._ids = _pairs(ids) if self.is_bigram else ids
@@ -61,10 +61,10 @@ class RadixKey:
         return iter(self.token_ids)
 
     def __getitem__(self, at: int | slice) -> RadixKey:
-        """One id (or pair), or a run of them, as a key."""
+        """Return a key of one id (or pair), or of a slice."""
         packed = self.packed()[at] if isinstance(at, slice) else self.packed()[at : at + 1 or None]
         if not isinstance(at, slice) and not len(packed):
-            raise IndexError(f"a key of {len(self)} tokens has none at {at}")
+            raise IndexError(f"a key of {len(self)} tokens has no index {at}")
         return RadixKey.of_packed(packed, self.extra_key, self.is_bigram)
 
     def __eq__(self, other: object) -> bool:
@@ -80,17 +80,17 @@ class RadixKey:
 
     @property
     def namespace(self) -> str:
-        """See `namespace_of`."""
+        """The namespace of the key, see `namespace_of`."""
         return namespace_of(self.extra_key, self.is_bigram)
 
     def packed(self) -> Tokens:
-        """int64 `[len]`; pairs as in `pack_bigrams`. InvalidTokens where ids cannot be packed."""
+        """Return the ids as int64 `[len]`, pairs as in `pack_bigrams`. InvalidTokens if ids cannot be packed."""
         if self._packed is None:
             self._packed = _pack_pairs(self._ids) if self.is_bigram and len(self._ids) else pack_tokens(self._ids)
         return self._packed
 
     def as_bigrams(self) -> RadixKey:
-        """The pairs of neighbours, one fewer than tokens; itself where it is of pairs already."""
+        """Return the key of adjacent pairs, one fewer than tokens; a key of pairs returns itself."""
         if self.is_bigram:
             return self
         if self._bigrams is None:
@@ -99,7 +99,9 @@ class RadixKey:
 
 
 def namespace_of(extra_key: str | None, is_bigram: bool = False) -> str:
-    """Different for different extra keys and kinds of tokens, and equal to an extra key of plain text."""
+    """Return the namespace of an extra key, which also depends on `is_bigram`.
+
+    Different extra keys have different namespaces. The namespace of an extra key of plain text is that text."""
     text = extra_key or ""
     if extra_key is not None and (not text or text[0] in (_ESCAPE, _BIGRAM)):
         text = _ESCAPE + text
@@ -119,7 +121,7 @@ def _pack_pairs(pairs: Sequence[Any]) -> Tokens:
 
 
 def key_of(tokens: Tokens, namespace: str) -> RadixKey:
-    """The key that packed `tokens` and a namespace stand for: the way back from `packed` and `namespace`."""
+    """Return the key of packed `tokens` and a namespace: the inverse of `packed` and `namespace`."""
     is_bigram = namespace.startswith(_BIGRAM)
     text = namespace[len(_BIGRAM) :] if is_bigram else namespace
     extra = None if not text else text[len(_ESCAPE) :] if text.startswith(_ESCAPE) else text
@@ -127,7 +129,7 @@ def key_of(tokens: Tokens, namespace: str) -> RadixKey:
 
 
 def block_events(change: PageChange) -> Iterator[KVCacheEvent]:
-    """The events of a change, of one block each. Tokens of a tree of bigrams are told as pairs."""
+    """Yield the events of a change, one block each. Events of a tree of bigrams have pairs as token ids."""
     for event in change.blocks(1):
         if isinstance(change, PagesStored) and isinstance(event, BlockStored) and change.namespace.startswith(_BIGRAM):
             yield dataclasses.replace(event, token_ids=_pairs(event.token_ids))
@@ -136,11 +138,11 @@ def block_events(change: PageChange) -> Iterator[KVCacheEvent]:
 
 
 def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
-    """Pairs of packed ids, element by element, as (first << 32) | second.
+    """Pack pairs of ids, element by element, as (first << 32) | second.
 
-    InvalidTokens for ids outside [0, 2^31), for their pairs would read as other pairs.
+    InvalidTokens for ids outside [0, 2^31), because different pairs would have equal elements.
     """
-    # No bit beyond the lowest 31 is set in the union of all ids exactly where each id is in range.
+    # All ids are in range if and only if the bitwise OR of all ids has no bit above the lowest 31.
     if (np.bitwise_or.reduce(first) | np.bitwise_or.reduce(second)) >> _BIGRAM_ID_BITS:
         ids = np.concatenate((first, second))
         raise InvalidTokens(
@@ -154,12 +156,12 @@ def pack_bigrams(first: Tokens, second: Tokens) -> Tokens:
 
 
 def neighbours(tokens: Tokens) -> Tokens:
-    """Pairs of neighbours, one fewer than tokens, as `pack_bigrams` has them."""
+    """Return the adjacent pairs of tokens, one fewer than tokens, packed as in `pack_bigrams`."""
     return pack_bigrams(tokens[:-1], tokens[1:])
 
 
 def joined_tokens(first: Sequence[int], second: Sequence[int]) -> TokenSource:
-    """Tokens [start, end) of two sequences after each other, at the cost of those tokens."""
+    """Return a function that packs tokens [start, end) of `first + second`; it only reads these tokens."""
 
     def run(start: int, end: int) -> Tokens:
         split = len(first)

@@ -1,4 +1,4 @@
-"""The slots of a prefix cache: how they are freed and audited, and the tensors that requests see of theirs."""
+"""The slots of a prefix cache: freeing them, checking them, and the `prefix_indices` of requests."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hicache.tiers import FULL, SWA, joined
 
 
 class AllocatorAdapter:
-    """The allocator behind a cache: a real one, one that stands in for it, or none in a simulation."""
+    """The allocator of a cache: an allocator of `hicache.alloc`, another object with `free`, or none (simulation)."""
 
     def __init__(self, allocator: SlotAllocator | None) -> None:
         self._allocator = allocator
@@ -36,16 +36,16 @@ class AllocatorAdapter:
             self._allocator.free(slots)
 
     def free_released(self, released: list[Released]) -> None:
-        """Free slots that left the tree, and window slots that left it alone, all at once. States are not freed."""
-        windows = [gone.value for gone in released if gone.component == SWA]
+        """Free the full slots, and the separate window slots, that the tree released. Does not free states."""
+        windows = [each.value for each in released if each.component == SWA]
         if windows and self._windows is not None:
             self._windows.free_swa(joined(windows))
-        slots = [gone.value for gone in released if gone.component == FULL]
+        slots = [each.value for each in released if each.component == FULL]
         if slots:
             self.free(joined(slots))
 
     def free_replaced(self, offered: torch.Tensor, inserted: Inserted, first_position: int) -> None:
-        """Free the offered slots that the tree's replace, after their window slots went to those that have none."""
+        """Free the offered slots that slots of the tree replace. First move their window slots to tombstones."""
         replaced = offered[: len(inserted.existing)]
         if self._windows is not None:
             for start, end in inserted.adopted:
@@ -53,18 +53,18 @@ class AllocatorAdapter:
         self.free(replaced, first_position)
 
     def available_str(self) -> str:
-        """How many tokens the allocator has free, of each kind where there are two."""
+        """Return a text with the free tokens of the allocator, full and window slots separately if it has both."""
         if self._real is None:
-            return "tokens of an unknown number available"
+            return "unknown number of tokens available"
         text = f"{self._real.available_size()} tokens available"
         if self._windows is None:
             return text
         return f"{text} (full {self._windows.full_available_size()}, window {self._windows.swa_available_size()})"
 
     def violations(self, tree: RadixTree) -> list[str]:
-        """The allocator's own, and slots of the tree that it holds twice, that are free, or that do not exist."""
+        """Return the allocator's violations, and slots of the tree that are repeated, free or out of range."""
         allocator = self._real
-        # An allocator of the caller's own may keep its free slots in another way.
+        # A custom allocator may have no `free_pages`.
         if allocator is None or not isinstance(getattr(allocator, "free_pages", None), torch.Tensor):
             return []
         found: list[str] = []
@@ -78,17 +78,17 @@ class AllocatorAdapter:
         held = values.cpu()
         free = torch.cat((allocator.free_pages, allocator.release_pages)).cpu()
         page_size = allocator.page_size
-        for bad, what in (
+        for bad, problem in (
             (held[(held < page_size) | (held >= allocator.size // page_size * page_size + page_size)], "do not exist"),
             (held[torch.isin(held // page_size, free)], "are free"),
             (_repeated(held), "are held more than once"),
         ):
             if bad.numel():
-                found.append(f"slots {bad[:8].tolist()} of the tree {what}")
+                found.append(f"slots {bad[:8].tolist()} of the tree {problem}")
         return found
 
     def window_violations(self, tree: RadixTree) -> list[str]:
-        """Nodes that hold window slots which are not mapped, or the other way round."""
+        """Return the nodes for which tree and allocator disagree whether they have window slots."""
         if self._windows is None:
             return []
         found = []
@@ -101,14 +101,14 @@ class AllocatorAdapter:
 
 
 class TableRows:
-    """The rows of a request table, read as int64; on the CPU by numpy, which copies a few slots much faster."""
+    """The rows of a request table, read as int64. On the CPU numpy reads them, which is faster for a few slots."""
 
     def __init__(self, table: ReqToTokenPool | None) -> None:
         self._rows = None if table is None else table.req_to_token
         self._on_host = None if self._rows is None or not self._rows.is_cpu else self._rows.numpy()
 
     def slots(self, row: int, start: int, end: int) -> torch.Tensor:
-        """The slots of tokens [start, end), int64, a copy."""
+        """Return a copy of the slots of tokens [start, end), int64."""
         if self._on_host is not None:
             return torch.from_numpy(self._on_host[row, start:end].astype(np.int64))
         assert self._rows is not None, "the cache was built without a request table"
@@ -116,18 +116,18 @@ class TableRows:
 
 
 class PrefixBuffers:
-    """`prefix_indices` of requests that are prefilled in chunks: int64 copies of their rows that grow by the new slots.
+    """Growing buffers for the `prefix_indices` of requests that are prefilled in chunks, int64.
 
-    A request's tensor is the front of a longer one: the next chunk costs its own length. Buffers are kept by row, and
-    one is a request's only while the request shows it.
+    The `prefix_indices` of a request are the front of a longer buffer, so that a chunk only copies its own slots. There
+    is one buffer per row. A buffer belongs to a request only while `req.prefix_indices` is its front.
     """
 
     def __init__(self, rows: TableRows) -> None:
         self._rows = rows
         self._buffers: dict[int, torch.Tensor] = {}
 
-    def grown(self, req: CachedRequest, known_len: int, num_tokens: int) -> torch.Tensor:
-        """The first `num_tokens` slots of its row; the first `known_len` are as `req.prefix_indices` has them."""
+    def extended(self, req: CachedRequest, known_len: int, num_tokens: int) -> torch.Tensor:
+        """Return the first `num_tokens` slots of the request's row. The first `known_len` are not read again."""
         row, shown = req.req_pool_idx, req.prefix_indices
         assert row is not None, "the request has no row"
         buffer = self._buffers.get(row)
@@ -141,7 +141,7 @@ class PrefixBuffers:
         buffer[known_len:num_tokens] = self._rows.slots(row, known_len, num_tokens)
         return buffer[:num_tokens]
 
-    def forget(self, row: int) -> None:
+    def remove(self, row: int) -> None:
         self._buffers.pop(row, None)
 
     def clear(self) -> None:
@@ -155,7 +155,7 @@ def _repeated(values: torch.Tensor) -> torch.Tensor:
 
 
 def states_of(table: ReqToTokenPool, request: Any) -> list[torch.Tensor]:
-    """The recurrent states that a request holds: running state and, with the extra buffer, checkpoint."""
+    """Return the recurrent states of a request: the running state and, with the extra buffer, the checkpoint."""
     if not isinstance(table, HybridReqToTokenPool):
         return []
     held = [request.mamba_pool_idx, request.mamba_checkpoint_idx if table.enable_mamba_extra_buffer else None]
@@ -163,6 +163,6 @@ def states_of(table: ReqToTokenPool, request: Any) -> list[torch.Tensor]:
 
 
 def free_states(table: ReqToTokenPool, request: Any) -> None:
-    """Free the states that the request holds and has not donated to a tree."""
+    """Free the states of a request that it has not donated to a tree."""
     if isinstance(table, HybridReqToTokenPool) and states_of(table, request):
         table.free_mamba_cache(request)

@@ -1,4 +1,4 @@
-"""SGLang's eviction strategies: what each evicts first, as a function of a node."""
+"""SGLang's eviction strategies, each a function from a node to its rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Priority = float | tuple[float, ...]
 
 
 class Usage(Protocol):
-    """How a node was used, which strategies rank by. Times are ticks."""
+    """The uses of a node, by which strategies rank it. Times are ticks of a logical clock."""
 
     @property
     def hit_count(self) -> int: ...
@@ -27,57 +27,57 @@ class Usage(Protocol):
 
 
 class EvictionStrategy(ABC):
-    """Ranks nodes by how they were used."""
+    """A ranking of nodes by their uses."""
 
     @abstractmethod
     def get_priority(self, node: Usage) -> Priority:
-        """The one with the lowest goes first. All of one strategy are of one length."""
+        """Return the rank of a node; the node with the lowest rank is evicted first."""
 
 
 class LRUStrategy(EvictionStrategy):
-    """The least recently used goes first."""
+    """Evicts the least recently used node first."""
 
     def get_priority(self, node: Usage) -> int:
         return node.last_access_time
 
 
 class LFUStrategy(EvictionStrategy):
-    """The least often used goes first; of equals, the least recently used."""
+    """Evicts the least often used node first; among equal ones, the least recently used."""
 
     def get_priority(self, node: Usage) -> tuple[int, int]:
         return node.hit_count, node.last_access_time
 
 
 class FIFOStrategy(EvictionStrategy):
-    """The oldest goes first."""
+    """Evicts the oldest node first."""
 
     def get_priority(self, node: Usage) -> int:
         return node.creation_time
 
 
 class MRUStrategy(EvictionStrategy):
-    """The most recently used goes first."""
+    """Evicts the most recently used node first."""
 
     def get_priority(self, node: Usage) -> int:
         return -node.last_access_time
 
 
 class FILOStrategy(EvictionStrategy):
-    """The youngest goes first."""
+    """Evicts the newest node first."""
 
     def get_priority(self, node: Usage) -> int:
         return -node.creation_time
 
 
 class PriorityStrategy(EvictionStrategy):
-    """The lowest `priority` that requests gave goes first; of equals, the least recently used."""
+    """Evicts the node with the lowest request priority first; among equal ones, the least recently used."""
 
     def get_priority(self, node: Usage) -> tuple[int, int]:
         return node.priority, node.last_access_time
 
 
 class SLRUStrategy(EvictionStrategy):
-    """What was used fewer than `protected_threshold` times goes first; of both segments, the least recently used."""
+    """Evicts nodes used fewer than `protected_threshold` times first; within both segments, the least recently used."""
 
     def __init__(self, protected_threshold: int = 2) -> None:
         self.protected_threshold = protected_threshold
@@ -98,7 +98,7 @@ _STRATEGIES: dict[str, type[EvictionStrategy]] = {
 
 
 def get_eviction_strategy(name: str) -> EvictionStrategy:
-    """The strategy `name`, in any case. ConfigError for an unknown name."""
+    """Return the strategy `name`, case-insensitive. ConfigError for an unknown name."""
     strategy = _STRATEGIES.get(name.lower())
     if strategy is None:
         raise ConfigError(f"eviction_policy={name!r} is unknown; use one of {', '.join(sorted(_STRATEGIES))}")

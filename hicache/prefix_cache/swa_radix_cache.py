@@ -1,9 +1,9 @@
-"""The prefix cache of models with sliding windows beside full attention.
+"""The prefix cache of models with full attention and sliding windows.
 
-A prefix is usable where the last `sliding_window_size` tokens have window slots, or all tokens from the root on have.
-Window slots are evicted before full ones: a node without them is a tombstone, which a match may pass and not end in. A
-request frees its own as it decodes (`swa_evicted_seqlen`). A tombstone gets window slots again from the next request
-that computes the same tokens.
+A prefix is usable if its last `sliding_window_size` tokens have window slots, or if all its tokens have. Window slots
+are evicted before full slots. A node without window slots is a tombstone: a match may pass through it but not end in
+it. A request frees its window slots as it decodes (`swa_evicted_seqlen`). A tombstone gets window slots again from the
+next request that computes the same tokens.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from hicache.tiers import FULL, SWA, Component
 
 
 class _NodeWindows(SwaComponent):
-    """Windows of whole nodes. A lock covers the same tokens until its end, though nodes were split since."""
+    """Window slots of complete nodes. A lock covers the same tokens until it is released, even if nodes are split."""
 
     def __init__(self, window: int) -> None:
         super().__init__(window)
@@ -48,32 +48,33 @@ class _NodeWindows(SwaComponent):
 
 
 class SWARadixCache(BasePrefixCache):
-    """Prefixes, their full slots, and for some of them window slots, which the allocator maps the full ones to.
+    """Prefixes with their full slots. Some also have window slots, to which the allocator maps the full slots.
 
-    Sizes are in tokens: `full_*` of full slots, `swa_*` of window slots. A lock covers the window slots of the nodes
-    that the last `sliding_window_size` tokens lie in.
+    Sizes are in tokens: `full_*` of full slots, `swa_*` of window slots. A lock covers the window slots of all nodes
+    with some of the last `sliding_window_size` tokens.
     """
 
     def __init__(self, params: CacheInitParams) -> None:
         """ConfigError without a window, or with an allocator that has no window slots."""
         window, allocator = params.sliding_window_size, params.token_to_kv_pool_allocator
         if window is None or window < 1:
-            raise ConfigError(f"sliding_window_size={window}; give the window of the model, in tokens")
+            raise ConfigError(f"sliding_window_size={window} is too small; give the window of the model, in tokens")
         if allocator is not None and not isinstance(allocator, SWATokenToKVPoolAllocator):
             raise ConfigError(f"{type(allocator).__name__} has no window slots; use SWATokenToKVPoolAllocator")
         self.sliding_window_size = window
         super().__init__(params)
 
     def insert(self, params: InsertParams) -> InsertResult:
-        """As the base's. The slots offered for tokens from `prev_prefix_len` on that were held before are freed.
+        """Insert the full pages of a key. Tokens from `swa_evicted_seqlen` on are offered with window slots.
 
-        Tokens from `swa_evicted_seqlen` on are offered with window slots, which tombstones take.
+        If tokens from `prev_prefix_len` on are already in the tree, their offered slots are freed; tombstones first
+        take over the window slots.
         """
         if self.disable:
             return InsertResult(0)
         tokens, namespace = self._packed(params.key)
-        known_len = self._whole_pages(min(params.prev_prefix_len, len(tokens)))
-        # The caller has these from a match: the slots are the tree's own, tombstones without window slots among them.
+        known_len = self._full_pages_len(min(params.prev_prefix_len, len(tokens)))
+        # The caller got these slots from a match: they are in the tree already, some as tombstones.
         if known_len:
             known_len = min(known_len, self._tree.match(tokens[:known_len], namespace).full_len)
         inserted, offered = self._insert(params, known_len)
@@ -81,7 +82,7 @@ class SWARadixCache(BasePrefixCache):
         return InsertResult(known_len + len(inserted.existing))
 
     def inc_lock_ref(self, node: TreeNode) -> int | None:
-        """Lock the prefix that ends with `node`. The result may be given to `dec_lock_ref`, which ignores it."""
+        """Lock the prefix that ends with `node`. Returns a value for `dec_lock_ref`, which ignores it."""
         super().inc_lock_ref(node)
         return None if self.disable or node.is_root else node.id
 
@@ -92,8 +93,8 @@ class SWARadixCache(BasePrefixCache):
         return self._tree.protected(SWA)
 
     def total_size(self) -> tuple[int, int]:
-        """Tokens held, and tokens with window slots."""
-        return self._held(FULL), self._held(SWA)
+        """Return the tokens in the tree, and those of them with window slots."""
+        return self._size_of(FULL), self._size_of(SWA)
 
     def supports_swa(self) -> bool:
         return True
@@ -105,7 +106,7 @@ class SWARadixCache(BasePrefixCache):
         return (_NodeWindows(self.sliding_window_size),)
 
     def _window_from(self, swa_evicted_seqlen: int, start: int, end: int) -> int | None:
-        # A page has lost its window slots when the first of its tokens has.
+        # The window slots of a page count as freed if that of its first token was freed.
         lost = -(-swa_evicted_seqlen // self.page_size) * self.page_size
         return min(max(lost, start), end) - start
 
@@ -113,8 +114,8 @@ class SWARadixCache(BasePrefixCache):
         return req.swa_evicted_seqlen
 
     def _part_to_evict(self, victim: Node, component: Component) -> Node:
-        # In a node longer than the window, no match at its end needs the window slots of the front.
-        surplus = self._whole_pages(max(0, victim.num_tokens - self.sliding_window_size)) if component == SWA else 0
+        # In a node longer than the window, a match at its end does not need the window slots of the front.
+        surplus = self._full_pages_len(max(0, victim.num_tokens - self.sliding_window_size)) if component == SWA else 0
         return self._tree.split(victim, surplus) if surplus else victim
 
     def _own_violations(self) -> list[str]:

@@ -1,18 +1,19 @@
-"""A cache of whole tensors over the engine's three tiers: device, pinned CPU memory, disk.
+"""A cache of named tensors in three tiers: device, pinned CPU memory, disk.
 
     L1  tensors on the device                                    at most l1_max, and l1_bytes
     L2  blocks of pinned CPU memory, as host pages               at most l2_max, and l2_bytes
     L3  the same blocks in the page store                        at most disk_bytes
 
-`get` brings a tensor up to L1; the least recently used tensors move down, and the store evicts from L3. A tensor is in
-L1 or L2, and may be on disk as well. Its value is a header (see `tensor_header`) and its bytes, cut into blocks:
+`get` loads a tensor into L1. The least recently used tensors are moved to the next lower tier, and the store evicts
+from L3. A tensor is in L1 or L2, and may also be on disk. Its value is a header (see `tensor_header`) and its bytes,
+cut into blocks:
 
     block 0      [header][bytes ...]
     block i > 0  [bytes ...], the last one padded with zeros
 
-Nothing is pickled. The key of block 0 is the digest of the name; those of the others come from the nonce, drawn anew
-for each `put`, so blocks of two tensors of one name never mix. Block 0 is stored last and deleted first, so a tensor on
-disk is found whole or not at all. What moves down to a disk that takes nothing is dropped.
+Nothing is pickled. The key of block 0 is the digest of the name. The keys of the other blocks contain the nonce, a
+random number of each `put`, so blocks of two tensors with one name never mix. Block 0 is written last and deleted
+first, so a tensor on disk is found completely or not at all. A tensor that the disk does not accept is dropped.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ _BLOCKS_PER_CALL = 64
 
 @dataclass(frozen=True)
 class TensorCacheStats:
-    """A snapshot: tensors and bytes in each tier, hits by tier, and tensors that moved down, or were `dropped` because
-    there is no disk or it did not take them."""
+    """A snapshot: tensors and bytes in each tier, hits by tier, and tensors moved to L2 and L3. `dropped`: tensors that
+    were removed from memory without a copy on disk."""
 
     l1_tensors: int
     l1_bytes: int
@@ -66,7 +67,7 @@ class TensorCacheStats:
 
 @dataclass
 class _Entry:
-    """A tensor, either in L1 (`value`, on the device) or in L2 (`blocks`, ids of host pages in order)."""
+    """One tensor, either in L1 (`value`, on the device) or in L2 (`blocks`, ids of host pages in order)."""
 
     header: TensorHeader
     value: torch.Tensor | None = None
@@ -74,11 +75,11 @@ class _Entry:
 
 
 class HiCache:
-    """`put` and `get` tensors by name. One thread at a time; copies are complete when a call returns.
+    """A cache of tensors by name. One thread at a time; copies are complete when a call returns.
 
-    Owns its device tensors, its pinned memory and the store in `path`. `put` takes a copy. `get` returns the cache's
-    own tensor, which stays valid as long as the caller keeps it: clone it before writing to it. `close` writes all
-    tensors in memory to disk, where another cache of the same `block_bytes` and `namespace` finds them.
+    Owns its device tensors, its pinned memory and the store in `path`. `put` copies its argument. `get` returns the
+    tensor of the cache, which stays valid while the caller has a reference: clone it before writing to it. `close`
+    writes all tensors in memory to disk, where another cache with the same `block_bytes` and `namespace` finds them.
     """
 
     def __init__(
@@ -94,13 +95,14 @@ class HiCache:
         block_bytes: int = 256 << 10,
         namespace: str = "",
     ) -> None:
-        """`l1_max`, `l2_max`: maximum numbers of tensors; `path`: a directory for L3, or None. `namespace` should name
-        the model and its weights: a store can be opened only under its own. ConfigError, OutOfMemory, StoreError."""
+        """`l1_max`, `l2_max`: maximum numbers of tensors. `path`: a directory for L3, or None. `namespace` should name
+        the model and its weights; a store is opened only with the same namespace. Raises ConfigError, OutOfMemory or
+        StoreError."""
         minima = {"l1_max": (l1_max, 1), "l2_max": (l2_max, 0), "block_bytes": (block_bytes, 4096)}
         minima["l2_bytes"] = (l2_bytes, 2 * block_bytes)
         for name, (value, minimum) in minima.items():
             if value < minimum:
-                raise ConfigError(f"{name}={value} is below {minimum}; raise {name}")
+                raise ConfigError(f"{name}={value} is too small; raise it to at least {minimum}")
         self.l1_max = l1_max
         self.l2_max = l2_max
         self.l1_bytes = l1_bytes
@@ -121,20 +123,21 @@ class HiCache:
         self._l1_used = 0
         self._closed = False
         self._owner = OwnerProcess("the tensor cache")
-        self._replaced = set[bytes]()  # names whose old tensor may be on disk still
+        self._replaced = set[bytes]()  # names whose old tensor may still be on disk
         self._breaker = Breaker("writes", LIMITS, time.monotonic)
         self._counts = dict.fromkeys(("l1_hits", "l2_hits", "l3_hits", "misses", "to_l2", "to_l3", "dropped"), 0)
 
     def put(self, key: str | bytes, kv: torch.Tensor) -> None:
-        """Keep a copy of `kv` under `key` and drop the old value from all tiers. ShapeError for unsupported tensors."""
+        """Store a copy of `kv` as `key`, and remove the old value from all tiers. ShapeError for unsupported
+        tensors."""
         self._require_open()
         name, header = _name(key), TensorHeader.of(kv)
         value = kv.detach().to(self.device, copy=True, memory_format=torch.contiguous_format)
-        self._forget(name)
-        self._into_l1(name, _Entry(header, value=value))
+        self._remove(name)
+        self._add_to_l1(name, _Entry(header, value=value))
 
     def get(self, key: str | bytes) -> torch.Tensor | None:
-        """The tensor on the device, now the most recently used; None when no tier holds it."""
+        """Return the tensor on the device, and make it the most recently used; None if no tier has it."""
         self._require_open()
         name = _name(key)
         entry = self._l1.get(name)
@@ -152,7 +155,7 @@ class HiCache:
             self._counts["misses" if entry is None else "l3_hits"] += 1
             if entry is None:
                 return None
-        self._into_l1(name, entry)
+        self._add_to_l1(name, entry)
         return entry.value
 
     def stats(self) -> TensorCacheStats:
@@ -168,14 +171,14 @@ class HiCache:
         )
 
     def check(self) -> None:
-        """Raise InvariantError with all violations: limits, byte counts, blocks with two owners, the store's own."""
+        """Raise InvariantError with all violations of limits, byte counts, block ownership and the store."""
         found = []
         if len(self._l1) > self.l1_max or len(self._l2) > self.l2_max:
             found.append(f"{len(self._l1)} and {len(self._l2)} tensors, maximum {self.l1_max} and {self.l2_max}")
         if self._l1_used != sum(entry.header.num_bytes for entry in self._l1.values()):
-            found.append(f"{self._l1_used} bytes counted on the device, not those of its tensors")
+            found.append(f"{self._l1_used} bytes counted on the device, which is not the sum of its tensors")
         if set(self._l1) & set(self._l2) or any(entry.value is None for entry in self._l1.values()):
-            found.append("a name is on the device and in host memory, or on the device without a tensor")
+            found.append("a tensor is in L1 and in L2, or an entry of L1 has no tensor")
         owned = [block for entry in self._l2.values() for block in entry.blocks or ()]
         if len({*owned}) + self._host.available() != self._host.num_pages:
             found.append(f"{len(owned)} blocks owned, {self._host.available()} free of {self._host.num_pages}")
@@ -191,17 +194,19 @@ class HiCache:
             raise InvariantError("tensor cache", found)
 
     def close(self) -> None:
-        """Write all tensors in memory to disk, oldest first, and release everything. Idempotent; in a fork, nothing."""
+        """Write all tensors in memory to disk, least recently used first, and free all memory.
+
+        Idempotent. Does nothing in a forked process."""
         if self._closed or not self._owner.is_here:
             return
         try:
-            self._breaker = Breaker("writes", LIMITS, time.monotonic)  # the last chance, whatever the backoff
+            self._breaker = Breaker("writes", LIMITS, time.monotonic)  # retries at once, without the backoff
             for name in list(self._replaced):
-                self._forget_on_disk(name)
+                self._delete_on_disk(name)
             while self._l2:
-                self._out_of_l2()
+                self._demote_from_l2()
             while self._l1:
-                self._out_of_l1(keep_in_l2=False)
+                self._demote_from_l1(keep_in_l2=False)
         finally:
             self._closed = True
             self._l1.clear()
@@ -218,16 +223,16 @@ class HiCache:
     ) -> None:
         self.close()
 
-    def _into_l1(self, name: bytes, entry: _Entry) -> None:
+    def _add_to_l1(self, name: bytes, entry: _Entry) -> None:
         self._l1[name] = entry
         self._l1_used += entry.header.num_bytes
         limit = self.l1_bytes
-        # The newest tensor stays, whatever its size: the caller is about to use it.
+        # The newest tensor stays in L1 at any size, because the caller is about to use it.
         while len(self._l1) > self.l1_max or (limit is not None and self._l1_used > limit and len(self._l1) > 1):
-            self._out_of_l1()
+            self._demote_from_l1()
 
-    def _out_of_l1(self, keep_in_l2: bool = True) -> None:
-        """Move the least recently used tensor down."""
+    def _demote_from_l1(self, keep_in_l2: bool = True) -> None:
+        """Move the least recently used tensor of L1 to L2 or to disk."""
         name, entry = self._l1.popitem(last=False)
         self._l1_used -= entry.header.num_bytes
         assert entry.value is not None
@@ -238,24 +243,24 @@ class HiCache:
                 memory = torch.empty(num_blocks * self.block_bytes, dtype=torch.uint8)
                 self._write(entry.header, entry.value, [memory])
                 stored = self._to_disk(name, entry.header, list(memory.view(num_blocks, -1).numpy()))
-            self._count_down(stored)
+            self._count_demotion(stored)
             return
         while len(self._l2) >= self.l2_max or self._host.available() < num_blocks:
-            self._out_of_l2()
+            self._demote_from_l2()
         entry.blocks = self._host.alloc(num_blocks)
         self._write(entry.header, entry.value, self._memories(entry))
         entry.value = None
         self._l2[name] = entry
         self._counts["to_l2"] += 1
 
-    def _out_of_l2(self) -> None:
-        """Move the least recently used tensor of host memory to disk, or drop it when no disk takes it."""
+    def _demote_from_l2(self) -> None:
+        """Move the least recently used tensor of L2 to disk, or drop it if the disk does not accept it."""
         name, entry = self._l2.popitem(last=False)
         assert entry.blocks is not None
-        self._count_down(self._to_disk(name, entry.header, list(self._host.views(entry.blocks))))
+        self._count_demotion(self._to_disk(name, entry.header, list(self._host.views(entry.blocks))))
         self._free_blocks(entry)
 
-    def _count_down(self, stored: bool) -> None:
+    def _count_demotion(self, stored: bool) -> None:
         self._counts["to_l3" if stored else "dropped"] += 1
 
     def _free_blocks(self, entry: _Entry) -> None:
@@ -267,13 +272,13 @@ class HiCache:
         return -(-(HEADER_BYTES + header.num_bytes) // self.block_bytes)
 
     def _memories(self, entry: _Entry) -> list[torch.Tensor]:
-        """The bytes of a tensor in host memory, in order: one uint8 tensor for each run of adjacent blocks."""
+        """Return the memory of a tensor in L2, in order: one uint8 tensor for each run of adjacent blocks."""
         assert entry.blocks is not None
         runs = np.split(entry.blocks, np.flatnonzero(np.diff(entry.blocks) != 1) + 1)
         return [self._host.bytes_of[int(run[0]) : int(run[-1]) + 1].view(-1) for run in runs]
 
     def _write(self, header: TensorHeader, value: torch.Tensor, memories: list[torch.Tensor]) -> None:
-        """Write header and bytes of a contiguous tensor to host memory, and zeros behind them. Waits for the copy."""
+        """Write the header and bytes of a contiguous tensor to host memory, padded with zeros. Waits for the copy."""
         data = value.reshape(-1).view(torch.uint8)
         memories[0][:HEADER_BYTES] = torch.frombuffer(bytearray(header.pack()), dtype=torch.uint8)
         done = 0
@@ -300,15 +305,16 @@ class HiCache:
             torch.cuda.current_stream(self.device).synchronize()
 
     def _to_disk(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> bool:
-        """Store a tensor's blocks; whether a disk has them all. None is written while an old tensor of the name is
-        there, or before the backoff of a disk that failed is over."""
+        """Write the blocks of a tensor. Returns whether the disk has all of them.
+
+        Writes nothing while an old tensor of the name is on disk, or during the backoff after a disk error."""
         token = None if self._store is None else self._breaker.admit()
         if self._store is None or token is None:
             return False
         stored = False
         if self._store.reopen():
             if name in self._replaced:
-                self._forget_on_disk(name)
+                self._delete_on_disk(name)
             stored = name not in self._replaced and self._put_blocks(name, header, blocks)
         if self._store.stats().read_only:
             self._breaker.failed(token, "the store is read-only; free space on its disk", at_once=True)
@@ -317,14 +323,14 @@ class HiCache:
         return stored
 
     def _put_blocks(self, name: bytes, header: TensorHeader, blocks: list[PageBuffer]) -> bool:
-        """Block 0 makes the tensor visible: it is last, and left out when another block is refused."""
+        """Write block 0 last, because it makes the tensor visible; skip it if the store refuses another block."""
         assert self._store is not None
         items = list(zip(_block_keys(name, header, len(blocks)), blocks, strict=True))
         parts = [items[start : start + _BLOCKS_PER_CALL] for start in range(1, len(items), _BLOCKS_PER_CALL)]
         return all(all(self._store.put(part)) for part in (*parts, items[:1]))
 
     def _header_on_disk(self, name: bytes) -> tuple[TensorHeader, PageBuffer] | None:
-        """The header under a name, and block 0."""
+        """Return the header of a name on disk, and block 0; None if the disk has neither."""
         block = np.empty(self.block_bytes, dtype=np.uint8)
         if self._store is None or not self._store.get_into([name], [block])[0]:
             return None
@@ -332,7 +338,7 @@ class HiCache:
         return None if header is None else (header, block)
 
     def _from_disk(self, name: bytes) -> _Entry | None:
-        """The tensor under a name, copied to the device. An incomplete tensor is deleted and is a miss."""
+        """Load a tensor from disk to the device. An incomplete tensor is deleted and counts as a miss."""
         found = None if name in self._replaced else self._header_on_disk(name)
         if found is None or self._store is None:
             return None
@@ -349,7 +355,7 @@ class HiCache:
                 return None
         return _Entry(header, value=self._read(header, [memory]))
 
-    def _forget(self, name: bytes) -> None:
+    def _remove(self, name: bytes) -> None:
         """Remove a name from all tiers."""
         entry = self._l1.pop(name, None)
         if entry is not None:
@@ -358,17 +364,17 @@ class HiCache:
         if entry is not None:
             self._free_blocks(entry)
         if self._may_be_on_disk(name):
-            self._forget_on_disk(name)
+            self._delete_on_disk(name)
 
-    def _forget_on_disk(self, name: bytes) -> None:
-        """Delete the tensor of a name, or note that it may be there still."""
+    def _delete_on_disk(self, name: bytes) -> None:
+        """Delete a tensor from disk, or record that it may still be there."""
         assert self._store is not None
         found = self._header_on_disk(name)
         self._store.delete([name] if found is None else _block_keys(name, found[0], self._num_blocks(found[0])))
         (self._replaced.add if self._may_be_on_disk(name) else self._replaced.discard)(name)
 
     def _may_be_on_disk(self, name: bytes) -> bool:
-        """Whether a disk has the name, or cannot tell."""
+        """Return whether the disk has the name, or cannot be read."""
         if self._store is None:
             return False
         num_errors = self._store.thread_read_errors()
@@ -377,7 +383,7 @@ class HiCache:
     def _require_open(self) -> None:
         self._owner.require_here()
         if self._closed:
-            raise HiCacheError("this tensor cache is closed; build another one")
+            raise HiCacheError("the tensor cache is closed; build a new one")
 
 
 def _open_store(path: str | os.PathLike[str], namespace: str, block_bytes: int, disk_bytes: int) -> LmdbPageStore:
@@ -390,7 +396,7 @@ def _open_store(path: str | os.PathLike[str], namespace: str, block_bytes: int, 
 
 
 def _name(key: str | bytes) -> bytes:
-    """The digest of a key. A text and the same bytes have different digests."""
+    """Return the digest of a key. A str and its encoded bytes have different digests."""
     return hashlib.sha256(b"s" + key.encode() if isinstance(key, str) else b"b" + key).digest()
 
 
@@ -399,6 +405,6 @@ def _block_keys(name: bytes, header: TensorHeader, num_blocks: int) -> list[byte
 
 
 def _payload_of(memories: list[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece of memory with its part that holds bytes of the tensor: all but the header in the first piece."""
+    """Yield each piece of memory with its payload: the piece itself, or in the first piece all but the header."""
     for index, memory in enumerate(memories):
         yield memory, memory[HEADER_BYTES:] if index == 0 else memory

@@ -1,9 +1,9 @@
-"""The header of fixed size before the bytes of a stored tensor.
+"""The header of a stored tensor, which has a fixed size and precedes its bytes.
 
     [ 0,  4)   magic b"HITC"
     [ 4,  8)   u8 format version, u8 dtype, u8 dimensions, a zero
     [ 8, 16)   u64 bytes of the tensor
-    [16, 32)   nonce, drawn anew for each value
+    [16, 32)   nonce, a new random number for each value
     [32, 256)  u64 size of each dimension, then zeros
 
 Integers are little-endian.
@@ -46,7 +46,7 @@ _DTYPES = (
 
 @dataclass(frozen=True)
 class TensorHeader:
-    """What it takes to make a tensor of its bytes."""
+    """The dtype, shape and size with which a tensor is rebuilt from its bytes, and the nonce of its block keys."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -55,11 +55,11 @@ class TensorHeader:
 
     @classmethod
     def of(cls, x: torch.Tensor) -> TensorHeader:
-        """A new value's header. ShapeError for a tensor that the format cannot describe."""
+        """Return a header with a new nonce for `x`. ShapeError for a tensor that the format cannot describe."""
         if x.dtype not in _DTYPES or x.dim() > _MAX_DIMS or x.layout != torch.strided:
             raise ShapeError(
-                f"a tensor of {x.dtype}, {x.layout} and {x.dim()} dimensions; the cache takes strided tensors of up to "
-                f"{_MAX_DIMS} dimensions of {', '.join(map(str, _DTYPES))}"
+                f"a tensor of {x.dtype}, {x.layout} and {x.dim()} dimensions is not supported; give a strided tensor "
+                f"of at most {_MAX_DIMS} dimensions, of {', '.join(map(str, _DTYPES))}"
             )
         return cls(x.dtype, tuple(x.shape), x.numel() * x.element_size(), os.urandom(16))
 
@@ -70,7 +70,7 @@ class TensorHeader:
 
     @classmethod
     def unpack(cls, data: bytes) -> TensorHeader | None:
-        """None for a header that this version cannot read."""
+        """Parse a header; None if this version cannot read it."""
         magic, version, code, dims, num_bytes, nonce = _HEADER.unpack_from(data)
         if (magic, version) != (_MAGIC, TENSOR_FORMAT_VERSION) or code >= len(_DTYPES) or dims > _MAX_DIMS:
             return None

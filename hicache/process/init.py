@@ -38,11 +38,11 @@ def supervise() -> None:
 
 def _pass_on(signals: Collection[int], child: int) -> NoReturn:
     while True:
-        came = signal.sigwaitinfo(signals)
-        if came.si_signo == signal.SIGCHLD:
+        received = signal.sigwaitinfo(signals)
+        if received.si_signo == signal.SIGCHLD:
             _reap(child)
-        elif came.si_code <= 0:  # sent by a process; signals of the terminal reach the child directly
-            os.kill(child, came.si_signo)
+        elif received.si_code <= 0:  # sent by a process; signals of the terminal reach the child directly
+            os.kill(child, received.si_signo)
 
 
 def _reap(child: int) -> None:

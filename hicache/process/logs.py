@@ -23,7 +23,7 @@ from typing import Any
 LEVELS = ("debug", "info", "warning", "error")
 _OWN = "hicache"
 _MAX_LINES = 4096  # lines that may be queued, about a megabyte
-_LEFT_S = 1.0  # time to write queued lines at the end of the process
+_FLUSH_TIMEOUT_S = 1.0  # for log lines that are still queued at exit.
 _STDERR = 2
 _PLAIN = re.compile(r'"[^\s"\\]+"')  # JSON strings that are unambiguous without quotes
 
@@ -97,26 +97,26 @@ class LineWriter(logging.Handler):
             self._num_dropped += 1
 
     def flush(self) -> None:
-        """Wait until the lines logged so far are written, at most `_LEFT_S` seconds."""
+        """Wait until the lines logged so far are written, at most `_FLUSH_TIMEOUT_S` seconds."""
         if os.getpid() != self._process or not self._thread.is_alive():
             return
         written = threading.Event()
         with contextlib.suppress(queue.Full):
             self._lines.put_nowait(written)
-            written.wait(_LEFT_S)
+            written.wait(_FLUSH_TIMEOUT_S)
 
     def close(self) -> None:
         """Write the queued lines and stop the thread, within a few seconds even if nothing reads them."""
         super().close()
         with contextlib.suppress(queue.Full):
-            self._tell_dropped(_LEFT_S)
-            self._lines.put(None, timeout=_LEFT_S)
-            self._thread.join(_LEFT_S)
+            self._tell_dropped(_FLUSH_TIMEOUT_S)
+            self._lines.put(None, timeout=_FLUSH_TIMEOUT_S)
+            self._thread.join(_FLUSH_TIMEOUT_S)
 
     def _tell_dropped(self, wait_s: float) -> None:
         if self._num_dropped:
-            told = _warning(f"{self._num_dropped} lines were dropped, because stderr was not read")
-            self._lines.put(self._line(told), block=bool(wait_s), timeout=wait_s or None)
+            warning = _warning(f"{self._num_dropped} lines were dropped, because stderr was not read")
+            self._lines.put(self._line(warning), block=bool(wait_s), timeout=wait_s or None)
             self._num_dropped = 0
 
     def _line(self, record: logging.LogRecord) -> bytes:
@@ -138,7 +138,7 @@ class LineWriter(logging.Handler):
             try:
                 line = line[os.write(self._descriptor, line) :]
             except BlockingIOError:  # another process made this terminal or socket non-blocking
-                time.sleep(_LEFT_S / 10)
+                time.sleep(_FLUSH_TIMEOUT_S / 10)
             except OSError:  # the reader is gone, so the error cannot be reported either
                 return
 

@@ -13,13 +13,13 @@ UNLIMITED = 1 << 62
 
 
 class BlockTable(PageTable):
-    """Rows of blocks: each has its id, and keeps it."""
+    """A page table in which the row of a block is the block's id, for good."""
 
     def find(self, keys: Sequence[bytes] | Tokens) -> Rows:
         return np.asarray(keys)
 
     def name_blocks(self, blocks: Tokens) -> None:
-        """These follow each other in a prompt, from its beginning on."""
+        """Give rows to `blocks`, the first blocks of a prompt in order, and link each to the block before it."""
         if len(blocks) and (most := int(blocks.max())) >= self._num_rows:
             self._grow_to(max(most + 1, 2 * self._num_rows))
         new = blocks[self.age[blocks] == 0]
@@ -28,15 +28,15 @@ class BlockTable(PageTable):
         self.link(blocks)
 
     def forget(self, rows: Rows) -> None:
-        """A block has its row for good."""
+        """Do nothing: a block keeps its row."""
 
     def violations(self) -> list[str]:
-        """No row is free, and none has a key."""
+        """Return no violation: this table has no free rows and no keys to check."""
         return []
 
 
 class BlockPool:
-    """Counts pages of a tier, where there are no bytes: see `HostPagePool`. `num_pages`: None for no limit."""
+    """A page pool without bytes, which only counts (see `HostPagePool`). `num_pages`: capacity; None for no limit."""
 
     def __init__(self, num_pages: int | None) -> None:
         self.num_pages = UNLIMITED if num_pages is None else num_pages
@@ -55,4 +55,4 @@ class BlockPool:
         self._used -= len(pages)
 
     def check(self) -> None:
-        """The tier counts what is used."""
+        """Do nothing: the tier itself counts its used pages."""

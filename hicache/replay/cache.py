@@ -1,8 +1,8 @@
-"""One cache without bytes: the page table of the engine, its states and eviction orders, for two tiers over one row a
-block.
+"""A simulated cache without bytes: the engine's page table, page states and eviction orders, for two tiers.
 
-A block of a trace is a page of one token: the id of the prefix that it ends, which is its row. Requests come one after
-the other, and every copy is done at once. The steps are those of `hicache.flow`; `docs/replay.md` states them as rules.
+A block of a trace is one page of one token, and its row is the id of the prefix that ends with the block. Requests are
+served one after the other, and every copy completes at once. The steps are those of `hicache.flow`; `docs/replay.md`
+states them as rules.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from hicache.replay.hints import NO_HINT, Hint
 from hicache.replay.settings import ReplaySettings
 from hicache.tiers import DISK
 
-_BLOCKS_PER_S = 100.0  # that requests ask for
+_BLOCKS_PER_S = 100.0  # blocks per second
 
-_LARGE = 512  # blocks of a host
-_AT_EVICTION = ("write_back", "exclusive")
+_LARGE_HOST = 512  # blocks
+_BACKUP_AT_EVICTION = ("write_back", "exclusive")  # write policies
 
 
 class BlockHits(NamedTuple):
-    """Blocks of one prompt that need not be computed, by the tier that held them when the request came."""
+    """Blocks of one prompt that need not be computed, by the tier that held them when the request arrived."""
 
     device: int = 0
     host: int = 0
@@ -42,8 +42,8 @@ class BlockHits(NamedTuple):
 
 @dataclass(frozen=True)
 class Copies:
-    """Blocks that were copied: `loaded` host to device, `backed_up` device to host, `read` disk to host, `written` host
-    to disk, `never_read` of these not read until the end."""
+    """Numbers of copied blocks: `loaded` host to device, `backed_up` device to host, `read` disk to host, `written`
+    host to disk. `never_read`: written blocks that no request read until the end."""
 
     loaded: int = 0
     backed_up: int = 0
@@ -53,19 +53,24 @@ class Copies:
 
 
 class CacheSimulation:
-    """The tiers of one engine. `blocks_per_s`: that requests ask for, by which the disk has its write budget."""
+    """The simulated tiers of one engine.
+
+    `blocks_per_s`: the rate of requested blocks. It converts the disk's write budget, which is given per requested
+    block, into blocks per second."""
 
     def __init__(self, settings: ReplaySettings, blocks_per_s: float = _BLOCKS_PER_S) -> None:
         self.settings = settings
         self._blocks_per_s = blocks_per_s
-        self._num_asked = 0
-        self._saves_at_eviction = settings.write_policy in _AT_EVICTION
+        self._num_requested = 0
+        self._backs_up_at_eviction = settings.write_policy in _BACKUP_AT_EVICTION
         self._is_exclusive = settings.write_policy == "exclusive"
         self.table = BlockTable()
         self._touched = Seen()
-        self._unsaved = list[tuple[Rows, Ranks]]()
+        self._evicted = list[tuple[Rows, Ranks]]()
         self.table.add_columns(self._touched)
-        self.device = TierPages(BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._note)
+        self.device = TierPages(
+            BlockPool(settings.device_blocks), settings.policy, self.table, on_evict=self._record_eviction
+        )
         self.disk = DiskOrder(settings.disk_blocks) if settings.disk_blocks != 0 else None
         self.host: TierPages | None = None
         if settings.host_blocks != 0:
@@ -74,38 +79,38 @@ class CacheSimulation:
         self._writes: WriteScheduler | None = None
         self._uses = PageUses()
         if self.disk is not None and self.host is not None:
-            self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._asked_s)
+            self._budget = WriteBudget((settings.disk_write_budget or 0) * blocks_per_s, self._trace_time_s)
             self._source = WriteSource(self.host, 1, max(1, int(ROUND_SHARE * self.host.pool.num_pages)))
             self._writes = WriteScheduler([self._source], DISK, self._budget, self._uses)
         self._is_last = False  # of its session, the request that is served
         self._loaded = self._backed_up = self._read = 0
 
-    def _asked_s(self) -> float:
-        """Where all requests ask for as many blocks a second."""
-        return self._num_asked / self._blocks_per_s
+    def _trace_time_s(self) -> float:
+        """Return the seconds since the start of the trace, if requests ask for `blocks_per_s` at a constant rate."""
+        return self._num_requested / self._blocks_per_s
 
-    def _note(self, rows: Rows) -> None:
-        """The device is about to lose these, the first one first."""
+    def _record_eviction(self, rows: Rows) -> None:
+        """Record rows that the device is about to evict, in the order of eviction."""
         order, host = self.device.order, self.host
-        if host is not None and self._saves_at_eviction:
-            unsaved = rows[~host.has(rows) & ~order.has_ended[rows]]
-            self._unsaved.append((unsaved, order.policy.uses_of(order.at, unsaved)))
+        if host is not None and self._backs_up_at_eviction:
+            evicted = rows[~host.has(rows) & ~order.has_ended[rows]]
+            self._evicted.append((evicted, order.policy.uses_of(order.at, evicted)))
             host.left_above(rows)
 
     @property
     def copies(self) -> Copies:
-        """Since the beginning, or the last `count_anew`."""
+        """Copies since the start, or since the last `reset_counts`."""
         written, useful = (0, 0) if self.disk is None else (self.disk.num_written, self.disk.num_useful)
         return Copies(self._loaded, self._backed_up, self._read, written, written - useful)
 
-    def count_anew(self) -> None:
-        """Copies so far count no more."""
+    def reset_counts(self) -> None:
+        """Set the numbers of copies to zero."""
         self._loaded = self._backed_up = self._read = 0
         if self.disk is not None:
-            self.disk.count_anew()
+            self.disk.reset_counts()
 
     def serve(self, blocks: Tokens, hint: Hint = NO_HINT, now_s: float = 0.0) -> BlockHits:
-        """One request, from its arrival to its end, at `now_s`. `blocks`: ids of prefixes, see `prefix_ids`."""
+        """Serve one request at `now_s`, from its arrival to its end. `blocks`: ids of prefixes, see `prefix_ids`."""
         device, host = self.device, self.host
         for tier in (device,) if host is None else (device, host):
             tier.order.expire(now_s)
@@ -121,13 +126,13 @@ class CacheSimulation:
         end = self._commit(blocks, self._admit(blocks, device_len, length))
         device.use(blocks[:end])
         device.unlock(blocks[:end])
-        self._num_asked += len(blocks)
-        self._touch_below(blocks, end, hint, now_s)
+        self._num_requested += len(blocks)
+        self._touch_lower_tiers(blocks, end, hint, now_s)
         num_disk = int(np.searchsorted(read, length))
         return BlockHits(device_len, length - device_len - num_disk, num_disk)
 
     def check(self) -> None:
-        """Raise `InvariantError` where a tier does not hold what it should, or more than it may."""
+        """Raise `InvariantError` if the accounts of a tier are wrong, or if it exceeds its capacity."""
         self.device.check()
         if self.host is not None:
             self.host.check()
@@ -135,8 +140,9 @@ class CacheSimulation:
     # The steps of a request
 
     def _prefetch(self, blocks: Tokens, device_len: int) -> Rows:
-        """Read the blocks that only the disk has into the host. Returns the rows that came. Blocks before them, and
-        those that earlier reads brought, stay locked."""
+        """Read the blocks that only the disk has into the host. Returns the indices of the blocks that were read.
+
+        Blocks on the host that directly precede a missing block are locked during the read."""
         host, disk = self.host, self.disk
         if host is None or disk is None:
             return NO_ROWS
@@ -159,8 +165,9 @@ class CacheSimulation:
         return read
 
     def _admit(self, blocks: Tokens, device_len: int, length: int) -> int:
-        """Free slots for the blocks of the prefix (`length` blocks) that the device lacks and for the blocks behind it,
-        and load the prefix. Returns the end of the prefix, which is locked."""
+        """Load the part of the prefix (`length` blocks) that the device lacks, and evict for the complete prompt.
+
+        Returns the end of the prefix, which is locked."""
         device, host = self.device, self.host
         device.lock(blocks[:device_len])
         device.order.go_on(blocks[:device_len])
@@ -180,44 +187,46 @@ class CacheSimulation:
         return length
 
     def _load(self, rows: Rows) -> None:
-        """Bring these to the device, where they are locked."""
+        """Load rows from the host to the device, and lock them there."""
         self._enter(rows, self.table.hits[rows])
 
     def _enter(self, rows: Rows, hits: Counts | int) -> None:
         taken = self.device.reserve(rows, COPY, hits=hits)
-        assert len(taken) == len(rows), "made available before"
+        assert len(taken) == len(rows), "the caller has evicted enough pages"
         self.device.lock(taken)
         self.device.landed(taken)
 
     def _load_in_steps(self, host: TierPages, blocks: Tokens, done: int, end: int) -> int:
-        """Like `_load`, in steps: victims of the device take the host places of blocks that earlier steps loaded,
-        except for the last two steps. Copies end at once here, so a large host makes all steps at once."""
-        step, under_way = step_pages(host.pool.num_pages), deque[Rows]()
+        """Load blocks [done, end) in steps; victims of the device take the host pages of blocks that were loaded.
+
+        The host pages of the last two steps are not freed yet. Copies complete at once, so a large host runs all steps
+        together."""
+        step, pending_steps = step_pages(host.pool.num_pages), deque[Rows]()
         while done < end:
-            if len(under_way) > 1:
-                self._land(host, under_way.popleft())
+            if len(pending_steps) > 1:
+                self._land(host, pending_steps.popleft())
             last = host.step_end(done, end, end - done, self.device.pool.available())
-            stop = last if host.pool.num_pages <= _LARGE else end
+            stop = last if host.pool.num_pages <= _LARGE_HOST else end
             self.device.make_room(stop - done)
             while done < stop:
                 self._load(blocks[done:last])
-                under_way.append(blocks[done:last])
+                pending_steps.append(blocks[done:last])
                 done, last = last, min(stop, last + step)
-            while len(under_way) > 2:
-                self._land(host, under_way.popleft())
-            self._save_evicted()
-        for rows in under_way:
+            while len(pending_steps) > 2:
+                self._land(host, pending_steps.popleft())
+            self._backup_evicted()
+        for rows in pending_steps:
             self._land(host, rows)
         return end
 
     @staticmethod
     def _land(host: TierPages, rows: Rows) -> None:
-        """What a step brought is on the device."""
+        """Unlock the host pages of blocks that a step has loaded."""
         host.unlock(rows)
         host.came_above(rows)
 
     def _commit(self, blocks: Tokens, start: int) -> int:
-        """Add the blocks from `start` on to the device until it is full, locked. Returns their end."""
+        """Add the blocks from `start` on to the device until it is full, and lock them. Returns their end."""
         end = min(len(blocks), start + self.device.pool.available())
         computed = blocks[start:end]
         hits = 1 if self.host is None else np.where(self.host.state[computed] != 0, self.table.hits[computed], 1)
@@ -228,9 +237,10 @@ class CacheSimulation:
             self._maybe_backup(blocks[:end])
         return end
 
-    def _touch_below(self, blocks: Tokens, end: int, hint: Hint, now_s: float) -> None:
-        """What the tiers below have of the prefix counts as used, whichever tier served it; of the disk, what may be
-        used again. Then what the request says of later ones counts."""
+    def _touch_lower_tiers(self, blocks: Tokens, end: int, hint: Hint, now_s: float) -> None:
+        """Count a use of the prefix on the host and on the disk, whichever tier served it, and apply the hint.
+
+        The disk skips the end of a prompt that no later request shares."""
         used, host = blocks[:end], self.host
         if host is not None:
             host.use(used[host.has(used)])
@@ -259,7 +269,7 @@ class CacheSimulation:
                 self._touched.age[:] = 0
 
     def _end_session(self, used: Rows) -> int:
-        """Returns where others go on differently, from there on nothing of the prompt is shared."""
+        """Rank the unshared end of a session's last prompt lowest. Returns the number of blocks that are shared."""
         shared = self.device.order.num_shared(used)
         for tier in (self.device,) if self.host is None else (self.device, self.host):
             tier.end_session(used[shared:])
@@ -268,14 +278,13 @@ class CacheSimulation:
     # Between the tiers
 
     def _maybe_backup(self, rows: Rows) -> None:
-        """Device to host: what the write policy wants of the end of a prefix, behind the last block on the host."""
-        if self.host is not None and not self._saves_at_eviction:
+        """Back up the blocks behind the last block on the host, unless the write policy backs up at eviction."""
+        if self.host is not None and not self._backs_up_at_eviction:
             order, absent = self.device.order, rows[len(rows) - _first_gap(~self.host.has(rows)[::-1]) :]
-            self._save(self.host, absent, order.policy.uses_of(order.at, absent))
+            self._backup(self.host, absent, order.policy.uses_of(order.at, absent))
 
-    def _save(self, host: TierPages, rows: Rows, uses: Ranks) -> None:
-        """Back up rows to the host while it has room, and from there to the disk. `uses`: the uses of each row on the
-        device."""
+    def _backup(self, host: TierPages, rows: Rows, uses: Ranks) -> None:
+        """Back up rows to the host while it has free pages. `uses`: expected uses of each row, from the device."""
         taken = host.reserve(rows, COPY, hits=self.table.hits[rows])
         host.expected_uses[taken] = uses[: len(taken)]
         host.landed(taken)
@@ -288,17 +297,16 @@ class CacheSimulation:
     def _make_available(self, num_blocks: int) -> None:
         """Evict from the device until `num_blocks` are free, or nothing is left to evict."""
         self.device.make_room(num_blocks)
-        self._save_evicted()
+        self._backup_evicted()
 
-    def _save_evicted(self) -> None:
-        """Where the write policy saves what leaves, the host gets all victims together: if it has not room for all,
-        those evicted last."""
-        unsaved, self._unsaved = self._unsaved, []
-        if unsaved and self.host is not None:
-            rows, uses = (np.concatenate(column)[::-1] for column in zip(*unsaved, strict=True))
-            self._save(self.host, rows, uses)
+    def _backup_evicted(self) -> None:
+        """Back up the evicted blocks together, the last evicted one first, until the host is full."""
+        evicted, self._evicted = self._evicted, []
+        if evicted and self.host is not None:
+            rows, uses = (np.concatenate(column)[::-1] for column in zip(*evicted, strict=True))
+            self._backup(self.host, rows, uses)
 
 
 def _first_gap(has: Mask) -> int:
-    """How many of these are true before the first that is not."""
+    """Return the number of true values before the first false one."""
     return len(has) if has.all() else int(has.argmin())

@@ -1,4 +1,4 @@
-"""`hicache replay TRACE`: over sizes and policies hit rates, what is computed, copies, and a miss-ratio curve."""
+"""`hicache replay TRACE`: hit rates, computed tokens and copies by size and policy, and a miss-ratio curve."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from dataclasses import asdict, fields
 from itertools import product
 from typing import Any
 
-from hicache.config.settings import Number, Size, Whole, as_flag
-from hicache.console import counted, path_of, print_table, progress, require_writable, write_whole
+from hicache.config.settings import Integer, Number, Size, as_flag
+from hicache.console import counted, path_of, print_table, progress, require_writable, write_atomically
 from hicache.errors import ConfigError
 from hicache.pages.order import RANK_POLICIES
 from hicache.replay.cost import TierCosts, costs_of
@@ -21,7 +21,7 @@ from hicache.replay.hints import HINTS, HintName
 from hicache.replay.rows import UNLIMITED, copy_rows, curve_rows, hit_rates_svg, hit_rows, work_rows
 from hicache.replay.settings import WRITE_POLICIES, ReplaySettings
 from hicache.replay.simulation import ReplayResult
-from hicache.replay.sweep import Case, cases_of, sweep, with_beside
+from hicache.replay.sweep import Case, cases_of, sweep, with_comparisons
 from hicache.replay.trace import Trace
 from hicache.storage.memory import usable_cpus
 
@@ -29,7 +29,7 @@ _TIERS = ("device", "host", "disk")
 _DEVICE_BLOCKS = (1_000, 3_000, 10_000, 30_000)
 _POLICIES = "auto,lru,lfu"
 _SCHEMA = 1
-_COUNT = Whole("a count; leave a tier out instead of giving it nothing", 1)
+_COUNT = Integer("a count; to simulate no such tier, leave the flag out", 1)
 _RATE = as_flag(Number("a rate above 0", 1e-12))
 _BYTES = Size("bytes of a tier, like 32GiB", 1)
 
@@ -37,7 +37,7 @@ _BYTES = Size("bytes of a tier, like 32GiB", 1)
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of `hicache replay`."""
     parser.add_argument(
-        "trace", metavar="TRACE", type=path_of, help="a trace of requests, may be gzipped: docs/replay.md"
+        "trace", metavar="TRACE", type=path_of, help="a trace of requests, plain or gzipped; formats: docs/replay.md"
     )
     add_trace_flags(parser)
     sizes = parser.add_argument_group(
@@ -51,61 +51,65 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
                 f"--{tier}-{unit}", type=_capacity, nargs="+", metavar="N", help=f"{unit} of the {tier} tier"
             )
         either.add_argument(
-            f"--{tier}-bytes", type=_byte_capacity, nargs="+", metavar="SIZE", help="the same in bytes of its tokens"
+            f"--{tier}-bytes", type=_byte_capacity, nargs="+", metavar="SIZE", help=f"bytes of the {tier} tier"
         )
     rules = parser.add_argument_group("rules")
     rules.add_argument(
         "--policies", type=_policies, default=_POLICIES, metavar="NAMES",
-        help=f"eviction policies, with commas between (default {_POLICIES}): {', '.join(sorted(RANK_POLICIES))}",
+        help=f"eviction policies, separated by commas (default {_POLICIES}): {', '.join(sorted(RANK_POLICIES))}",
     )  # fmt: skip
     rules.add_argument(
         "--host-policy", choices=sorted(RANK_POLICIES), default="",
-        help="that of the host (default: the device's, but lru for auto under exclusive)",
+        help="eviction policy of the host (default: that of the device; lru if that is auto under exclusive)",
     )  # fmt: skip
     rules.add_argument(
         "--write-policy", choices=WRITE_POLICIES, default="",
-        help="when the host gets blocks (default: exclusive, as an engine of full attention)",
+        help="when blocks are backed up to the host (default: that of an engine; write_through with a disk, else "
+        "exclusive)",
     )  # fmt: skip
     rules.add_argument(
         "--disk-write-budget", type=as_flag(Number("blocks", 1e-6)), metavar="BLOCKS",
-        help="blocks that may be written to the disk for each block that is asked for (default: no limit)",
+        help="maximum blocks written to the disk for each requested block (default: no limit)",
     )  # fmt: skip
     rules.add_argument(
         "--hints", type=_hints, default=(), metavar="NAMES",
-        help="what requests say of later ones, which the trace knows: session (nobody goes on from it), next (when "
-        "somebody does), with a comma between",
+        help="hints that requests give, computed from the trace and separated by commas: session (a request is the "
+        "last of its session), next (seconds until the next turn)",
     )  # fmt: skip
     _add_cost_flags(parser)
     parser.add_argument(
         "--processes", type=as_flag(_COUNT), default=len(usable_cpus()), metavar="N",
-        help="replays beside each other (default: one a processor)",
+        help="replays that run in parallel (default: one per processor)",
     )  # fmt: skip
     parser.add_argument(
-        "--curve", action="store_true", help="the miss ratio of one tier over its size too, of lru and the optimum"
+        "--curve", action="store_true", help="also print the miss ratio of one tier by size, for lru and the optimum"
     )
     parser.add_argument("--json", type=path_of, metavar="FILE", help="write the rows as JSON")
-    parser.add_argument("--plot", type=path_of, metavar="FILE", help="draw the hit rates over the sizes, as SVG")
+    parser.add_argument("--plot", type=path_of, metavar="FILE", help="write a plot of the hit rates by size, as SVG")
 
 
 def _add_cost_flags(parser: argparse.ArgumentParser) -> None:
     costs = parser.add_argument_group(
-        "bytes, seconds of the GPU and time to first token (which need its prefill speed)"
+        "cost model (bytes, seconds of the GPU, time to first token; the times need --prefill-tokens-per-s)"
     )
     costs.add_argument(
         "--calibration", type=path_of, nargs="+", default=[], metavar="FILE",
-        help="JSON with rates: engine.stats(), or the names of these flags with _; flags count more",
+        help="JSON files with rates: engine.stats(), or the names of these flags with underscores; flags override them",
     )  # fmt: skip
     size = as_flag(Size("bytes of a token", 1))
-    costs.add_argument("--bytes-per-token", type=size, metavar="SIZE", help="what a token stores")
+    costs.add_argument("--bytes-per-token", type=size, metavar="SIZE", help="bytes of a token on the device")
     costs.add_argument(
-        "--host-bytes-per-token", type=size, metavar="SIZE", help="below the device, where packed (default: the same)"
-    )
-    costs.add_argument("--prefill-tokens-per-s", type=_RATE, metavar="RATE", help="speed at the start of a prompt")
+        "--host-bytes-per-token", type=size, metavar="SIZE",
+        help="bytes of a token on host and disk, where pages may be packed (default: --bytes-per-token)",
+    )  # fmt: skip
+    costs.add_argument("--prefill-tokens-per-s", type=_RATE, metavar="RATE", help="rate of prefill at position 0")
     pair = as_flag(Number("seconds of a pair of tokens"))
-    costs.add_argument("--prefill-pair-s", type=pair, metavar="SECONDS", help="of a token for each token before it")
+    costs.add_argument(
+        "--prefill-pair-s", type=pair, metavar="SECONDS", help="added prefill time of a token for each token before it"
+    )
     rate = as_flag(Size("bytes a second", 1))
-    costs.add_argument("--load-bytes-per-s", type=rate, metavar="SIZE", help="from host to device, like 50GB")
-    costs.add_argument("--disk-bytes-per-s", type=rate, metavar="SIZE", help="from disk to host")
+    costs.add_argument("--load-bytes-per-s", type=rate, metavar="SIZE", help="host to device, per second, like 50GB")
+    costs.add_argument("--disk-bytes-per-s", type=rate, metavar="SIZE", help="disk to host, per second, like 3GB")
 
 
 def run(flags: argparse.Namespace) -> int:
@@ -115,19 +119,19 @@ def run(flags: argparse.Namespace) -> int:
         require_writable("--json", flags.json)
     if flags.plot is not None:
         require_writable("--plot", flags.plot)
-        importlib.import_module("matplotlib")  # rather than after a long replay
+        importlib.import_module("matplotlib")  # fails here if it is missing, not after a long replay
     trace = trace_of(flags)
     rows = cases_of(_settings(flags, trace.block_tokens, costs), flags.policies)
-    cases = with_beside(rows)
+    cases = with_comparisons(rows)
     total = len(cases) * len(trace.requests)
     with progress("replay") as step:
         found = sweep(trace, cases, costs, flags.processes, lambda num_done: step(num_done, total))
         curve = miss_ratio_curve(trace) if flags.curve else []
     results = dict(zip(cases, found, strict=True))
     if flags.json is not None:
-        write_whole(flags.json, _json(trace, rows, results, curve))
+        write_atomically(flags.json, _json(trace, rows, results, curve))
     if flags.plot is not None:
-        write_whole(flags.plot, hit_rates_svg([results[case] for case in rows]))
+        write_atomically(flags.plot, hit_rates_svg([results[case] for case in rows]))
     _print(trace, rows, results)
     if curve:
         lines = curve_rows(curve, trace.block_tokens, costs)
@@ -159,7 +163,7 @@ def _hints(text: str) -> tuple[HintName, ...]:
 
 
 def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | None) -> list[ReplaySettings]:
-    """One for every combination of sizes."""
+    """Return the settings of each combination of sizes."""
     device, host, disk = (_sizes(flags, tier, block_tokens, costs) for tier in _TIERS)
     rules = {name: vars(flags)[name] for name in ("write_policy", "host_policy", "hints", "disk_write_budget")}
     return [
@@ -168,23 +172,24 @@ def _settings(flags: argparse.Namespace, block_tokens: int, costs: TierCosts | N
 
 
 def _sizes(flags: argparse.Namespace, tier: str, block_tokens: int, costs: TierCosts | None) -> tuple[int | None, ...]:
-    """Of a tier in whole blocks, each once; none for no such tier."""
+    """Return the distinct sizes of a tier in full blocks; an empty tuple if no flag names the tier."""
     given, token_bytes = vars(flags), 0.0 if costs is None else costs.bytes_of(tier)
     sizes: list[int | None] = list(given[f"{tier}_blocks"] or ())
     for unit, in_block in (("tokens", block_tokens), ("bytes", block_tokens * token_bytes)):
         for size in given[f"{tier}_{unit}"] or ():
             if not in_block:
-                raise ConfigError(f"--{tier}-bytes needs the bytes that a token stores; give --bytes-per-token")
+                raise ConfigError(f"--{tier}-bytes needs the bytes of a token; give --bytes-per-token, like 128KiB")
             if size is not None and size < in_block:
-                raise ConfigError(f"--{tier}-{unit} {size} is less than a block; give at least {in_block:g}")
+                raise ConfigError(f"--{tier}-{unit} {size} is less than one block; give at least {in_block:g}")
             sizes.append(None if size is None else int(size // in_block))
     return tuple(dict.fromkeys(sizes))
 
 
 def _print(trace: Trace, rows: Sequence[Case], results: Mapping[Case, ReplayResult]) -> None:
-    """Hit rates, what is left to compute, and copies where there are any; the optimum ends the rows of one size."""
+    """Print tables of hit rates, computed tokens and copies (if there is a host); the optimum is the last row of a
+    size."""
     requests, blocks = counted(len(trace.requests)), counted(trace.num_blocks)
-    span = f"{trace.requests[-1].time_s:,.0f} s"  # shows a wrong unit of time
+    span = f"{trace.requests[-1].time_s:,.0f} s"  # reveals a wrong --time-unit
     title = f"{trace.name}: {requests} requests in {span}, {blocks} blocks of {trace.block_tokens} tokens"
     if trace.num_warm_up:
         title += f", the first {counted(trace.num_warm_up)} requests not counted"
@@ -215,7 +220,7 @@ def _json(trace: Trace, rows: Sequence[Case], results: Mapping[Case, ReplayResul
         "blocks": trace.num_blocks,
         "rows": [
             results[case].to_json()
-            | {f"{name}_hit_rate": results[other].hit_rate for name, other in case.beside.items()}
+            | {f"{name}_hit_rate": results[other].hit_rate for name, other in case.comparisons.items()}
             for case in rows
         ],
     }

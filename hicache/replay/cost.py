@@ -1,11 +1,11 @@
-"""What a token takes, and what a hit is worth: seconds of the GPU and time to first token.
+"""The cost model of a replay: bytes and prefill time of tokens, seconds of the GPU and time to first token.
 
     ttft_s = disk bytes / disk rate + disk and host bytes / link rate + prefill_s
 
     prefill_s = of positions [start, end): (end - start) * (1 / prefill_tokens_per_s + prefill_pair_s * mean position)
 
-`prefill_pair_s` is the cost of one token for each token before it; the form is that of `hicache.flow.cost`. Rates come
-from files too: plain ones, and stats of an engine.
+`prefill_pair_s` is the time that attention adds to one token for each token before it. `hicache.flow.cost` uses the
+same formula. Rates are given as flags, in JSON files, or as the stats of an engine.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True)
 class TierCosts:
-    """Rates of one machine and model; infinite: for nothing. ConfigError for what is no rate.
+    """Rates of one machine and model. ConfigError for a value that is not a rate.
 
-    `prefill_tokens_per_s`: None where it is not known, and so no time is. `host_bytes_per_token`: of a token below the
-    device, where pages may be packed; None: as on the device.
+    `prefill_tokens_per_s`: None if it is unknown; then all times are unknown. `bytes_per_token`: 0 if it is unknown.
+    `host_bytes_per_token`: bytes of a token on host and disk, where pages may be packed; None: as on the device.
+    `load_bytes_per_s`, `disk_bytes_per_s`: infinite if copies take no time.
     """
 
     prefill_tokens_per_s: float | None = None
@@ -48,16 +49,17 @@ class TierCosts:
             is_number = isinstance(value, int | float) and not isinstance(value, bool)
             if not is_number or not (value >= 0 if may_be_zero else value > 0):
                 least = "of at least 0" if may_be_zero else "above 0"
-                raise ConfigError(f"{item.name}={short_repr(value)} is no number {least}")
+                raise ConfigError(f"{item.name}={short_repr(value)} is not a number; give a number {least}")
 
     def bytes_of(self, tier: str) -> float:
-        """Of a token on "device", "host" or "disk"; 0: not known."""
+        """Return the bytes of a token on `tier` ("device", "host" or "disk"); 0 if they are unknown."""
         packed = None if tier == "device" else self.host_bytes_per_token
         return self.bytes_per_token if packed is None else packed
 
     def prefill_s(self, input_tokens: Counts, hit_tokens: Counts) -> npt.NDArray[np.float64]:
-        """Seconds of the GPU for each request, `[requests]`; NaN where its speed is not known. At least the last token
-        of a prompt is computed."""
+        """Return the seconds of the GPU for each request, float64 `[requests]`; NaN if the prefill rate is unknown.
+
+        At least the last token of a prompt is computed."""
         start = np.minimum(hit_tokens, np.maximum(input_tokens - 1, 0))
         pair_s = self.prefill_pair_s * (start + input_tokens) / 2
         token_s = math.nan if self.prefill_tokens_per_s is None else 1 / self.prefill_tokens_per_s
@@ -66,8 +68,9 @@ class TierCosts:
     def ttft_s(
         self, input_tokens: Counts, device_tokens: Counts, host_tokens: Counts, disk_tokens: Counts
     ) -> npt.NDArray[np.float64]:
-        """Seconds to the first token of each request, `[requests]`: nothing else runs, and copies end before computing
-        begins."""
+        """Return the seconds to the first token of each request, float64 `[requests]`.
+
+        Assumes that no other request runs, and that copies end before computing begins."""
         moved = host_tokens + disk_tokens
         seconds = self.prefill_s(input_tokens, device_tokens + moved)
         for tokens, bytes_per_s in ((moved, self.load_bytes_per_s), (disk_tokens, self.disk_bytes_per_s)):
@@ -85,9 +88,9 @@ _STATS = {
 
 
 def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCosts | None:
-    """The rates that are `given`, the others from the files, of which later ones count more. None for no rate at all.
+    """Return the rates `given` by flags, and the other ones from files; a later file overrides an earlier one.
 
-    ConfigError where a file has no rate, or where what is left out is needed.
+    None if there is no rate at all. ConfigError if a file has no rate, or if a rate is missing that another one needs.
     """
     rates: dict[str, float] = {}
     for path in paths:
@@ -97,10 +100,10 @@ def costs_of(paths: Sequence[Path], given: Mapping[str, float | None]) -> TierCo
         return None
     is_timed = any(name.endswith("_s") for name in rates)
     if is_timed and "prefill_tokens_per_s" not in rates:
-        raise ConfigError("a time to first token needs the speed of prefill; give --prefill-tokens-per-s")
+        raise ConfigError("a time to first token needs the rate of prefill; give --prefill-tokens-per-s, like 10000")
     is_moving = any(name.endswith("_bytes_per_s") for name in rates)
     if (is_moving or "host_bytes_per_token" in rates) and "bytes_per_token" not in rates:
-        raise ConfigError("times of copies need the bytes that a token stores; give --bytes-per-token")
+        raise ConfigError("times of copies need the bytes of a token; give --bytes-per-token, like 128KiB")
     return TierCosts(**rates)
 
 
@@ -108,16 +111,16 @@ def _rates_of(path: Path) -> dict[str, float]:
     try:
         content = json.loads(path.read_bytes())
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"{path} is not JSON; give rates, or stats of an engine") from error
+        raise ConfigError(f"--calibration {path} is not JSON; give a file with rates or stats of an engine") from error
     if not isinstance(content, dict):
         content = {}
     found = {_STATS.get(name, name): value for name, value in content.items()}
     rates = {name: found[name] for name in _NAMES if _is_rate(found.get(name))}
     if not rates:
-        raise ConfigError(f"{path} has no rate; give one of {', '.join(_NAMES)}, or stats of an engine")
+        raise ConfigError(f"--calibration {path} has no rate; give one of {', '.join(_NAMES)}, or stats of an engine")
     return rates
 
 
 def _is_rate(value: object) -> bool:
-    """Whether it was measured: an engine gives 0 for what it does not know yet."""
+    """Return whether a rate was measured: an engine reports 0 before its first measurement."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf

@@ -1,4 +1,4 @@
-"""The miss ratio of one tier over its size: of `lru`, and of the optimum."""
+"""The miss ratio of one tier by its size, under `lru` and under optimal eviction."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _HALVINGS, _SIZES_EACH = 10, 2
 
 @dataclass(frozen=True)
 class CurvePoint:
-    """One size of a device tier without others, and the share of the blocks asked for that it misses."""
+    """The share of requested blocks that a single device tier of `blocks` misses, under `lru` and `optimal`."""
 
     blocks: int
     lru: float
@@ -22,7 +22,9 @@ class CurvePoint:
 
 
 def miss_ratio_curve(trace: Trace) -> list[CurvePoint]:
-    """Two sizes an octave, ascending to the least at which `lru` misses no more than without a limit."""
+    """Return two points per doubling of the size, ascending.
+
+    The last one is the smallest size at which `lru` misses no more than a tier without a limit."""
     prompts, first = trace.prefixes, trace.num_warm_up
     num_blocks = max(1, sum(len(ids) for ids in prompts[first:]))
     hits = lru_hits_by_size(prompts, first)

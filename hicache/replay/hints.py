@@ -1,8 +1,8 @@
-"""What requests of a trace would say of later ones: which was the last of its session, and when the next turn came.
+"""Session hints computed from a trace: whether a request is the last of its session, and the time of the next turn.
 
-The next turn is the next request of the same session, where the trace has sessions, that has all blocks of the prompt
-but the last two, which its answer or a changed end may differ in. So what a session does not go on from, like the last
-prompt of a helper that it started, has ended as well.
+The next turn of a request is the next one of the same session that has all its blocks except for the last two. These
+may differ, because the client may change the end of the prompt. In a trace without sessions all requests are one
+session. A request without a next turn counts as the last of a session, for example the last prompt of a subagent.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _OPEN_BLOCKS = 2
 
 @dataclass(frozen=True)
 class Hint:
-    """Of one request. `next_turn_within_s`: seconds from it; None: nothing is said."""
+    """The hints of one request. `next_turn_within_s`: seconds from this request to the next turn; None: no hint."""
 
     session_end: bool = False
     next_turn_within_s: float | None = None
@@ -29,8 +29,9 @@ NO_HINT = Hint()
 
 
 def hints_of(trace: Trace, names: tuple[HintName, ...]) -> list[Hint]:
-    """What each request says, that says all of `names` that are true of it: `session` of the last of a session alone,
-    `next` of all others."""
+    """Return the hint of each request: `session` for the last one of a session, `next` for the other ones.
+
+    Hints that are not in `names` are left out."""
     if not names:
         return [NO_HINT] * len(trace.requests)
     found: list[Hint] = []
@@ -41,8 +42,8 @@ def hints_of(trace: Trace, names: tuple[HintName, ...]) -> list[Hint]:
 
 
 def _next_turns(trace: Trace) -> list[float | None]:
-    """When the next turn of each request came; None after the last."""
-    next_s: dict[tuple[str, int], float] = {}  # by session and prefix, of the next request that has it
+    """Return the time of the next turn of each request in seconds; None for the last one of a session."""
+    next_s: dict[tuple[str, int], float] = {}  # by session and prefix: time of the next request with that prefix
     found: list[float | None] = []
     for request, prefixes in zip(reversed(trace.requests), reversed(trace.prefixes), strict=True):
         ids = prefixes.tolist()

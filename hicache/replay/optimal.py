@@ -1,6 +1,7 @@
-"""The most that any order of eviction could hit, and what LRU hits in one tier of every size.
+"""Hits of optimal eviction (an upper bound for every policy), and hits of LRU in one tier, for every size.
 
-Both go by pieces of prompts, not by blocks. Prompts are ids of prefixes, see `hicache.replay.trace.prefix_ids`.
+Both work on pieces of prompts, not on single blocks. Prompts are ids of prefixes, see
+`hicache.replay.trace.prefix_ids`.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hicache.pages.key import Tokens
 
 
 class _Piece(NamedTuple):
-    """Blocks [start, end) of a prompt, which the request `at` is the next, or the last, to ask for."""
+    """Blocks [start, end) of a prompt with the same next (or last) use, by the request with the index `at`."""
 
     at: int
     start: int
@@ -25,13 +26,13 @@ class _Piece(NamedTuple):
 
 
 def optimal_hits(prompts: Sequence[Tokens], capacity: int | None) -> npt.NDArray[np.int64]:
-    """The most blocks of each prompt that could have been held when it came, int64 `[prompts]`. None: no limit.
+    """Return the hits of each prompt under optimal eviction, in blocks, int64 `[prompts]`. `capacity`: None: no limit.
 
-    A prompt is held whole while it runs, so none may be longer than `capacity`. Of the others those stay that are asked
-    for soonest (Belady), of equals those nearer to the root: a block is asked for whenever one behind it is.
+    A running prompt is held completely, so none may be longer than `capacity`. The block with the latest next use is
+    evicted first (Belady); among equal ones the deepest, because each use of a block also uses the blocks above it.
     """
-    held: dict[int, deque[_Piece]] = {}  # by next use; of one use the deepest first
-    latest: list[int] = []  # a heap of the keys of `held`, negative
+    held: dict[int, deque[_Piece]] = {}  # by next use; the deepest piece first
+    latest: list[int] = []  # a heap of the keys of `held`, negated
     hits, num_held = np.zeros(len(prompts), np.int64), 0
     for at, pieces in enumerate(_next_uses(prompts)):
         hits[at] = sum(piece.end - piece.start for piece in held.pop(at, ()))
@@ -57,21 +58,21 @@ def optimal_hits(prompts: Sequence[Tokens], capacity: int | None) -> npt.NDArray
 
 
 def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDArray[np.int64]:
-    """Blocks that one tier of 0, 1, 2, ... blocks under `lru` hits, int64 `[sizes]`, those of the first `num_warm_up`
-    prompts not counted; the last size hits as many as any larger one.
+    """Return the blocks that one tier of 0, 1, 2, ... blocks hits under `lru`, int64 `[sizes]`.
 
-    By stack distance (Mattson et al., IBM Systems Journal 9(2), 1970): a block is hit where the tier has room for all
-    that was used since, and for the prompt's blocks above it. What one prompt was the last to use is the end of it.
+    Hits of the first `num_warm_up` prompts are not counted. A larger size than the last one does not hit more.
+    Computed by stack distance (Mattson et al., IBM Systems Journal 9(2), 1970): a block is a hit if the tier can hold
+    the block, the blocks above it in the prompt, and all blocks that were used since.
     """
-    owner = np.full(_num_ids(prompts), -1, np.int64)  # by id: who used it last
-    used = _Sums(len(prompts))
+    owner = np.full(_num_ids(prompts), -1, np.int64)  # by id: index of the prompt that used it last
+    used = _FenwickTree(len(prompts))
     steps = np.zeros(len(owner) + 2, np.int64)  # of hits, from one size to the next
     for at, ids in enumerate(prompts):
-        for piece in _alike(owner[ids]):
+        for piece in _pieces_of(owner[ids]):
             if piece.at < 0:
                 break
             if at >= num_warm_up:
-                nearest = used.after(piece.at) + piece.start + 1  # what is above it in the prompt was taken out
+                nearest = used.after(piece.at) + piece.start + 1  # the pieces above this one were subtracted before
                 steps[nearest : nearest + piece.end - piece.start] += 1
             used.add(piece.at, piece.start - piece.end)
         owner[ids] = at
@@ -80,17 +81,17 @@ def lru_hits_by_size(prompts: Sequence[Tokens], num_warm_up: int = 0) -> npt.NDA
 
 
 def _next_uses(prompts: Sequence[Tokens]) -> list[list[_Piece]]:
-    """Of each prompt the pieces with the same next use; `len(prompts)`: none."""
+    """Return the pieces of each prompt by next use; the next use `len(prompts)` means that there is none."""
     next_use = np.full(_num_ids(prompts), len(prompts), np.int64)
     found = []
     for at in reversed(range(len(prompts))):
-        found.append(_alike(next_use[prompts[at]]))
+        found.append(_pieces_of(next_use[prompts[at]]))
         next_use[prompts[at]] = at
     return found[::-1]
 
 
-def _alike(uses: npt.NDArray[np.int64]) -> list[_Piece]:
-    """A prompt in pieces of equal `uses`."""
+def _pieces_of(uses: npt.NDArray[np.int64]) -> list[_Piece]:
+    """Cut a prompt into pieces of equal `uses`."""
     if not len(uses):
         return []
     starts = [0, *(np.flatnonzero(np.diff(uses)) + 1).tolist()]
@@ -101,8 +102,8 @@ def _num_ids(prompts: Sequence[Tokens]) -> int:
     return 1 + max((int(ids.max()) for ids in prompts if len(ids)), default=-1)
 
 
-class _Sums:
-    """Numbers at [0, size) and the sums of those behind one: a Fenwick tree."""
+class _FenwickTree:
+    """Numbers at the indices [0, size), and sums of the numbers behind an index: a Fenwick tree."""
 
     def __init__(self, size: int) -> None:
         self._sums = [0] * (size + 1)
@@ -116,7 +117,7 @@ class _Sums:
             at += at & -at
 
     def after(self, at: int) -> int:
-        """The sum of those behind `at`."""
+        """Return the sum of the numbers behind the index `at`."""
         before, at = 0, at + 1
         while at:
             before += self._sums[at]

@@ -1,4 +1,4 @@
-"""Write the requests of a server as a trace. Imports no engine: whoever admits requests tells of them."""
+"""Record the requests of a server as a trace. Imports no engine: the caller reports arrivals and ends."""
 
 from __future__ import annotations
 
@@ -51,15 +51,16 @@ _Message: TypeAlias = _Arrival | _End
 
 
 class TraceRecorder:
-    """Records to a new file in the format of `hicache.replay.trace`; a thread of its own names blocks and writes lines.
+    """A recording in the format of `hicache.replay.trace`, to a new file. Its thread hashes blocks and writes lines.
 
-    `arrived` and `ended` are cheap and for any thread. Lines are in order of arrival, so each is written when its
-    request and all before it have ended; `close` writes the others. A block is `block_tokens` whole tokens, and its id
-    is drawn from the recording and the prefix: equal within one file, and no way back to the text.
+    `arrived` and `ended` are cheap; any thread may call them. Lines are in order of arrival, so a line is written when
+    its request and all earlier ones have ended; `close` writes the remaining lines. A block has `block_tokens` tokens.
+    Its id is a hash of its prefix with a key that exists only during the recording: equal prefixes in one file have
+    equal ids, and the text cannot be recovered from them.
     """
 
     def __init__(self, path: Path, block_tokens: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """Raises ConfigError where the file exists, OSError where it cannot be made."""
+        """Create the file and start the thread. ConfigError if the file exists, OSError if it cannot be created."""
         try:
             self._file = path.open("xb", buffering=0)
         except FileExistsError:
@@ -77,16 +78,19 @@ class TraceRecorder:
         self._thread.start()
 
     def arrived(self, request_id: str, tokens: Tokens, namespace: str = "", session: str = "") -> None:
-        """A request came. `tokens`: int64 `[prompt]`, not changed any more; ids are not used twice at a time."""
+        """Record the arrival of a request. `tokens`: int64 `[prompt]`, which the caller must not change any more.
+
+        The id must differ from those of all open requests."""
         self._messages.put(_Arrival(request_id, self._clock() - self._start_s, tokens, namespace, session))
 
     def ended(self, request_id: str, output_tokens: int | None) -> None:
-        """It ended with so many tokens generated; None: it was never admitted, and is left out. Nothing happens for one
-        that did not come."""
+        """Record the end of a request and the number of its generated tokens; an unknown id is ignored.
+
+        `output_tokens`: None if the request was never admitted; then it is left out of the trace."""
         self._messages.put(_End(request_id, output_tokens))
 
     def close(self) -> None:
-        """Write what is left. Idempotent."""
+        """Write the lines of all open requests and close the file. Idempotent."""
         self._messages.put(None)
         self._thread.join()
 
@@ -114,7 +118,7 @@ class TraceRecorder:
         self._file.close()
 
     def _write_front(self) -> None:
-        """Write the requests that came before all that run."""
+        """Write the ended requests that arrived before every open request."""
         while self._open:
             request_id, request = next(iter(self._open.items()))
             if request.output_tokens is None:
@@ -131,7 +135,7 @@ class TraceRecorder:
             self.num_written += self._write({**line, "session": arrival.session} if arrival.session else line)
 
     def _write(self, line: object) -> bool:
-        """Write a line, whole or not at all. A disk that fails ends the recording, not the server."""
+        """Write one line completely or not at all. A disk error ends the recording, not the server."""
         if self._failed:
             return False
         data = left = memoryview(json.dumps(line, separators=(",", ":")).encode() + b"\n")
@@ -141,7 +145,7 @@ class TraceRecorder:
             self._num_bytes += len(data)
         except OSError as error:
             self._failed = True
-            log.warning("recording to %s has stopped: %s", self._path, error.strerror)
+            log.warning("recording to %s stopped after a disk error: %s", self._path, error.strerror)
             with contextlib.suppress(OSError):
                 self._file.truncate(self._num_bytes)
         return not self._failed

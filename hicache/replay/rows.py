@@ -1,6 +1,6 @@
-"""What `hicache replay` shows: rows of figures, and a picture of hit rates.
+"""The output of `hicache replay`: rows of tables, and a plot of hit rates.
 
-The picture needs matplotlib, of the extra `replay`.
+The plot needs matplotlib, which the extra `replay` installs.
 """
 
 from __future__ import annotations
@@ -17,54 +17,54 @@ from hicache.replay.curve import CurvePoint
 from hicache.replay.simulation import ReplayResult, ReplaySettings
 from hicache.replay.sweep import Case
 
-OPTIMAL, UNLIMITED = "optimal", "unlimited"  # rows of what some cache could hit: that has no tiers
+OPTIMAL, UNLIMITED = "optimal", "unlimited"  # rows of upper bounds, which have no tiers
 _BOUNDS: dict[str, dict[str, Any]] = {
     OPTIMAL: {"color": "#222222", "linestyle": "--"},
     UNLIMITED: {"color": "#777777", "linestyle": ":"},
 }
 _TIERS = ("device", "host", "disk")
-_BESIDE = {"one_tier": "one tier", "twice_the_host": "twice the host"}
+_COMPARISONS = {"one_tier": "one tier", "twice_the_host": "twice the host"}
 _LINKS = {
     "loaded": "host to device",
     "backed_up": "device to host",
     "read": "disk to host",
     "written": "host to disk",
 }
-# Of Okabe and Ito, which people who see few colours tell apart.
+# The palette of Okabe and Ito, which colour-blind readers can distinguish.
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#882255", "#999933")
-_STYLE = {"axes.grid": True, "svg.hashsalt": "hicache"}  # the same results give the same file
+_STYLE = {"axes.grid": True, "svg.hashsalt": "hicache"}  # the salt makes equal results give equal files
 
 
 Cells = dict[str, str]
 
 
 def hit_rows(rows: Sequence[Case], results: Mapping[Case, ReplayResult]) -> list[Cells]:
-    """A row of hit rates a case: cells by column."""
+    """Return one row of hit rates for each case; a row has cells by column."""
     shown = [results[case] for case in rows]
     hits = [
         tier for result in shown if result.name not in _BOUNDS for tier, at in result.hit_blocks.items() if at.any()
     ]
     best = {_capacity(case.settings): results[case].hit_rate for case in rows if case.row == "optimal"}
-    beside = dict.fromkeys(name for case in rows for name in case.beside)
+    comparisons = dict.fromkeys(name for case in rows for name in case.comparisons)
     found = []
     for case, result in zip(rows, shown, strict=True):
         optimum = best.get(_capacity(case.settings)) if case.row == "policy" else None
         has_tiers = result.name not in _BOUNDS
-        others = {name: results[case.beside[name]].hit_rate for name in case.beside}
+        others = {name: results[case.comparisons[name]].hit_rate for name in case.comparisons}
         found.append(
             {
                 **_names(result),
                 "hit rate": f"{result.hit_rate:.4f}",
                 **{tier: f"{result.tier_hit_rates[tier]:.4f}" if has_tiers else "" for tier in dict.fromkeys(hits)},
                 "of optimal": f"{result.hit_rate / optimum:.3f}" if optimum else "",
-                **{_BESIDE[name]: f"{others[name]:.4f}" if name in others else "" for name in beside},
+                **{_COMPARISONS[name]: f"{others[name]:.4f}" if name in others else "" for name in comparisons},
             }
         )
     return found
 
 
 def work_rows(results: Sequence[ReplayResult]) -> list[Cells]:
-    """Tokens that are saved and computed, and times where the cost model has them."""
+    """Return rows of saved and computed tokens, with times if the cost model has them."""
     found = []
     for result in results:
         p50, p90, p99 = np.percentile(result.uncached_tokens, (50, 90, 99))
@@ -79,7 +79,7 @@ def work_rows(results: Sequence[ReplayResult]) -> list[Cells]:
 
 
 def copy_rows(results: Sequence[ReplayResult]) -> list[Cells]:
-    """What moved on each link, in GiB where the bytes of a token are known, else in blocks."""
+    """Return rows of copies on each link, in GiB if the bytes of a token are known, else in blocks."""
     found = []
     for result in results:
         assert result.copies is not None
@@ -91,7 +91,7 @@ def copy_rows(results: Sequence[ReplayResult]) -> list[Cells]:
 
 
 def curve_rows(curve: Sequence[CurvePoint], block_tokens: int, costs: TierCosts | None) -> list[Cells]:
-    """A row a size."""
+    """Return one row for each size of the miss-ratio curve."""
     block_bytes = 0.0 if costs is None else block_tokens * costs.bytes_of("device")
     return [
         {
@@ -116,12 +116,12 @@ def _names(result: ReplayResult) -> Cells:
 
 
 def _capacity(settings: ReplaySettings) -> str:
-    """`1,000` of a device alone, `1,000 + 6,000` of device and host, and so on."""
+    """Return `1,000` for a device alone, `1,000 + 6,000` for device and host, and so on."""
     return " + ".join(counted(size) for size in _blocks(settings))
 
 
 def _blocks(settings: ReplaySettings) -> list[int | None]:
-    """Of each tier that there is."""
+    """Return the blocks of each tier, without missing tiers at the end."""
     blocks = [settings.device_blocks, settings.host_blocks, settings.disk_blocks]
     while len(blocks) > 1 and blocks[-1] == 0:
         blocks.pop()
@@ -129,13 +129,13 @@ def _blocks(settings: ReplaySettings) -> list[int | None]:
 
 
 def hit_rates_svg(results: Sequence[ReplayResult]) -> str:
-    """Hit rate over capacity, a line a policy. ImportError where matplotlib is missing."""
+    """Plot hit rate over capacity, one line for each policy, as SVG. ImportError if matplotlib is missing."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
     limited = [result for result in results if result.name != UNLIMITED]
     capacities = list(dict.fromkeys(_capacity(result.settings) for result in limited))
-    with mpl.rc_context({**mpl.rcParamsDefault, **_STYLE}):  # whatever a file of the user's says
+    with mpl.rc_context({**mpl.rcParamsDefault, **_STYLE}):  # ignores the user's matplotlibrc
         figure = Figure(figsize=(9.6, 4.8), layout="constrained")
         axes = figure.subplots()
         axes.set_prop_cycle(color=_COLOURS)

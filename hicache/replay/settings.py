@@ -1,4 +1,4 @@
-"""The tiers of a replay: sizes, orders, and what is said of writes."""
+"""The tiers of a replay: sizes, eviction policies, write policy, write budget and hints."""
 
 from __future__ import annotations
 
@@ -16,10 +16,12 @@ WRITE_POLICIES = ("write_through", "write_back", "exclusive")
 
 @dataclass(frozen=True)
 class ReplaySettings:
-    """Capacities in blocks: None for unlimited, 0 for no such tier, which the device cannot be. `policy`: the eviction
-    order of the device; `host_policy`: that of the host, empty for what an engine takes; the disk's is always lru.
-    `write_policy`: empty for what an engine takes. `hints`: which of `HINTS` requests give. `disk_write_budget`: blocks
-    that may be written for each one that is asked for; None: no limit. ConfigError for what no cache can have."""
+    """The settings of one simulated cache. ConfigError for an invalid combination.
+
+    `*_blocks`: capacities in blocks; None: unlimited; 0: no such tier (the device needs at least 1). `policy`,
+    `host_policy`: eviction policies of device and host; the disk always uses lru. `host_policy` and `write_policy` are
+    the engine's defaults if empty. `hints`: the hints of `HINTS` that requests give. `disk_write_budget`: maximum
+    blocks written to the disk for each requested block; None: no limit."""
 
     device_blocks: int | None
     host_blocks: int | None = 0
@@ -34,12 +36,14 @@ class ReplaySettings:
         for name, least in (("device_blocks", 1), ("host_blocks", 0), ("disk_blocks", 0)):
             value = vars(self)[name]
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < least):
-                raise ConfigError(f"{name}={short_repr(value)} is no whole number of at least {least}")
+                raise ConfigError(f"{name}={short_repr(value)} is not a count; give an integer of at least {least}")
         if self.disk_blocks != 0 and self.host_blocks == 0:
-            raise ConfigError("the disk tier needs a host tier; give host_blocks")
+            raise ConfigError("the disk tier needs a host tier; give --host-blocks (host_blocks) of at least 1")
         budget = self.disk_write_budget
         if budget is not None and not (isinstance(budget, float | int) and 0 < budget < math.inf):
-            raise ConfigError(f"disk_write_budget={short_repr(budget)} is no number of blocks above 0")
+            raise ConfigError(
+                f"disk_write_budget={short_repr(budget)} is not a number of blocks; give a number above 0, like 0.5"
+            )
         if not self.write_policy:
             chosen = default_write_policy(has_stores=self.disk_blocks != 0)
             object.__setattr__(self, "write_policy", chosen)
@@ -57,6 +61,6 @@ class ReplaySettings:
 
     @property
     def total_blocks(self) -> int | None:
-        """Of all tiers; None where one is unlimited."""
+        """The capacity of all tiers together, in blocks; None if one is unlimited."""
         sizes = (self.device_blocks, self.host_blocks, self.disk_blocks)
         return None if None in sizes else sum(size for size in sizes if size is not None)

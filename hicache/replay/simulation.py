@@ -1,4 +1,4 @@
-"""Replay a trace through one cache, and what came of it."""
+"""Replay a trace through one simulated cache, and the results of a replay."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ _PROGRESS_STEP = 64  # requests between two reports
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """What one replay hit. Arrays are `[requests]`, of those that count.
+    """The result of one replay. Arrays are `[requests]`, without the requests of the warm-up.
 
-    `name`: the row, a policy or `optimal`. `hit_blocks`: by tier, "device" first. A block counts for its tokens, the
-    last one of a prompt for those that it has. `copies`: None of an optimum, which moves nothing.
+    `name`: the policy, or `optimal`. `hit_blocks`: hits by tier, "device" first. A full block counts for its
+    `block_tokens` tokens, a partial last block for the tokens that it has. `copies`: None for `optimal`, which has no
+    tiers.
     """
 
     settings: ReplaySettings
@@ -46,7 +47,7 @@ class ReplayResult:
 
     @property
     def hit_rate(self) -> float:
-        """Blocks hit over blocks asked for."""
+        """Hit blocks divided by requested blocks."""
         return sum(self.tier_hit_rates.values())
 
     @property
@@ -72,24 +73,24 @@ class ReplayResult:
 
     @property
     def uncached_tokens(self) -> Counts:
-        """Tokens that were computed, at least the last one."""
+        """Computed tokens of each request; at least 1, the last token."""
         return np.asarray(np.maximum(self.input_tokens - self.hit_tokens, 1), np.int64)
 
     @property
     def tokens_saved(self) -> int:
-        """Tokens that were not computed."""
+        """Tokens of all requests that need not be computed."""
         return int(self.hit_tokens.sum())
 
     @cached_property
     def ttft_s(self) -> npt.NDArray[np.float64]:
-        """Time to first token by the cost model; NaN without one."""
+        """Time to first token by the cost model, in seconds; NaN without a cost model."""
         if self.costs is None:
             return np.full(len(self.time_s), np.nan)
         return self.costs.ttft_s(self.input_tokens, self.device_tokens, self.host_tokens, self.disk_tokens)
 
     @property
     def gpu_s(self) -> float:
-        """Seconds of the GPU that all prompts take by the cost model; NaN without one."""
+        """Seconds of the GPU for all prompts by the cost model; NaN without a cost model."""
         return (
             float("nan")
             if self.costs is None
@@ -98,14 +99,14 @@ class ReplayResult:
 
     @property
     def copied_bytes(self) -> dict[str, int]:
-        """`copies` in bytes; empty where those of a token are not known."""
+        """`copies` in bytes; empty if the bytes of a token are unknown."""
         token_bytes = 0 if self.costs is None else self.costs.bytes_of("host")
         if self.copies is None or not token_bytes:
             return {}
         return {name: int(blocks * self.block_tokens * token_bytes) for name, blocks in asdict(self.copies).items()}
 
     def to_json(self) -> dict[str, Any]:
-        """Settings and totals as plain values."""
+        """Return settings and totals as plain values."""
         totals: dict[str, Any] = {
             "name": self.name,
             "trace": self.trace_name,
@@ -128,7 +129,7 @@ class ReplayResult:
 
     @cached_property
     def _tokens(self) -> dict[str, Counts]:
-        """Tokens hit by tier; one tier's follow the other's in the prompt."""
+        """Hit tokens by tier. In a prompt the tokens of the device are first, then those of the host, then the disk."""
         ends = np.cumsum(list(self.hit_blocks.values()), axis=0) * self.block_tokens
         tokens = np.diff(np.minimum(ends, self.input_tokens), axis=0, prepend=0)
         return dict(zip(self.hit_blocks, tokens, strict=True))
@@ -141,9 +142,10 @@ def _percentiles(values: npt.NDArray[Any]) -> dict[str, float]:
 def replay(
     trace: Trace, settings: ReplaySettings, on_progress: Progress | None = None, costs: TierCosts | None = None
 ) -> ReplayResult:
-    """Send the requests of `trace` through a cache, one after the other.
+    """Serve the requests of `trace` with one simulated cache, one after the other.
 
-    `on_progress` gets the number of requests done, every few requests and at the end; what it raises ends the replay.
+    `on_progress` gets the number of served requests, every few requests and at the end. An exception that it raises
+    ends the replay.
     """
     return _replay(trace, trace.prefixes, settings, on_progress, costs)
 
@@ -151,24 +153,27 @@ def replay(
 def one_tier(
     trace: Trace, settings: ReplaySettings, on_progress: Progress | None = None, costs: TierCosts | None = None
 ) -> ReplayResult:
-    """The same through a device tier of all blocks of `settings` together, which takes of a prompt no more than their
-    device tier: what tiers hit that never hold a block twice."""
-    whole = replace(settings, device_blocks=settings.total_blocks, host_blocks=0, disk_blocks=0)
-    return _replay(trace, _cut(trace, settings), whole, on_progress, costs)
+    """Replay `trace` with a single device tier as large as all tiers of `settings` together.
+
+    A prompt is cut to the size of the device tier of `settings`. The result is an estimate for tiers that never hold a
+    block twice."""
+    single = replace(settings, device_blocks=settings.total_blocks, host_blocks=0, disk_blocks=0)
+    return _replay(trace, _cut(trace, settings), single, on_progress, costs)
 
 
 def optimal(
     trace: Trace, settings: ReplaySettings, costs: TierCosts | None = None, name: str = "optimal"
 ) -> ReplayResult:
-    """The most that a cache of all blocks of `settings` together could hit, whatever its order, all on the device: of a
-    prompt no more than fits the device tier, where it is held while it runs."""
+    """Return the hits of optimal eviction in a single tier as large as all tiers of `settings` together.
+
+    All hits count as hits of the device. A prompt is cut to the size of the device tier of `settings`."""
     device = optimal_hits(_cut(trace, settings), settings.total_blocks)
     none = np.zeros_like(device)
     return _result_of(trace, settings, {"device": device, "host": none, "disk": none}, name, costs)
 
 
 def _cut(trace: Trace, settings: ReplaySettings) -> list[Tokens]:
-    """Of each prompt what the device tier holds."""
+    """Cut each prompt to the size of the device tier."""
     return [ids[: settings.device_blocks] for ids in trace.prefixes]
 
 
@@ -187,7 +192,7 @@ def _replay(
         if on_progress is not None and at % _PROGRESS_STEP == 0:
             on_progress(at)
         if at == trace.num_warm_up:
-            cache.count_anew()
+            cache.reset_counts()
         hits[:, at] = cache.serve(blocks, hints[at], trace.requests[at].time_s)
     cache.check()
     if on_progress is not None:
@@ -204,7 +209,7 @@ def _result_of(
     costs: TierCosts | None = None,
     copies: Copies | None = None,
 ) -> ReplayResult:
-    """A result with what the trace says of its requests, of those that count."""
+    """Build the result, with the arrays of the requests after the warm-up."""
     requests, first = trace.requests[trace.num_warm_up :], trace.num_warm_up
     return ReplayResult(
         settings,

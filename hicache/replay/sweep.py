@@ -1,4 +1,4 @@
-"""Many replays of one trace, in processes beside each other."""
+"""Replays of one trace with many settings, in parallel processes."""
 
 from __future__ import annotations
 
@@ -26,15 +26,15 @@ Row = Literal["policy", "one tier", "optimal", "unlimited"]
 
 @dataclass(frozen=True)
 class Case:
-    """One replay of a sweep. `one tier`: all blocks of `settings` on the device; `optimal`: the most that any order
-    could hit in them; `unlimited`: a device tier that holds everything."""
+    """One replay of a sweep. `one tier`: all blocks of `settings` on the device; `optimal`: optimal eviction in a tier
+    of that size; `unlimited`: a device tier without a limit."""
 
     row: Row
     settings: ReplaySettings
 
     @property
-    def beside(self) -> dict[str, Case]:
-        """What a row of a policy with several tiers is compared with: one tier as large, and twice the host."""
+    def comparisons(self) -> dict[str, Case]:
+        """The cases that a policy with several tiers is compared with: one tier of the same size, twice the host."""
         settings, found = self.settings, dict[str, Case]()
         if self.row == "policy" and settings.host_blocks != 0:
             found["one_tier"] = Case("one tier", settings)
@@ -48,19 +48,19 @@ class _Stopped(Exception):
 
 
 @dataclass(frozen=True)
-class _Shared:
-    """What a worker has of its sweep. `num_done`: requests of all workers; below 0, the workers are to stop."""
+class _SweepState:
+    """The arguments of a worker. `num_done`: requests that all workers have served; if negative, the workers stop."""
 
     trace: Trace
     costs: TierCosts | None
     num_done: Synchronized[int]
 
 
-_worker: list[_Shared] = []  # of a worker process, from its start on
+_worker: list[_SweepState] = []  # one item in a worker process, none elsewhere
 
 
 def cases_of(settings: Iterable[ReplaySettings], policies: Sequence[str]) -> list[Case]:
-    """For every size the policies and the optimum; at the end, no limit."""
+    """Return the cases of all policies and the optimum for each of `settings`, and at the end a tier without limit."""
     cases: list[Case] = []
     for each in settings:
         cases += [Case("policy", replace(each, policy=policy)) for policy in policies]
@@ -68,16 +68,16 @@ def cases_of(settings: Iterable[ReplaySettings], policies: Sequence[str]) -> lis
     return [*cases, Case("unlimited", ReplaySettings(None))]
 
 
-def with_beside(cases: Iterable[Case]) -> list[Case]:
-    """These, and all that stands beside them, each once."""
+def with_comparisons(cases: Iterable[Case]) -> list[Case]:
+    """Return `cases` and the cases that they are compared with, without duplicates."""
     cases = list(cases)
-    return list(dict.fromkeys([*cases, *(other for case in cases for other in case.beside.values())]))
+    return list(dict.fromkeys([*cases, *(other for case in cases for other in case.comparisons.values())]))
 
 
 def run_case(
     trace: Trace, case: Case, costs: TierCosts | None, on_progress: Callable[[int], None] | None = None
 ) -> ReplayResult:
-    """The result of one row. `on_progress` as in `replay`; an optimum reports its end alone."""
+    """Run one case. `on_progress` as in `replay`; an optimum reports only its end."""
     if case.row == "policy":
         return replay(trace, case.settings, on_progress, costs)
     if case.row == "one tier":
@@ -95,17 +95,17 @@ def sweep(
     num_processes: int = 1,
     on_progress: Callable[[int], None] | None = None,
 ) -> list[ReplayResult]:
-    """The results of `cases`, in their order. `on_progress` gets the requests done, of all cases together, up to their
-    number times that of the cases.
+    """Run `cases` and return their results in order.
 
-    Whatever ends it, Ctrl-C included, the processes have ended when it returns or raises.
+    `on_progress` gets the number of served requests of all cases together. All processes have ended when this function
+    returns or raises, also after Ctrl-C.
     """
     report = on_progress or _silent
     if min(num_processes, len(cases)) <= 1:
         size = len(trace.requests)
         return [run_case(trace, case, costs, partial(_after, report, at * size)) for at, case in enumerate(cases)]
-    _ = trace.prefixes  # made once: the processes inherit them
-    context = multiprocessing.get_context("fork")  # spawned ones take seconds to import torch
+    _ = trace.prefixes  # computed once, before the fork: the processes inherit them
+    context = multiprocessing.get_context("fork")  # spawned processes need seconds to import torch
     num_done: Synchronized[int] = context.Value("q", 0)
     executor = ProcessPoolExecutor(min(num_processes, len(cases)), context, _start, (trace, costs, num_done))
     try:
@@ -132,8 +132,10 @@ def _after(report: Callable[[int], None], before: int, count: int) -> None:
 
 @contextlib.contextmanager
 def _interrupts_blocked() -> Iterator[None]:
-    """Processes that start meanwhile never see Ctrl-C, which a terminal sends to them too: the sweep tells them. One
-    that comes meanwhile is seen here at the end."""
+    """Block SIGINT in this process and in the processes that it starts meanwhile.
+
+    A terminal sends Ctrl-C to all processes, but only this one handles it: it stops the workers by `num_done`. A SIGINT
+    during the block is delivered at its end."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -145,21 +147,21 @@ def _interrupts_blocked() -> Iterator[None]:
 
 
 def _start(trace: Trace, costs: TierCosts | None, num_done: Synchronized[int]) -> None:
-    torch.set_num_threads(1)  # of a pool of threads the fork has none; the other processors have replays of their own
-    gc.freeze()  # what was there before, the trace and torch, is no garbage: looking at it takes a tenth of a replay
-    _worker.append(_Shared(trace, costs, num_done))
+    torch.set_num_threads(1)  # a fork has no pool of threads, and each processor has its own replay
+    gc.freeze()  # exempts the trace and torch from collection, which would take a tenth of a replay
+    _worker.append(_SweepState(trace, costs, num_done))
 
 
 def _run(case: Case) -> ReplayResult:
-    shared, told = _worker[-1], 0
+    state, reported = _worker[-1], 0
 
-    def tell(count: int) -> None:
-        nonlocal told
-        with shared.num_done.get_lock():
-            shared.num_done.value += count - told
-            is_stopped = shared.num_done.value < 0
-        told = count
+    def report(count: int) -> None:
+        nonlocal reported
+        with state.num_done.get_lock():
+            state.num_done.value += count - reported
+            is_stopped = state.num_done.value < 0
+        reported = count
         if is_stopped:
             raise _Stopped
 
-    return run_case(shared.trace, case, shared.costs, tell)
+    return run_case(state.trace, case, state.costs, report)

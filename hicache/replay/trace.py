@@ -1,14 +1,15 @@
-"""Traces: which requests came when, each as the blocks of its prompt.
+"""Traces of requests: the arrival time, the lengths and the blocks of each prompt.
 
-Three formats, told apart by the first line; each may be gzipped. Times are made relative to the first request.
+There are three formats, recognised by the first line; each may be gzipped. Times are relative to the first request.
 
     blocks    Mooncake's: `timestamp` (ms), `input_length`, `output_length`, `hash_ids`: one for each block of 512
               tokens, or of 64 if the first line has `session`
     text      LMCache's: `timestamp` (us), `input`, `output`, `session_id`: prompts as text, sorted by time here
-    recorded  that of `hicache serve --record`: a first line {"format": "hicache-trace", "version": 1,
+    recorded  of `hicache serve --record`: a first line {"format": "hicache-trace", "version": 1,
               "block_tokens": N}, then `time_s`, `input_tokens`, `output_tokens`, `blocks` and, if known, `session`
 
-Milliseconds and microseconds are whole in these, so a fraction says that the unit is another, which must be given.
+Times in milliseconds and microseconds are integers in these formats. A time with a fraction is in another unit, which
+the user must give as `--time-unit`.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from hicache.errors import ConfigError, TraceError
 FORMAT, VERSION = "hicache-trace", 1
 TIME_UNITS = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}  # in seconds
 _MOONCAKE_BLOCK_TOKENS, _SESSION_BLOCK_TOKENS = 512, 64
-_TEXT_CHARACTERS = 4  # a token of text without its tokenizer
+_TEXT_CHARACTERS = 4  # characters of a token, an estimate without a tokenizer
 _GZIP_MAGIC = b"\x1f\x8b"
 
 
 @dataclass(frozen=True)
 class TraceRequest:
-    """One request. `time_s`: since the first. `blocks`: int64 `[blocks]`, one id a block of the prompt, the last one
-    may be partial; equal ids behind equal prefixes are equal blocks."""
+    """One request. `time_s`: seconds since the first request. `blocks`: int64 `[blocks]`, the ids of the prompt's
+    blocks; the last block may be partial. Blocks are equal if their ids and all ids before them are equal."""
 
     time_s: float
     blocks: npt.NDArray[np.int64]
@@ -51,8 +52,8 @@ class TraceRequest:
 
 @dataclass(frozen=True)
 class Trace:
-    """Requests in order of time. `block_tokens`: tokens of a whole block. `num_warm_up`: requests at the beginning that
-    fill the tiers and count in no figure."""
+    """Requests in order of time. `block_tokens`: tokens of a full block. `num_warm_up`: requests at the start that only
+    fill the tiers and are not counted."""
 
     name: str
     block_tokens: int
@@ -61,7 +62,7 @@ class Trace:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks of all prompts, as often as they are asked for."""
+        """The number of blocks of all prompts; a block of several prompts counts several times."""
         return sum(len(request.blocks) for request in self.requests)
 
     @cached_property
@@ -71,9 +72,10 @@ class Trace:
 
 
 def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.int64]]:
-    """For each block of prompts an id from 0 on that stands for it and all before it: `[blocks]` for each of `prompts`.
+    """Return for each prompt the ids of its prefixes, int64 `[blocks]`: id i names block i and all blocks before it.
 
-    Sorted, a prompt shares with the one before it all that it shares with any before.
+    Ids are 0, 1, 2, ... Prompts are sorted first: then the longest prefix that a prompt shares with any earlier prompt
+    is the one that it shares with the prompt directly before it.
     """
     found = [np.empty(0, np.int64)] * len(prompts)
     before = ids = np.empty(0, np.int64)
@@ -91,10 +93,10 @@ def prefix_ids(prompts: Sequence[npt.NDArray[np.int64]]) -> list[npt.NDArray[np.
 
 
 def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str | None = None) -> Trace:
-    """Read a trace of any format. `block_tokens`, `time_unit` (one of `TIME_UNITS`): None for those of the format; a
-    recorded trace has its own.
+    """Read a trace of any format.
 
-    TraceError, with file and line, for whatever cannot be replayed. OSError where the file cannot be opened.
+    `block_tokens`, `time_unit` (one of `TIME_UNITS`): None for those of the format; a recorded trace has its own.
+    TraceError, with file and line, if the trace is invalid. OSError if the file cannot be opened.
     """
     if block_tokens is not None and block_tokens < 1:
         raise ConfigError(f"block_tokens={block_tokens}: give at least 1")
@@ -112,25 +114,25 @@ def read_trace(path: str | Path, block_tokens: int | None = None, time_unit: str
 
 
 def _format(line: _Line, block_tokens: int | None, time_unit: str | None) -> _Format:
-    """What the first line tells, and what was given in its place."""
+    """Return the format that the first line shows, with the given block size and time unit if they are not None."""
     fields = line.fields
     if "format" in fields:
         return _Format(_header(line, block_tokens, time_unit), "s", _recorded)
     if "hash_ids" in fields:
         block_tokens = block_tokens or (_SESSION_BLOCK_TOKENS if "session" in fields else _MOONCAKE_BLOCK_TOKENS)
-        return _Format(block_tokens, time_unit or "ms", partial(_of_blocks, block_tokens), is_whole=not time_unit)
+        return _Format(block_tokens, time_unit or "ms", partial(_of_blocks, block_tokens), is_integral=not time_unit)
     if isinstance(fields.get("input"), str):
         block_tokens = block_tokens or _SESSION_BLOCK_TOKENS
-        return _Format(block_tokens, time_unit or "us", partial(_of_text, block_tokens, {}), is_whole=not time_unit)
+        return _Format(block_tokens, time_unit or "us", partial(_of_text, block_tokens, {}), is_integral=not time_unit)
     raise line.error(
-        "a request has hash_ids or input, for lengths alone do not tell which prompts begin alike; docs/replay.md "
-        "describes the formats"
+        "the request has neither hash_ids nor input, and lengths alone do not show which prompts share a prefix; give "
+        "a trace in a format of docs/replay.md"
     )
 
 
 @dataclass(frozen=True)
 class _Line:
-    """The fields of one line, and where it stands."""
+    """The fields of one line, its file and its number."""
 
     path: Path
     number: int
@@ -142,7 +144,7 @@ class _Line:
     def tokens(self, name: str) -> int:
         value = self._field(name)
         if isinstance(value, bool) or not isinstance(value, int):
-            raise self.error(f"{name} is not a whole number; give the tokens")
+            raise self.error(f"{name} is not an integer; give the number of tokens")
         if value < 0:
             raise self.error(f"{name} is negative; give at least 0")
         return value
@@ -171,7 +173,7 @@ class _Line:
         if ids.shape == (0,):
             return np.empty(0, np.int64)
         if ids.ndim != 1 or ids.dtype.kind != "i" or ids.min() < 0:
-            raise self.error(f"{name} is not a list of block ids; give whole numbers from 0 to 2^63 - 1")
+            raise self.error(f"{name} is not a list of block ids; give integers from 0 to 2^63 - 1")
         return ids.astype(np.int64)
 
     def _field(self, name: str) -> Any:
@@ -182,26 +184,26 @@ class _Line:
 
 @dataclass(frozen=True)
 class _Format:
-    """How the lines of a trace are read. `parse`: to a request whose time is in `unit`. `is_whole`: times of that unit
-    have no fractions."""
+    """A format of traces. `parse`: makes a request of a line, with the time in `unit`. `is_integral`: times of this
+    unit have no fractions."""
 
     block_tokens: int
     unit: str
     parse: Callable[[_Line], TraceRequest]
-    is_whole: bool = False
+    is_integral: bool = False
 
     def parsed(self, line: _Line) -> TraceRequest:
         request = self.parse(line)
-        if self.is_whole and not request.time_s.is_integer():
+        if self.is_integral and not request.time_s.is_integer():
             raise line.error(
-                f"timestamp has a fraction, and a trace of this format has whole {self.unit}; give the unit of its "
-                f"times with --time-unit {' or '.join(TIME_UNITS)}"
+                f"timestamp has a fraction, but this format has integers in {self.unit}; give the unit of the times "
+                f"with --time-unit {' or '.join(TIME_UNITS)}"
             )
         return replace(request, time_s=request.time_s * TIME_UNITS[self.unit])
 
 
 def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """The objects of all lines that are not blank, with their numbers."""
+    """Yield the number and the object of each line that is not blank."""
     with path.open("rb") as raw:
         is_gzip = raw.read(len(_GZIP_MAGIC)) == _GZIP_MAGIC
     number = 0
@@ -211,7 +213,7 @@ def _lines(path: Path) -> Iterator[tuple[int, dict[str, Any]]]:
                 if line.strip():
                     yield number, _object(path, number, line)
     except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-        reason = f"the compressed file is damaged ({error}); fetch or record it again"
+        reason = f"the compressed file is damaged ({error}); download or record it again"
         raise TraceError(path, number + 1, reason) from error
 
 
@@ -219,27 +221,27 @@ def _object(path: Path, number: int, line: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(line)
     except (ValueError, RecursionError) as error:
-        reason = "this is not JSON; give one object a line, and remove a line that was cut short"
+        reason = "the line is not JSON; give one object per line, and remove an incomplete last line"
         if number == 1 and line[:1].isalpha() and b"," in line:
             reason = (
-                "this is a table, not JSON, and tables of lengths (Azure, BurstGPT) do not tell which prompts begin "
-                "alike; give a trace with hash_ids or input"
+                "the file is a table, not JSON, and tables of lengths (Azure, BurstGPT) do not show which prompts "
+                "share a prefix; give a trace with hash_ids or input"
             )
         raise TraceError(path, number, reason) from error
     if not isinstance(fields, dict):
-        raise TraceError(path, number, "this is not a JSON object; give one object a line")
+        raise TraceError(path, number, "the line is not a JSON object; give one object per line")
     return fields
 
 
 def _header(line: _Line, block_tokens: int | None, time_unit: str | None) -> int:
-    """The block size of a recorded trace."""
+    """Return the block size of a recorded trace, from its first line."""
     if line.fields["format"] != FORMAT or line.fields.get("version") != VERSION:
         raise line.error(f'this version reads format "{FORMAT}", version {VERSION}; record the trace again')
     recorded = line.tokens("block_tokens")
     if recorded < 1 or block_tokens not in (None, recorded):
-        raise line.error(f"the trace was recorded in blocks of {recorded} tokens; leave block_tokens out")
+        raise line.error(f"the trace was recorded in blocks of {recorded} tokens; leave --block-tokens out")
     if time_unit not in (None, "s"):
-        raise line.error("the trace was recorded in seconds; leave time_unit out")
+        raise line.error("the trace was recorded in seconds; leave --time-unit out")
     return recorded
 
 
@@ -252,11 +254,11 @@ def _recorded(line: _Line) -> TraceRequest:
 
 def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
     blocks, input_tokens = line.ids("hash_ids"), line.tokens("input_length")
-    # A partial last block has an id in some traces and none in others.
+    # Some traces have an id for a partial last block, and some do not.
     if not (len(blocks) - 1) * block_tokens < input_tokens < (len(blocks) + 1) * block_tokens:
         raise line.error(
-            f"{len(blocks)} hash_ids are not the blocks of {input_tokens} tokens at {block_tokens} a block; "
-            f"give the block size of the trace with --block-tokens"
+            f"{len(blocks)} hash_ids do not fit {input_tokens} tokens in blocks of {block_tokens}; give the block size "
+            f"of the trace with --block-tokens"
         )
     session = line.fields.get("session", line.fields.get("session_id", ""))
     time, output_tokens = line.number_of("timestamp"), line.tokens("output_length")
@@ -264,7 +266,7 @@ def _of_blocks(block_tokens: int, line: _Line) -> TraceRequest:
 
 
 def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) -> TraceRequest:
-    """Whole blocks of text. A token is taken for 4 characters; `known` numbers blocks by prefix and text."""
+    """Cut text into full blocks, at 4 characters per token. `known`: ids of blocks by prefix and text."""
     prompt, step, above = line.text("input"), block_tokens * _TEXT_CHARACTERS, -1
     blocks: list[int] = []
     for start in range(0, len(prompt) - step + 1, step):
@@ -276,13 +278,15 @@ def _of_text(block_tokens: int, known: dict[tuple[int, str], int], line: _Line) 
 
 
 def _in_order(path: Path, parsed: list[tuple[int, TraceRequest]], *, is_text: bool) -> tuple[TraceRequest, ...]:
-    """The requests with times since the first. Lines with text are written as requests end, so they are sorted."""
+    """Return the requests with times relative to the first one.
+
+    Traces with text have requests in the order of their ends, so they are sorted by time here."""
     if is_text:
         parsed = sorted(parsed, key=lambda numbered: numbered[1].time_s)
     if not any(len(request.blocks) for _, request in parsed):
         raise TraceError(path, None, "no request has a block; give a trace with prompts, or smaller blocks")
     for (_, before), (number, request) in pairwise(parsed):
         if request.time_s < before.time_s:
-            raise TraceError(path, number, "the request came before that of the line above; sort the lines by time")
+            raise TraceError(path, number, "the request is earlier than that of the line above; sort the lines by time")
     start_s = parsed[0][1].time_s
     return tuple(replace(request, time_s=request.time_s - start_s) for _, request in parsed)

@@ -289,7 +289,7 @@ def _load(flags: argparse.Namespace, say: Say) -> _Workload:
     loaded = random_model(dtype, device) if choice.path is None else load_local(choice.path, dtype, device)
     if choice.hub_name:  # its folder is named by the revision
         loaded = dataclasses.replace(loaded, name=choice.hub_name)
-    if choice.is_packaged:  # end answers of the small model after their first sentence
+    if choice.is_packaged:  # Answers of the small model end after their first sentence.
         loaded = dataclasses.replace(loaded, eos_ids=loaded.eos_ids.union(loaded.tokenizer.encode(".")))
     document_tokens = _PACKAGED_DOCUMENT_TOKENS if choice.is_packaged else _DOCUMENT_TOKENS
     workload = _Workload(

@@ -5,11 +5,11 @@ from __future__ import annotations
 import argparse
 
 from hicache.config import EngineConfig
-from hicache.config.settings import Whole, as_flag
+from hicache.config.settings import Integer, as_flag
 from hicache.serving.packaged_model import model_flag
 
-_COUNT = as_flag(Whole("a count", 1, 1 << 16))
-_TOKENS = as_flag(Whole("a number of tokens", 1, 1 << 30))
+_COUNT = as_flag(Integer("a count", 1, 1 << 16))
+_TOKENS = as_flag(Integer("a number of tokens", 1, 1 << 30))
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:

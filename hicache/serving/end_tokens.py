@@ -60,14 +60,14 @@ def _of_tokenizer(tokenizer: Any) -> Iterable[int]:
     """The tokenizer's end of a text, its end of a turn, and the added token with which its chat template ends an
     answer."""
     added = tokenizer.added_tokens_decoder.keys() - {tokenizer.unk_token_id, tokenizer.bos_token_id}
-    texts = [tokenizer.special_tokens_map.get("eot_token", ""), _behind_an_answer(tokenizer)]
+    texts = [tokenizer.special_tokens_map.get("eot_token", ""), _text_after_answer(tokenizer)]
     firsts = [tokenizer.encode(text, add_special_tokens=False)[:1] for text in texts if text]
     if tokenizer.eos_token_id is not None:
         yield tokenizer.eos_token_id
     yield from (token for first in firsts for token in first if token in added)
 
 
-def _behind_an_answer(tokenizer: Any) -> str:
+def _text_after_answer(tokenizer: Any) -> str:
     """The text that the chat template writes after an answer; "" without a template, or if it refuses such a chat."""
     if not tokenizer.chat_template:
         return ""

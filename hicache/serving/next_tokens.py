@@ -52,8 +52,8 @@ def _restricted(logits: torch.Tensor, constraints: Mapping[int, Constraint]) -> 
     """A copy of the logits with -inf for tokens that the constraint of a row does not allow."""
     allowed = np.zeros((len(constraints), logits.shape[1]), dtype=np.bool_)
     for row, constraint in zip(allowed, constraints.values(), strict=True):
-        may_come = constraint.allowed()[: len(row)]
-        row[: len(may_come)] = may_come
+        allowed_mask = constraint.allowed()[: len(row)]
+        row[: len(allowed_mask)] = allowed_mask
     logits, rows = logits.clone(), [*constraints]
     logits[rows] = logits[rows].masked_fill(~torch.from_numpy(allowed).to(logits.device), -torch.inf)
     return logits
@@ -70,8 +70,8 @@ def score_prompts(logits: torch.Tensor, requests: Sequence[ScheduledRequest]) ->
         # out.
         start, end = max(req.num_scored, req.kv_len + 1), min(req.end + 1, len(req.request.tokens))
         if req.is_scoring and start < end:
-            wanted, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
-            req.logprobs += token_logprobs(wanted, tokens, req.request.num_logprobs or 0)
+            scored, tokens = rows[start - req.kv_len - 1 : end - req.kv_len - 1], req.sequence[start:end].tolist()
+            req.logprobs += token_logprobs(scored, tokens, req.request.num_logprobs or 0)
             req.num_scored, req.is_scoring = end, end < len(req.request.tokens)
     return logits[np.cumsum(counts) - 1]
 

@@ -52,7 +52,7 @@ class ServingOrder:
         return req.submitted_s - req.lead_s + min(self._max_overtake_s, _WAIT_PER_COMPUTE * left_s)
 
 
-def comes_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:
+def is_computed_soon(req: ScheduledRequest, running: Iterable[ScheduledRequest], pass_tokens: int) -> bool:
     """Whether a waiting request would be computed in one of the next passes. Until then it is not admitted, because it
     may find more tokens in the cache later, and because shorter requests may arrive that go before it."""
     prompts = (other for other in running if not other.is_decoding and other.rank < req.rank)

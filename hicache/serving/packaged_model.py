@@ -51,8 +51,8 @@ class ModelChoice(NamedTuple):
 def require_folder(path: str) -> None:
     """Raise ConfigError unless `path` is a directory. Call it before large imports."""
     if not path or not Path(path).is_dir():
-        remedy = "give one that holds a transformers model, or a name of the hub like Qwen/Qwen3-8B"
-        raise ConfigError(f"model {path or '(empty)'}: no such directory; {remedy}")
+        remedy = "give the directory of a transformers model, or a name of the hub like Qwen/Qwen3-8B"
+        raise ConfigError(f"{path or '(empty)'} is not a directory; {remedy}")
 
 
 def model_flag(text: str) -> str:
@@ -131,8 +131,10 @@ def _save_unpacked(file: Path, folder: Path) -> None:
     for name in ("GGUFReader", "get_tensor_name_map"):
         setattr(gguf, name, functools.cache(getattr(gguf, name)))
     given = {"gguf_file": file.name, "local_files_only": True, "trust_remote_code": False}
-    whole = GgufConfig(dequantize=True)
-    model = AutoModelForCausalLM.from_pretrained(file.parent, **given, dtype=torch.float32, quantization_config=whole)
+    gguf_config = GgufConfig(dequantize=True)
+    model = AutoModelForCausalLM.from_pretrained(
+        file.parent, **given, dtype=torch.float32, quantization_config=gguf_config
+    )
     model.generation_config.update(**_SAMPLING)
     model.save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, **given).save_pretrained(folder)

@@ -28,9 +28,9 @@ from hicache.serving.request_queue import ScheduledRequest
 
 _ASSUMED_TOKEN_S = 1e-3  # seconds per token before the first pass
 _FIRST_TOKENS_ON_CPU = 256  # prompt tokens of a pass before one was measured; a GPU has no such limit
-_AIM = 0.8  # of the maximum time of a pass: if passes aimed at the maximum, half of them would exceed it
-_KEEP = 0.25  # weight of earlier passes after another full pass
-_ALONE = 4  # times the maximum time, for a pass that delays no decoding request
+_TARGET_SHARE = 0.8  # of the maximum time of a pass: if passes aimed at the maximum, half of them would exceed it
+_DECAY = 0.25  # weight of earlier passes after another full pass
+_SOLE_FACTOR = 4  # times the maximum time, for a pass that delays no decoding request
 _STEP_TOKENS = 16  # chunks are multiples of this; the first chunk has at least this many, so that prompts make progress
 _MAX_SCORED_TOKENS = 512  # prompt tokens of a pass whose logits are kept: each has 150 000 logits of 4 bytes
 _MAX_GROWTH = 1 / 64  # at 1 / growth preceding tokens, attention costs as much as all other operations
@@ -55,7 +55,7 @@ class PassBudget:
         self._scored = _MAX_SCORED_TOKENS
         self._work = work
         self._growth = growth
-        self._is_whole = True
+        self._is_unused = True
 
     def share_of(self, req: ScheduledRequest) -> int:
         """Tokens of a prompt that the pass may compute; for the first prompt at least one."""
@@ -64,7 +64,7 @@ class PassBudget:
 
     def take(self, req: ScheduledRequest) -> None:
         """Subtract tokens [kv_len, end) of a request, which are in the pass, from the budget."""
-        num_tokens, self._is_whole = req.end - req.kv_len, False
+        num_tokens, self._is_unused = req.end - req.kv_len, False
         self._tokens -= num_tokens
         self._work -= num_tokens * (1 + self._growth * (req.kv_len + req.end) / 2)
         self._scored -= req.num_logits if req.is_scoring else 0
@@ -75,7 +75,7 @@ class PassBudget:
         cost, work = 1 + self._growth * start, max(0.0, self._work)
         # num * (cost + growth * num / 2) = work
         num = 2 * work / (cost + math.sqrt(cost * cost + 2 * self._growth * work))
-        return max(int(num) // _STEP_TOKENS, int(self._is_whole)) * _STEP_TOKENS
+        return max(int(num) // _STEP_TOKENS, int(self._is_unused)) * _STEP_TOKENS
 
 
 class PrefillPace:
@@ -85,10 +85,10 @@ class PrefillPace:
     """
 
     def __init__(self, max_pass_s: float, first_tokens: float) -> None:
-        self._aim_s = _AIM * max_pass_s
+        self._aim_s = _TARGET_SHARE * max_pass_s
         self._first_tokens = first_tokens
         self._cost = PrefillCost()
-        self._work = self._seconds = 0.0  # of passes, weighted by `_KEEP` for each full pass that ended later
+        self._work = self._seconds = 0.0  # of passes, weighted by `_DECAY` for each full pass that ended later
 
     def observe(self, num_tokens: int, seconds: float, mean_position: float) -> None:
         """Note that a pass over `num_tokens` prompt tokens took `seconds`."""
@@ -96,17 +96,17 @@ class PrefillPace:
             return
         self._cost.observe(num_tokens, seconds, mean_position)
         work = num_tokens * (1 + self._growth * mean_position)
-        keep = _KEEP ** min(1.0, work / self._within_aim) if self._work else 0.0
+        keep = _DECAY ** min(1.0, work / self._within_aim) if self._work else 0.0
         self._work = keep * self._work + work
         self._seconds = keep * self._seconds + seconds
 
-    def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
+    def budget(self, num_tokens: int, has_streams: bool) -> PassBudget:
         """The budget of the next pass, at most `num_tokens` prompt tokens. The pass may take four times as long if no
         request decodes in it: then it delays only arriving and aborted requests, and longer passes compute more tokens
         per second."""
         if not self._aim_s:
             return PassBudget(num_tokens)
-        return PassBudget(num_tokens, self._within_aim * (1 if beside_streams else _ALONE), self._growth)
+        return PassBudget(num_tokens, self._within_aim * (1 if has_streams else _SOLE_FACTOR), self._growth)
 
     @property
     def _within_aim(self) -> float:
@@ -115,8 +115,8 @@ class PrefillPace:
     @property
     def _growth(self) -> float:
         token_s, pair_s = self._cost.terms
-        is_most = pair_s > _MAX_GROWTH * token_s  # also if token_s is 0 and there is no ratio
-        return _MAX_GROWTH if is_most else pair_s / token_s if token_s else 0.0
+        is_clamped = pair_s > _MAX_GROWTH * token_s  # also if token_s is 0 and there is no ratio
+        return _MAX_GROWTH if is_clamped else pair_s / token_s if token_s else 0.0
 
 
 class PrefillMeter:
@@ -172,9 +172,9 @@ class PrefillMeter:
             self._last = torch.cuda.Event()
             self._last.record()
 
-    def budget(self, num_tokens: int, beside_streams: bool) -> PassBudget:
+    def budget(self, num_tokens: int, has_streams: bool) -> PassBudget:
         """The budget of the next pass, see `PrefillPace.budget`."""
-        return self._pace.budget(num_tokens, beside_streams)
+        return self._pace.budget(num_tokens, has_streams)
 
     def saved_s(self, hit: Hit) -> dict[str, float]:
         """By tier, seconds of computing that its hits of a prompt saved: the device has its beginning, then follow the

@@ -65,7 +65,7 @@ class Request:
     probabilities of the chosen token and of this many most likely ones. `scores_prompt`: also for the prompt's tokens,
     for which the complete prompt is computed.
 
-    Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is not a whole number or too
+    Raises ConfigError for an empty prompt, `max_new_tokens` below 1, a `priority` that is not an integer or too
     large, or a `deadline_s` not above 0.
     """
 
@@ -93,7 +93,7 @@ class Request:
             raise ConfigError(f"request {self.request_id}: max_new_tokens={self.max_new_tokens} must be at least 1")
         if not isinstance(self.priority, int) or abs(self.priority) > _MAX_PRIORITY:
             raise ConfigError(
-                f"request {self.request_id}: priority={self.priority!r} must be a whole number of at most "
+                f"request {self.request_id}: priority={self.priority!r} must be an integer of at most "
                 f"{_MAX_PRIORITY} on either side of 0"
             )
         if self.deadline_s is not None and not self.deadline_s > 0:

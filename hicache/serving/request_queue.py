@@ -98,7 +98,7 @@ class ScheduledRequest:
         if self.lease.request.is_counted or not self.request.is_counted:
             self.hit += hit
 
-    def tell(self, token: int) -> CallbackFailed | None:
+    def deliver(self, token: int) -> CallbackFailed | None:
         """Pass a token to the request's callback. Returns the error if the callback raised."""
         try:
             if self.on_token is not None:

@@ -28,9 +28,9 @@ from hicache.errors import (
     TransferBusy,
     TransferError,
 )
-from hicache.serving.beside import BesidePasses
 from hicache.serving.next_tokens import next_tokens, score_prompts
-from hicache.serving.order import ServingOrder, comes_soon, is_computed_for_another
+from hicache.serving.order import ServingOrder, is_computed_for_another, is_computed_soon
+from hicache.serving.polling import PassPolling
 from hicache.serving.prefill_meter import PrefillMeter
 from hicache.serving.request import FinishReason, Logprobs, OnToken, Request, RequestOutput, Runner
 from hicache.serving.request_queue import RequestQueue, ScheduledRequest
@@ -77,7 +77,7 @@ class Scheduler:
         self._runner = runner
         self.prefill_meter = PrefillMeter(engine, clock, max_pass_s)
         self._priority_level_s = priority_level_s
-        self._beside = BesidePasses(engine)
+        self._pass_polling = PassPolling(engine)
         self._chunk_tokens = chunk_tokens
         self._max_running = max_running
         self._stall_timeout_s = stall_timeout_s
@@ -202,7 +202,7 @@ class Scheduler:
         its prefix is being computed for another request. Stop at a request that gets no slots, or that would not be
         computed in the next passes."""
         for req in self._waiting:
-            if not comes_soon(req, self._running_batch, self._chunk_tokens):
+            if not is_computed_soon(req, self._running_batch, self._chunk_tokens):
                 return
             if is_computed_for_another(req, self._running_batch, self._engine.page_size):
                 continue
@@ -289,7 +289,7 @@ class Scheduler:
     def _forward(self, batch: Sequence[ScheduledRequest]) -> None:
         """Run one pass over the batch. Callbacks get tokens after the computed KV of all requests is recorded."""
         chunks = [Chunk(req.held_lease, req.sequence, req.kv_len, req.end, req.num_logits) for req in batch]
-        with self._beside.polling(), self.prefill_meter.measure(chunks):
+        with self._pass_polling.polling(), self.prefill_meter.measure(chunks):
             logits = self._runner.forward(chunks)
         logits = score_prompts(logits, batch)
         self._engine.track([req.held_lease for req in batch if req.is_decoding])
@@ -320,7 +320,7 @@ class Scheduler:
         req.length += 1
         req.is_decoding = True
         req.ttft_s = req.ttft_s or self._clock() - req.submitted_s
-        if (error := req.tell(token)) is not None:
+        if (error := req.deliver(token)) is not None:
             self._finish(req, "error", error)
         if req.finish_reason:
             self._finish(req, req.finish_reason)

@@ -73,8 +73,8 @@ class SlotPasses:
     def _eager(self, chunks: Sequence[Chunk]) -> torch.Tensor:
         context, counts = self._context, [chunk.end - chunk.start for chunk in chunks]
         rows_of, starts = [chunk.lease.row for chunk in chunks], np.concatenate([[0], np.cumsum(counts)])
-        wanted = [np.arange(end - chunk.num_logits, end) for chunk, end in zip(chunks, starts[1:], strict=True)]
-        words = np.concatenate([rows_of, [chunk.end for chunk in chunks], starts, *wanted])
+        logit_rows = [np.arange(end - chunk.num_logits, end) for chunk, end in zip(chunks, starts[1:], strict=True)]
+        words = np.concatenate([rows_of, [chunk.end for chunk in chunks], starts, *logit_rows])
         tokens = np.stack(
             [
                 np.concatenate([chunk.tokens[chunk.start : chunk.end] for chunk in chunks]),

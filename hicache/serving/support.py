@@ -193,7 +193,8 @@ def _config_reason(config: Any) -> str:
         "layers of type sliding_attention without a sliding_window": (
             "sliding_attention" in types and not _window(config)
         ),
-        "layers of type sliding_attention beside linear_attention": {"sliding_attention", "linear_attention"} <= types,
+        "layers of both types sliding_attention and linear_attention": {"sliding_attention", "linear_attention"}
+        <= types,
         "layers of type chunked_attention without an attention_chunk_size": (
             "chunked_attention" in types and not getattr(config, "attention_chunk_size", None)
         ),

@@ -29,16 +29,16 @@ def warm_up(engine: CacheEngine, runner: ModelRunner, chunk_tokens: int, max_run
     num_slots, windows = engine.pool.size, engine.inspect.context.by_name.get(SWA)
     if isinstance(windows, SlidingWindow):  # it may have fewer slots, and a prompt frees none before its commit
         num_slots = min(num_slots, windows.max_tokens)
-    room = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
-    tokens = np.zeros(room, dtype=np.int64)
-    for size in (1 << power for power in range(1, room.bit_length())):
+    max_len = min(2 * chunk_tokens, engine.req_to_token.max_context_len, num_slots // 2)
+    tokens = np.zeros(max_len, dtype=np.int64)
+    for size in (1 << power for power in range(1, max_len.bit_length())):
         request = CacheRequest(f"warm up {size} tokens", tokens[:size], "warm up", is_counted=False)
         with engine.acquire(request) as lease:
             runner.prefill(lease, tokens[:size], 0, size)
     for number in range(2):
         with engine.acquire(CacheRequest(f"warm up {number}", tokens, "warm up", is_counted=False)) as lease:
-            middle = max(1, room // 2)
-            for start, end in ((0, middle), (middle, room)):
+            middle = max(1, max_len // 2)
+            for start, end in ((0, middle), (middle, max_len)):
                 begin_s = time.perf_counter()
                 runner.prefill(lease, tokens, start, end)
                 if engine.pool.device.type == "cuda":

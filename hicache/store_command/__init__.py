@@ -7,7 +7,7 @@ import json
 import logging
 from collections.abc import Callable
 
-from hicache.config.settings import Size, Whole, as_flag
+from hicache.config.settings import Integer, Size, as_flag
 from hicache.config.stores import MAX_STORE_BYTES
 from hicache.console import path_flag, path_of, say
 from hicache.process.logs import text_lines
@@ -23,7 +23,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     _add(subparsers, commands.stat, "stat", "contents of a store; of an open one, its record only")
 
     listing = _add(subparsers, commands.ls, "ls", "keys, sizes and codecs in use order")
-    limit = Whole("maximum pages to list (default: all)", minimum=1)
+    limit = Integer("maximum pages to list (default: all)", minimum=1)
     listing.add_argument("--limit", type=as_flag(limit), metavar="N", help=limit.help)
     listing.add_argument("--newest", action="store_true", help="most recently used first (default: least recently)")
     _takes_key(listing)
@@ -44,7 +44,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     pruning = _add(
         subparsers, commands.prune_stores, "prune", "remove complete stores of a path that no process has open"
     )
-    days = Whole("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
+    days = Integer("remove stores that no engine has used for this many days; 0: all", minimum=0, maximum=36500)
     pruning.add_argument("--unused-days", type=as_flag(days), required=True, metavar="N", help=days.help)
 
     help = "serve a store to the engines and servers of this machine, until SIGTERM"
@@ -62,7 +62,7 @@ def run(flags: argparse.Namespace) -> int:
             serve(flags.url, flags.socket)
         return 0
     with LogCapture() as log, CalmInterrupt() as calm:
-        progress = Steps(calm, wanted=not flags.json)
+        progress = Steps(calm, is_shown=not flags.json)
         outcome: commands.Outcome = flags.run_command(commands.Task(flags, progress, log))
     for message in log.messages:
         say(f"hicache: warning: {message}")

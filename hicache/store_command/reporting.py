@@ -38,16 +38,16 @@ class Steps:
     """Progress display and interruption. Ctrl-C takes effect between two steps only.
 
     `during` yields a function to call after each step with the steps done and the total steps (None: unknown). With
-    `wanted`, it also shows a progress bar.
+    `is_shown`, it also shows a progress bar.
     """
 
-    def __init__(self, calm: CalmInterrupt, *, wanted: bool) -> None:
+    def __init__(self, calm: CalmInterrupt, *, is_shown: bool) -> None:
         self._calm = calm
-        self._wanted = wanted
+        self._is_shown = is_shown
 
     @contextlib.contextmanager
     def during(self, what: str) -> Iterator[Step]:
-        with progress(what, wanted=self._wanted) as show:
+        with progress(what, is_shown=self._is_shown) as show:
 
             def step(done: int, total: int | None) -> None:
                 show(done, total)

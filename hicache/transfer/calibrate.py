@@ -86,10 +86,10 @@ class _Link:
         minimum, because other work on the machine can only add time."""
         found: list[list[tuple[float, float]]] = [[] for _ in copies]
         with torch.cuda.stream(self._stream):
-            for turn in range(_SAMPLES + 1):
+            for sample in range(_SAMPLES + 1):
                 for copy, samples in zip(copies, found, strict=True):
                     seconds = self._once(copy)
-                    if turn:
+                    if sample:
                         samples.append(seconds)
         return [(min(device_s for device_s, _ in samples), min(host_s for _, host_s in samples)) for samples in found]
 

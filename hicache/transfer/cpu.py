@@ -135,7 +135,7 @@ class CpuTransfer:
             try:
                 for layer in range(self.mover.num_layers):
                     for of_kind in copies:
-                        self._require_wanted()
+                        self._require_engine()
                         of_kind.mover.scatter(self._staged(of_kind, layer), of_kind.slots, layer, 1)
                     self._counter.record(load_id, layer)
             except Exception as error:
@@ -153,7 +153,7 @@ class CpuTransfer:
         def copy() -> None:
             misfits = torch.zeros(len(pages), dtype=torch.int32)
             for first, end in self._groups:
-                self._require_wanted()
+                self._require_engine()
                 begin, stop = mover.ends[first], mover.ends[end]
                 staging = torch.empty(len(pages), stop - begin, dtype=torch.uint8)
                 gather(mover, slots, staging, first, end - first, misfits)
@@ -175,6 +175,6 @@ class CpuTransfer:
             found.append(self._host[place.ids, start - place.start : stop - place.start])
         return torch.from_numpy(found[0] if len(found) == 1 else np.concatenate(found, axis=1))
 
-    def _require_wanted(self) -> None:
+    def _require_engine(self) -> None:
         if self._abandoned.is_set():
             raise _Abandoned("the engine of this copy is gone")

@@ -192,12 +192,12 @@ class CudaTransfer:
                 pair.copy.wait_event(behind)
             op.began(pair.kernel if plan.method == "zero_copy" else pair.copy)
             yield from self._staged_steps(loads, load_id) if plan.is_staged else self._direct_steps(loads[0], load_id)
-        except Exception as error:  # noqa: BLE001 - kept in `op.error` and raised to the consumers of the load
+        except Exception as error:  # noqa: BLE001 - kept in `op.error` and raised to the consumers of the load.
             log.warning("a load could not be queued: %s", error)
             op.error = error
             self._counter.fail(load_id, error)
-            op.began(pair.copy)  # needed if the failure came before `began`
-        pair.kernel.wait_stream(pair.copy)  # it may write to the pool directly, or still read host pages
+            op.began(pair.copy)  # needed if the exception was raised before the first `began`
+        pair.kernel.wait_stream(pair.copy)  # the copy stream may write to the pool, or still read host pages.
         op.ended(pair.kernel)
 
     def _record(self, load_id: int, first: int, end: int, stream: torch.cuda.Stream) -> None:

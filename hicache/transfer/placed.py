@@ -74,17 +74,17 @@ class PagePlaces:
     def to_load(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor | None) -> list[PageCopy]:
         """Copies of a load: at most one of packed pages and one of raw pages. `rest`: see `TransferBackend`."""
         if rest is None or not rest.any():
-            return [self._whole(pages, slots)]
+            return [self._one_copy(pages, slots)]
         by_page, copies = slots.view(len(pages), -1), list[PageCopy]()
         packed, raw = (rest == 0).nonzero().flatten(), (rest > 0).nonzero().flatten()
         if len(packed):
-            copies.append(self._whole(pages[packed], by_page[packed.to(slots.device)].flatten()))
+            copies.append(self._one_copy(pages[packed], by_page[packed.to(slots.device)].flatten()))
         return [*copies, self._divided(pages[raw], by_page[raw.to(slots.device)].flatten(), rest[raw])]
 
     def to_store(self, slots: torch.Tensor, pages: torch.Tensor, rest: torch.Tensor | None) -> PageCopy:
-        return self._whole(pages, slots) if rest is None else self._divided(pages, slots, rest)
+        return self._one_copy(pages, slots) if rest is None else self._divided(pages, slots, rest)
 
-    def _whole(self, pages: torch.Tensor, slots: torch.Tensor) -> PageCopy:
+    def _one_copy(self, pages: torch.Tensor, slots: torch.Tensor) -> PageCopy:
         return PageCopy(self.mover, (Place(pages.numpy(), 0, self.mover.ends[-1]),), slots)
 
     def _divided(self, pages: torch.Tensor, slots: torch.Tensor, rest: torch.Tensor) -> PageCopy:

@@ -2,10 +2,10 @@
 
 Four methods copy between host pages and the device:
 
-    unstaged   up, for consecutive slots: a 2-D copy by the copy engine to the slots, per run and buffer of a layer
-    strided    a 2-D copy by the copy engine into a staging buffer, per run of contiguous pages
-    batched    one call of the copy engine for a list of scattered pages, into a staging buffer
-    zero_copy  a kernel with few blocks that reads or writes pinned memory itself: no staging, no call per page
+    unstaged   up, for consecutive slots: a 2-D copy by the copy engine to the slots, per run and buffer of a layer;
+    strided    a 2-D copy by the copy engine into a staging buffer, per run of contiguous pages;
+    batched    one call of the copy engine for a list of scattered pages, into a staging buffer;
+    zero_copy  a kernel with few blocks that reads or writes pinned memory itself, without staging or a call per page.
 
 Their costs per byte and per piece (the part of one page that is copied at once) are measured by
 `hicache.transfer.calibrate`, or assumed (`ASSUMED`). Layers that are too narrow are copied in groups. Up, the first
@@ -36,9 +36,9 @@ STEP_S = 100e-6  # host time for one group of one chunk: events, a kernel launch
 LAUNCH_S = 30e-6
 CALL_S = 5e-6  # host time for one strided copy
 STAGING_BYTES_PER_S = 1.9e12  # rate of a kernel between staging and slots; it takes memory bandwidth from the forward
-ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward loses: 8 blocks slow matmuls by 9 %
+ZERO_COPY_SHARE = 0.05  # share of the kernel's time that a concurrent forward loses: 8 blocks slow matmuls by 9 %.
 MIN_CHUNK_PAGES = 8
-MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy
+MIN_PIECE_BYTES = 128 << 10  # narrower rows lose a third of the bandwidth while the other direction is busy.
 WIDE_PIECE_BYTES = 256 << 10  # narrower rows lose half a percent, which is accepted only for the first group
 MAX_UP_GROUP_BYTES = 1 << 20  # limit for the bytes of a page in a group, because a forward waits for complete groups
 

@@ -139,8 +139,8 @@ class StreamPair:
         self.buffer_bytes = max(ring_bytes // _RING, page_bytes)
         self.ring = [Buffer(self.buffer_bytes, device) for _ in range(_RING)]
         self.upload = IdUploader(device, mover.table.kernels)
-        self._turn = 0
+        self._next = 0
 
     def next(self) -> Buffer:
-        self._turn += 1
-        return self.ring[self._turn % _RING]
+        self._next += 1
+        return self.ring[self._next % _RING]

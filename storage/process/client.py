@@ -48,8 +48,8 @@ from hicache.storage.process.transports import Transport
 
 log = logging.getLogger(__name__)
 
-_MAX_UNSENT_BYTES = 4 << 20  # with more unsent bytes, uses of pages are not sent
-_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with jobs sends ALIVE every LOOK_S
+_MAX_UNSENT_BYTES = 4 << 20  # with more unsent bytes, uses of pages are not sent.
+_MIN_SILENCE_S, _DOUBT_S = 8 * LOOK_S, 4 * LOOK_S  # a process with jobs sends ALIVE every LOOK_S.
 MAX_SILENCE_S = _MIN_SILENCE_S + _DOUBT_S  # delay until a hang is detected, if the I/O timeout is shorter
 _OPEN_LOOK_S = 0.5
 _IDLE_POLLS = 256  # polls in a row without jobs, after which the client checks whether the process lives
@@ -196,7 +196,9 @@ class StoreClient:
         now_s, open_s = time.monotonic(), self._limits.open_s
         enough_s = max(_MIN_SILENCE_S, self._limits.io_timeout_s if self.is_open else open_s)
         if self._silence.is_too_long(enough_s):
-            self._lose(f"the store process says nothing for {now_s - self._silence.heard_s:.3g} s", announce=True)
+            self._lose(
+                f"the store process has not answered for {now_s - self._silence.last_message_s:.3g} s", announce=True
+            )
         elif self.state is State.OPENING and now_s > self._late_open_s:
             self._late_open_s = math.inf
             text = "the store of the %s tier is not open after %g s, and is used once it is; is its disk frozen?"
@@ -280,13 +282,13 @@ class StoreClient:
     def _expect_answer(self) -> None:
         """Restart the silence watch before a job is sent: a process without jobs is silent."""
         if not self._is_waiting:
-            self._silence.heard()
+            self._silence.note_message()
 
     @property
     def _is_waiting(self) -> bool:
         """Whether the client expects an answer or has unsent bytes."""
-        is_asked = self.reads.under_way or self.writes.under_way or self._lookup or self.state is State.OPENING
-        return bool(is_asked or (self._connection is not None and self._connection.unsent))
+        expects_message = self.reads.in_flight or self.writes.in_flight or self._lookup or self.state is State.OPENING
+        return bool(expects_message or (self._connection is not None and self._connection.unsent))
 
     # The connection
 
@@ -294,7 +296,7 @@ class StoreClient:
         connection = self._connection = Connection(self._transport.connect())
         self.state = State.OPENING
         self._late_open_s = time.monotonic() + self._limits.open_s
-        self._silence.heard()
+        self._silence.note_message()
         self.status.clear()
         try:
             connection.send_with(self.status.descriptor, frames.frame(Kind.OPEN, self._request.pack()))
@@ -317,7 +319,7 @@ class StoreClient:
             return
         try:
             for kind, body in self._connection.receive():
-                self._silence.heard()
+                self._silence.note_message()
                 self._take(kind, body)
         except ConnectionEnded:
             self._has_ended()

@@ -48,7 +48,7 @@ class ClientQueue(Generic[J, D]):
         self._client = client
         self._capacity = capacity
         self._unserved: Callable[[J], D] = unserved
-        self.under_way: dict[tuple[int, int], J] = {}
+        self.in_flight: dict[tuple[int, int], J] = {}
         self._announced = set[tuple[int, int]]()
         self._cancelled = set[tuple[int, int]]()
         self._done: list[D | Stalled] = []
@@ -62,7 +62,7 @@ class ClientQueue(Generic[J, D]):
             self.refused += len(jobs)
             self._done += map(self._unserved, jobs)
             return True
-        if len(self.under_way) + len(jobs) > self._capacity:
+        if len(self.in_flight) + len(jobs) > self._capacity:
             return False
         sent = list[J]()
         for job in jobs:
@@ -72,13 +72,13 @@ class ClientQueue(Generic[J, D]):
                 sent.append(job)
         self._client.send_jobs(sent)
         for job in sent:
-            self.under_way[job.ticket, job.batch] = job
+            self.in_flight[job.ticket, job.batch] = job
         return True
 
     @property
     def num_free(self) -> int:
         """How many more jobs `submit` accepts. If too many are in flight, 0 unless the process would refuse them."""
-        return self._capacity - len(self.under_way) or int(self.refuses())
+        return self._capacity - len(self.in_flight) or int(self.refuses())
 
     def refuses(self) -> bool:
         return self._client.refuses(self.name)
@@ -97,7 +97,7 @@ class ClientQueue(Generic[J, D]):
         """Send the process a cancellation for each read whose `cancelled` is set. Call this after setting it."""
         cancelled = [
             key
-            for key, job in self.under_way.items()
+            for key, job in self.in_flight.items()
             if isinstance(job, ReadJob) and job.cancelled.is_set() and key not in self._cancelled
         ]
         self._cancelled.update(cancelled)
@@ -107,7 +107,7 @@ class ClientQueue(Generic[J, D]):
     @property
     def is_stalled(self) -> bool:
         """Whether all jobs in flight were announced as stalled."""
-        return len(self._announced) == len(self.under_way)
+        return len(self._announced) == len(self.in_flight)
 
     def take(self, done: D | Stalled) -> None:
         """Record a received outcome. KeyError if it belongs to no job in flight."""
@@ -119,17 +119,17 @@ class ClientQueue(Generic[J, D]):
             self.fault = "a write takes longer than io_timeout_s"
         else:
             self.fault = done.why if isinstance(done, WriteDone) else ""
-            del self.under_way[key]
+            del self.in_flight[key]
             self._announced.discard(key)
             self._cancelled.discard(key)
         self._done.append(done)
 
     def announce(self) -> None:
         """Announce all jobs in flight as stalled."""
-        for ticket, batch in self.under_way:
+        for ticket, batch in self.in_flight:
             self.take(Stalled(ticket, batch))
 
     def settle(self) -> None:
         """Answer all jobs in flight as failed, once the process no longer uses their pages."""
-        for job in list(self.under_way.values()):
+        for job in list(self.in_flight.values()):
             self.take(self._unserved(job))

@@ -3,11 +3,11 @@
     All numbers are little-endian.
 
     frame     length u32 of kind and body, kind u8, body
-    keys      count u32, count lengths u16, the bytes of all keys
-    pages     memory u32, page_bytes u32, count u32, count offsets u64
-    verdicts  count u32, count bytes 0 or 1
-    job       ticket, batch, queue class, deadline, a number; pages; keys
-    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; for a failed write the reason, in UTF-8
+    keys      count u32, count lengths u16, the bytes of all keys;
+    pages     memory u32, page_bytes u32, count u32, count offsets u64;
+    verdicts  count u32, count bytes 0 or 1;
+    job       ticket, batch, queue class, deadline, a number; pages; keys;
+    outcome   ticket, batch, a flag, a number, seconds; verdicts; keys; for a failed write the reason, in UTF-8.
 
 Memory is shared: `MEMORY` has its number and size, and the descriptor is attached to its first byte (SCM_RIGHTS).
 Memory 0 is the address space of the client, for a server in the same process; its offsets are addresses. `OPEN` has the
@@ -240,13 +240,13 @@ class Body:
                     return tuple(map(int, sizes)), bytes.fromhex(note)
         except TypeError:
             pass
-        raise FrameError("a process says in no way that is understood that its store is open")
+        raise FrameError("the store process sent an invalid answer: OPENED cannot be parsed")
 
     def failed(self) -> StoreError:
         match self.json():
             case [str(name), str(message)]:
                 return _ERRORS.get(name, StoreError)(message)
-        raise FrameError("a process says in no way that is understood that its store is not open")
+        raise FrameError("the store process sent an invalid answer: FAILED cannot be parsed")
 
     def outcome(self, kind: Kind) -> tuple[Outcome, bool]:
         """Parse the outcome of a job, and whether the job was a write."""

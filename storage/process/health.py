@@ -196,21 +196,21 @@ class SilenceWatch:
     """Detects a silent process. A machine that was suspended is no reason: the process must be late at two checks that
     are at least `apart_s` seconds apart.
 
-    One thread. `heard_s`: time of the last message from the process, or of the last request after idling, on the clock
-    `time.monotonic`.
+    One thread. `last_message_s`: time of the last message from the process, or of the last request after idling, on the
+    clock `time.monotonic`.
     """
 
     def __init__(self, apart_s: float) -> None:
         self._apart_s = apart_s
-        self.heard_s = 0.0
+        self.last_message_s = 0.0
         self._doubted_s = math.inf
 
-    def heard(self) -> None:
-        self.heard_s = time.monotonic()
+    def note_message(self) -> None:
+        self.last_message_s = time.monotonic()
         self._doubted_s = math.inf
 
     def is_too_long(self, enough_s: float) -> bool:
         """Whether the process has been silent for more than `enough_s`, at two checks. Call it repeatedly."""
         now_s = time.monotonic()
-        self._doubted_s = min(self._doubted_s, now_s) if now_s - self.heard_s > enough_s else math.inf
+        self._doubted_s = min(self._doubted_s, now_s) if now_s - self.last_message_s > enough_s else math.inf
         return now_s - self._doubted_s > self._apart_s

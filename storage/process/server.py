@@ -83,7 +83,7 @@ class Server:
         """After the engine ended: accept all jobs that each client has sent, then end its session. On the loop's
         thread."""
         for client in list(self._clients):
-            client.hear_out(why)
+            client.drain(why)
 
     def stop(self) -> None:
         """End `run`, in a process that ends right after: a connection with jobs in flight ends with the process. Any

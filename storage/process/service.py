@@ -38,7 +38,7 @@ from hicache.storage.process.settings import ServiceSettings
 
 log = logging.getLogger(__name__)
 
-_GIVES_WAY_S, _LOOK_S = 0.1, 0.002  # how long a write waits for reads at most, and the interval of its checks
+_MAX_YIELD_S, _CHECK_INTERVAL_S = 0.1, 0.002  # how long a write waits for reads at most, and the interval of its checks
 _LAST_FIND = ReadClass.BACKGROUND_FIND
 _IDLE_S = 10.0  # time without writes after which the writer checks whether other stores need space
 _GROUP_BYTES = 256 << 20  # bytes of merged writes: several commits, each compressed during the previous one
@@ -101,7 +101,7 @@ class StoreService:
         except Exception:  # only the eviction order suffers
             if not self.failed_touches:
                 log.exception(
-                    "the store of the %s tier was not told what is used; further failures are counted",
+                    "the store of the %s tier could not record uses of pages; further failures are counted",
                     self._settings.name,
                 )
             self.failed_touches += 1
@@ -203,8 +203,8 @@ class StoreService:
             if not writes.is_stopped:
                 self._keep_budget(watchdog)
             return not writes.is_stopped or len(writes) > 0
-        if self._settings.gives_way:
-            self._give_way()
+        if self._settings.yields_to_reads:
+            self._yield_to_reads()
         items = [first, *writes.take_more(_GROUP_BYTES - first.num_bytes)]
         if token := writes.breaker.admit():
             watchdog.begin(items, token)
@@ -232,12 +232,12 @@ class StoreService:
                 log.exception("the budget of the %s tier is not kept", self._settings.name)
             watchdog.end()
 
-    def _give_way(self) -> None:
-        """Delay writes while reads are queued, because requests wait for reads; at most `_GIVES_WAY_S`, so that writes
+    def _yield_to_reads(self) -> None:
+        """Delay writes while reads are queued, because requests wait for reads; at most `_MAX_YIELD_S`, so that writes
         progress too."""
-        until_s = time.monotonic() + _GIVES_WAY_S
+        until_s = time.monotonic() + _MAX_YIELD_S
         while len(self.reads) and time.monotonic() < until_s:
-            time.sleep(_LOOK_S)
+            time.sleep(_CHECK_INTERVAL_S)
 
     def _is_void(self, job: ReadJob) -> bool:
         """Whether the job was cancelled or its deadline has passed."""
@@ -287,8 +287,8 @@ class StoreService:
             store.delete(keys)
             return [was and not still for was, still in zip(held, store.contains(keys), strict=True)]
 
-        gone = self._ask_to_write(remove, token)
-        return WriteDone(job.ticket, tuple(gone), job.batch) if gone else unserved_write(job)
+        removed_pages = self._ask_to_write(remove, token)
+        return WriteDone(job.ticket, tuple(removed_pages), job.batch) if removed_pages else unserved_write(job)
 
     def _require_writable(self, token: BreakerToken) -> None:
         if token.is_probe and not self.store.reopen():
@@ -338,7 +338,7 @@ class StoreService:
         )
         if any(ok) and self.clock() >= until_s:
             fault = None
-        _tell(self.reads.breaker, token, fault, proves=proves)
+        _update_breaker(self.reads.breaker, token, fault, proves=proves)
         return ok, fault is None
 
     def _ask_to_write(self, call: Callable[[], list[bool]], token: BreakerToken) -> list[bool]:
@@ -351,7 +351,7 @@ class StoreService:
             return _Fault("the store did not take pages") if fails else None
 
         ok, fault = _answer(call, lambda: self.stats().write_errors, fault_of)
-        _tell(self.writes.breaker, token, fault)
+        _update_breaker(self.writes.breaker, token, fault)
         return ok
 
 
@@ -371,7 +371,7 @@ def _answer(
         return [], _Fault(repr(error))
 
 
-def _tell(breaker: Breaker, token: BreakerToken, fault: _Fault | None, *, proves: bool = True) -> None:
+def _update_breaker(breaker: Breaker, token: BreakerToken, fault: _Fault | None, *, proves: bool = True) -> None:
     """Report the outcome of a call to the breaker. `proves`: whether success shows that the store works."""
     if fault is not None:
         breaker.failed(token, fault.why, at_once=fault.lasting)

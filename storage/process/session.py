@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 OPEN_WITHIN_S = 30.0  # time in which a client must send OPEN
-_MAX_DESCRIPTORS = 16  # received in one call, and received but not yet used by a frame
+_MAX_DESCRIPTORS = 16  # received in one call, and received but not yet used by a frame.
 _MAX_MEMORIES = 256
 _MAX_UNSENT_BYTES = 16 << 20  # limit for a client that does not read
 
@@ -91,12 +91,12 @@ class Session(Connection):
             self._deliver()
         if self._status is None and time.monotonic() > self._open_until_s:
             self.end("it has asked for no store")
-        self._tell(frames.frame(Kind.ALIVE))
+        self._send(frames.frame(Kind.ALIVE))
 
-    def hear_out(self, why: str) -> None:
+    def drain(self, why: str) -> None:
         """Accept all frames that an ended client has sent, then `end` the session."""
         if not self._ended:
-            self._try(self._hear_what_came)
+            self._try(self._receive_all)
         self.end(why)
 
     def end(self, why: str) -> None:
@@ -157,20 +157,20 @@ class Session(Connection):
 
     def _on_ready(self, events: int) -> None:
         if events & selectors.EVENT_WRITE:
-            self._tell(b"")
+            self._send(b"")
         if not events & selectors.EVENT_READ or self._ended:
             return
-        self._hear_some()
+        self._receive_some()
 
-    def _hear_what_came(self) -> None:
-        while self._hear_some():
+    def _receive_all(self) -> None:
+        while self._receive_some():
             continue
 
-    def _hear_some(self) -> bool:
+    def _receive_some(self) -> bool:
         """Receive and handle some frames; whether any bytes had arrived."""
         data = self.take()
         for kind, body in self.frames.feed(data):
-            self._hear(kind, body)
+            self._handle(kind, body)
         if len(self._descriptors) > _MAX_DESCRIPTORS:
             raise FrameError("descriptors that belong to no frame")
         return bool(data)
@@ -182,10 +182,12 @@ class Session(Connection):
 
     def _descriptor(self) -> int:
         if not self._descriptors:
-            raise FrameError("a frame came without its descriptor; where they have run out, raise ulimit -n")
+            raise FrameError(
+                "a frame arrived without its descriptor; if this process is out of descriptors, raise ulimit -n"
+            )
         return self._descriptors.popleft()
 
-    def _hear(self, kind: Kind, body: Body) -> None:
+    def _handle(self, kind: Kind, body: Body) -> None:
         if kind is Kind.MEMORY:
             self._share(*body.memory())
         elif kind is Kind.OPEN:
@@ -213,8 +215,8 @@ class Session(Connection):
         elif kind is Kind.NOTE:
             service.note = body.note()
         elif kind is Kind.CANCEL:
-            if (wanted := self._cancels.get(body.cancel())) is not None:
-                wanted.set()
+            if (cancelled := self._cancels.get(body.cancel())) is not None:
+                cancelled.set()
         elif kind is Kind.CLOSE:
             self._service = None
             self._aside("close", partial(self._attempt, partial(self._server.stores.release, service), self._closed))
@@ -280,7 +282,7 @@ class Session(Connection):
         for memory in self._memories.values():
             self._register(service, memory.data)
         self._note_status(service)
-        self._tell(frames.opened(service.page_sizes, service.note))
+        self._send(frames.opened(service.page_sizes, service.note))
 
     @staticmethod
     def _register(service: StoreService, memory: PageBuffer) -> None:
@@ -296,7 +298,7 @@ class Session(Connection):
 
     def _fail(self, error: Exception) -> None:
         self._is_opening = False
-        self._tell(frames.failed(error))
+        self._send(frames.failed(error))
         self.end("its store is not open")
         self._leave()
 
@@ -314,25 +316,25 @@ class Session(Connection):
                 self._num_jobs -= 1
                 self._cancels.pop((done.ticket, done.batch), None)
             found.append(frames.outcome(done, is_write=is_write, why=why))
-        self._tell(b"".join(found))
+        self._send(b"".join(found))
         self._leave()
 
     def _note_status(self, service: StoreService) -> None:
         if self._status is not None and not self._ended:
             self._status.write(service.stats(), service.failed_touches, service.numbers())
 
-    def _tell(self, data: bytes) -> None:
+    def _send(self, data: bytes) -> None:
         if self._ended:
             return
         try:
             self.send(data)
         except ConnectionEnded:  # the client has disconnected; jobs that it sent before must still run
-            self._hear_what_came()
+            self._receive_all()
             raise
         if len(self.unsent) > _MAX_UNSENT_BYTES:
-            raise FrameError("it does not take what it asked for")
+            raise FrameError("the client does not read its answers")
         if self._waits_to_send != bool(self.unsent):
             self._waits_to_send = bool(self.unsent)
-            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
+            events = selectors.EVENT_READ | (selectors.EVENT_WRITE if self.unsent else 0)
             key = self._server.selector.get_key(self.socket)
-            self._server.selector.modify(self.socket, wanted, key.data)
+            self._server.selector.modify(self.socket, events, key.data)

@@ -14,14 +14,14 @@ class ServiceSettings:
     """Settings of the threads of one store. `readers`: number of threads that read. `queue_jobs`: maximum number of
     queued reads, and of queued writes. `full_bytes`: bytes of queued writes that count as a full queue. `part_bytes`:
     bytes of pages in one call to the store; between calls a reader checks whether the job was cancelled; a larger page
-    is read alone. `gives_way`: writes wait while reads are queued. `name`: the tier, in logs and thread names.
+    is read alone. `yields_to_reads`: writes wait while reads are queued. `name`: the tier, in logs and thread names.
     """
 
     readers: int = 4
     queue_jobs: int = 64
     full_bytes: int = 1 << 40
     part_bytes: int = 8 << 20  # large enough to merge reads of neighbouring slots
-    gives_way: bool = False
+    yields_to_reads: bool = False
     name: str = "disk"
     limits: Limits = LIMITS
 
@@ -31,5 +31,5 @@ class ServiceSettings:
         for name, count in {"readers": self.readers, **counts}.items():
             if not isinstance(count, int) or not 1 <= count <= (_MAX_READERS if name == "readers" else _MAX_COUNT):
                 raise ValueError(f"{name}={count!r}")
-        if not isinstance(self.name, str) or not isinstance(self.gives_way, bool):
-            raise ValueError(f"name={self.name!r}, gives_way={self.gives_way!r}")
+        if not isinstance(self.name, str) or not isinstance(self.yields_to_reads, bool):
+            raise ValueError(f"name={self.name!r}, gives_way={self.yields_to_reads!r}")

@@ -50,7 +50,7 @@ class StoreRequest:
             key, settings = bytes.fromhex(about["key"]), ServiceSettings(**settings)
             return cls(about["url"], about["identity"], formats, key, about["tells_removed"], settings)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise StoreError(f"a client asks for a store in a way that is not understood: {error!r}") from error
+            raise StoreError(f"a client sent an invalid request for a store: {error!r}") from error
 
 
 class OpenStores:

@@ -76,18 +76,18 @@ class OwnProcess(Transport):
     def connect(self) -> socket.socket:
         with contextlib.ExitStack() as undone:
             try:
-                ours, theirs = socket.socketpair()
-                undone.callback(ours.close)
-                with theirs:
+                client_end, server_end = socket.socketpair()
+                undone.callback(client_end.close)
+                with server_end:
                     engine = _pidfd_of(os.getpid())
                     try:
-                        self._launch(theirs.fileno(), engine)
+                        self._launch(server_end.fileno(), engine)
                     finally:
                         os.close(engine)
             except (OSError, ValueError) as error:  # a shell that cannot fork prints no process id
                 raise StoreUnavailable(f"cannot start the store process {sys.executable}: {error}") from error
             undone.pop_all()
-        return ours
+        return client_end
 
     def _launch(self, number: int, engine: int) -> None:
         """Start the program through a shell, its parent, which waits until this process has a pidfd of the program.
@@ -163,14 +163,14 @@ class InlineServer(Transport):
         self._client: object = None
 
     def connect(self) -> socket.socket:
-        ours, theirs = socket.socketpair()
+        client_end, server_end = socket.socketpair()
         self._server = Server(self._stores, same_process=True)
-        self._server.add(theirs)
+        self._server.add(server_end)
         self._thread = threading.Thread(
             target=self._run, args=(self._server,), name="hicache-store-server", daemon=True
         )
         self._thread.start()
-        return ours
+        return client_end
 
     def _run(self, server: Server) -> None:
         """Run the server. `self` refers to the client, so its pages stay alive while a stalled thread may use them."""

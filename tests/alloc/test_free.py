@@ -122,13 +122,13 @@ def test_no_free_waits_for_the_device() -> None:
     allocator = paged(requests * tokens * 2, page, device="cuda")
     zeros, ends = torch.zeros(requests, dtype=torch.int64), torch.full((requests,), tokens)
     on = [x.cuda() for x in (zeros, ends, zeros - 1)]
-    for way in ("runs", "tokens"):
+    for unit in ("runs", "tokens"):
         with no_waits():
             slots = must(allocator.alloc_extend(on[0], zeros, on[1], ends, on[2], requests * tokens))
             more = must(allocator.alloc_decode(on[1] + 1, ends + 1, slots[tokens - 1 :: tokens]))
             allocator.free_group_begin()
             for part in slots.split(tokens):
-                if way == "runs":
+                if unit == "runs":
                     allocator.free_run(part)
                 else:
                     allocator.free(part)

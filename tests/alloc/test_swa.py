@@ -70,15 +70,15 @@ class Model:
             self.forget(held.pop(choice % len(held)))
         elif action == "group" and len(held) > 1:
             allocator.free_group_begin()
-            gone = held.pop(choice % len(held))
-            allocator.free(self.tensor(gone))
+            removed = held.pop(choice % len(held))
+            allocator.free(self.tensor(removed))
             allocator.free_swa(self.tensor(held[0]))
             allocator.free_group_end()
-            self.forget(gone + held[0])
+            self.forget(removed + held[0])
         elif action == "move" and len(held) > 1:
             source, target = chosen, held[(choice + 1) % len(held)]
-            whole = len(source) == len(target) and len(source) % page == 0
-            if whole and self.window_of.keys() >= set(source) and not self.window_of.keys() & set(target):
+            complete = len(source) == len(target) and len(source) % page == 0
+            if complete and self.window_of.keys() >= set(source) and not self.window_of.keys() & set(target):
                 allocator.move_window(self.tensor(source), self.tensor(target))
                 self.window_of.update({to: self.window_of.pop(slot) for slot, to in zip(source, target, strict=True)})
         elif action == "window" and chosen and len(chosen) % page == 0 and not self.window_of.keys() & set(chosen):
@@ -153,13 +153,13 @@ def test_bad_calls_raise_and_change_nothing(page: int) -> None:
     """Slots freed twice or never allocated, pages whose window was freed and that new tokens would fill, windows that
     cannot move, lengths that do not add up and snapshots of others raise, and change neither allocator."""
     allocator = windowed(12 * page, 12 * page, page)
-    slots, bare, gone = (must(allocator.alloc(n * page)) for n in (3, 3, 1))
+    slots, bare, removed = (must(allocator.alloc(n * page)) for n in (3, 3, 1))
     allocator.free_swa(bare)
-    allocator.free(gone)
+    allocator.free(removed)
     lens = torch.tensor([0]), torch.tensor([5])
     wrong: list[tuple[type[Exception], Callable[[], object]]] = [
-        *((DoubleFree, lambda bad=bad: allocator.free(bad)) for bad in (gone, lens[0], lens[1] * 99 * page)),
-        (DoubleFree, lambda: allocator.free(torch.cat((slots, gone)))),
+        *((DoubleFree, lambda bad=bad: allocator.free(bad)) for bad in (removed, lens[0], lens[1] * 99 * page)),
+        (DoubleFree, lambda: allocator.free(torch.cat((slots, removed)))),
         (InvariantError, lambda: allocator.move_window(bare[:page], bare[page : 2 * page])),
         (InvariantError, lambda: allocator.move_window(slots[:page], slots[page : 2 * page])),
         (ShapeError, lambda: allocator.move_window(slots[:page], bare[: 2 * page])),

@@ -17,7 +17,7 @@ from hicache.cli import main
 CPU = torch.device("cpu")
 
 
-class ToyBench:
+class FakeBench:
     """A benchmark that measures one number it is told."""
 
     NAME = "toy"
@@ -44,10 +44,15 @@ def _report() -> Report:
 def test_rates_and_times_stand_beside_what_bounds_them() -> None:
     """A GB/s is 1e9 bytes in one second, of as many bytes as each side moved; a time is in the unit asked for."""
     report = _report()
-    rate = report.rate("r", 3_000_000_000, [1.0, 2.0, 3.0], beside=[0.5], beside_bytes=1_000_000_000, target=0.9)
+    rate = report.rate(
+        "r", 3_000_000_000, [1.0, 2.0, 3.0], ceiling_seconds=[0.5], ceiling_bytes=1_000_000_000, target=0.9
+    )
     assert (rate.value, rate.ceiling, rate.unit, rate.better, rate.met) == (1.5, 2.0, "GB/s", "higher", False)
-    assert report.rate("alone", 10, [1.0]).ceiling is None and report.rate("same", 10, [1.0], beside=[2.0]).ratio == 2.0
-    time = report.time("t", [0.002, 0.004], "ms", beside=[0.006], target=1.0)
+    assert (
+        report.rate("alone", 10, [1.0]).ceiling is None
+        and report.rate("same", 10, [1.0], ceiling_seconds=[2.0]).ratio == 2.0
+    )
+    time = report.time("t", [0.002, 0.004], "ms", ceiling_seconds=[0.006], target=1.0)
     assert (time.value, time.ceiling, time.better, time.met) == (3.0, 6.0, "lower", True)
     assert report.cases[-1] == time and len(report.cases) == 6
 
@@ -119,11 +124,11 @@ def test_raw_copies_move_every_byte_they_claim(device: str) -> None:
 
 
 @pytest.fixture
-def toy(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "find_benches", lambda: ({"toy": ToyBench()}, {"gone": "No module named 'x'"}))
+def runner(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "find_benches", lambda: ({"toy": FakeBench()}, {"gone": "No module named 'x'"}))
 
 
-@pytest.mark.usefixtures("toy")
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
@@ -142,7 +147,7 @@ def test_what_cannot_run_is_one_line_and_exit_2(
     assert word in line and list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.usefixtures("toy")
+@pytest.mark.usefixtures("runner")
 @pytest.mark.parametrize("name", ["toy", "all"])
 def test_a_run_writes_what_it_measured(name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     """The file of a run holds its case, its command and its machine, and its path is the last line printed."""

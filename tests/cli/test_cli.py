@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from cli_case import outcome
+from hicache.config import EngineConfig
 from hicache.serving.server.flags import add_flags
 from storage_pages import open_store, put_numbers
 
@@ -96,15 +97,22 @@ def test_what_works_without_the_extras(tmp_path: Path) -> None:
             assert (status, out, len(err.splitlines())) == (2, "", 1) and f"hicache[{extra}]" in err, line
 
 
-def test_a_short_help_and_the_whole(capsys: pytest.CaptureFixture[str]) -> None:
-    """`serve --help` lists 15 flags and where the others are; `--help-all` lists all, which all do what they did."""
+def test_short_and_complete_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """`serve --help` lists 15 flags, `--help-all` all of them; both end with three examples, whose flags are valid."""
+    parser = argparse.ArgumentParser(exit_on_error=False)
+    add_flags(parser)
     listed = {}
     for flag in ("--help", "--help-all"):
         _, out, err = outcome(capsys, "serve", flag)
         assert not err
         listed[flag] = {*re.findall(r"^  (--[a-z-]+)", out, re.MULTILINE)} - {"--help-all"}
-    parser = argparse.ArgumentParser()
-    add_flags(parser)
+        examples = re.findall(r"^  hicache serve (.+)$", out.partition("examples:\n")[2], re.MULTILINE)
+        assert len(examples) == 3
+        for example in examples:
+            model, *flags = example.split()
+            EngineConfig.from_flags(
+                parser.parse_args(["--model", "random", *flags]), device_tokens=4096, model_id=model
+            )
     declared = {name for action in parser._actions for name in action.option_strings} - {"-h", "--help"}
     assert len(listed["--help"]) == 15 and listed["--help"] < listed["--help-all"] == declared
     assert "--config" in listed["--help"] and "--disk-level" not in listed["--help"]

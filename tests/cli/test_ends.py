@@ -16,7 +16,7 @@ import pytest
 from cases import long
 from demo_case import SMALL, demo
 from hicache.cli import main
-from hicache.console import write_whole
+from hicache.console import write_atomically
 from hicache.monitoring.loopback import opener_for
 from programs import PIPE, Program, command
 from storage_pages import open_store, put_numbers
@@ -87,10 +87,10 @@ def test_a_result_is_written_to_what_stands_at_its_path(tmp_path: Path) -> None:
     link.symlink_to("real")
     os.mkfifo(fifo)
     for path, text in ((real, "first"), (link, "second"), (real, "third")):
-        write_whole(path, text)
+        write_atomically(path, text)
         assert real.read_text("utf-8") == text
     with pytest.raises(UnicodeError):
-        write_whole(link, "half\ud800")  # cannot be encoded
+        write_atomically(link, "half\ud800")  # cannot be encoded
     assert real.read_text("utf-8") == "third" and link.is_symlink()
     trace = tmp_path / "trace"
     trace.write_text('{"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}\n')
@@ -183,14 +183,14 @@ signal.pause()
 """
 
 
-@pytest.mark.parametrize(("how", "status"), [("signalled", 128 + signal.SIGTERM), ("exits", 7)])
-def test_a_command_as_process_1(how: str, status: int) -> None:
+@pytest.mark.parametrize(("mode", "status"), [("signalled", 128 + signal.SIGTERM), ("exits", 7)])
+def test_a_command_as_process_1(mode: str, status: int) -> None:
     """Orphans are waited for; a signal that somebody sends reaches the command, which has its default action; the
     status is the command's, or 128 and its signal."""
-    with Program(AS_PROCESS_1, how) as first:
+    with Program(AS_PROCESS_1, mode) as first:
         assert first.stdout is not None
         orphan, child = map(int, first.stdout.readline().split())
-        if how == "signalled":
+        if mode == "signalled":
             assert Path(f"/proc/{child}/status").read_text().split("PPid:")[1].split()[0] == str(first.pid)
             os.kill(orphan, signal.SIGKILL)
             eventually(lambda: not Path(f"/proc/{orphan}").exists())

@@ -72,11 +72,11 @@ TABLES: dict[str, list[tuple[str, str]]] = {
         (f"--device-tokens {HUGE}", "--device-tokens"),
         ("--model {tmp}/missing", "model"),
         ("--model {tmp}", "model"),
-        ("--device-tokens 10", "device_tokens"),
+        ("--device-tokens 10", "--device-tokens 10"),
         ("--max-context-len 192", "max_context_len"),
         ("--document-tokens 400000", "--document-tokens"),
         ("--host-bytes 12Q", "12Q"),
-        ("--host-bytes 0 --disk-path {tmp}/new", "host_bytes"),
+        ("--host-bytes 0 --disk-path {tmp}/new", "--host-bytes"),
         ("--page-size 48", "--page-size 48"),
         ("--host-page-size 0", "--host-page-size"),
         ("--dtype float7", "dtype"),
@@ -163,7 +163,7 @@ TABLES: dict[str, list[tuple[str, str]]] = {
 # Settings that no engine can have, whatever its model; the line names the flag as it was given.
 UNUSABLE = [
     ("--kv-events udp://x", "--kv-events"),
-    ("--kv-events file:{tmp}/none/events", "kv_events"),
+    ("--kv-events file:{tmp}/none/events", "--kv-events"),
     ("--eviction-policy lruu", "--eviction-policy 'lruu'"),
     ("--config {tmp}/order.yaml", "host_eviction_policy='lruu'"),
     ("--write-policy never", "--write-policy 'never'"),
@@ -276,7 +276,7 @@ def test_paths_as_users_write_them(
             DiskConfig(path=wrong)
         for flags in ("store stat {}", "store serve lmdb:///x --socket {}", "replay {}", "plan --model {}"):
             named = refused(capsys, *(part.format(wrong) for part in flags.split()))
-            assert re.search("argument (DIR|path|--socket|TRACE|trace|--model)", named), named
+            assert re.search("error: (DIR|path|--socket|TRACE|trace|--model) ", named), named
     for wrong, why in (("a\nb", "control"), (os.fsdecode(b"caf\xe9"), "UTF-8")):
         with pytest.raises(ConfigError, match=f"disk path=.*{why}"):
             DiskConfig(path=wrong)

@@ -21,6 +21,7 @@ from hicache.config.settings import (
     Address,
     Choice,
     FilePath,
+    Integer,
     Number,
     Packing,
     Setting,
@@ -29,7 +30,6 @@ from hicache.config.settings import (
     Text,
     Tokens,
     Url,
-    Whole,
     settings_of,
 )
 from hicache.console import parse_bytes
@@ -147,7 +147,7 @@ def test_auto_is_a_word_and_zero() -> None:
     none = EngineConfig(device_tokens=64, host_bytes=0)
     assert not none.has_host and none.cache_page_size == none.page_size
     for name, setting in settings_of(EngineConfig).items():
-        if name not in words and isinstance(setting, Whole | Number):
+        if name not in words and isinstance(setting, Integer | Number):
             with pytest.raises(ConfigError):
                 EngineConfig(**{"device_tokens": 64, name: "auto"})  # type: ignore[arg-type]
 
@@ -161,10 +161,10 @@ def test_the_dtype_of_a_model_is_not_known_early() -> None:
 
 # What no whole number, no size and no number takes.
 NO_NUMBER = [None, True, "", "x", "nan", "inf", [1], {}, b"1", float("nan"), float("inf"), -float("inf"), 1j]
-NO_WHOLE = [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000]
+NO_INTEGER = [*NO_NUMBER, 64.0, 64.9, "64.9", -1, 1 << 63, 10**30, "9" * 30, "9" * 5000, 10**5000]
 WRONG: dict[type[Setting], list[object]] = {
-    Whole: NO_WHOLE,
-    Tokens: NO_WHOLE,
+    Integer: NO_INTEGER,
+    Tokens: NO_INTEGER,
     Size: [*NO_NUMBER, 64.0, 64.9, "64.9", "64.9B", "1KX", "iB", -1, "-1GB", 1 << 63, "999999999TB", "9" * 5000],
     Number: [*NO_NUMBER, -1.0, 1e300, 10**400, "1e400"],
     Share: [*NO_NUMBER, -0.1, 1.01, "2"],

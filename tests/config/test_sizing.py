@@ -162,8 +162,8 @@ def test_no_memory_is_no_host_tier(
         with engine.acquire(CacheRequest("a", tokens)) as lease:
             engine.commit(lease, tokens)
         assert engine.lookup(tokens).device == 20 and "host.free_pages" not in engine.stats()
-    said = [record.getMessage() for record in caplog.records]
-    assert len(said) == 1 and "there is no host tier" in said[0] and "host_bytes" in said[0]
+    message = [record.getMessage() for record in caplog.records]
+    assert len(message) == 1 and "there is no host tier" in message[0] and "host_bytes" in message[0]
     with pytest.raises(OutOfMemory, match="host_bytes"):
         build_engine(config(model_id="m", disk=DiskConfig(path=str(tmp_path / "store"))), MODELS["full"])
     assert not (tmp_path / "store").exists()

@@ -27,10 +27,10 @@ def test_keys_and_values_by_page(device: str, kernels: str, dtype: torch.dtype) 
     pool.set_kv_buffer(1, loc, k, v, k_scale=0.5)
     assert pool.kv_buffer.shape == (2, 3, 9, 4, 2, 8)
     for kind, (buffer, rows) in enumerate(zip(pool.get_kv_buffer(1), (k.float() / 0.5, v.float()), strict=True)):
-        whole = torch.zeros(9, 4, 2, 8)
+        complete = torch.zeros(9, 4, 2, 8)
         for row, slot in zip(rows.to(dtype).float().cpu(), loc.tolist(), strict=True):
-            whole[slot // 4, slot % 4] = row
-        assert buffer.dtype == dtype and torch.equal(buffer.float().cpu(), whole)
+            complete[slot // 4, slot % 4] = row
+        assert buffer.dtype == dtype and torch.equal(buffer.float().cpu(), complete)
         assert buffer.data_ptr() == pool.kv_buffer[kind, 1].data_ptr()
     assert not pool.kv_buffer[:, ::2].any()
 
@@ -44,15 +44,15 @@ def test_latent_rows_by_page(device: str, kernels: str, dtype: torch.dtype) -> N
     rows = torch.cat((nope, rope), dim=-1)
     pool.set_mla_kv_buffer(2, loc, nope, rope)
     pool.set_kv_buffer(2, other, rows, None)
-    whole = torch.zeros(9, 4, 32)
+    complete = torch.zeros(9, 4, 32)
     for at in (loc, other):
         for row, slot in zip(rows[:, 0].to(dtype).float().cpu(), at.tolist(), strict=True):
-            whole[slot // 4, slot % 4] = row
+            complete[slot // 4, slot % 4] = row
         parts = pool.get_mla_kv_buffer(2, at)
         assert torch.equal(parts[0].float(), nope.to(dtype).float())
         assert torch.equal(parts[1].float(), rope.to(dtype).float())
     keys, values = pool.get_kv_buffer(2)
-    assert torch.equal(keys.float().cpu(), whole) and torch.equal(values.float().cpu(), whole[..., :24])
+    assert torch.equal(keys.float().cpu(), complete) and torch.equal(values.float().cpu(), complete[..., :24])
     assert pool.kv_buffer.shape == (3, 9, 4, 32) and keys.data_ptr() == pool.kv_buffer[2].data_ptr()
     assert pool.layer_buffers(2)[0].shape[0] == 36  # whole pages
 

@@ -22,6 +22,6 @@ def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype) -
     assert all(torch.equal(x, y) for x, y in zip((k, v, label), before, strict=True))
     got = (*pool.get_kv_buffer(1), pool.get_label_buffer(1))
     for buffer, rows in zip(got, (k.float() / 0.5, v.float() / 2, label.float()), strict=True):
-        whole = torch.zeros(36, *rows.shape[1:])
-        whole[loc.cpu()] = rows.to(dtype).float().cpu()
-        assert buffer.dtype == dtype and torch.equal(buffer.float().cpu(), whole)
+        complete = torch.zeros(36, *rows.shape[1:])
+        complete[loc.cpu()] = rows.to(dtype).float().cpu()
+        assert buffer.dtype == dtype and torch.equal(buffer.float().cpu(), complete)

@@ -34,9 +34,9 @@ def test_what_is_stored_is_read(device: str, kernels: str, dtype: torch.dtype, v
         assert keys.dtype == values.dtype == dtype
         assert keys.shape == (36, 2, 8) and values.shape == (36, 2, v_dim)
         for got, rows in ((keys, k), (values, v)):
-            whole = torch.zeros(36, 2, rows.shape[-1])
-            whole[loc.cpu()] = rows
-            assert torch.equal(got.float().cpu(), whole)
+            complete = torch.zeros(36, 2, rows.shape[-1])
+            complete[loc.cpu()] = rows
+            assert torch.equal(got.float().cpu(), complete)
 
 
 @pytest.mark.parametrize("dtype", [E4M3, BF16])

@@ -139,8 +139,8 @@ def test_getters_wait_for_their_layer(kind: str) -> None:
         del counter.layers[2:]
     pool.move_kv_cache(SLOT, SLOT + 1)
     assert counter.layers == [0, 1, 0, 1, 2]
-    for rows, whole in zip(pool.load_kv(5, LOC), pool.get_kv_buffer(5), strict=True):
-        assert rows.any() and torch.equal(rows.reshape(2, -1), whole.reshape(36, -1)[LOC])
+    for rows, complete in zip(pool.load_kv(5, LOC), pool.get_kv_buffer(5), strict=True):
+        assert rows.any() and torch.equal(rows.reshape(2, -1), complete.reshape(36, -1)[LOC])
 
 
 WRONG: dict[str, list[Callable[[Any], object]]] = {

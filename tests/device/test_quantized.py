@@ -41,8 +41,8 @@ def test_what_is_stored_is_read_within_a_step(device: str, kernels: str, kind: s
     assert not keys[rest].any() and not values[rest].any()
     assert torch.equal(pool.get_key_buffer(1), keys) and torch.equal(pool.get_value_buffer(1), values)
     at = torch.tensor([17, 30, 17, 5], dtype=torch.int32, device=device)
-    for rows, whole in zip(pool.load_kv(1, at), (keys, values), strict=True):
-        assert torch.equal(rows, whole[at.long()])
+    for rows, complete in zip(pool.load_kv(1, at), (keys, values), strict=True):
+        assert torch.equal(rows, complete[at.long()])
     raw = pool.get_quantized_buffer(1)
     assert raw.k.dtype == (torch.int8 if kind == "int8" else torch.uint8) and raw.k_scale.shape == (36, 2)
     numbers = raw.v if kind == "int8" else raw.v.view(torch.float8_e4m3fn)

@@ -14,7 +14,7 @@ from hicache.errors import ConfigError, ShapeError
 SWA, FULL = [1, 2, 7], [0, 5]
 
 
-def rig(device: str = "cpu", page: int = 4) -> tuple[SWAKVPool, SWATokenToKVPoolAllocator]:
+def fixture(device: str = "cpu", page: int = 4) -> tuple[SWAKVPool, SWATokenToKVPoolAllocator]:
     pool = SWAKVPool(
         size=16 * page, size_swa=8 * page, page_size=page, dtype=torch.float32, head_num=2, head_dim=4,
         swa_attention_layer_ids=SWA, full_attention_layer_ids=FULL, device=device,
@@ -38,7 +38,7 @@ def rows_at(pool: SWAKVPool, layer_id: int, slots: torch.Tensor) -> torch.Tensor
 @pytest.mark.parametrize("page", [1, 4])
 def test_each_layer_in_its_own_space(device: str, kernels: str, page: int) -> None:
     """Rows of full layers are at the full slots, those of window layers at their window slots, and nowhere else."""
-    pool, allocator = rig(device, page)
+    pool, allocator = fixture(device, page)
     allocator.alloc(2 * page)
     loc = allocator.alloc(4 * page)
     assert loc is not None
@@ -58,7 +58,7 @@ def test_each_layer_in_its_own_space(device: str, kernels: str, page: int) -> No
 
 def test_one_translation_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
     """A forward translates its slots once; another tensor, a written one, or a changed mapping translates anew."""
-    pool, allocator = rig()
+    pool, allocator = fixture()
     calls: list[torch.Tensor] = []
     translate = pool.translate_loc_from_full_to_swa
 
@@ -91,7 +91,7 @@ def test_one_translation_a_forward(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.gpu
 def test_a_captured_forward_translates_in_its_graph() -> None:
     """A replay writes where the slots and the mapping of its moment say, though an eager run came before."""
-    pool, allocator = rig("cuda")
+    pool, allocator = fixture("cuda")
     loc = allocator.alloc(4)
     other = allocator.alloc(4)
     assert loc is not None and other is not None
@@ -115,7 +115,7 @@ def test_a_captured_forward_translates_in_its_graph() -> None:
 
 def test_copies_and_moves_follow_the_peers(device: str) -> None:
     """CPU copies and moves carry full rows by full slot and window rows by window slot, to other mapped slots."""
-    pool, allocator = rig(device)
+    pool, allocator = fixture(device)
     source, spare, target = allocator.alloc(4), allocator.alloc(4), allocator.alloc(4)
     assert source is not None and spare is not None and target is not None
     rows = fill(pool, source)
@@ -132,7 +132,7 @@ def test_copies_and_moves_follow_the_peers(device: str) -> None:
 
 def test_two_layouts_over_two_spaces() -> None:
     """Each space names its component and its layers by global id, with its slots and the tensors they address."""
-    pool, _ = rig()
+    pool, _ = fixture()
     full, swa = pool.slot_spaces
     assert (full.name, swa.name) == ("full", "swa")
     assert (full.layout.layers, swa.layout.layers) == (tuple(FULL), tuple(SWA))
@@ -152,7 +152,7 @@ def test_two_layouts_over_two_spaces() -> None:
 
 def test_getters_wait_for_their_layer() -> None:
     """Getters wait by the position of their layer among all layers of the pool."""
-    pool, _ = rig()
+    pool, _ = fixture()
     counter = Recorder()
     pool.register_layer_transfer_counter(counter)
     pool.get_key_buffer(7)

@@ -51,7 +51,7 @@ def calls_until(engine: CacheEngine, *handles: Prefetch) -> list[int]:
     """The calls of each poll until these are ready. Before each poll the store has answered all jobs that it got."""
     steps, disk = [], engine.inspect.context.disk
     while not all(handle.ready for handle in handles):
-        eventually(lambda: (disk.poll(), not disk.reads.under_way)[1])
+        eventually(lambda: (disk.poll(), not disk.reads.in_flight)[1])
         steps.append(calls_of(engine.poll))
     return steps
 

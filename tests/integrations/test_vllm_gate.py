@@ -36,29 +36,29 @@ class Case:
     def after(self, seconds: float) -> None:
         self.clock.now_s += seconds
 
-    def asked(self, num_tokens: int = PROMPT) -> tuple[str, Candidate]:
+    def add_candidate(self, num_tokens: int = PROMPT) -> tuple[str, Candidate]:
         """A new request asks for the whole prompt."""
         self._num_requests += 1
         request = str(self._num_requests)
-        self.gate.came(request)
-        return request, self.gate.asked(request, 0, num_tokens)
+        self.gate.add_request(request)
+        return request, self.gate.add_candidate(request, 0, num_tokens)
 
-    def weigh(self, request: str, candidate: Candidate, queue: Queue = IDLE, **given: Any) -> bool | None:
+    def decide(self, request: str, candidate: Candidate, queue: Queue = IDLE, **given: Any) -> bool | None:
         assert self.gate.is_due(candidate)
-        self.gate.weigh(request, spans_of(candidate.end), CHUNK_BYTES, queue, **given)
+        self.gate.decide(request, spans_of(candidate.end), CHUNK_BYTES, queue, **given)
         return candidate.loads
 
     def loads(self, num_tokens: int = PROMPT, queue: Queue = IDLE) -> bool | None:
         """Whether a prompt that the disk holds is loaded, of a request that is alone."""
-        request, candidate = self.asked(num_tokens)
+        request, candidate = self.add_candidate(num_tokens)
         self.gate.step((), ())
-        loads = self.weigh(request, candidate, queue)
+        loads = self.decide(request, candidate, queue)
         self.gate.forget(request)
         return loads
 
     def compute(self, seconds: float, num_tokens: int = PROMPT) -> None:
         """A prompt is scheduled and computed in two steps; what a step computed arrives in the next one."""
-        request, _ = self.asked(num_tokens)
+        request, _ = self.add_candidate(num_tokens)
         half = num_tokens // 2
         self.gate.step([request], ())
         self.after(seconds / 2)
@@ -85,11 +85,11 @@ def test_loads_wait_for_those_before_them() -> None:
     case = Case(PROMPT)
     case.read(0.4)
     assert not case.loads(queue=Queue(2 * PROMPT_BYTES, case.clock()))
-    asked = [case.asked() for _ in range(3)]
+    add_candidate = [case.add_candidate() for _ in range(3)]
     case.gate.step((), ())
-    assert [case.weigh(*each) for each in asked] == [True, True, False]
+    assert [case.decide(*each) for each in add_candidate] == [True, True, False]
     case.gate.step((), ())
-    for request, _ in asked:
+    for request, _ in add_candidate:
         case.gate.forget(request)
     assert case.loads()
 
@@ -100,14 +100,14 @@ def test_a_load_may_take_as_long_as_computing_costs_all_that_it_delays() -> None
     case = Case(PROMPT)
     case.read(2.5)
     assert not case.loads()
-    (running, _), _ = case.asked(), case.asked()
+    (running, _), _ = case.add_candidate(), case.add_candidate()
     case.gate.step([running], ())
     assert case.loads()
     case.gate.forget(running)
     assert not case.loads()
-    (at_disk, candidate), (other, _) = case.asked(), case.asked()
+    (at_disk, candidate), (other, _) = case.add_candidate(), case.add_candidate()
     case.gate.step((), ())
-    assert case.weigh(at_disk, candidate)
+    assert case.decide(at_disk, candidate)
     case.gate.step((), ())
     assert case.loads()
     case.gate.forget(other)
@@ -124,14 +124,14 @@ def test_a_load_waits_for_rows_as_long_as_that_pays() -> None:
     case.read(0.4)
     few = Rows(8, 64, may_grow=True)
     for ends, loads in ((few, True), (Rows(0, 64, may_grow=True), False)):
-        request, candidate = case.asked()
+        request, candidate = case.add_candidate()
         for _ in range(6):
             case.gate.step((), ())
-            assert case.weigh(request, candidate, rows=few) is None
+            assert case.decide(request, candidate, rows=few) is None
             case.after(0.09)
         case.after(0.1)
         case.gate.step((), ())
-        assert case.weigh(request, candidate, rows=ends) is loads
+        assert case.decide(request, candidate, rows=ends) is loads
         assert candidate.until == (8 * CHUNK if loads else math.inf)
         case.gate.forget(request)
     assert case.counts() == (1, 1, 0, 0)
@@ -142,8 +142,8 @@ def test_nobody_waits_for_an_answer_longer_than_computing_costs() -> None:
     case = Case(PROMPT)
     for others in (0, 1):
         for _ in range(others):
-            case.asked()
-        request, candidate = case.asked()
+            case.add_candidate()
+        request, candidate = case.add_candidate()
         case.after(0.9 * (1 + others))
         case.gate.wait(request, candidate)
         assert candidate.loads is None
@@ -159,16 +159,16 @@ def test_a_load_under_way_is_given_up_when_the_disk_is_stuck() -> None:
     it has become slow is no reason, nor that all others wait for the disk by now."""
     case = Case(PROMPT)
     case.read(0.1)
-    alone, beside = (case.asked() for _ in range(2))
-    for request, candidate in (beside, alone):  # the first of them computing would delay the other
+    alone, delayed = (case.add_candidate() for _ in range(2))
+    for request, candidate in (delayed, alone):  # the first of them computing would delay the other
         case.gate.step((), ())
-        assert case.weigh(request, candidate)
+        assert case.decide(request, candidate)
     for _ in range(50):
         case.read(30.0)
     for request, num_tokens, silent_s in (
         (alone[0], PROMPT // 2, 1.0),
         (alone[0], 4 * PROMPT, 4.0),
-        (beside[0], 4 * PROMPT, 8.0),
+        (delayed[0], 4 * PROMPT, 8.0),
     ):
         assert not case.gate.abandons(request, 0, num_tokens, case.clock() - 0.9 * silent_s)
         assert case.gate.abandons(request, 0, num_tokens, case.clock() - 1.1 * silent_s)

@@ -53,7 +53,7 @@ CACHES = {
 }
 
 
-class Rig:
+class TransferFixture:
     """The cache of one worker of two, its part of the rows in shared memory, and what both should hold."""
 
     def __init__(self, device: str, cache: Cache) -> None:
@@ -73,14 +73,14 @@ class Rig:
         self.misfits = Misfits()
         self.link = self.linked()
         self.blocks = np.zeros((NUM_BLOCKS, sum(cache.widths)), np.uint8)
-        self.is_wild = np.zeros(NUM_BLOCKS, bool)  # whether a block keeps its chunk from fitting
+        self.is_random = np.zeros(NUM_BLOCKS, bool)  # whether a block keeps its chunk from fitting
         # Of each row the blocks of its chunk, None where none was stored; and whether one of them is wild.
         self.rows: list[list[np.ndarray | None]] = [[None] * self.per_chunk for _ in range(NUM_ROWS)]
         self.is_raw = [False] * NUM_ROWS
 
     def _tensor(self, width: int) -> torch.Tensor:
-        whole = torch.zeros(NUM_BLOCKS, width + self.cache.gap, dtype=torch.uint8, device=self.on)
-        return whole[:, :width]
+        complete = torch.zeros(NUM_BLOCKS, width + self.cache.gap, dtype=torch.uint8, device=self.on)
+        return complete[:, :width]
 
     def linked(self) -> PackedChunkLink:
         shapes = [
@@ -98,13 +98,13 @@ class Rig:
             staging_bytes=1 << 20,
         )
 
-    def fill(self, seed: int, *, wild: float = 0.0) -> None:
+    def fill(self, seed: int, *, random_bits: float = 0.0) -> None:
         """All blocks with other numbers; a share of them with random bits, which do not fit."""
         rng = np.random.default_rng(seed)
         numbers = torch.from_numpy(rng.random((NUM_BLOCKS, sum(self.cache.widths) // 2), np.float32)) + 0.01
         self.blocks = numbers.bfloat16().view(torch.uint8).numpy().copy()
-        self.is_wild = rng.random(NUM_BLOCKS) < wild
-        for block in self.is_wild.nonzero()[0]:
+        self.is_random = rng.random(NUM_BLOCKS) < random_bits
+        for block in self.is_random.nonzero()[0]:
             self.blocks[block] = np.frombuffer(rng.bytes(self.blocks.shape[1]), np.uint8)
         for tensor, part in zip(self.tensors, self._of_tensors(self.blocks), strict=True):
             tensor.copy_(torch.from_numpy(part))
@@ -114,8 +114,8 @@ class Rig:
 
     def copies(self, direction: Any, firsts: list[int], sizes: list[int], rows: list[int], blocks: list[int]) -> Any:
         """Submit what vLLM would: of each group the number of its first block, and how many it has."""
-        wanted = chunk_blocks(np.array(rows, np.int32), np.array(blocks, np.int32), sizes, firsts, self.per_chunk)
-        return [copy for group in wanted for copy in self.link.submit(direction, group)]
+        requested = chunk_blocks(np.array(rows, np.int32), np.array(blocks, np.int32), sizes, firsts, self.per_chunk)
+        return [copy for group in requested for copy in self.link.submit(direction, group)]
 
     def run(self, direction: Any, firsts: list[int], sizes: list[int], rows: list[int], blocks: list[int]) -> None:
         for op, _ in self.copies(direction, firsts, sizes, rows, blocks):
@@ -136,7 +136,7 @@ class Rig:
         self.rows[row] = [None] * self.per_chunk
         for index, block in of_chunk:
             self.rows[row][index] = self.blocks[block].copy()
-        self.is_raw[row] = any(self.is_wild[block] for _, block in of_chunk)
+        self.is_raw[row] = any(self.is_random[block] for _, block in of_chunk)
 
     def check(self) -> None:
         """The cache holds what it should, rests are kept of the chunks that did not fit and of no other, and nothing
@@ -157,12 +157,12 @@ class Rig:
 def test_blocks_of_random_transfers_arrive_and_nothing_else_changes(device: str, name: str) -> None:
     """Whole chunks and parts of them, those that fit and those that do not, of one group and of two; rows are used
     again for others."""
-    rng, rig = random.Random(name), Rig(device, CACHES[name])
-    per_chunk = rig.per_chunk
+    rng, fixture = random.Random(name), TransferFixture(device, CACHES[name])
+    per_chunk = fixture.per_chunk
     for step in range(30):
         is_store = step < 3 or rng.random() < 0.5
         if is_store:
-            rig.fill(step, wild=rng.choice([0, 0, 0.3]))
+            fixture.fill(step, random_bits=rng.choice([0, 0, 0.3]))
         free_rows, free_blocks = rng.sample(range(NUM_ROWS), NUM_ROWS), rng.sample(range(NUM_BLOCKS), NUM_BLOCKS)
         firsts, sizes, rows, blocks = [], [], [], []
         for _ in range(rng.choice([1, 2])):
@@ -170,18 +170,18 @@ def test_blocks_of_random_transfers_arrive_and_nothing_else_changes(device: str,
             position = range(first % per_chunk, first % per_chunk + size)
             own = [free_rows.pop() for _ in range(position[-1] // per_chunk + 1 if size else 0)]
             places = [(own[at // per_chunk], at % per_chunk) for at in position]
-            if not is_store and any(rig.rows[row][index] is None for row, index in places):
+            if not is_store and any(fixture.rows[row][index] is None for row, index in places):
                 continue
             ids = [free_blocks.pop() for _ in places]
             for row in own if is_store else []:
-                rig.note_store(row, [(at, block) for (of, at), block in zip(places, ids, strict=True) if of == row])
+                fixture.note_store(row, [(at, block) for (of, at), block in zip(places, ids, strict=True) if of == row])
             for (row, index), block in [] if is_store else list(zip(places, ids, strict=True)):
-                rig.blocks[block] = rig.rows[row][index]
+                fixture.blocks[block] = fixture.rows[row][index]
             firsts, sizes, rows, blocks = [*firsts, first], [*sizes, size], rows + own, blocks + ids
-        rig.run("store" if is_store else "load", firsts, sizes, rows, blocks)
-        rig.check()
-    assert rig.misfits.misfits and rig.misfits.misfits < rig.misfits.stored
-    rig.close()
+        fixture.run("store" if is_store else "load", firsts, sizes, rows, blocks)
+        fixture.check()
+    assert fixture.misfits.misfits and fixture.misfits.misfits < fixture.misfits.stored
+    fixture.close()
 
 
 class Failing:
@@ -205,15 +205,15 @@ class Failing:
         return op
 
 
-@pytest.mark.parametrize("wild", [0, 1])
-def test_failed_copies_are_made_again_by_other_means(device: str, wild: int) -> None:
+@pytest.mark.parametrize("random_bits", [0, 1])
+def test_failed_copies_are_made_again_by_other_means(device: str, random_bits: int) -> None:
     """Of chunks that fit and of others, both ways: every copy is made twice, and the second time is right."""
-    rig = Rig(device, CACHES["two shapes"])
-    rig.fill(1, wild=wild)
-    rig.link.parts = [replace(part, backend=Failing(part.backend)) for part in rig.link.parts]
+    fixture = TransferFixture(device, CACHES["two shapes"])
+    fixture.fill(1, random_bits=random_bits)
+    fixture.link.parts = [replace(part, backend=Failing(part.backend)) for part in fixture.link.parts]
 
     def twice(direction: str, rows: list[int], blocks: list[int]) -> None:
-        for op, again in rig.copies(direction, [0], [len(blocks)], rows, blocks):
+        for op, again in fixture.copies(direction, [0], [len(blocks)], rows, blocks):
             op.wait()
             assert op.done()
             if op.error is not None:
@@ -223,39 +223,39 @@ def test_failed_copies_are_made_again_by_other_means(device: str, wild: int) -> 
 
     twice("store", [0, 1], [0, 1, 2, 3])
     for row, block in ((0, 0), (1, 2)):
-        rig.note_store(row, [(0, block), (1, block + 1)])
-        rig.is_raw[row] = True  # as what does not fit
-    rig.fill(2)
+        fixture.note_store(row, [(0, block), (1, block + 1)])
+        fixture.is_raw[row] = True  # as what does not fit
+    fixture.fill(2)
     twice("load", [1, 0], [8, 9, 10, 11])
-    rig.blocks[8:12] = [*rig.rows[1], *rig.rows[0]]
-    rig.check()
-    rig.close()
+    fixture.blocks[8:12] = [*fixture.rows[1], *fixture.rows[0]]
+    fixture.check()
+    fixture.close()
 
 
 def test_a_row_that_holds_another_chunk_than_its_worker_knows_is_not_served(device: str) -> None:
     """A raw chunk of another row, or of a worker whose tiles have another shape, or bytes that nobody stored. What the
     disk wrote over a raw chunk is served, and the rest is given back."""
-    rig = Rig(device, CACHES["heads"])
-    rig.fill(1)
-    rig.is_wild[:2] = True
-    rig.tensors[0][:2].copy_(torch.randint(256, (2, rig.cache.widths[0]), dtype=torch.uint8))
-    rig.blocks[:2, : rig.cache.widths[0]] = rig.tensors[0][:2].cpu().numpy()
-    rig.store(0, 0)
-    rig.store(1, 2)
-    rig.host[2], rig.host[4] = rig.host[0], rig.host[1]
-    rig.host[4, -10] ^= 1
+    fixture = TransferFixture(device, CACHES["heads"])
+    fixture.fill(1)
+    fixture.is_random[:2] = True
+    fixture.tensors[0][:2].copy_(torch.randint(256, (2, fixture.cache.widths[0]), dtype=torch.uint8))
+    fixture.blocks[:2, : fixture.cache.widths[0]] = fixture.tensors[0][:2].cpu().numpy()
+    fixture.store(0, 0)
+    fixture.store(1, 2)
+    fixture.host[2], fixture.host[4] = fixture.host[0], fixture.host[1]
+    fixture.host[4, -10] ^= 1
     for row in (2, 3, 4):
-        for whole in (True, False):
-            [(op, again)] = rig.copies("load", [0], [2 if whole else 1], [row], [5, 6] if whole else [5])
+        for complete in (True, False):
+            [(op, again)] = fixture.copies("load", [0], [2 if complete else 1], [row], [5, 6] if complete else [5])
             for made in (op, again()):
                 made.wait()
                 assert isinstance(made.error, TransferError)
-    rig.check()
-    rig.host[0] = rig.host[1]
-    rig.rows[0], rig.is_raw[0] = rig.rows[1], False
-    rig.load(0, 8)
-    rig.check()
-    rig.close()
+    fixture.check()
+    fixture.host[0] = fixture.host[1]
+    fixture.rows[0], fixture.is_raw[0] = fixture.rows[1], False
+    fixture.load(0, 8)
+    fixture.check()
+    fixture.close()
 
 
 @pytest.mark.parametrize(("rows", "size"), [(1, 4), (3, 4), (0, 1)])

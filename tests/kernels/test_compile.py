@@ -52,8 +52,8 @@ def test_packed_pages_in_any_number(device: str, channels: int) -> None:
     own."""
     with compiled_keys(pack) as keys:
         for format, apart in itertools.product((FOUR_BITS, THREE_BITS), (1, 2)):
-            whole = torch.zeros(3, 2, 64, apart * channels, dtype=BF16, device=device)
-            packer = PagePacker([[*layer[..., :channels]] for layer in whole], 16, "triton", format)
+            complete = torch.zeros(3, 2, 64, apart * channels, dtype=BF16, device=device)
+            packer = PagePacker([[*layer[..., :channels]] for layer in complete], 16, "triton", format)
             packer.compile()
             compiled = [*keys]
             for count, num in itertools.product(COUNTS, (1, 2, 3)):

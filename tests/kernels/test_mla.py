@@ -32,8 +32,8 @@ def test_parts_go_in_and_come_out(
 
 def test_parts_of_a_wider_tensor(device: str, kernels: str) -> None:
     """Parts that are slices of one projection, rows that are slices of wider ones, and int32 slots are stored right."""
-    whole = random_bits(6, 90, dtype=torch.bfloat16, seed=1).to(device)
-    nope, rope = whole[:, 3:27], whole[:, 30:38]
+    complete = random_bits(6, 90, dtype=torch.bfloat16, seed=1).to(device)
+    nope, rope = complete[:, 3:27], complete[:, 30:38]
     rows = torch.zeros(9, 50, dtype=torch.bfloat16, device=device)
     loc = torch.tensor([8, 1, 3, 2, 7, 5], dtype=torch.int32, device=device)
     set_latent(nope, rope, rows[:, 5:40], loc, kernels)

@@ -91,23 +91,23 @@ def test_quantising_equals_the_cast_of_torch(device: str, kernels: str) -> None:
 def test_gathers_follow_the_pages(device: str, kernels: str, page_size: int, index: torch.dtype) -> None:
     """Keys and scales of a sequence come out in its order, cut at its length."""
     buffer, pages = random_buffer(7, page_size, device), torch.tensor([4, 0, 6], dtype=index, device=device)
-    whole = [part.contiguous().view(U8).view(7, page_size, -1) for part in parts(buffer, page_size)]
+    complete = [part.contiguous().view(U8).view(7, page_size, -1) for part in parts(buffer, page_size)]
     for tokens in {0, 1, page_size, 2 * page_size + 1, 3 * page_size}:
-        for gather, part in zip((gather_index_keys, gather_index_scales), whole, strict=True):
+        for gather, part in zip((gather_index_keys, gather_index_scales), complete, strict=True):
             got = gather(buffer, pages, tokens, page_size, kernels)
             assert got.dtype == U8 and torch.equal(got, part[pages.long()].flatten(0, 1)[:tokens])
 
 
 def test_slices_and_no_rows(device: str, kernels: str) -> None:
     """Keys that are slices of a projection are quantised by value; no keys change nothing."""
-    whole = keys_of(6, torch.bfloat16, seed=8).repeat(1, 2).to(device)
+    complete = keys_of(6, torch.bfloat16, seed=8).repeat(1, 2).to(device)
     loc = torch.tensor([3, 9, 0, 7, 1, 2], device=device)
     buffers = [torch.zeros(3, index_row_bytes(4), dtype=U8, device=device) for _ in range(2)]
-    quantise_index_keys(whole[:, 64:192], buffers[0], loc, 4, kernels)
-    quantise_index_keys(whole[:, 64:192].contiguous(), buffers[1], loc, 4, kernels)
+    quantise_index_keys(complete[:, 64:192], buffers[0], loc, 4, kernels)
+    quantise_index_keys(complete[:, 64:192].contiguous(), buffers[1], loc, 4, kernels)
     assert torch.equal(*buffers) and buffers[0].any()
-    quantise_index_keys(whole[:0, :128], buffers[0], loc[:0], 4, kernels)
-    store_index_keys(whole[:0, :128].to(E4M3), whole[:0, 0].float(), buffers[0], loc[:0], 4, kernels)
+    quantise_index_keys(complete[:0, :128], buffers[0], loc[:0], 4, kernels)
+    store_index_keys(complete[:0, :128].to(E4M3), complete[:0, 0].float(), buffers[0], loc[:0], 4, kernels)
     assert torch.equal(*buffers)
 
 

@@ -60,12 +60,12 @@ def test_strided_and_unaligned_staging(device: str, kernels: str, offset: int, p
 
 def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     """Buffers that are views of one tensor, token rows apart, are read and written at their own strides."""
-    whole = random_bits(2, 10, 3, 4, seed=2).to(device)
-    pool, middle = Pool([[layer[:, 0], layer[:, 2]] for layer in whole], device), whole[:, :, 1].clone()
+    complete = random_bits(2, 10, 3, 4, seed=2).to(device)
+    pool, middle = Pool([[layer[:, 0], layer[:, 2]] for layer in complete], device), complete[:, :, 1].clone()
     mover = pool.mover(2, kernels)
     host = random_bits(3, mover.group_bytes(0, 2), seed=9)
     check_store_and_load(Staged(mover, host), pool, mover, host, 2)
-    assert torch.equal(whole[:, :, 1], middle)
+    assert torch.equal(complete[:, :, 1], middle)
 
 
 @pytest.mark.gpu

@@ -56,10 +56,10 @@ def test_formats_convert_both_ways(tokens: int, row: tuple[int, ...]) -> None:
     table = torch.tensor([5, 0, 3])
     paged = contiguous_to_paged(x, table, num_pages=6, page_size=4)
     assert paged.shape == (6, 4, *row)
-    whole = torch.zeros_like(paged)
+    complete = torch.zeros_like(paged)
     for t in range(tokens):
-        whole[int(table[t // 4]), t % 4] = x[t]
-    assert torch.equal(paged, whole) and torch.equal(paged_to_contiguous(paged, table, tokens), x)
+        complete[int(table[t // 4]), t % 4] = x[t]
+    assert torch.equal(paged, complete) and torch.equal(paged_to_contiguous(paged, table, tokens), x)
 
 
 def test_wrong_arguments_are_refused() -> None:

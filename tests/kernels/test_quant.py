@@ -68,11 +68,11 @@ def test_numbers_times_scales_are_read(device: str, kernels: str, kind: str, dty
         bits[(bits & 0x7F) == 0x7F] = 0  # fp8's NaN is never stored
         data.append(bits.view(STORED[kind]).to(device))
         scales.append((torch.rand(slots, heads, generator=torch.Generator().manual_seed(dim)) + 0.01).to(device))
-    whole = [
+    complete = [
         (numbers(x, kind).float() * scale.cpu()[..., None]).to(dtype) for x, scale in zip(data, scales, strict=True)
     ]
     loc = torch.tensor([7, 0, 3, 3], dtype=torch.int32, device=device)
-    for at, expected in ((loc, [x[loc.cpu().long()] for x in whole]), (None, whole)):
+    for at, expected in ((loc, [x[loc.cpu().long()] for x in complete]), (None, complete)):
         got = dequantise_kv(data, scales, at, dtype, kernels)
         assert [x.dtype for x in got] == [dtype, dtype]
         assert all(torch.equal(x.cpu(), y) for x, y in zip(got, expected, strict=True))
@@ -102,9 +102,9 @@ def test_ties_go_to_even(device: str, kernels: str) -> None:
 @pytest.mark.parametrize("kind", ["int8", "fp8"])
 def test_slices_of_a_projection(device: str, kernels: str, kind: str) -> None:
     """Keys and values that are slices of one wider tensor, or lie head by head, are quantised by value."""
-    whole = spread(6, 3, 4, 20, dtype=BF16, seed=3).to(device)
+    complete = spread(6, 3, 4, 20, dtype=BF16, seed=3).to(device)
     heads_first = spread(4, 6, 10, dtype=BF16, seed=4).to(device)
-    k, v = whole[:, 1, :, 5:15], heads_first.transpose(0, 1)
+    k, v = complete[:, 1, :, 5:15], heads_first.transpose(0, 1)
     loc = torch.tensor([8, 1, 3, 2, 7, 5], dtype=torch.int32, device=device)
     results = []
     for pair in ((k, v), (k.contiguous(), v.contiguous())):

@@ -22,11 +22,11 @@ def test_rows_land_at_their_slots(
     given = [random_bits(19, *row, dtype=dtype, seed=2 + i) for i, row in enumerate(rows)]
     buffers = [random_bits(40, *row, dtype=dtype, seed=4 + i) for i, row in enumerate(rows)]
     expected = [as_bytes(buffer).clone() for buffer in buffers]
-    for x, whole in zip(given, expected, strict=True):
-        whole[loc] = as_bytes(x)
+    for x, complete in zip(given, expected, strict=True):
+        complete[loc] = as_bytes(x)
     on = [x.to(device) for x in (*given, *buffers)]
     store_kv(*on, loc.to(device), kernels)
-    assert all(torch.equal(as_bytes(x), whole) for x, whole in zip(on[2:], expected, strict=True))
+    assert all(torch.equal(as_bytes(x), complete) for x, complete in zip(on[2:], expected, strict=True))
 
 
 def test_rows_of_a_wider_tensor(device: str, kernels: str) -> None:
@@ -82,9 +82,9 @@ def test_rows_are_scaled_bounded_and_rounded_once(
         if number is not None:  # float32 of a quotient of float32 numbers in double precision is the rounded quotient
             wide = (wide.double() / torch.tensor(number, dtype=torch.float32).double()).float()
         expected = wide.clamp(-LIMITS[stored], LIMITS[stored]) if stored in LIMITS else wide
-        whole = torch.zeros(40, *x.shape[1:])
-        whole[loc] = expected.to(stored).float()
-        assert torch.equal(buffer.float().cpu().nan_to_num(nan=-777.0), whole.nan_to_num(nan=-777.0))
+        complete = torch.zeros(40, *x.shape[1:])
+        complete[loc] = expected.to(stored).float()
+        assert torch.equal(buffer.float().cpu().nan_to_num(nan=-777.0), complete.nan_to_num(nan=-777.0))
 
 
 def test_one_buffer_alone_with_a_scale(device: str, kernels: str) -> None:

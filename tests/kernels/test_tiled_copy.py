@@ -63,14 +63,14 @@ def test_moves_read_all_before_they_write(
 
 def test_slots_of_a_wider_buffer(device: str, kernels: str) -> None:
     """Buffers whose slots are apart (views of a larger tensor) move their rows and nothing between them."""
-    whole = torch.arange(SLOTS * 3 * 8, dtype=torch.int32, device=device).view(SLOTS, 3, 8)
-    before = whole.clone()
-    TiledCopy([whole[:, 0], whole[:, 2]], kernels).move(
+    complete = torch.arange(SLOTS * 3 * 8, dtype=torch.int32, device=device).view(SLOTS, 3, 8)
+    before = complete.clone()
+    TiledCopy([complete[:, 0], complete[:, 2]], kernels).move(
         torch.tensor([1, 2, 9], device=device), torch.tensor([0, 1, 5], device=device)
     )
     for part in (0, 2):
         before[[1, 2, 9], part] = before[[0, 1, 5], part].clone()
-    assert torch.equal(whole, before)
+    assert torch.equal(complete, before)
 
 
 @pytest.mark.parametrize("tile_bytes", [128, 512])

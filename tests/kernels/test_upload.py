@@ -55,8 +55,8 @@ def test_memory_is_used_again_only_when_it_was_read(kernels: str) -> None:
             arrived.append(uploader(ids))
             ids.fill_(-1)
         gate.open()
-        assert all(torch.equal(there.cpu(), ids) for there, ids in zip(arrived, sent, strict=True))
+        assert all(torch.equal(on_device.cpu(), ids) for on_device, ids in zip(arrived, sent, strict=True))
         assert uploader.num_pinned == 20
     torch.cuda.synchronize()
-    there = uploader(sent[3])
-    assert uploader(there) is there and torch.equal(there.cpu(), sent[3]) and uploader.num_pinned == 20
+    on_device = uploader(sent[3])
+    assert uploader(on_device) is on_device and torch.equal(on_device.cpu(), sent[3]) and uploader.num_pinned == 20

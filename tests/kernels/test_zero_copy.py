@@ -24,12 +24,12 @@ def check(
     mover = pool.mover(page_tokens, kernels)
     size = mover.group_bytes(0, pool.num_layers)
     num_host = num_pages + 2
-    whole = pinned(random_bits(offset + num_host * (size + padding), seed=4), pool.device)
-    before, outside = whole.clone(), torch.ones(whole.shape, dtype=torch.bool)
+    complete = pinned(random_bits(offset + num_host * (size + padding), seed=4), pool.device)
+    before, outside = complete.clone(), torch.ones(complete.shape, dtype=torch.bool)
     outside[offset:].view(num_host, -1)[:, :size] = False
-    host = whole[offset:].view(num_host, -1)[:, :size]
+    host = complete[offset:].view(num_host, -1)[:, :size]
     check_store_and_load(ZeroCopyMover(mover, host, blocks), pool, mover, host, num_pages, layers)
-    assert torch.equal(whole[outside], before[outside])
+    assert torch.equal(complete[outside], before[outside])
 
 
 @pairwise(kernels=KERNELS, pool_name=list(POOLS), pages=[1, 4, 16], layers=list(LAYERS))
@@ -63,10 +63,10 @@ def test_host_pages_apart_and_unaligned(device: str, kernels: str, pool_name: st
 
 def test_layers_of_one_tensor(device: str, kernels: str) -> None:
     """Buffers that are views of one tensor, token rows apart, move at their own strides; what lies between stays."""
-    whole = random_bits(2, 12, 3, 4, seed=2).to(device)
-    middle = whole[:, :, 1].clone()
-    check(Pool([[layer[:, 0], layer[:, 2]] for layer in whole], device), 2, 3, kernels)
-    assert torch.equal(whole[:, :, 1], middle)
+    complete = random_bits(2, 12, 3, 4, seed=2).to(device)
+    middle = complete[:, :, 1].clone()
+    check(Pool([[layer[:, 0], layer[:, 2]] for layer in complete], device), 2, 3, kernels)
+    assert torch.equal(complete[:, :, 1], middle)
 
 
 def sparse(num_bytes: int) -> torch.Tensor:

@@ -45,7 +45,7 @@ class Listening(EngineFuzz):
         super().settle()
         disk = self.engine.inspect.context.disk
         assert disk is not None
-        eventually(lambda: disk.poll() or not (disk.reads.under_way or disk.writes.under_way))
+        eventually(lambda: disk.poll() or not (disk.reads.in_flight or disk.writes.in_flight))
         flush_error(self.engine)
         _wait_until_written(self.engine)
         self.in_memory, self.index = in_memory(self.engine), BlockIndex()
@@ -217,8 +217,8 @@ def test_a_server_tells_its_events_and_records_its_requests(tmp_path: Path) -> N
     batches = read_lines(stream)
     for batch in batches[:-1]:
         index.apply(batch.events)
-    told = [token for _, tokens in index.blocks.values() for token in tokens]
-    assert told[:64] == first
+    reported = [token for _, tokens in index.blocks.values() for token in tokens]
+    assert reported[:64] == first
     assert batches[-1].events[-1] == block_index.AllBlocksCleared()
     trace = read_trace(recorded)
     assert [(request.input_tokens, request.output_tokens) for request in trace.requests] == [(64, 2)] * 3

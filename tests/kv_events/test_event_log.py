@@ -30,7 +30,7 @@ class History:
         self.dice, self.log, self.reader = random.Random(seed), EventLog(), BlockIndex()
         self.held: dict[str, set[bytes]] = {medium: set() for medium in MEDIA}
         self.parents: dict[bytes, bytes | None] = {}
-        self.gone = set[bytes]()  # what the disk told that it removed
+        self.deleted = set[bytes]()  # what the disk told that it removed
         self.num_untold = 0
 
     def step(self) -> None:
@@ -42,17 +42,17 @@ class History:
         if draw < 0.4:
             which = None if self.dice.random() < 0.5 else [self.dice.random() < 0.5 for _ in pages.keys]
             self.log.stored(pages, medium, which)
-            came = {key for at, key in enumerate(pages.keys) if which is None or which[at]}
-            self.held[medium] |= came
-            self.gone -= came if medium == "DISK" else set()
+            arrived = {key for at, key in enumerate(pages.keys) if which is None or which[at]}
+            self.held[medium] |= arrived
+            self.deleted -= arrived if medium == "DISK" else set()
         elif draw < 0.55:
             self.log.landed(pages, from_disk=(from_disk := self.dice.random() < 0.7))
             self.held["CPU"].update(pages.keys)
-            self.held["DISK"] |= {*pages.keys} - self.gone if from_disk else set()
+            self.held["DISK"] |= {*pages.keys} - self.deleted if from_disk else set()
         elif draw < 0.9:
             self.log.removed(pages.keys, medium)
             self.held[medium].difference_update(pages.keys)
-            self.gone |= {*pages.keys} if medium == "DISK" else set()
+            self.deleted |= {*pages.keys} if medium == "DISK" else set()
         elif draw < 0.97:
             self.log.missed_on_disk(pages.keys[:1])
             self.held["DISK"].discard(pages.keys[0])
@@ -67,12 +67,12 @@ class History:
         for change in self.log.take_changes():
             self.reader.apply(change.blocks(3))
         for medium, held in self.held.items():
-            told = {key for key in held if block_hash(key) in self.reader.held[medium]}
-            assert len(told) == len(self.reader.held[medium])
-            for key in held - told:
+            reported = {key for key in held if block_hash(key) in self.reader.held[medium]}
+            assert len(reported) == len(self.reader.held[medium])
+            for key in held - reported:
                 parent = self.parents[key]
                 assert parent is not None and not self.reader.knows(block_hash(parent))
-            self.num_untold += len(held - told)
+            self.num_untold += len(held - reported)
 
 
 @pytest.mark.parametrize("seed", range(4))

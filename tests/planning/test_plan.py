@@ -16,7 +16,7 @@ from hicache import EngineConfig, build_engine
 from hicache.build.sizing import device_bytes, resolve, row_bytes
 from hicache.errors import ConfigError, OutOfMemory, UnsupportedModel
 from hicache.planning.gpus import GPUS, Gpu, gpu_of
-from hicache.planning.memory import MemoryPlan, Wanted, plan_memory, share_of
+from hicache.planning.memory import MemoryPlan, PlanRequest, plan_memory, share_of
 from hicache.planning.model import read_model
 from hicache.planning.presets import PRESETS, PlannedModel, PrefillWork
 from hicache.planning.times import Machine, Times
@@ -33,7 +33,7 @@ KINDS = [
     "falcon_h1",
 ]
 GPU = Gpu("test", 260 * MIB, 1e12, 100e12, 50e9)  # 256 MiB of it are staging
-SMALL = Wanted(max_running=2, chunk_tokens=64, max_context_len=256, host_bytes=2 * MIB, disk_bytes=4 * MIB)
+SMALL = PlanRequest(max_running=2, chunk_tokens=64, max_context_len=256, host_bytes=2 * MIB, disk_bytes=4 * MIB)
 
 
 def described(row: str, folder: Path, **changes: Any) -> PlannedModel:
@@ -146,10 +146,10 @@ def test_the_disk_has_latent_rows_once(row: str, stored: int, tmp_path: Path) ->
     """Two GPUs store the rows of a token `stored` times, and so have as many tokens fewer on the disk than one with the
     same share; states are stored by each. The budget of each process is the path's."""
     model = described(row, tmp_path, **({"num_attention_heads": 4, "num_key_value_heads": 4} if row == "llama" else {}))
-    wanted = dataclasses.replace(SMALL, num_gpus=2, host_bytes=4 * MIB, disk_bytes=64 * MIB)
-    plan = plan_memory(model, GPU, wanted)
+    request = dataclasses.replace(SMALL, num_gpus=2, host_bytes=4 * MIB, disk_bytes=64 * MIB)
+    plan = plan_memory(model, GPU, request)
     shared = dataclasses.replace(model, geometry=share_of(model.geometry, 2))
-    alone = plan_memory(shared, GPU, dataclasses.replace(wanted, num_gpus=1, host_bytes=2 * MIB))
+    alone = plan_memory(shared, GPU, dataclasses.replace(request, num_gpus=1, host_bytes=2 * MIB))
     assert alone.tiers[2].num_tokens / plan.tiers[2].num_tokens == pytest.approx(stored, rel=0.01)
     assert alone.tiers[2].num_states == pytest.approx(2 * plan.tiers[2].num_states, rel=0.1)
     assert plan.tiers[1].num_tokens == alone.tiers[1].num_tokens
@@ -238,18 +238,18 @@ def test_weights_that_do_not_fit_name_the_gpus_that_would() -> None:
     """The message's number of GPUs holds the model and half as many do not; where none would, it says so."""
     model = PRESETS["llama-3.1-70b"]
     with pytest.raises(OutOfMemory, match="--gpus 4"):
-        plan_memory(model, GPUS["l40s"], Wanted())
-    assert plan_memory(model, GPUS["l40s"], Wanted(num_gpus=4)).tiers[0].num_tokens > 0
+        plan_memory(model, GPUS["l40s"], PlanRequest())
+    assert plan_memory(model, GPUS["l40s"], PlanRequest(num_gpus=4)).tiers[0].num_tokens > 0
     with pytest.raises(OutOfMemory, match="--gpus 4"):
-        plan_memory(model, GPUS["l40s"], Wanted(num_gpus=2))
+        plan_memory(model, GPUS["l40s"], PlanRequest(num_gpus=2))
     with pytest.raises(OutOfMemory, match="no number"):
-        plan_memory(model, gpu_of("100MiB"), Wanted())
+        plan_memory(model, gpu_of("100MiB"), PlanRequest())
 
 
 def test_no_sequence_is_longer_than_the_device_tier() -> None:
     """The longest context that a server starts with is the model's, where the device tier holds that many tokens."""
     model = PRESETS["llama-3.1-8b"]
-    small, large = (plan_memory(model, gpu_of(size), Wanted()) for size in ("24GB", "80GiB"))
+    small, large = (plan_memory(model, gpu_of(size), PlanRequest()) for size in ("24GB", "80GiB"))
     assert small.start.max_context_len == small.config.max_context_len == small.tiers[0].num_tokens
     assert small.tiers[0].num_tokens < large.start.max_context_len == model.max_context_len
 

@@ -22,7 +22,7 @@ from hicache.prefix_cache.batch import (
     release_kv_cache,
     write_cache_indices,
 )
-from prefix_case import Batch, Cache, Request, Toy, free, full_cache, mamba_cache, swa_cache
+from prefix_case import Batch, Cache, FakeRunner, Request, free, full_cache, mamba_cache, swa_cache
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 PLACES = [
@@ -108,9 +108,9 @@ def test_extend_decode_release(device: str, kernels: str, page_size: int, monkey
 def test_no_more_is_evicted_than_is_missing(page_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """The tree is asked to evict what is missing for an allocation, and not at all where nothing is."""
     cache = full_cache(40, page_size)
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     for first_token, length in ((0, 8), (100, 8), (200, 12)):
-        toy.serve(list(range(first_token, first_token + length)))
+        runner.serve(list(range(first_token, first_token + length)))
     asked: list[EvictParams] = []
     evict = cache.evict
     monkeypatch.setattr(cache, "evict", lambda params: (asked.append(params), evict(params))[1])
@@ -126,9 +126,9 @@ def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCapture
     """Out of slots: what nobody needs is evicted, then an error has tokens requested, available and evictable, the tree
     is in the log, and no row is taken."""
     cache = full_cache(24, page_size)
-    toy, first = Toy(cache), Request(list(range(100, 117)))
-    toy.serve(list(range(4)))
-    toy.prefill(first)
+    runner, first = FakeRunner(cache), Request(list(range(100, 117)))
+    runner.serve(list(range(4)))
+    runner.prefill(first)
     rows = cache.req_to_token_pool.available_size()
     late = [first, fresh(cache), fresh(cache)]
     with caplog.at_level(logging.ERROR, "hicache"), pytest.raises(OutOfSlots) as caught:
@@ -149,11 +149,11 @@ def test_a_refused_batch_takes_nothing(page_size: int, caplog: pytest.LogCapture
 def test_a_refused_batch_keeps_the_states_of_its_matches() -> None:
     """Out of slots, a request gives back the state that came with its row, and keeps the one that its match brought."""
     cache = mamba_cache(8, num_states=4)
-    toy = Toy(cache)
-    toy.serve([1, 2])
+    runner = FakeRunner(cache)
+    runner.serve([1, 2])
     matched, new = Request([1, 2, *range(10, 20)]), Request(list(range(30, 40)))
-    toy.admit(matched)
-    toy.admit(new)
+    runner.admit(matched)
+    runner.admit(new)
     own = matched.mamba_pool_idx
     with pytest.raises(OutOfSlots):
         alloc_for_extend(Batch([matched, new], cache, [2, 0], torch.tensor([12, 10])))

@@ -30,7 +30,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import OutOfRows, OutOfSlots, OutOfStates
-from prefix_case import Cache, Request, Toy, free, full_cache, key, mamba_cache, prefixes, recurrence, swa_cache
+from prefix_case import Cache, FakeRunner, Request, free, full_cache, key, mamba_cache, prefixes, recurrence, swa_cache
 
 PAGES = [1, 4, 16]
 NUM_PAGES, NUM_WINDOW_PAGES, NUM_STATES, WINDOW_PAGES = 20, 14, 9, 2
@@ -113,7 +113,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.cache = swa_cache(num_swa=NUM_WINDOW_PAGES * self.page, window=window, **sizes, **more)
         else:
             self.cache = mamba_cache(num_states=NUM_STATES, extra_buffer=extra_buffer, chunk=chunk, **sizes, **more)
-        self.toy = Toy(self.cache)
+        self.runner = FakeRunner(self.cache)
         self.running: list[Request] = []
         self.locked: list[tuple[TreeNode, list[int], str | None]] = []
 
@@ -132,7 +132,7 @@ class CacheMachine(RuleBasedStateMachine):
         req = Request(self.tokens(blocks, tail), space, priority)
         held = Held(self.cache)
         try:
-            hit_len = self.toy.admit(req)
+            hit_len = self.runner.admit(req)
         except OutOfStates:
             return
         assert hit_len == held.usable_len(req.tokens[:-1], space)
@@ -140,7 +140,7 @@ class CacheMachine(RuleBasedStateMachine):
             self.prefill(req, to)
         except SHORT:
             if req.req_pool_idx is None:
-                self.toy.refuse(req)
+                self.runner.refuse(req)
                 release_kv_cache(req, self.cache)
                 assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
             else:
@@ -156,15 +156,15 @@ class CacheMachine(RuleBasedStateMachine):
         if isinstance(self.cache, MambaRadixCache) and chunk_end == end:
             stop = checkpoint_len(end, self.chunk, self.page)
         if isinstance(self.cache, MambaRadixCache) and stop > start:
-            self.toy.extend(req, stop)
+            self.runner.extend(req, stop)
             if self.cache.enable_mamba_extra_buffer:
-                self.toy.checkpoint(req)
+                self.runner.checkpoint(req)
             else:
                 self.cache.cache_unfinished_req(req, chunked=True)
         if chunk_end > req.kv_committed_len:
-            self.toy.extend(req, chunk_end)
+            self.runner.extend(req, chunk_end)
         self.cache.cache_unfinished_req(req, chunked=chunk_end < end)
-        assert req.prefix_indices.tolist() == self.toy.row(req, 0, chunk_end).tolist()
+        assert req.prefix_indices.tolist() == self.runner.row(req, 0, chunk_end).tolist()
         assert req.cache_protected_len == req.last_node.depth_tokens
 
     @precondition(lambda self: self.running)
@@ -177,9 +177,9 @@ class CacheMachine(RuleBasedStateMachine):
                 self.prefill(req, num_pages)
                 return
             for token in range(min(new, 15 * self.page - len(req.tokens))):
-                self.toy.decode(req, token % 2)
+                self.runner.decode(req, token % 2)
                 if isinstance(self.cache, SWARadixCache):
-                    self.toy.leave_window(req)
+                    self.runner.leave_window(req)
                 if self.kind == "mamba" and self.cache.enable_mamba_extra_buffer and req.kv_committed_len % 3 == 0:  # type: ignore[union-attr]
                     self.cache.req_to_token_pool.checkpoint([req])
                     req.mamba_last_track_seqlen = req.kv_committed_len
@@ -230,12 +230,12 @@ class CacheMachine(RuleBasedStateMachine):
         page = self.page
         asked = EvictParams(pages * page, windows * page, states)
         before = free(self.cache), self.evictable()
-        gone = self.cache.evict(asked)
+        removed = self.cache.evict(asked)
         second = "mamba_num" if self.kind == "mamba" else "swa_num_tokens"
-        counts = gone.num_tokens_evicted, getattr(gone, f"{second}_evicted")
-        wanted = asked.num_tokens, getattr(asked, second)
+        counts = removed.num_tokens_evicted, getattr(removed, f"{second}_evicted")
+        requested = asked.num_tokens, getattr(asked, second)
         assert tuple(b + c for b, c in zip(before[0], counts, strict=False)) == free(self.cache)
-        for count, want, had in zip(counts, wanted, before[1], strict=False):
+        for count, want, had in zip(counts, requested, before[1], strict=False):
             assert count >= min(want, had)
         held = Held(self.cache)
         for _, tokens, space in self.locked:
@@ -262,12 +262,12 @@ class CacheMachine(RuleBasedStateMachine):
             if fresh is not None:
                 cache.token_to_kv_pool_allocator.free(fresh)
             return
-        self.toy.full.update(zip(fresh.tolist(), names[known_len:], strict=True))
+        self.runner.full.update(zip(fresh.tolist(), names[known_len:], strict=True))
         slots = torch.cat((match.device_indices[:known_len], fresh))
         space_key = RadixKey(tokens, space)
         if isinstance(cache, SWARadixCache):
             window_slots = cache.token_to_kv_pool_allocator.translate_loc_from_full_to_swa(fresh)
-            self.toy.window.update(zip(window_slots.tolist(), names[known_len:], strict=True))
+            self.runner.window.update(zip(window_slots.tolist(), names[known_len:], strict=True))
             lost = min(max(known_len, evicted % (6 * self.page)), len(tokens) - self.page)
             cache.token_to_kv_pool_allocator.free_swa(slots[known_len : max(lost, known_len)])
             cache.insert(InsertParams(space_key, slots, prev_prefix_len=known_len, swa_evicted_seqlen=lost))
@@ -291,22 +291,24 @@ class CacheMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self) -> None:
         self.cache.sanity_check()
-        held, toy = Held(self.cache), self.toy
-        assert {slot: toy.full[slot] for slot in held.contents} == held.contents
+        held, runner = Held(self.cache), self.runner
+        assert {slot: runner.full[slot] for slot in held.contents} == held.contents
         for state, tokens in held.consumed:
-            assert toy.state(state) == recurrence(tokens)
+            assert runner.state(state) == recurrence(tokens)
         if isinstance(self.cache, SWARadixCache):
             slots = [held.slots[name] for name, has_window in held.window_of.items() if has_window]
-            window_slots = toy.allocator.translate_loc_from_full_to_swa(torch.tensor(slots, dtype=torch.int64)).tolist()
-            assert [toy.window[slot] for slot in window_slots] == [held.contents[slot] for slot in slots]
+            window_slots = runner.allocator.translate_loc_from_full_to_swa(
+                torch.tensor(slots, dtype=torch.int64)
+            ).tolist()
+            assert [runner.window[slot] for slot in window_slots] == [held.contents[slot] for slot in slots]
         for req in self.running:
-            toy.check_readable(req, req.kv_committed_len)
+            runner.check_readable(req, req.kv_committed_len)
 
     @invariant()
     def conserved(self) -> None:
         """available + evictable + protected + owned = total, in every pool."""
         cache, page = self.cache, self.page
-        owned = [self.toy.row(req, req.cache_protected_len, req.kv_allocated_len) for req in self.running]
+        owned = [self.runner.row(req, req.cache_protected_len, req.kv_allocated_len) for req in self.running]
         own_pages = sum(-(-len(slots) // page) for slots in owned)
         held = cache.evictable_size() + cache.protected_size()
         assert free(cache)[0] + held + own_pages * page == NUM_PAGES * page

@@ -23,7 +23,19 @@ from hicache import (
 from hicache.errors import ConfigError, InvariantError
 from hicache.pages.device import DevicePages
 from hicache.tiers import FULL, MAMBA, Component
-from prefix_case import Cache, Request, Toy, free, full_cache, insert, key, mamba_cache, matched, node_of, swa_cache
+from prefix_case import (
+    Cache,
+    FakeRunner,
+    Request,
+    free,
+    full_cache,
+    insert,
+    key,
+    mamba_cache,
+    matched,
+    node_of,
+    swa_cache,
+)
 
 Make = Callable[..., Cache]
 KINDS: list[Make] = [full_cache, swa_cache, mamba_cache]
@@ -57,7 +69,7 @@ def test_a_disabled_cache_keeps_nothing(make: Make) -> None:
     holds is freed with it."""
     cache = make(32, page_size=4, disable=True)
     before = free(cache), cache.req_to_token_pool.available_size()
-    assert Toy(cache).serve(list(range(10)), chunk=3, new=2) == 0 == matched(cache, list(range(10)))
+    assert FakeRunner(cache).serve(list(range(10)), chunk=3, new=2) == 0 == matched(cache, list(range(10)))
     assert cache.insert(InsertParams(RadixKey([1, 2]), mamba_value=torch.tensor([1]))).prefix_len == 0
     assert (free(cache), cache.req_to_token_pool.available_size()) == before and cache.total_size() in (0, (0, 0))
     assert cache.inc_lock_ref(cache.root_node) in (0, None) and cache.dec_lock_ref(cache.root_node) == 0
@@ -70,13 +82,13 @@ def test_a_request_that_adds_no_page_raises_its_prefix(make: Make, ends: bool) -
     """A request whose own tokens fill no page lends its priority to the prefix it used, as it grows and as it ends, and
     prefixes of a lower priority are evicted first; one that leaves nothing lends nothing."""
     cache = make(page_size=4, eviction_policy="priority")
-    toy = Toy(cache)
-    toy.serve(list(range(8)), priority=1)
-    toy.serve(list(range(50, 58)), priority=2)
+    runner = FakeRunner(cache)
+    runner.serve(list(range(8)), priority=1)
+    runner.serve(list(range(50, 58)), priority=2)
     for priority, leaves in ((9, False), (5, True)):
         req = Request([*range(8), 99, 98], priority=priority)
-        assert toy.admit(req) == 8
-        toy.extend(req, 10)
+        assert runner.admit(req) == 8
+        runner.extend(req, 10)
         if leaves and not ends:
             cache.cache_unfinished_req(req)
         release_kv_cache(req, cache, is_insert=leaves and ends)
@@ -90,13 +102,13 @@ def test_bigrams_keep_the_last_token() -> None:
     """With bigrams the last token of what is cached stays the request's own, with its window, through chunks, and is
     freed with it."""
     for cache in (full_cache(64, 1, is_eagle=True), full_cache(64, 4, is_eagle=True), swa_cache(64, is_eagle=True)):
-        toy, req = Toy(cache), Request(list(range(13)))
-        toy.admit(req)
+        runner, req = FakeRunner(cache), Request(list(range(13)))
+        runner.admit(req)
         for end in (8, 9, 13):
-            toy.extend(req, end)
+            runner.extend(req, end)
             cache.cache_unfinished_req(req, chunked=end < 13)
             assert req.cache_protected_len == (end - 1) // cache.page_size * cache.page_size
-            assert req.prefix_indices.tolist() == toy.row(req, 0, end).tolist()
+            assert req.prefix_indices.tolist() == runner.row(req, 0, end).tolist()
             cache.sanity_check()
         release_kv_cache(req, cache)
         assert cache.total_size() in (12, (12, 12)) and free(cache)[0] + 12 == 64
@@ -166,7 +178,7 @@ def test_sanity_check_finds_planted_faults() -> None:
             ],
         ),
         (windows, ["1 of 2 tokens have windows, holds=array([False, False])", "holds=array([ True,  True])"]),
-        (states, ["two nodes hold one state", "of the tree are free"]),
+        (states, ["two nodes have the same state", "of the tree are free"]),
     ):
         with pytest.raises(InvariantError) as caught:
             cache.sanity_check()

@@ -19,7 +19,7 @@ from hicache import (
     alloc_token_slots,
 )
 from hicache.errors import ConfigError
-from prefix_case import Toy, matched
+from prefix_case import FakeRunner, matched
 
 BF16 = torch.bfloat16
 POOL = "size page_size dtype"
@@ -179,9 +179,9 @@ def test_an_allocator_of_ones_own() -> None:
     """`clear`, `alloc` and `free` are enough to serve requests with; what only pages can do is not implemented."""
     stack = Stack(16, 1, BF16, "cpu", None, False)
     cache = RadixCache(CacheInitParams(False, ReqToTokenPool(4, 32, "cpu", False), stack, 1))
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     for tokens in (list(range(10)), list(range(20, 32))):
-        toy.serve(tokens)
+        runner.serve(tokens)
         assert len(tokens) == cache.total_size() == 16 - stack.available_size()
         assert matched(cache, tokens) == len(tokens)
     cache.sanity_check()

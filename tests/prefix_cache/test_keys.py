@@ -77,9 +77,9 @@ def test_ids_are_packed_once() -> None:
         tokens[100]
     for memory in (np.arange(100), array("q", range(100))):
         assert np.shares_memory(RadixKey(memory).packed(), np.asarray(memory))
-    for whole in (tokens, RadixKey(np.arange(100)), pairs):
-        assert np.shares_memory(whole[10:50].packed(), whole.packed())
-        assert np.shares_memory(whole[10:50][3:9].packed(), whole.packed())
+    for complete in (tokens, RadixKey(np.arange(100)), pairs):
+        assert np.shares_memory(complete[10:50].packed(), complete.packed())
+        assert np.shares_memory(complete[10:50][3:9].packed(), complete.packed())
 
 
 def test_a_node_shares_a_long_key_and_copies_a_short_part() -> None:

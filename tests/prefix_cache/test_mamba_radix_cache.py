@@ -17,7 +17,7 @@ from hicache import (
     release_kv_cache,
 )
 from hicache.errors import OutOfStates, ShapeError
-from prefix_case import Request, Toy, free, key, mamba_cache, matched, recurrence
+from prefix_case import FakeRunner, Request, free, key, mamba_cache, matched, recurrence
 
 
 def put(cache: MambaRadixCache, tokens: list[int]) -> InsertResult:
@@ -63,8 +63,8 @@ def test_a_match_ends_at_the_deepest_state() -> None:
 def test_copies_go_where_the_request_wants_them() -> None:
     """Without a state it gets one; one that it has is overwritten, or cleared where nothing matched, if asked to."""
     cache = mamba_cache()
-    toy, pool = Toy(cache), cache.req_to_token_pool.mamba_pool
-    toy.serve([1, 2, 3])
+    runner, pool = FakeRunner(cache), cache.req_to_token_pool.mamba_pool
+    runner.serve([1, 2, 3])
     asked = RadixKey([1, 2, 3, 4])
     new = Request([1, 2, 3, 4])
     cache.match_prefix(MatchPrefixParams(asked, req=new))
@@ -72,13 +72,13 @@ def test_copies_go_where_the_request_wants_them() -> None:
     assert new.mamba_pool_idx is None
     cache.match_prefix(MatchPrefixParams(asked, True, new))
     own = new.mamba_pool_idx
-    assert own is not None and own.dim() == 0 and toy.state(own) == recurrence([1, 2, 3])
+    assert own is not None and own.dim() == 0 and runner.state(own) == recurrence([1, 2, 3])
     assert cache.all_mamba_values_flatten().tolist() != [int(own)]
     pool.mamba_cache.temporal[:, int(own)] = 9
     cache.match_prefix(MatchPrefixParams(asked, True, new))
-    assert new.mamba_pool_idx is own and toy.state(own) == recurrence([1, 2, 3])
+    assert new.mamba_pool_idx is own and runner.state(own) == recurrence([1, 2, 3])
     cache.match_prefix(MatchPrefixParams(RadixKey([9]), cow_mamba=True, req=new))
-    assert new.mamba_pool_idx is own and toy.state(own) == (0, 0)
+    assert new.mamba_pool_idx is own and runner.state(own) == (0, 0)
     release_kv_cache(new, cache)
     assert free(cache) == (61, 11)
 
@@ -99,7 +99,7 @@ def test_a_copy_evicts_but_not_what_it_copies() -> None:
     put(small, [1, 2])
     refused = Request([1, 2, 9])
     with pytest.raises(OutOfStates):
-        Toy(small).admit(refused)
+        FakeRunner(small).admit(refused)
     assert refused.mamba_pool_idx is None and matched(small, [1, 2]) == 2 and small.mamba_protected_size() == 0
     small.sanity_check()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache import MambaRadixCache, checkpoint_len, release_kv_cache
-from prefix_case import Request, Toy, free, mamba_cache, matched, nodes_of, recurrence
+from prefix_case import FakeRunner, Request, free, mamba_cache, matched, nodes_of, recurrence
 
 
 def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
@@ -18,42 +18,42 @@ def states_of(cache: MambaRadixCache, tokens: list[int]) -> list[int]:
 def test_the_same_prompt_hits(extra_buffer: bool, page: int, prompt_len: int) -> None:
     """Asked again, all but at most a chunk and a token of it come from the cache, with either way to stop."""
     cache = mamba_cache(4096, page_size=page, extra_buffer=extra_buffer, columns=1100, chunk=64)
-    toy, tokens = Toy(cache), [i % 11 for i in range(prompt_len)]
+    runner, tokens = FakeRunner(cache), [i % 11 for i in range(prompt_len)]
     stop = checkpoint_len(prompt_len, 64, page)
     for turn in range(3):
         req = Request(tokens)
-        hit_len = toy.admit(req)
+        hit_len = runner.admit(req)
         assert hit_len == (0 if turn == 0 else 960) and stop == 960
         if hit_len < stop:
-            toy.extend(req, stop)
+            runner.extend(req, stop)
             if extra_buffer:
-                toy.checkpoint(req)
+                runner.checkpoint(req)
             else:
                 cache.cache_unfinished_req(req, chunked=True)
-        toy.extend(req, prompt_len)
+        runner.extend(req, prompt_len)
         cache.cache_unfinished_req(req)
         for token in range(5):
-            toy.decode(req, token)
+            runner.decode(req, token)
         release_kv_cache(req, cache)
         cache.sanity_check()
     states = [960] if prompt_len % page else [960, prompt_len]
     assert states_of(cache, tokens) == states
 
 
-def serve_as_sglang_does(toy: Toy, tokens: list[int], chunk: int, stop: int = 0) -> int:
+def serve_as_sglang_does(runner: FakeRunner, tokens: list[int], chunk: int, stop: int = 0) -> int:
     """One request in the order of SGLang's calls without an extra buffer, its prefill ended at `stop` too; returns how
     long its hit was."""
-    cache, req = toy.cache, Request(tokens)
-    hit_len = toy.admit(req)  # match_prefix(cow_mamba=True), inc_lock_ref
+    cache, req = runner.cache, Request(tokens)
+    hit_len = runner.admit(req)  # match_prefix(cow_mamba=True), inc_lock_ref
     while (start := req.kv_committed_len) < len(tokens):
         end = min(start + chunk, len(tokens))
-        toy.extend(req, stop if start < stop < end else end)  # alloc_for_extend, forward pass
+        runner.extend(req, stop if start < stop < end else end)  # alloc_for_extend, forward pass
         is_last = req.kv_committed_len == len(tokens)
         if is_last:
             req.output_ids.append(7)
         cache.cache_unfinished_req(req, chunked=not is_last)
     for token in (8, 9):
-        toy.decode(req, token)  # alloc_for_decode, forward pass
+        runner.decode(req, token)  # alloc_for_decode, forward pass
     release_kv_cache(req, cache)
     cache.sanity_check()
     return hit_len
@@ -67,30 +67,30 @@ def test_a_repeated_prompt_without_a_buffer(prompt_len: int, hit_len: int, hit_w
     tokens = [i % 11 for i in range(prompt_len)]
     for stop, expected in ((0, hit_len), (checkpoint_len(prompt_len, 64), hit_with_stop)):
         cache = mamba_cache(2 * prompt_len, columns=prompt_len + 8, chunk=64)
-        toy = Toy(cache)
-        assert [serve_as_sglang_does(toy, tokens, 8192, stop) for _ in range(2)] == [0, expected]
+        runner = FakeRunner(cache)
+        assert [serve_as_sglang_does(runner, tokens, 8192, stop) for _ in range(2)] == [0, expected]
         held = {len(path): (node.mamba_value, path) for node, path in nodes_of(cache) if node.mamba_value is not None}
         ends = {8192} if prompt_len > 8192 else set()
         assert set(held) - {prompt_len, prompt_len + 2} == ends | ({stop} if stop else set())
-        assert all(toy.state(state) == recurrence(path) for state, path in held.values())
+        assert all(runner.state(state) == recurrence(path) for state, path in held.values())
 
 
 def test_decoding_is_cached_by_two_states_in_turns() -> None:
     """Every interval the running state becomes the checkpoint and the older one is written next; the last checkpoint
     and the end are stored."""
     cache = mamba_cache(256, num_states=4, page_size=4, extra_buffer=True, chunk=4)
-    toy, interval = Toy(cache), 8
+    runner, interval = FakeRunner(cache), 8
     req = Request(list(range(10)))
-    toy.admit(req)
-    toy.extend(req, 10)
+    runner.admit(req)
+    runner.extend(req, 10)
     used = set()
     for token in range(20):
-        toy.decode(req, token)
+        runner.decode(req, token)
         if req.kv_committed_len % interval == 0:
-            toy.checkpoint(req)
+            runner.checkpoint(req)
         assert req.mamba_pool_idx is not None and req.mamba_checkpoint_idx is not None
         used.add(frozenset((int(req.mamba_pool_idx), int(req.mamba_checkpoint_idx))))
-        assert toy.state(req.mamba_pool_idx) == recurrence(req.tokens[: req.kv_committed_len])
+        assert runner.state(req.mamba_pool_idx) == recurrence(req.tokens[: req.kv_committed_len])
     assert len(used) == 1 and req.mamba_last_track_seqlen == 24 and req.kv_committed_len == 30
     release_kv_cache(req, cache)
     assert states_of(cache, req.tokens) == [24] and matched(cache, req.tokens) == 24 and free(cache) == (232, 3)
@@ -101,21 +101,21 @@ def test_without_a_free_state_nothing_is_stored() -> None:
     """Where no state is free or evictable, a running request shares nothing, continues, and donates its state at its
     end."""
     cache = mamba_cache(num_states=1)
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     req = Request(list(range(12)))
-    toy.prefill(req, chunk=5)
+    runner.prefill(req, chunk=5)
     assert cache.total_size() == (0, 0) and req.cache_protected_len == 0 and req.last_node is cache.root_node
-    toy.decode(req, 5)
+    runner.decode(req, 5)
     release_kv_cache(req, cache)
     assert states_of(cache, req.tokens) == [13] and free(cache) == (51, 0)
     # With the extra buffer too, the request's own two states are all there are.
     cache = mamba_cache(num_states=2, extra_buffer=True)
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     req = Request(list(range(12)))
-    toy.admit(req)
-    toy.extend(req, 8)
-    toy.checkpoint(req)
-    toy.extend(req, 12)
+    runner.admit(req)
+    runner.extend(req, 8)
+    runner.checkpoint(req)
+    runner.extend(req, 12)
     cache.cache_unfinished_req(req)
     assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8
     release_kv_cache(req, cache)
@@ -128,13 +128,13 @@ def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -
     """Also for a caller that frees the row itself: a checkpoint at a length where the tree has a state, and an end
     within a page, are freed."""
     cache = mamba_cache(page_size=4, extra_buffer=True)
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     for _ in range(2):
         req = Request(list(range(10)))
-        toy.admit(req, limit=0)
-        toy.extend(req, 8)
-        toy.checkpoint(req)
-        toy.extend(req, 10)
+        runner.admit(req, limit=0)
+        runner.extend(req, 8)
+        runner.checkpoint(req)
+        runner.extend(req, 10)
         cache.cache_finished_req(req, is_insert)
         assert req.mamba_pool_idx is None is req.mamba_checkpoint_idx
         cache.req_to_token_pool.free(req)
@@ -145,11 +145,11 @@ def test_the_end_frees_the_states_that_the_tree_does_not_take(is_insert: bool) -
 def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
     """A checkpoint that has consumed more tokens than are shared is not stored until the rest is shared."""
     cache = mamba_cache(page_size=4, extra_buffer=True)
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     req = Request(list(range(10)))
-    toy.admit(req)
-    toy.extend(req, 8)
-    toy.checkpoint(req)
+    runner.admit(req)
+    runner.extend(req, 8)
+    runner.checkpoint(req)
     req.fill_ids = req.fill_ids[:7]
     cache.cache_unfinished_req(req, chunked=True)
     assert cache.total_size() == (0, 0) and req.mamba_last_track_seqlen == 8
@@ -163,10 +163,10 @@ def test_a_checkpoint_ahead_of_its_tokens_waits() -> None:
 def test_states_behind_unknown_tokens_are_not_stored() -> None:
     """Where a request has computed more than it knows the tokens of, its state is of no known prefix and is freed."""
     cache = mamba_cache()
-    toy = Toy(cache)
+    runner = FakeRunner(cache)
     req = Request(list(range(6)))
-    toy.admit(req)
-    toy.extend(req, 6)
+    runner.admit(req)
+    runner.extend(req, 6)
     req.origin_input_ids = req.origin_input_ids[:4]
     release_kv_cache(req, cache)
     assert cache.total_size() == (0, 0) and free(cache) == (64, 12)

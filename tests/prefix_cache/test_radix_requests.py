@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from hicache import alloc_for_extend, release_kv_cache
-from prefix_case import Batch, Request, Toy, full_cache
+from prefix_case import Batch, FakeRunner, Request, full_cache
 
 
 class Counted(list[int]):
@@ -30,9 +30,9 @@ def test_a_chunk_costs_a_chunk() -> None:
     """Of a long prompt by chunks, each call reads, writes and locks its own tokens alone, wherever it stands."""
     chunk, num_chunks = 64, 64
     cache = full_cache(chunk * num_chunks, 16, columns=chunk * num_chunks)
-    toy, prompt = Toy(cache), list(range(chunk * num_chunks))
+    runner, prompt = FakeRunner(cache), list(range(chunk * num_chunks))
     req = Request(prompt)
-    toy.admit(req)
+    runner.admit(req)
     storages = set()
     for end in range(chunk, len(prompt) + 1, chunk):
         start = len(req.prefix_indices)
@@ -45,7 +45,7 @@ def test_a_chunk_costs_a_chunk() -> None:
         storages.add(req.prefix_indices.untyped_storage().data_ptr())
     # The tensor of the prefix moves as often as it doubles.
     assert len(storages) <= num_chunks.bit_length()
-    assert req.prefix_indices.tolist() == toy.row(req, 0, len(prompt)).tolist()
+    assert req.prefix_indices.tolist() == runner.row(req, 0, len(prompt)).tolist()
     assert cache.protected_size() == len(prompt)
     release_kv_cache(req, cache, is_insert=False)
     assert cache.evictable_size() == len(prompt)
@@ -55,21 +55,21 @@ def test_a_chunk_costs_a_chunk() -> None:
 def test_a_row_may_change_hands_unseen() -> None:
     """Where a row was freed without the cache's knowledge, its next request sees its own slots."""
     cache = full_cache(64)
-    toy = Toy(cache)
-    toy.serve([1, 2, 3])
-    gone = Request([50, 51, 52, 53, 54])
-    toy.admit(gone)
-    toy.extend(gone, 4)
-    cache.cache_unfinished_req(gone, chunked=True)
-    cache.dec_lock_ref(gone.last_node)
-    row = gone.req_pool_idx
-    cache.req_to_token_pool.free(gone)
+    runner = FakeRunner(cache)
+    runner.serve([1, 2, 3])
+    removed = Request([50, 51, 52, 53, 54])
+    runner.admit(removed)
+    runner.extend(removed, 4)
+    cache.cache_unfinished_req(removed, chunked=True)
+    cache.dec_lock_ref(removed.last_node)
+    row = removed.req_pool_idx
+    cache.req_to_token_pool.free(removed)
     req = Request([1, 2, 3, 4, 5, 6])
-    assert toy.admit(req) == 3
-    toy.extend(req, 5)
+    assert runner.admit(req) == 3
+    runner.extend(req, 5)
     assert req.req_pool_idx == row
     cache.cache_unfinished_req(req, chunked=True)
-    assert req.prefix_indices.tolist() == toy.row(req, 0, 5).tolist()
-    toy.extend(req, 6)
+    assert req.prefix_indices.tolist() == runner.row(req, 0, 5).tolist()
+    runner.extend(req, 6)
     release_kv_cache(req, cache)
     cache.sanity_check()

@@ -80,8 +80,8 @@ def fill(url: str) -> None:
 def filled(server: Server) -> Server:
     """Another process has served every prompt."""
     with program(__file__, server.url) as other:
-        said, errors = other.communicate()
-    assert said.split()[-1:] == [str(NUM_PROMPTS * 11)], errors
+        printed, errors = other.communicate()
+    assert printed.split()[-1:] == [str(NUM_PROMPTS * 11)], errors
     return server
 
 

@@ -82,14 +82,14 @@ def test_a_full_pool_takes_some_pages() -> None:
     one_hour_ms = 3_600_000  # what was looked up is not evicted
     with MooncakeServer(16 << 20, lease_ms=one_hour_ms) as server, closing(opened(server)) as store:
         pages, stored, num_puts = pages_of(contents()), dict[bytes, PageBuffer](), 0
-        said = [True]
-        while any(said):
+        answers = [True]
+        while any(answers):
             items = [(b"%d %d" % (num_puts, n), page) for n, page in enumerate(pages)]
-            said = store.put(items)
+            answers = store.put(items)
             found = store.contains([key for key, _ in items])
-            assert not any(held and not ok for held, ok in zip(found, said, strict=True))
+            assert not any(held and not ok for held, ok in zip(found, answers, strict=True))
             stored |= {key: page for (key, page), held in zip(items, found, strict=True) if held}
-            num_puts += said.count(True)
+            num_puts += answers.count(True)
         got = [np.zeros_like(page) for page in stored.values()]
         assert stored and all(store.get_into(list(stored), got)) and all(map(np.array_equal, got, stored.values()))
         stats = store.stats()

@@ -165,11 +165,11 @@ def test_progress_counts_all_requests() -> None:
     trace = trace_of(*([at % 7] for at in range(150)))
     cases = cases_of([ReplaySettings(5)], ("lru", "lfu"))
     one, two = list[int](), list[int]()
-    alone, beside = sweep(trace, cases, None, 1, one.append), sweep(trace, cases, None, 2, two.append)
+    alone, concurrent = sweep(trace, cases, None, 1, one.append), sweep(trace, cases, None, 2, two.append)
     for counts in (one, two):
         assert counts == sorted(counts) and counts[-1] == 150 * len(cases) == 600
     assert [result.name for result in alone] == ["lru", "lfu", "optimal", "unlimited"]
-    assert [result.to_json() for result in alone] == [result.to_json() for result in beside]
+    assert [result.to_json() for result in alone] == [result.to_json() for result in concurrent]
 
     def stop(count: int) -> None:
         raise InterruptedError

@@ -58,7 +58,8 @@ def test_a_disk_that_fails_ends_the_recording_alone(tmp_path: Path, caplog: pyte
                 recorder.ended(str(name), 1)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert [record.message for record in caplog.records] == [f"recording to {path} has stopped: File too large"]
+    warning = f"recording to {path} stopped after a disk error: File too large"
+    assert [record.message for record in caplog.records] == [warning]
     assert 0 < recorder.num_written == len(read_trace(path).requests) < 40
 
 

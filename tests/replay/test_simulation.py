@@ -60,9 +60,9 @@ def test_tiers_add_up(policy: str, write_policy: str) -> None:
     settings = ReplaySettings(10, 20, 40, policy, write_policy)
     result = replay(trace, settings)
     assert 0 < result.hit_rate <= optimal(trace, settings).hit_rate
-    whole = replay(trace, ReplaySettings(None, None, None, policy, write_policy))
-    assert whole.hit_rate == optimal(trace, ReplaySettings(None)).hit_rate > result.hit_rate
-    assert whole.tier_hit_rates["device"] == whole.hit_rate
+    complete = replay(trace, ReplaySettings(None, None, None, policy, write_policy))
+    assert complete.hit_rate == optimal(trace, ReplaySettings(None)).hit_rate > result.hit_rate
+    assert complete.tier_hit_rates["device"] == complete.hit_rate
 
 
 Prefix = tuple[int, ...]
@@ -104,17 +104,17 @@ def test_the_optimum_is_the_best_of_all_choices() -> None:
 def test_the_miss_ratio_curve_is_that_of_replays() -> None:
     """At every size the blocks that a replay with `lru` hits, of requests that count, and the optimum's misses; prompts
     longer than a size are cut."""
-    whole = Trace("generated", 4, trace_of(*synthetic_trace(300)).requests, num_warm_up=100)
-    hits = lru_hits_by_size(whole.prefixes, whole.num_warm_up)
+    complete = Trace("generated", 4, trace_of(*synthetic_trace(300)).requests, num_warm_up=100)
+    hits = lru_hits_by_size(complete.prefixes, complete.num_warm_up)
     for blocks in (1, 5, 40, 200, 700, len(hits) - 1):
-        result = replay(whole, ReplaySettings(blocks))
+        result = replay(complete, ReplaySettings(blocks))
         assert result.hit_blocks["device"].sum() == hits[blocks] and len(result.time_s) == 200
-    curve = miss_ratio_curve(whole)
+    curve = miss_ratio_curve(complete)
     for point in curve[:: len(curve) // 4]:
         settings = ReplaySettings(point.blocks)
-        assert point.lru == pytest.approx(1 - replay(whole, settings).hit_rate)
-        assert point.optimal == pytest.approx(1 - optimal(whole, settings).hit_rate)
-    assert curve[-1].lru == curve[-1].optimal == pytest.approx(1 - optimal(whole, ReplaySettings(None)).hit_rate)
+        assert point.lru == pytest.approx(1 - replay(complete, settings).hit_rate)
+        assert point.optimal == pytest.approx(1 - optimal(complete, settings).hit_rate)
+    assert curve[-1].lru == curve[-1].optimal == pytest.approx(1 - optimal(complete, ReplaySettings(None)).hit_rate)
     assert curve[-1].lru < curve[-2].lru
 
 

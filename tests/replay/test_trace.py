@@ -97,7 +97,7 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
         (["{"], 1, "JSON"),
         (["[" * 100_000], 1, "JSON"),
         ([blocks_line(), '{"timestamp": 1'], 2, "JSON"),
-        ([{"prompt": "x"}], 1, "hash_ids or input"),
+        ([{"prompt": "x"}], 1, "neither hash_ids nor input"),
         ([{"TIMESTAMP": "2023-11-16 18:15:46.68", "ContextTokens": 374, "GeneratedTokens": 44}], 1, "lengths"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "2023-11-16 18:15:46.6805900,374,44"], 1, "tables of lengths"),
         (["Timestamp,Model,Request tokens,Response tokens,Total tokens,Log Type"], 1, "tables of lengths"),
@@ -107,7 +107,7 @@ def test_prompts_as_text_share_the_blocks_of_equal_prefixes(tmp_path: Path) -> N
         ([blocks_line(), blocks_line(timestamp=999)], 2, "sort"),
         ([HEADER, recorded_line(), recorded_line(time_s=0.5)], 3, "sort"),
         ([blocks_line(input_length=-1)], 1, "input_length is negative"),
-        ([blocks_line(output_length=True)], 1, "whole number"),
+        ([blocks_line(output_length=True)], 1, "not an integer"),
         ([blocks_line(input_length=10_000)], 1, "--block-tokens"),
         ([blocks_line(timestamp=10**400)], 1, "finite"),
         ([blocks_line(timestamp="2023-11-16T18:15:46Z")], 1, "--time-unit"),
@@ -130,9 +130,9 @@ def test_what_cannot_be_replayed_is_refused(tmp_path: Path, lines: list[Any], li
 
 def test_a_damaged_archive_is_refused(tmp_path: Path) -> None:
     """Cut short or with a flipped byte, the file is named; no request is invented."""
-    whole = written(tmp_path, *([blocks_line()] * 2000), compressed=True).read_bytes()
+    complete = written(tmp_path, *([blocks_line()] * 2000), compressed=True).read_bytes()
     path = tmp_path / "cut.jsonl.gz"
-    for damaged in (whole[:-20], whole[:40] + bytes([whole[40] ^ 255]) + whole[41:]):
+    for damaged in (complete[:-20], complete[:40] + bytes([complete[40] ^ 255]) + complete[41:]):
         path.write_bytes(damaged)
         with pytest.raises(TraceError, match=r"cut\.jsonl\.gz"):
             read_trace(path)

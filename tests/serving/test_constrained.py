@@ -56,12 +56,12 @@ def test_every_answer_is_what_the_schema_describes(client: openai.OpenAI) -> Non
     that is cut says so. An object of any kind is one too."""
     messages: Any = [{"role": "user", "content": "count"}]
     create = client.chat.completions.create
-    whole = create(model="random", messages=messages, n=3, seed=1, max_tokens=200, response_format=FORMAT)
-    for choice in whole.choices:
+    complete = create(model="random", messages=messages, n=3, seed=1, max_tokens=200, response_format=FORMAT)
+    for choice in complete.choices:
         require_counted(choice.message.content)
         assert choice.finish_reason == "stop"
     stream = create(model="random", messages=messages, seed=1, max_tokens=200, response_format=FORMAT, stream=True)
-    assert "".join(part.choices[0].delta.content or "" for part in stream) == whole.choices[0].message.content
+    assert "".join(part.choices[0].delta.content or "" for part in stream) == complete.choices[0].message.content
     cut = client.completions.create(
         model="random", prompt="count", max_tokens=3, temperature=0, extra_body={"response_format": FORMAT}
     )

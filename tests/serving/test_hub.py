@@ -98,17 +98,17 @@ def test_a_model_of_the_hub_is_taken(tmp_path: Path) -> None:
     """Its configuration, tokenizer and safetensors come into the cache, no pickle and no code, and it keeps its name.
     Once there it is used without asking again, so also where no hub is. What the hub does not have is one line."""
     with hub() as endpoint:
-        said, told, again, missing, pickled = chosen(
+        printed, reported, again, missing, pickled = chosen(
             endpoint, tmp_path, "tiny/model", "tiny/model", "tiny/missing", "tiny/pickled"
         )
-    assert "tiny/model" in said and again == told
-    path, name = told.split()
+    assert "tiny/model" in printed and again == reported
+    path, name = reported.split()
     assert name == "tiny/model"
     assert {file.name: file.read_bytes() for file in Path(path).iterdir()} == TAKEN
     assert missing.startswith("refused: ") and "tiny/missing" in missing
     assert "no weights of it in safetensors" in pickled
     again, missing = chosen(endpoint, tmp_path, "tiny/model", "tiny/missing")
-    assert again == told, "the hub is gone, the cache is there"
+    assert again == reported, "the hub is gone, the cache is there"
     assert "the hub cannot be asked: " in missing and "hf download tiny/missing --local-dir" in missing
 
 
@@ -120,18 +120,20 @@ def test_what_another_program_left_in_the_cache_is_completed(tmp_path: Path) -> 
         chosen(endpoint, tmp_path, *models)
     broken = []
     for name in models:
-        whole = cache / f"models--{name.replace('/', '--')}"
-        shutil.rmtree(whole / "trees", ignore_errors=True)  # a listing, which earlier versions of the hub's tools lack
-        for file in (whole / "snapshots" / REVISION).iterdir():
+        complete = cache / f"models--{name.replace('/', '--')}"
+        shutil.rmtree(
+            complete / "trees", ignore_errors=True
+        )  # a listing, which earlier versions of the hub's tools lack
+        for file in (complete / "snapshots" / REVISION).iterdir():
             broken.append(f"{name}-without-{file.name}")
             copy = cache / f"models--{broken[-1].replace('/', '--')}"
-            shutil.copytree(whole, copy, symlinks=True)
+            shutil.copytree(complete, copy, symlinks=True)
             (copy / "snapshots" / REVISION / file.name).unlink()
     refused = chosen("http://127.0.0.1:1", tmp_path, *models, *broken)
     assert [line.split()[-1] for line in refused[: len(models)]] == [*models]
     assert all("the hub cannot be asked" in line for line in refused[len(models) :]) and len(broken) == 10, refused
     (cache / "models--tiny--parted" / "snapshots" / REVISION / "model-1.safetensors").unlink()
     with hub() as endpoint:
-        said, told = chosen(endpoint, tmp_path, "tiny/parted")
-    assert said.startswith("downloading tiny/parted from the hub")
-    assert {file.name for file in Path(told.split()[0]).iterdir()} == {*PARTED}
+        printed, reported = chosen(endpoint, tmp_path, "tiny/parted")
+    assert printed.startswith("downloading tiny/parted from the hub")
+    assert {file.name for file in Path(reported.split()[0]).iterdir()} == {*PARTED}

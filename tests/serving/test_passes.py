@@ -138,7 +138,7 @@ def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(
     monkeypatch.setattr(latent, "MAX_EXPANDED_BYTES", expanded_bytes)
     model, pools, runner = make(name, attention)
     parts = [(39, 40), (60, 90), (0, 17), (63, 64), (0, 20), (8, 9)]
-    wanted = [1, 30, 5, 1, 1, 1]
+    requested = [1, 30, 5, 1, 1, 1]
     sequences = [prompt(length, seed=20 + i) for i, length in enumerate((40, 90, 17, 64, 25, 30))]
     leases = [pools.lease(len(tokens)) for tokens in sequences]
     for lease, tokens, (start, _) in zip(leases, sequences, parts, strict=True):
@@ -146,10 +146,10 @@ def test_prompts_and_decodes_in_one_call_give_the_logits_of_each_alone(
             runner.prefill(lease, tokens, 0, start)
     chunks = [
         Chunk(lease, tokens, *part, num)
-        for lease, tokens, part, num in zip(leases, sequences, parts, wanted, strict=True)
+        for lease, tokens, part, num in zip(leases, sequences, parts, requested, strict=True)
     ]
     assert [chunk.is_decode for chunk in chunks] == [True, False, False, True, False, False]
-    for rows, chunk in zip(runner.forward(chunks).split(wanted), chunks, strict=True):
+    for rows, chunk in zip(runner.forward(chunks).split(requested), chunks, strict=True):
         expected = plain_logits(model, chunk.tokens[: chunk.end])[-chunk.num_logits :]
         torch.testing.assert_close(rows, expected, **TOLERANCE)
     with pytest.raises(ShapeError, match="num_logits=0"):

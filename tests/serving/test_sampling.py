@@ -118,5 +118,5 @@ def test_what_leaves_no_token_draws_one_all_the_same() -> None:
     logits[0], logits[1] = -torch.inf, torch.nan
     params = SamplingParams(1.0, seed=1)
     for cut in (params, replace(params, top_p=0.5)):
-        *broken, whole = choose_tokens(logits, [cut] * 3, [0] * 3)
-        assert all(0 <= token < len(LOGITS) for token in broken) and whole == sample(LOGITS, cut, 0)
+        *broken, complete = choose_tokens(logits, [cut] * 3, [0] * 3)
+        assert all(0 <= token < len(LOGITS) for token in broken) and complete == sample(LOGITS, cut, 0)

@@ -104,14 +104,14 @@ def test_a_long_prompt_does_not_stop_the_streams_beside_it(speed: str) -> None:
         scheduler.submit(Request("long", prompt(450, seed=2), 1))
         while scheduler.num_unfinished:
             scheduler.step()
-        beside = passes.copy()
+        concurrent = passes.copy()
         scheduler.run([Request("alone", prompt(450, seed=3), 1)])
-    assert all(seconds <= 2 for _, seconds in passes[len(beside) :]) and len(passes) < 2 * len(beside)
-    (_, first), *later = beside
+    assert all(seconds <= 2 for _, seconds in passes[len(concurrent) :]) and len(passes) < 2 * len(concurrent)
+    (_, first), *later = concurrent
     assert first == SPEEDS[speed](4, 0) and sum(size for size, _ in later) == 450
     assert all(seconds <= 0.5 or size <= 16 for size, seconds in later)
-    whole = [seconds for _, seconds in later[3:-1]]
-    assert all(seconds >= 0.25 for seconds in whole) and (len(later) == 1) == (speed == "fast")
+    complete = [seconds for _, seconds in later[3:-1]]
+    assert all(seconds >= 0.25 for seconds in complete) and (len(later) == 1) == (speed == "fast")
 
 
 def test_a_prompt_that_never_fits_fails_alone() -> None:

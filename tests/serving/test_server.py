@@ -49,14 +49,14 @@ def test_streams_are_what_is_not_streamed(client: openai.OpenAI) -> None:
     where it was asked for."""
     shared: dict[str, Any] = {"model": MODEL, "max_tokens": 20, "temperature": 0.7, "seed": 3}
     prompts = [f"{SECRET} a", f"{SECRET} bc"]
-    whole = client.completions.create(prompt=prompts, **shared)
+    complete = client.completions.create(prompt=prompts, **shared)
     texts, reasons = ["", ""], {}
     for event in client.completions.create(prompt=prompts, stream=True, **shared):
         assert event.usage is None
         for choice in event.choices:
             texts[choice.index] += choice.text
             reasons[choice.index] = choice.finish_reason
-    assert texts == [choice.text for choice in whole.choices] and reasons == {0: "length", 1: "length"}
+    assert texts == [choice.text for choice in complete.choices] and reasons == {0: "length", 1: "length"}
 
     parts = [{"type": "text", "text": f"{SECRET} "}, {"type": "text", "text": "hi"}]
     messages: Any = [{"role": "system", "content": "be"}, {"role": "user", "content": parts}]
@@ -96,12 +96,12 @@ def test_stop_strings(client: openai.OpenAI) -> None:
     text = client.completions.create(max_tokens=60, **shared).choices[0].text
     stop = text[20:23]
     expected = text[: text.index(stop)]
-    whole = client.completions.create(max_tokens=60, stop=["never there", stop], **shared)
+    complete = client.completions.create(max_tokens=60, stop=["never there", stop], **shared)
     events = [*client.completions.create(max_tokens=60, stop=stop, stream=True, **shared)]
-    assert (whole.choices[0].text, whole.choices[0].finish_reason) == (expected, "stop")
+    assert (complete.choices[0].text, complete.choices[0].finish_reason) == (expected, "stop")
     assert "".join(event.choices[0].text for event in events) == expected
     assert events[-1].choices[0].finish_reason == "stop"
-    assert whole.usage is not None and whole.usage.completion_tokens < 60
+    assert complete.usage is not None and complete.usage.completion_tokens < 60
 
 
 BAD: dict[str, tuple[str, dict[str, Any], str | None]] = {
@@ -263,16 +263,16 @@ def test_disconnects_and_a_full_queue(server: Server, client: openai.OpenAI) -> 
     prompts = [f"{SECRET} {i}" for i in range(FULL - 1)]
     stream = client.completions.create(model=MODEL, prompt=prompts, max_tokens=ENDLESS, stream=True)
     next(iter(stream))
-    whole = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
+    complete = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
     body = json.dumps({"prompt": SECRET, "max_tokens": ENDLESS}).encode()
-    whole.request("POST", "/v1/completions", body, HEADERS)
-    whole.send(b"\r\n")  # bytes behind a request hide nothing
+    complete.request("POST", "/v1/completions", body, HEADERS)
+    complete.send(b"\r\n")  # bytes behind a request hide nothing
     server.wait_for("hicache_requests_queued", FULL - 2)
     assert server.metric("hicache_requests_running") == 2
     with pytest.raises(openai.RateLimitError) as full:
         client.completions.create(model=MODEL, prompt=SECRET)
     assert full.value.response.headers["retry-after"] == "1"
-    whole.close()
+    complete.close()
     server.wait_for("hicache_requests_queued", FULL - 3)
     stream.close()
     server.wait_idle()

@@ -85,7 +85,7 @@ def test_a_client_that_leaves_before_its_text_is_tokenized(monkeypatch: pytest.M
                 await asyncio.sleep(0.001)
             answers += [asyncio.create_task(client.answer()) for client in clients[2:]]
             for client in clients[1:]:
-                client.gone.set()
+                client.removed.set()
             assert [(await answer)[0] for answer in answers[1:]] == [499, 499, 499]
             tokenizer.free.set()
             assert (await answers[0])[0] == 400  # an id beyond the model's vocabulary
@@ -97,7 +97,7 @@ def test_a_client_that_leaves_before_its_text_is_tokenized(monkeypatch: pytest.M
                 await asyncio.sleep(0.001)
             assert (await Client(parts.app, COMPLETIONS, body).answer())[0] == 429
             for client in waiting:
-                client.gone.set()
+                client.removed.set()
             assert {(await answer)[0] for answer in answers} == {499}
             tokenizer.free.set()
         tokenizer.free.clear()

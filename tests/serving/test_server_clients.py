@@ -63,13 +63,13 @@ def test_several_answers_compute_their_prompt_once(server: Server, client: opena
     assert done.usage.completion_tokens == 36
 
     messages: Any = [{"role": "user", "content": text}]
-    whole = client.chat.completions.create(messages=messages, n=2, seed=5, **shared)
+    complete = client.chat.completions.create(messages=messages, n=2, seed=5, **shared)
     texts: list[list[str]] = [[], []]
     for event in client.chat.completions.create(messages=messages, n=2, seed=5, stream=True, **shared):
         for choice in event.choices:
             assert (choice.delta.role == "assistant") == (not texts[choice.index])
             texts[choice.index].append(choice.delta.content or "")
-    assert ["".join(parts) for parts in texts] == [choice.message.content for choice in whole.choices]
+    assert ["".join(parts) for parts in texts] == [choice.message.content for choice in complete.choices]
 
     aborted = server.metric('hicache_requests_total{outcome="abort"}')
     ask_and_leave = http.client.HTTPConnection(server.host, server.port, timeout=BOUND_S)
@@ -139,11 +139,11 @@ def test_log_probabilities(client: openai.OpenAI) -> None:
     messages: Any = [{"role": "user", "content": SECRET}]
     bias = {"logit_bias": {"97": 100}}  # what is told is from before it
     chat: dict[str, Any] = {"messages": messages, "logprobs": True, "top_logprobs": 2, **shared, **bias}
-    whole = client.chat.completions.create(**chat).choices[0].logprobs
+    complete = client.chat.completions.create(**chat).choices[0].logprobs
     events = [event.choices[0].logprobs for event in client.chat.completions.create(stream=True, **chat)]
-    assert whole and whole.content and len(whole.content) == 12
-    assert [entry for event in events if event for entry in event.content or ()] == whole.content
-    for entry in whole.content:
+    assert complete and complete.content and len(complete.content) == 12
+    assert [entry for event in events if event for entry in event.content or ()] == complete.content
+    for entry in complete.content:
         assert (entry.token, entry.bytes) == ("a", [97]) and len(entry.top_logprobs) == 2
         assert entry.logprob < entry.top_logprobs[1].logprob < entry.top_logprobs[0].logprob < 0
 
@@ -174,11 +174,11 @@ def test_echoed_prompts_have_log_probabilities_as_answers_do(server: Server, cli
     long: dict[str, Any] = {**shared, "prompt": text * 10, "echo": True, "max_tokens": 2}
     parts = [event.choices[0] for event in client.completions.create(stream=True, **long)]
     joined = [logprob for part in parts if part.logprobs for logprob in part.logprobs.token_logprobs or ()]
-    whole = client.completions.create(**long).choices[0]
-    assert whole.logprobs and joined == whole.logprobs.token_logprobs and len(joined) == 3 + 10 * len(text)
+    complete = client.completions.create(**long).choices[0]
+    assert complete.logprobs and joined == complete.logprobs.token_logprobs and len(joined) == 3 + 10 * len(text)
     assert max(len(part.logprobs.tokens or ()) for part in parts if part.logprobs) <= 256
     assert [part.finish_reason for part in parts if part.finish_reason] == ["length"] == [parts[-1].finish_reason]
-    assert "".join(part.text for part in parts) == whole.text
+    assert "".join(part.text for part in parts) == complete.text
     many = {"prompt": [begin * 1000] * 4, "echo": True, "logprobs": 20}
     status, answer, _ = ask(server, "POST", "/v1/completions", json.dumps(many).encode())
     assert (status, answer["error"]["param"]) == (400, "logprobs")

@@ -41,10 +41,10 @@ class App:
             self.ends.put_nowait(message["type"])
         elif scope["path"] == "/flood":
             await send(start)
-            gone = asyncio.ensure_future(self._gone(receive))
-            while not gone.done():
+            removed = asyncio.ensure_future(self._gone(receive))
+            while not removed.done():
                 await send({"type": "http.response.body", "body": bytes(1 << 20), "more_body": True})
-            self.ends.put_nowait(gone.result())
+            self.ends.put_nowait(removed.result())
         else:
             await send(start)
             await send({"type": "http.response.body", "body": b"done"})

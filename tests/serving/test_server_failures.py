@@ -75,7 +75,7 @@ async def ends_of(parts: ServedApp, *prompts: list[list[int]]) -> list[list[Delt
     generations = [
         parts.frontend.start(each.body, each.prompts, f"r{i}", time.perf_counter()) for i, each in enumerate(prepared)
     ]
-    ends = await asyncio.gather(*(generation.whole() for generation in generations), return_exceptions=True)
+    ends = await asyncio.gather(*(generation.collect() for generation in generations), return_exceptions=True)
     await parts.frontend.wait_idle()
     return ends
 

@@ -107,8 +107,8 @@ def test_rotary_frequencies_that_follow_the_length_bound_the_context(row: str, l
     model = shared(tiny_family, row)
     assert geometry_of(model).max_context_len == limit
     tokens = prompt(limit + 20, seed=1)
-    part, whole = (plain_logits(model, tokens[:length])[limit - 5] for length in (limit, limit + 20))
-    assert relative_difference(whole, part) > 0.01  # all tokens' keys have changed
+    part, complete = (plain_logits(model, tokens[:length])[limit - 5] for length in (limit, limit + 20))
+    assert relative_difference(complete, part) > 0.01  # all tokens' keys have changed
     with tiny_engine(model, max_context_len=1024, device_tokens=1024) as engine:
         scheduler = Scheduler(engine, tiny_runner(model, engine))
         long, short = scheduler.run([Request("long", tokens, 4), Request("short", tokens[: limit - 4], 4)])
@@ -290,8 +290,8 @@ def test_a_deep_model_in_bfloat16_is_supported() -> None:
     # On the CPU, where rounding depends on the length; on a GPU it does not for so small a model.
     model = tiny_family("llama", "cpu", num_hidden_layers=24, hidden_size=64, head_dim=16).to(BF16)
     tokens = prompt(40, 1)
-    whole = plain_logits(model, tokens)
-    moved = [relative_difference(plain_logits(model, tokens[:n])[-1], whole[n - 1]) for n in (7, 16, 33)]
+    complete = plain_logits(model, tokens)
+    moved = [relative_difference(plain_logits(model, tokens[:n])[-1], complete[n - 1]) for n in (7, 16, 33)]
     assert max(moved) > 0.01, moved  # otherwise the test proves nothing
     assert check_supported(model).layer_num == 24
 

@@ -146,11 +146,11 @@ def test_chat_formats() -> None:
     """A chat of bytes has its roles in special tokens; a template is applied with the request's variables; one that
     refuses is an error, and so is a variable that would be a parameter."""
     messages = [{"role": "user", "content": "hi<|x|>"}]
-    (bare, _), (whole, history_len) = (
+    (bare, _), (complete, history_len) = (
         ByteTokenizer().encode_chat(messages, {"add_generation_prompt": begins}) for begins in (False, True)
     )
-    assert history_len == len(bare) and whole[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
-    assert ByteTokenizer().encode_chat(messages).ids == whole == [*bare, ByteTokenizer.start_id, *b"assistant\n"]
+    assert history_len == len(bare) and complete[:2] == [ByteTokenizer.bos_id, ByteTokenizer.start_id]
+    assert ByteTokenizer().encode_chat(messages).ids == complete == [*bare, ByteTokenizer.start_id, *b"assistant\n"]
     tokenizer = byte_level()
     for template in (None, "{{ raise_exception('never') }}"):
         tokenizer.transformers_tokenizer.chat_template = template

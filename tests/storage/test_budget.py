@@ -86,8 +86,8 @@ def test_pages_of_changing_lengths_share_a_budget(steps: list[tuple[int, int, in
         store.check()
 
 
-@pytest.mark.parametrize("way", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])
-def test_a_store_is_made_smaller(tmp_path: Path, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("operation", ["evicted to 1 MiB", "evicted to nothing", "opened with a smaller budget"])
+def test_a_store_is_made_smaller(tmp_path: Path, operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evicting, and opening with a smaller budget, evict the oldest pages and free their space at once, neighbours in
     one call. They leave a valid, writable store of at most that size."""
     store: LmdbPageStore = open_store(tmp_path)
@@ -95,14 +95,14 @@ def test_a_store_is_made_smaller(tmp_path: Path, way: str, monkeypatch: pytest.M
         assert all(put_numbers(store, range(first + 9, first - 1, -1)))  # the first of a call is used last
     with pytest.raises(StoreError):
         evict(store, -1)
-    to_bytes, punch, num_calls = {"evicted to nothing": 0}.get(way, 1 << 20), SlotFile._punch, [0]
+    to_bytes, punch, num_calls = {"evicted to nothing": 0}.get(operation, 1 << 20), SlotFile._punch, [0]
 
     def counted(*of_call: Any) -> bool:
         num_calls[0] += 1
         return punch(*of_call)
 
     monkeypatch.setattr(SlotFile, "_punch", counted)
-    if way == "opened with a smaller budget":
+    if operation == "opened with a smaller budget":
         store.close()
         store = open_store(tmp_path, budget_bytes=to_bytes)
     else:

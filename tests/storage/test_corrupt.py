@@ -104,7 +104,7 @@ def test_pages_of_another_namespace(tmp_path: Path) -> None:
 def test_slots_cut_short(tmp_path: Path, left_bytes: int) -> None:
     """Of a slot file that was cut, or is gone, what is left whole is served, sealed or not."""
     fill(tmp_path, 10)
-    whole = {
+    complete = {
         n for n in range(10) if slots_of(tmp_path)[key_of(n)] * SLOT_BYTES + BLOCK_BYTES + PAGE_BYTES <= left_bytes
     }
     shutil.copytree(tmp_path, tmp_path / "unsealed")
@@ -112,7 +112,7 @@ def test_slots_cut_short(tmp_path: Path, left_bytes: int) -> None:
     for path in (tmp_path, tmp_path / "unsealed"):
         slots_path(path).write_bytes(slots_path(path).read_bytes()[:left_bytes])
         with contextlib.closing(open_store(path, **SETTINGS)) as store:
-            assert found_numbers(store, range(10)) == whole
+            assert found_numbers(store, range(10)) == complete
             assert put_numbers(store, range(10)) == [True] * 10
             assert found_numbers(store, range(10)) == set(range(10))
             store.check()
@@ -197,10 +197,10 @@ def damage(path: Path, generator: random.Random) -> None:
             file.write_bytes(content)
 
 
-def run_damaged(path: Path, whole: Path, seed: int) -> str:
+def run_damaged(path: Path, complete: Path, seed: int) -> str:
     """Damage a copy of a store and use it; what came of it."""
     shutil.rmtree(path, ignore_errors=True)
-    shutil.copytree(whole, path)
+    shutil.copytree(complete, path)
     damage(path, random.Random(seed))
     settings = {"page_bytes": MIXED}
     try:

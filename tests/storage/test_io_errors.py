@@ -72,12 +72,12 @@ def test_without_space_a_store_is_read_only(short: tuple[Path, Callable[[], obje
     assert store.reopen() and not store.stats().read_only
     assert store.delete([key_of(stored[0])]) == 1
     assert put_numbers(store, range(7000, 7010)) == [True] * 10
-    wanted = {*stored[1:], *range(7000, 7010)}
-    assert found_numbers(store, [*stored, *range(7000, 7020)]) == wanted
+    requested = {*stored[1:], *range(7000, 7010)}
+    assert found_numbers(store, [*stored, *range(7000, 7020)]) == requested
     store.check()
     store.close()
     with contextlib.closing(open_store(path)) as store:
-        assert found_numbers(store, [*stored, *range(7000, 7020)]) == wanted
+        assert found_numbers(store, [*stored, *range(7000, 7020)]) == requested
         store.check()
 
 

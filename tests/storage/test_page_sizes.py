@@ -55,10 +55,10 @@ def put(store: LmdbPageStore, numbers: Any) -> list[bool]:
 
 def get(store: LmdbPageStore, numbers: Any) -> list[int]:
     """The numbers that are there, after comparing every byte of each."""
-    wanted = list(numbers)
-    buffers = [np.empty(size_of(n), dtype=np.uint8) for n in wanted]
-    hits = store.get_into([key_of(n) for n in wanted], buffers)
-    found = [(n, buffer) for n, buffer, hit in zip(wanted, buffers, hits, strict=True) if hit]
+    requested = list(numbers)
+    buffers = [np.empty(size_of(n), dtype=np.uint8) for n in requested]
+    hits = store.get_into([key_of(n) for n in requested], buffers)
+    found = [(n, buffer) for n, buffer, hit in zip(requested, buffers, hits, strict=True) if hit]
     for number, buffer in found:
         np.testing.assert_array_equal(buffer, mixed_page(number))
     return [number for number, _ in found]
@@ -107,9 +107,9 @@ class Model:
         self._use([n for n in numbers if n in self.order])
 
     def delete(self, numbers: list[int]) -> None:
-        gone = [n for n in numbers if n in self.order]
-        assert self.store.delete([key_of(n) for n in numbers]) == len(gone)
-        self.order = [n for n in self.order if n not in gone]
+        deleted = [n for n in numbers if n in self.order]
+        assert self.store.delete([key_of(n) for n in numbers]) == len(deleted)
+        self.order = [n for n in self.order if n not in deleted]
 
     def other_size(self, numbers: list[int]) -> None:
         """Asked for in another size, a page is missed and stays, and is not counted as corrupt."""

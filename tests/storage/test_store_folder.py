@@ -52,9 +52,9 @@ def test_least_recently_used_stores_go_first(tmp_path: Path) -> None:
         for number in range(60):
             assert put_numbers(store, [number]) == [True]
             assert bytes_below(tmp_path) - spare_bytes <= BUDGET_BYTES
-            gone = [one for one in (oldest, middle, newest) if not one.exists() and one not in order]
-            order += gone
-            assert not gone or store.stats().evicted == 0
+            removed = [one for one in (oldest, middle, newest) if not one.exists() and one not in order]
+            order += removed
+            assert not removed or store.stats().evicted == 0
         assert order == [oldest, middle, newest] and store.stats().evicted > 0
         assert set(range(40, 60)) <= found_numbers(store, range(60))
     assert {*store_folders(tmp_path)} == {tmp_path / "own", named(tmp_path, "new")}
@@ -87,11 +87,11 @@ def test_a_lowered_budget_says_what_it_costs(tmp_path: Path, caplog: pytest.LogC
     less_bytes = budget_of(12)
     for budget_bytes in (BUDGET_BYTES, less_bytes, less_bytes, BUDGET_BYTES):
         opened(tmp_path, "b", budget_bytes=budget_bytes).close()
-    [said] = caplog.messages
+    [message] = caplog.messages
     num_left = describe(named(tmp_path, "b")).entries
     assert num_left is not None and 8 <= num_left < 30
     numbers = [
-        int(number) for number in re.findall(r"(?<![\w-])\d+(?![\w-])", said.partition(named(tmp_path, "b").name)[2])
+        int(number) for number in re.findall(r"(?<![\w-])\d+(?![\w-])", message.partition(named(tmp_path, "b").name)[2])
     ]
     assert numbers == [BUDGET_BYTES, less_bytes, 30 - num_left, 30, 1]
 

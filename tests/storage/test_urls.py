@@ -51,7 +51,7 @@ REFUSED = [
     ("s3://bucket?timeout=1e7", "above 0, at most 1000000"),
     ("mooncake://host?segment=-1", "segment='-1' in a URL of mooncake"),
     ("mooncake:///", "mooncake://host:50051"),
-    ("mooncake://host?replicas=0", "replicas='0' in a URL of mooncake: give a whole number from 1"),
+    ("mooncake://host?replicas=0", "replicas='0' in a URL of mooncake: give an integer from 1"),
     ("lmdb:///a directory", "with %XX for spaces"),
     ("lmdb:///x%00", "cannot read a URL of lmdb"),
     (f"lmdb://{'x' * 70}/x", "cannot read a URL of lmdb"),
@@ -116,7 +116,7 @@ def test_an_installed_package_adds_a_scheme(tmp_path: Path, monkeypatch: pytest.
     assert put_numbers(store, [3]) == [True] and found_numbers(store, [3, 4]) == {3}
     with pytest.raises(StoreError, match="does not encrypt"):
         open_store("own-store://", identity=IDENTITY, formats=FORMATS, cipher=object())  # type: ignore[arg-type]
-    with pytest.raises(StoreError, match=r"known ones are lmdb, (.+, )?own-store,"):
+    with pytest.raises(StoreError, match=r"use one of lmdb, (.+, )?own-store,"):
         opened("nosuch://")
     with pytest.raises(StoreError, match="no option 'x'"):
         opened("own-store://?x=1")

@@ -127,29 +127,33 @@ def test_each_rule_of_the_header_is_named(changes: dict[str, Any], reason: str) 
     page, codec = page_of(3, PAGE).tobytes(), CODECS["raw"]
     assert decode_guarded(codec, value_of(b"key", fields_of(), page)) == ("", page)
     value = value_of(b"key", fields_of(**changes), page)
-    said, _ = decode_guarded(codec, value)
-    assert any(part in said for part in reason.split("|")), said
-    assert codec.verify_stored(b"key", value) == said
+    reason_of, _ = decode_guarded(codec, value)
+    assert any(part in reason_of for part in reason.split("|")), reason_of
+    assert codec.verify_stored(b"key", value) == reason_of
 
 
 def test_frames_that_are_not_the_page() -> None:
     """A frame of another or an unstated length, or with another content checksum, is refused under a right checksum."""
     page = page_of(0, PAGE, "flat").tobytes()
 
-    def said(payload: bytes) -> str:
+    def reason_of(payload: bytes) -> str:
         return decode_guarded(CODECS["zstd"], value_of(b"key", fields_of(codec=1, stored_bytes=len(payload)), payload))[
             0
         ]
 
     frame = zstandard.ZstdCompressor(write_checksum=True).compress(page)
-    assert said(frame) == ""
-    assert said(zstandard.compress(page + b"x")) == said(zstandard.compress(page[1:])) == "frame of another length"
-    assert said(zstandard.ZstdCompressor(write_content_size=False).compress(page)) == "frame of another length"
+    assert reason_of(frame) == ""
+    assert (
+        reason_of(zstandard.compress(page + b"x"))
+        == reason_of(zstandard.compress(page[1:]))
+        == "frame of another length"
+    )
+    assert reason_of(zstandard.ZstdCompressor(write_content_size=False).compress(page)) == "frame of another length"
     for at in range(len(frame)):
         for bits in (0x01, 0x80):
-            assert said(frame[:at] + bytes([frame[at] ^ bits]) + frame[at + 1 :]), at
+            assert reason_of(frame[:at] + bytes([frame[at] ^ bits]) + frame[at + 1 :]), at
     for length in range(len(frame) - 4):  # zstd does not tell a frame that lacks its checksum alone from a whole one
-        assert said(frame[:length]), length
+        assert reason_of(frame[:length]), length
 
 
 def test_no_downgrade() -> None:

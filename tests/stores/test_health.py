@@ -256,26 +256,32 @@ def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.Mon
     previous state was being written."""
     clock, (keys, data) = Clock(), pages(1, 2)
     disk, store = started_tier(tmp_path / "s", keys, data, clock=clock, readers=1)
-    gate, came, write, post, tell = Gate("get_into"), threading.Event(), StatusWriter.write, Session.post, Session._tell
+    gate, arrived, write, post, tell = (
+        Gate("get_into"),
+        threading.Event(),
+        StatusWriter.write,
+        Session.post,
+        Session._send,
+    )
     store.trouble = gate
     until_s: list[float] = []  # as last told
-    told: list[tuple[float, float]] = []  # with each answer, and as it was
+    reported: list[tuple[float, float]] = []  # with each answer, and as it was
 
     def written(status: StatusWriter, stats: Any, touches: int, queues: Any) -> None:
         write(status, stats, touches, queues)
         until_s[:] = [queues["reads"][-1]]
         if gate.held:
             gate.open()
-            assert came.wait(PATIENCE_S)
+            assert arrived.wait(PATIENCE_S)
 
     def posted(session: Session, is_write: bool, done: Any) -> None:
         post(session, is_write, done)
         if isinstance(done, ReadDone):
-            came.set()
+            arrived.set()
 
     def telling(session: Session, message: bytes) -> None:
         if message not in (b"", frame(Kind.ALIVE)) and session._service is not None:
-            told.append((until_s[0], session._service.numbers()["reads"][-1]))
+            reported.append((until_s[0], session._service.numbers()["reads"][-1]))
         tell(session, message)
 
     monkeypatch.setattr(Session, "post", posted)
@@ -284,9 +290,9 @@ def test_an_answer_comes_behind_the_state_that_it_leaves(monkeypatch: pytest.Mon
     clock.now_s += 10.1
     assert disk.reads.poll() == [Stalled(1, 0)]
     monkeypatch.setattr(StatusWriter, "write", written)
-    monkeypatch.setattr(Session, "_tell", telling)
+    monkeypatch.setattr(Session, "_send", telling)
     assert wait_for_reads(disk, 1) == [ReadDone(1, 0, (True, True), asked=2)]
-    assert told and all(state == now for state, now in told)
+    assert reported and all(state == now for state, now in reported)
     disk.close()
 
 

@@ -96,8 +96,8 @@ def test_it_logs_what_its_engine_would(tmp_path: Path) -> None:
     with contextlib.closing(Case(at(tmp_path / "s"))) as case:
         assert case.stored(*pages(1, 2)) == (True, True)
     with Program(code, tmp_path / "s", SUPPORT) as engine:
-        _, said = engine.communicate()
-    first, second = said.splitlines()
+        _, printed = engine.communicate()
+    first, second = printed.splitlines()
     assert engine.returncode == 0 and "WARNING store process" in first and json.loads(second)["level"] == "warning"
 
 
@@ -109,7 +109,7 @@ def test_wrong_jobs_are_refused(case: Case) -> None:
     for keys, wrong in ((key, page), (key, last), (key, shared[:100]), (b"", shared), (b"k" * 512, shared)):
         with pytest.raises(StoreError, match=r"does not share|store has pages of|a key has"):
             case.tier.writes.submit(WriteJob(7, (keys,), (wrong,)))
-    assert not case.tier.writes.under_way and case.stored((key,), (page,)) == (True,)
+    assert not case.tier.writes.in_flight and case.stored((key,), (page,)) == (True,)
 
 
 @pytest.mark.parametrize("why", ["in use", "damaged", "No space left", "nothing serves"])
@@ -247,7 +247,7 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
             tier._transport.look()
         gate.open()
         eventually(lambda: tier.poll() or tier.is_open, lambda: tier.state)
-        assert not tier.reads.under_way and not tier.writes.under_way
+        assert not tier.reads.in_flight and not tier.writes.in_flight
         found = tier.writes.poll()
         assert [done.ok for done in found if isinstance(done, WriteDone)] == [(False,) * 4] * (verb == "put")
         assert tier.writes.submit(WriteJob(2, keys, data))
@@ -259,12 +259,12 @@ def test_a_thread_that_says_nothing_is_left_and_its_store_is_used_again(
 def test_silence_before_a_lookup_does_not_count(case: Case) -> None:
     """A process that had no work for an hour is not late when a lookup is the first to ask it."""
     client, asked_s = case.tier, time.monotonic()
-    client._silence.heard_s -= 3600
+    client._silence.last_message_s -= 3600
     os.kill(client.pid, signal.SIGSTOP)
     found = client.find([b"key"], 0.0)
     os.kill(client.pid, signal.SIGCONT)
     assert found is None
-    assert client._silence.heard_s >= asked_s
+    assert client._silence.last_message_s >= asked_s
 
 
 def test_a_process_that_dies_idle_is_started_again(case: Case) -> None:
@@ -285,7 +285,7 @@ def test_a_process_that_stands_still_while_it_opens_is_left(case: Case) -> None:
 
     def is_served() -> bool:
         if client.pid == second:
-            client._silence.heard_s -= 3600
+            client._silence.last_message_s -= 3600
         return client.find((b"key",), 0.01) is not None and client.pid != second
 
     eventually(is_served)
@@ -391,7 +391,7 @@ def test_a_client_that_did_not_look_for_long_loses_nothing(case: Case) -> None:
     case.tier._silence = SilenceWatch(PATIENCE_S)
     for _ in range(20):
         case.read(keys)
-        case.tier._silence.heard_s -= 3600
+        case.tier._silence.last_message_s -= 3600
         assert case.answer(case.tier.reads.poll).ok == (True,) * 4  # type: ignore[attr-defined]
     assert case.tier.times_lost == 0
 
@@ -413,22 +413,22 @@ def test_answers_that_are_none_end_the_process(case: Case, monkeypatch: pytest.M
             read = case.read(keys)
             eventually(lambda: case.tier.reads.poll() or not case.tier.is_open)
         assert not read.cancelled.is_set() and case.tier.times_lost == turn
-        eventually(lambda: case.tier.reads.poll() or not case.tier.reads.under_way)
+        eventually(lambda: case.tier.reads.poll() or not case.tier.reads.in_flight)
         case.until_open()
         assert case.found(keys, data) == (True, True)
 
 
-@pytest.mark.parametrize("how", ["leaves", "killed", "forks"])
-def test_what_an_engine_left_is_stored(how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["leaves", "killed", "forks"])
+def test_what_an_engine_left_is_stored(mode: str, tmp_path: Path) -> None:
     """An engine that does not wait for the end of its store may end, or be killed with all of its descendants: its
     store process does the writes that were sent, though it reads them later, seals the index and ends. Also where a
     forked child lives on."""
-    with Program(WRITER, at(tmp_path / "s"), SUPPORT, how) as engine:
+    with Program(WRITER, at(tmp_path / "s"), SUPPORT, mode) as engine:
         assert engine.stdout is not None
         stopped = int(engine.stdout.readline())
         pidfd = os.pidfd_open(stopped)
-        if how != "leaves":
-            for pid in [engine.pid, *(descendants(engine.pid) if how == "killed" else [])]:
+        if mode != "leaves":
+            for pid in [engine.pid, *(descendants(engine.pid) if mode == "killed" else [])]:
                 os.kill(pid, signal.SIGKILL)
         engine.wait()
         os.kill(stopped, signal.SIGCONT)

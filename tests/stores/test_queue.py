@@ -97,11 +97,11 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     never, cancelled, halfway = threading.Event(), threading.Event(), threading.Event()
     cancelled.set()
     targets = [blank(8) for _ in range(4)]
-    came, goes_on = threading.Event(), threading.Event()
+    arrived, goes_on = threading.Event(), threading.Event()
 
     def trouble(verb: str) -> None:
         if store.verbs("get_into") == 5:  # the second of the last job
-            came.set()
+            arrived.set()
             assert goes_on.wait(PATIENCE_S)
 
     store.trouble = trouble
@@ -109,7 +109,7 @@ def test_unwanted_pages_are_not_read(tmp_path: Path) -> None:
     disk.reads.submit(ReadJob(2, 0, keys, targets[1], never, deadline_s=100.0))
     disk.reads.submit(ReadJob(3, 0, keys, targets[2], never, deadline_s=100.1))
     disk.reads.submit(ReadJob(4, 5, keys, targets[3], halfway))
-    assert came.wait(PATIENCE_S)
+    assert arrived.wait(PATIENCE_S)
     halfway.set()
     disk.reads.tell_cancelled()
     goes_on.set()

@@ -50,7 +50,7 @@ SUPPORT = Path(__file__).parent.parent / "support"
 UNNEEDED = ("memfd_create", "fallocate", "fsync", "fdatasync", "madvise", "sched_getaffinity", "sched_setaffinity")
 
 
-def said(error: int, transport: str, path: Path, *calls: str) -> tuple[list[str], list[str]]:
+def outputs_of(error: int, transport: str, path: Path, *calls: str) -> tuple[list[str], list[str]]:
     """The lines that the program prints, and the lines that it logs."""
     with Program(PROGRAM, SUPPORT / "x", error, transport, path, *calls) as program:
         printed, logged = program.communicate()
@@ -64,23 +64,23 @@ def said(error: int, transport: str, path: Path, *calls: str) -> tuple[list[str]
 @pytest.mark.parametrize("error", [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.long)])
 def test_calls_that_are_not_needed_may_be_refused(error: int, tmp_path: Path) -> None:
     """An engine stores its pages and finds them again without them, and says once a process what is lost."""
-    printed, logged = said(error, "process", tmp_path / "s", *UNNEEDED)
+    printed, logged = outputs_of(error, "process", tmp_path / "s", *UNNEEDED)
     assert printed == ["served 0", "served 88", "left 0"], (printed, logged)
     warnings = [line for line in logged if "WARNING" in line]
-    for words in ("memfd_create is refused", "cannot be told to write to its disk"):
+    for words in ("memfd_create is refused", "cannot flush writes to its disk"):
         assert 1 <= sum(words in line for line in warnings) <= 3, logged  # of the engine, and of each of its processes
-    assert all("refused" in line or "told to write" in line for line in warnings), warnings
+    assert all("refused" in line or "cannot flush" in line for line in warnings), warnings
 
 
 @pytest.mark.store_process
 @pytest.mark.parametrize("error", [errno.EPERM, pytest.param(errno.ENOSYS, marks=pytest.mark.long)])
 def test_a_store_process_that_cannot_be_watched_is_refused(error: int, tmp_path: Path) -> None:
     """Without pidfd_open the error names it and the remedy; no descriptor stays open. In threads the store works."""
-    printed, _ = said(error, "process", tmp_path / "s", "pidfd_open")
+    printed, _ = outputs_of(error, "process", tmp_path / "s", "pidfd_open")
     assert printed[2:] == ["left 0"]
     for line in printed[:2]:
         assert line.startswith("StoreError") and "pidfd_open" in line and "transport=inline" in line, line
-    assert said(error, "inline", tmp_path / "s", "pidfd_open")[0] == ["served 0", "served 88", "left 0"]
+    assert outputs_of(error, "inline", tmp_path / "s", "pidfd_open")[0] == ["served 0", "served 88", "left 0"]
 
 
 def refused(error: int, *, always: bool = True) -> Callable[..., object]:

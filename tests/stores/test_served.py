@@ -147,9 +147,9 @@ def test_nobody_is_accepted_again_and_again(tmp_path: Path, monkeypatch: pytest.
         client.connect(str(tmp_path / "sock"))
         eventually(lambda: listener.num_refused)
         for _ in range(10):
-            came = threading.Event()
-            server.call(came.set)
-            assert came.wait(BOUND_S)
+            arrived = threading.Event()
+            server.call(arrived.set)
+            assert arrived.wait(BOUND_S)
         assert listener.num_refused == 1
         listener.has_room = True
         server.call(server.look)

@@ -60,13 +60,13 @@ async def served(
 
 
 class Client:
-    """Posts one body to a route of the application. `gone`: set when it goes away. `sends_all`: else the end of its
+    """Posts one body to a route of the application. `removed`: set when it goes away. `sends_all`: else the end of its
     body never comes."""
 
     def __init__(self, app: ASGIApp, path: str, body: bytes, *, sends_all: bool = True) -> None:
         self._app, self._path, self._messages = app, path, [(body, not sends_all)]
         self._sent: list[Message] = []
-        self.gone = asyncio.Event()
+        self.removed = asyncio.Event()
 
     async def answer(self) -> tuple[int, dict[str, Any]]:
         """Status and error."""
@@ -80,7 +80,7 @@ class Client:
         if self._messages:
             body, more = self._messages.pop()
             return {"type": "http.request", "body": body, "more_body": more}
-        await self.gone.wait()
+        await self.removed.wait()
         return {"type": "http.disconnect"}
 
     async def _send(self, message: Message) -> None:

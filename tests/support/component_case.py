@@ -60,11 +60,11 @@ def attention_of(hashes: np.ndarray, layer: int, geometry: ModelGeometry, dtype:
     shape = (1 if geometry.latent else 2, geometry.head_num, geometry.head_dim)
     values = values_of(hashes, layer, shape)
     if dtype == torch.bfloat16:
-        wild = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(20) == 0)
+        random_bits = torch.from_numpy((hashes >> np.uint64(7)) % np.uint64(20) == 0)
         odd = np.arange(1, math.prod(shape) + 1, dtype=np.uint64)
         exponents = torch.from_numpy(((hashes[:, None] * odd) >> np.uint64(40)) % 90)
         shrunk = torch.ldexp(values, -exponents.view(values.shape).to(torch.int32))
-        values = torch.where(wild[:, None, None, None], shrunk, values)
+        values = torch.where(random_bits[:, None, None, None], shrunk, values)
     return values.to(dtype)
 
 

@@ -290,9 +290,9 @@ class Outcome:
         if verb == "admit":
             old, new = (sum(answer["hit"]) if "hit" in answer else None for answer in answers)
             if old is None or new is None:
-                how = "equal" if old == new else "refused"
+                verdict = "equal" if old == new else "refused"
             else:
-                how = (
+                verdict = (
                     "better"
                     if new > old
                     else "worse"
@@ -301,9 +301,9 @@ class Outcome:
                     if answers[0] == answers[1]
                     else "moved"
                 )
-            self.requests.setdefault(group, Counter())[how] += 1
-            if how != "equal":
-                self.differing.append(f"{how}: {where}: {answers[0]} | {answers[1]}")
+            self.requests.setdefault(group, Counter())[verdict] += 1
+            if verdict != "equal":
+                self.differing.append(f"{verdict}: {where}: {answers[0]} | {answers[1]}")
 
     def table(self, keys: Sequence[int]) -> Iterator[str]:
         """Totals, by those parts of the groups' names."""
@@ -311,13 +311,14 @@ class Outcome:
         for name in sorted(names):
             groups = [group for group in self.tokens if tuple(group[key] for key in keys) == name]
             old, new = (sum((self.tokens[group][side] for group in groups), Counter[str]()) for side in (0, 1))
-            how = sum((self.requests[group] for group in groups), Counter[str]())
+            verdict = sum((self.requests[group] for group in groups), Counter[str]())
             totals = [sum(side[tier] for tier in TIERS) for side in (old, new)]
             tiers = ", ".join(
                 f"{tier} {old[tier]} -> {new[tier]}" for tier in (*TIERS, "refused") if old[tier] + new[tier]
             )
             change = f"{100 * (totals[1] / totals[0] - 1):+.2f} %" if totals[0] else ""
-            yield f"{' '.join(name):34} {totals[0]:9} -> {totals[1]:9} {change:9} {dict(sorted(how.items()))}; {tiers}"
+            verdicts = dict(sorted(verdict.items()))
+            yield f"{' '.join(name):34} {totals[0]:9} -> {totals[1]:9} {change:9} {verdicts}; {tiers}"
 
 
 def drive(sides: Sequence[Checkout], kinds: Sequence[str], num_requests: int, seed: int, outcome: Outcome) -> None:

@@ -87,7 +87,7 @@ class LossyStore(MemoryPageStore):
         ok = super().get_into(keys, buffers, deadline_s=deadline_s)
         if self.lost in keys:
             self.delete([self.lost])
-        return [came and key != self.lost for came, key in zip(ok, keys, strict=True)]
+        return [arrived and key != self.lost for arrived, key in zip(ok, keys, strict=True)]
 
 
 class Gate:

@@ -57,8 +57,8 @@ def tiny_config(row: str, **changes: Any) -> Any:
     values, names = default.to_dict(), default.attribute_map
     # Two layers show what equal layers do; four are enough for every pattern of kinds.
     is_full = row in FAMILIES and FAMILIES[row].kind == "full"
-    wanted = {**_SIZES, "num_hidden_layers": 2 if is_full else 4}
-    sizes = {key: size for key, size in wanted.items() if values.get(names.get(key, key)) is not None}
+    requested = {**_SIZES, "num_hidden_layers": 2 if is_full else 4}
+    sizes = {key: size for key, size in requested.items() if values.get(names.get(key, key)) is not None}
     of_row = FAMILIES[row].changes if row in FAMILIES else {}
     return type(default)(**{**sizes, **_NO_TOKENS, **of_row, **changes})
 

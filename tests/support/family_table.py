@@ -250,7 +250,7 @@ _ALL = (
         num_encoder_attention_heads=4,
     ),
     _rows("dory", reason="stores keys and values 2 times a pass"),
-    _rows("lara_mini recurrent_gemma", reason="layers of type sliding_attention beside linear_attention"),
+    _rows("lara_mini recurrent_gemma", reason="layers of both types sliding_attention and linear_attention"),
     _rows("reformer", reason="no key-value cache", axial_pos_embds_dim=(16, 16), attention_head_size=8, **_LIKE_BERT),
     _rows("whisper", reason="no way to be told positions", pad_token_id=1, **_LIKE_BART),
     _rows("xlnet", reason="no key-value cache", d_head=8, d_model=32, n_head=4, n_layer=2, d_inner=48),

@@ -61,10 +61,10 @@ def bits_of(tokens: np.ndarray, layer: int, buffer: int, channels: int, kind: Ki
     hashes = torch.from_numpy((prefix_hashes(tokens) >> np.uint64(48)).astype(np.float32))[:, None]
     numbers = torch.frac(hashes * torch.from_numpy(rng.random(channels).astype(np.float32))) + 0.01
     mixed = prefix_hashes(tokens)[:, None] * rng.integers(1 << 62, size=channels, dtype=np.uint64)
-    wild = torch.from_numpy((mixed >> np.uint64(48)).astype(np.uint16).view(np.int16))
+    random_bits = torch.from_numpy((mixed >> np.uint64(48)).astype(np.uint16).view(np.int16))
     starts = np.arange(len(tokens)) // PAGE * PAGE
-    is_wild = kind == "none" or torch.from_numpy((tokens[starts] < 10) & (kind == "some"))[:, None]
-    return torch.where(torch.as_tensor(is_wild), wild, numbers.bfloat16().view(torch.int16))
+    is_random = kind == "none" or torch.from_numpy((tokens[starts] < 10) & (kind == "some"))[:, None]
+    return torch.where(torch.as_tensor(is_random), random_bits, numbers.bfloat16().view(torch.int16))
 
 
 def rows_of(

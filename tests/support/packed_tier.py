@@ -58,12 +58,12 @@ class PackedTier(Tier):
     def _make_pages(self) -> torch.Tensor:
         generator = torch.Generator().manual_seed(9)
         shape = (NUM_CONTENTS, self.space.layout.page_bytes(self.page_tokens))
-        wild = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
+        random_bits = torch.randint(0, 256, shape, dtype=torch.uint8, generator=generator)
         tame = (torch.rand((shape[0], shape[1] // 2), generator=generator) + 0.25).bfloat16().view(torch.uint8)
-        is_wild = torch.arange(NUM_CONTENTS) % _EVERY == POISON
-        raw = torch.where(is_wild[:, None], wild, tame)
+        is_random = torch.arange(NUM_CONTENTS) % _EVERY == POISON
+        raw = torch.where(is_random[:, None], random_bits, tame)
         # Bytes that are never written keep the poison.
-        self.pages = wild[POISON, : place_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
+        self.pages = random_bits[POISON, : place_bytes(self._unpacker)].repeat(2 * NUM_CONTENTS, 1)
         self.pages[:NUM_CONTENTS, : self.packed_bytes] = raw[:, : self.packed_bytes]
         self.pages[NUM_CONTENTS:, : shape[1] - self.packed_bytes] = raw[:, self.packed_bytes :]
         self.raw = raw

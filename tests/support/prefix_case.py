@@ -198,7 +198,7 @@ def prefixes(tokens: list[int], extra_key: str | None = None) -> list[int]:
     return [at := hash((at, token)) for token in tokens]
 
 
-class Toy:
+class FakeRunner:
     """Runs requests on one cache: what a model would write is written, what it would read is compared."""
 
     def __init__(self, cache: Cache) -> None:

@@ -116,10 +116,12 @@ def blocks_bytes(path: Path) -> int:
 
 def found_numbers(store: PageStore, numbers: Any, page_bytes: Bytes = PAGE_BYTES, kind: str = "random") -> set[int]:
     """The numbers that the store has, after comparing every byte of each."""
-    wanted = list(numbers)
-    buffers = [np.empty(bytes_of(n, page_bytes), dtype=np.uint8) for n in wanted]
+    requested = list(numbers)
+    buffers = [np.empty(bytes_of(n, page_bytes), dtype=np.uint8) for n in requested]
     found = set()
-    for number, buffer, hit in zip(wanted, buffers, store.get_into([key_of(n) for n in wanted], buffers), strict=True):
+    for number, buffer, hit in zip(
+        requested, buffers, store.get_into([key_of(n) for n in requested], buffers), strict=True
+    ):
         if hit:
             np.testing.assert_array_equal(buffer, page_of(number, bytes_of(number, page_bytes), kind))
             found.add(number)

@@ -36,7 +36,7 @@ ON_DEVICE, ON_HOST = 24, 28  # host pages that each tier can hold
 NUM_CONTENTS = 251
 POISON, ZEROS, UNKNOWN = 0, -1, -2
 BF16 = torch.bfloat16
-RIG_LAYERS = 5
+NUM_LAYERS = 5
 
 
 def mha(device: str) -> tuple[SlotSpace, ...]:
@@ -268,8 +268,8 @@ class Tier:
         self.host.check()
 
 
-class Rig:
-    """A pool of `RIG_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens. A
+class TransferFixture:
+    """A pool of `NUM_LAYERS` layers, a host pool and the started backend between them; host pages of 16 tokens. A
     context that closes it."""
 
     def __init__(self, device_name: str, heads: int, dim: int, v_dim: int, page: int, staging: int) -> None:
@@ -279,7 +279,7 @@ class Rig:
             advanced=AdvancedConfig(staging_bytes=staging, transfer_chunk_tokens=64),
         )  # fmt: skip
         self.pool = MHATokenToKVPool(
-            size, page, torch.bfloat16, heads, dim, RIG_LAYERS, device, False, v_head_dim=v_dim
+            size, page, torch.bfloat16, heads, dim, NUM_LAYERS, device, False, v_head_dim=v_dim
         )
         page_bytes = self.pool.layout.page_bytes(host_page)
         self.host = HostPagePool(self.pool.layout, host_page, 33 * page_bytes, pin=device.type == "cuda")
@@ -287,11 +287,11 @@ class Rig:
         assert backend is not None
         self.backend: TransferBackend = backend
         self.backend.start()
-        self.buffers = [b for layer in range(RIG_LAYERS) for b in self.pool.layer_buffers(layer)]
+        self.buffers = [b for layer in range(NUM_LAYERS) for b in self.pool.layer_buffers(layer)]
         for buffer in self.buffers:
             buffer.normal_()
 
-    def __enter__(self) -> Rig:
+    def __enter__(self) -> TransferFixture:
         return self
 
     def __exit__(self, *_: object) -> None:

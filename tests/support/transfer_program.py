@@ -108,8 +108,8 @@ class Program:
     # Actions
 
     def serve(self) -> None:
-        wanted = self._some(self._entries(resident=False, on_host=True), 3)
-        read = [entry for entry in wanted if self.load(entry, wanted)]
+        requested = self._some(self._entries(resident=False, on_host=True), 3)
+        read = [entry for entry in requested if self.load(entry, requested)]
         read += self._some([entry for entry in self._entries(resident=True) if entry not in read], 2)
         new = self._new_entry(read) if self.rng.random() < 0.8 else None
         self.rng.shuffle(read)  # type: ignore[arg-type]
@@ -372,8 +372,8 @@ class Program:
     def _submitting(self, entry: Entry) -> Iterator[None]:
         """Poison the slots of a load, and make the stream current on which it is submitted: the forwards' stream, or
         one that waits for it."""
-        beside = self.rng.random() < 0.5
-        if self.side is None or not beside:
+        concurrent = self.rng.random() < 0.5
+        if self.side is None or not concurrent:
             self._poison(entry)
             yield
             return

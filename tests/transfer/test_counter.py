@@ -149,8 +149,8 @@ def test_time_that_a_consumer_stands_still_is_exposed(monkeypatch: pytest.Monkey
 def test_time_that_a_stream_stands_still_is_exposed() -> None:
     """The same on CUDA, by the device's clock, for one load in a few."""
     loads, stream, exposed = make_counter("cuda", 4, producers=1), torch.cuda.Stream(), list[float | None]()
-    beside = torch.cuda.Stream()
-    with torch.cuda.stream(beside):
+    other_stream = torch.cuda.Stream()
+    with torch.cuda.stream(other_stream):
         torch.cuda._sleep(1)  # kernel and stream are there before anything is held
     torch.cuda.synchronize()
     for comes_first in (True, True, True, True, False):
@@ -166,9 +166,9 @@ def test_time_that_a_stream_stands_still_is_exposed() -> None:
         # The consumer stands before the layer, and stands there for a while.
         reached = loads._ring[0]._reached  # type: ignore[union-attr]
         eventually(lambda reached=reached: all(event.query() for event in reached.values()))
-        with torch.cuda.stream(beside):
+        with torch.cuda.stream(other_stream):
             torch.cuda._sleep(1_000_000)
-        beside.synchronize()
+        other_stream.synchronize()
         gate.open()
         torch.cuda.synchronize()
         exposed.append(loads.exposed_s(load_id))

@@ -50,9 +50,9 @@ def test_layers_are_queued_in_order_and_no_later_than_asked_for(
         else:
             load_id, num_layers = call
             queue.queue_layers(load_id, num_layers)
-            wanted = [(at, layer) for at, layer in everything if (at, layer) < (load_id, num_layers)]
+            requested = [(at, layer) for at, layer in everything if (at, layer) < (load_id, num_layers)]
             group = groups[min(load_id, len(groups) - 1)]
-            assert log[: len(wanted)] == wanted and len(log) < max(before + 1, len(wanted) + group)
+            assert log[: len(requested)] == requested and len(log) < max(before + 1, len(requested) + group)
         assert log == everything[: len(log)]
     if by_time:
         queue.queue_some(1e9)

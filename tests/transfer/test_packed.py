@@ -56,13 +56,13 @@ class Packed:
             for buffer in self.space.layer_buffers(layer):
                 yield buffer.flatten(1).view(torch.int16)
 
-    def fill(self, wild: torch.Tensor) -> None:
-        """Numbers of like size, and random bits in the `wild` slots."""
+    def fill(self, random_bits: torch.Tensor) -> None:
+        """Numbers of like size, and random bits in the `random_bits` slots."""
         generator = torch.Generator().manual_seed(5)
         for rows in self.rows():
             rows.copy_((torch.rand(rows.shape, generator=generator) + 0.25).bfloat16().view(torch.int16))
-            bits = torch.randint(-(1 << 15), 1 << 15, (len(wild), rows.shape[1]), generator=generator)
-            rows[wild] = bits.to(torch.int16)
+            bits = torch.randint(-(1 << 15), 1 << 15, (len(random_bits), rows.shape[1]), generator=generator)
+            rows[random_bits] = bits.to(torch.int16)
 
     def copied(self, slots: torch.Tensor, pages: torch.Tensor) -> torch.Tensor:
         """Store pages, with second places for pages that do not fit; returns the second places."""
@@ -88,25 +88,25 @@ def test_raw_pages_arrive_by_layers(monkeypatch: pytest.MonkeyPatch) -> None:
             assert go_on.wait(60)
 
     at_each_move(monkeypatch, hold)
-    for num_wild in (3, NUM_PAGES):
-        with Packed() as rig:
+    for num_random in (3, NUM_PAGES):
+        with Packed() as fixture:
             go_on.set()
             pages = torch.arange(NUM_PAGES) + 1
             blocks = torch.randperm(SIZE // 4 - 1, generator=torch.Generator().manual_seed(2))[: SIZE // 8, None] + 1
             slots = (blocks * 4 + torch.arange(4)).flatten()
-            rig.fill(slots[: num_wild * PAGE])
-            rest = rig.copied(slots, pages)
-            first, *_, last = [rows[slots] for rows in rig.rows()]
-            for rows in rig.rows():
+            fixture.fill(slots[: num_random * PAGE])
+            rest = fixture.copied(slots, pages)
+            first, *_, last = [rows[slots] for rows in fixture.rows()]
+            for rows in fixture.rows():
                 rows.zero_()
             go_on.clear()
             is_behind.clear()
-            load_id = rig.counter.begin()
-            op = rig.backend.load(pages, slots, load_id, rest)
-            rig.counter.set_consumer(load_id)
-            rig.counter.wait_until(0)
+            load_id = fixture.counter.begin()
+            op = fixture.backend.load(pages, slots, load_id, rest)
+            fixture.counter.set_consumer(load_id)
+            fixture.counter.wait_until(0)
             assert is_behind.wait(60)
-            buffers = list(rig.rows())
+            buffers = list(fixture.rows())
             assert torch.equal(buffers[0][slots], first) and not buffers[-1].any()
             go_on.set()
             op.wait()

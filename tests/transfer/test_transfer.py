@@ -26,8 +26,8 @@ from hicache.transfer.plan import (
     tapered,
 )
 from packed_tier import PackedTier
-from transfer_case import LAYOUTS, Rig, Tier
-from transfer_case import RIG_LAYERS as LAYERS
+from transfer_case import LAYOUTS, Tier, TransferFixture
+from transfer_case import NUM_LAYERS as LAYERS
 from transfer_hooks import Move, StreamGate, at_each_move
 
 
@@ -61,20 +61,20 @@ def test_a_started_backend_compiles_nothing(name: str) -> None:
 def test_a_replayed_graph_needs_the_last_layer() -> None:
     """A captured forward calls no getter when it is replayed: behind `wait_all()` it reads what a load still under way
     brings, and without it what was there before."""
-    with Rig("cuda", 8, 128, 128, 16, 1 << 20) as rig:
-        rig.pool.register_layer_transfer_counter(rig.counter)
+    with TransferFixture("cuda", 8, 128, 128, 16, 1 << 20) as fixture:
+        fixture.pool.register_layer_transfer_counter(fixture.counter)
         slots, pages = torch.arange(16, 16 + 256, device="cuda"), torch.arange(1, 17)
-        rig.warm_up(slots, pages)
-        truth = [buffer[slots].clone() for buffer in rig.buffers]
+        fixture.warm_up(slots, pages)
+        truth = [buffer[slots].clone() for buffer in fixture.buffers]
         seen = [torch.empty_like(kept) for kept in truth]
 
         def forward() -> None:
-            buffers = [buffer for layer in range(LAYERS) for buffer in rig.pool.get_kv_buffer(layer)]
+            buffers = [buffer for layer in range(LAYERS) for buffer in fixture.pool.get_kv_buffer(layer)]
             for target, buffer in zip(seen, buffers, strict=True):
                 torch.index_select(buffer, 0, slots, out=target)
 
         side, graph = torch.cuda.Stream(), torch.cuda.CUDAGraph()
-        rig.counter.set_consumer(-1)
+        fixture.counter.set_consumer(-1)
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             forward()
@@ -82,15 +82,15 @@ def test_a_replayed_graph_needs_the_last_layer() -> None:
         with torch.cuda.graph(graph):
             forward()
         for waits in (False, True):
-            rig.fill(-9)
+            fixture.fill(-9)
             torch.cuda.synchronize()
             gate = StreamGate()
             gate.hold(side)
             with torch.cuda.stream(side):
-                load_id, op = rig.load(pages, slots)
-            rig.counter.set_consumer(load_id)
+                load_id, op = fixture.load(pages, slots)
+            fixture.counter.set_consumer(load_id)
             if waits:
-                rig.counter.wait_all()
+                fixture.counter.wait_all()
                 gate.open()
             graph.replay()
             torch.cuda.current_stream().synchronize()
@@ -103,17 +103,17 @@ def test_a_replayed_graph_needs_the_last_layer() -> None:
 def test_a_load_tells_whether_it_was_held_up(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """By work that was queued before it, or by steps that were left for later: its time is not the link's then."""
     monkeypatch.setattr(cuda, "_SUBMIT_S", 60.0)
-    with Rig(device, 2, 64, 64, 16, 1 << 16) as rig:
+    with TransferFixture(device, 2, 64, 64, 16, 1 << 16) as fixture:
         slots, pages = torch.arange(16, 16 + 256, device=device), torch.arange(1, 17)
-        rig.warm_up(slots, pages)
+        fixture.warm_up(slots, pages)
         if device == "cuda":
             torch.cuda.synchronize()
-        assert rig.load(pages, slots)[1].is_undelayed
+        assert fixture.load(pages, slots)[1].is_undelayed
         if device == "cuda":
             torch.cuda.synchronize()
             gate = StreamGate()
             gate.hold(torch.cuda.current_stream())
-            op = rig.load(pages, slots)[1]
+            op = fixture.load(pages, slots)[1]
             gate.open()
             op.wait()
             assert not op.is_undelayed
@@ -121,9 +121,9 @@ def test_a_load_tells_whether_it_was_held_up(device: str, monkeypatch: pytest.Mo
 
 def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyPatch) -> None:
     """A consumer that gets the error of a load finds it at the operation too, which may not have ended yet."""
-    with Rig("cpu", 1, 24, 24, 16, 1 << 16) as rig:
+    with TransferFixture("cpu", 1, 24, 24, 16, 1 << 16) as fixture:
         submitted, found = threading.Event(), list[Exception | None]()
-        fail = rig.counter.fail
+        fail = fixture.counter.fail
 
         def failing(load_id: int, error: Exception) -> None:
             submitted.wait()
@@ -133,9 +133,9 @@ def test_the_error_is_known_when_the_consumers_raise(monkeypatch: pytest.MonkeyP
         def broken(move: Move) -> None:
             raise RuntimeError("the link is down")
 
-        monkeypatch.setattr(rig.counter, "fail", failing)
+        monkeypatch.setattr(fixture.counter, "fail", failing)
         at_each_move(monkeypatch, broken)
-        _, op = rig.load(torch.arange(1, 3), torch.arange(16, 48))
+        _, op = fixture.load(torch.arange(1, 3), torch.arange(16, 48))
         submitted.set()
         op.wait()
         assert found == [op.error] and isinstance(op.error, RuntimeError)

@@ -37,16 +37,16 @@ def test_match_changes_nothing() -> None:
 def test_page_keys_do_not_depend_on_splits() -> None:
     """A page's key is a function of the identity, namespace and tokens up to its end alone."""
     tokens = np.arange(16)
-    whole, cut = tree_of(page=2), tree_of(page=2)
-    node = whole.insert(whole.root, tokens, torch.arange(16) + 1, "a").node
-    expected = whole.names.of(node)
+    complete, cut = tree_of(page=2), tree_of(page=2)
+    node = complete.insert(complete.root, tokens, torch.arange(16) + 1, "a").node
+    expected = complete.names.of(node)
     cut.insert(cut.root, tokens, torch.arange(16) + 1, "a")
     for length in (4, 10):
         cut.node_at(cut.match(tokens[:length], "a"), length)
     deepest = cut.node_at(cut.match(tokens, "a"), 16)
     keys = [key for at in reversed(list(deepest.path())) for key in cut.names.of(at)]
-    assert keys == expected == whole.names.of_prompt(whole.match(tokens, "a"), tokens)
-    assert set(keys).isdisjoint(whole.names.of_prompt(whole.match(tokens, "b"), tokens))
+    assert keys == expected == complete.names.of_prompt(complete.match(tokens, "a"), tokens)
+    assert set(keys).isdisjoint(complete.names.of_prompt(complete.match(tokens, "b"), tokens))
     other = PageHasher(b"another identity", 2)
     assert set(keys).isdisjoint(other.chain(other.seed("a"), tokens))
 
@@ -145,7 +145,7 @@ def test_a_row_stays_while_a_lock_of_it_is_held() -> None:
     tree = tree_of()
     node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5)).node
     tree.lock(node)
-    assert [gone.value.tolist() for gone in tree.remove(node.rows)] == [[1, 2, 3, 4]]
+    assert [removed.value.tolist() for removed in tree.remove(node.rows)] == [[1, 2, 3, 4]]
     other = tree.insert(tree.root, np.arange(10, 14), torch.arange(1, 5)).node
     assert not {*node.rows} & {*other.rows} and tree.evictable(FULL) == 4
     tree.unlock(node)
@@ -183,7 +183,7 @@ def test_with_the_end_of_a_leaf_leaves_what_no_match_can_end_in() -> None:
             if components:
                 tree.attach(node, MAMBA, torch.tensor([end]))
         released = tree.evict(tree.pages[FULL].take(1), FULL)
-        assert sum(gone.size for gone in released if gone.component == FULL) == num_tokens
+        assert sum(removed.size for removed in released if removed.component == FULL) == num_tokens
         tree.check()
 
 
@@ -193,7 +193,7 @@ def test_a_state_is_dropped_alone_where_a_tier_below_has_it() -> None:
         tree = RadixTree(1, PageHasher(b"identity", 1), [MambaComponent()], is_below=lambda node, name: is_below)  # noqa: B023
         node = tree.insert(tree.root, np.arange(4), torch.arange(1, 5)).node
         tree.attach(node, MAMBA, torch.tensor([7]))
-        released = {(gone.component, tuple(gone.value.tolist())) for gone in tree.evict(node.rows[-1:], MAMBA)}
+        released = {(removed.component, tuple(removed.value.tolist())) for removed in tree.evict(node.rows[-1:], MAMBA)}
         match = tree.match(np.arange(4))
         if is_below:
             assert released == {(MAMBA, (7,))} and match.full_len == 4 and tree.usable_len(match) == 0

@@ -22,13 +22,13 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from hicache.flow.cost import CostModel
-from hicache.integrations.load_gate import KeepsNote, PrefillNote, ServerLoadPolicy
+from hicache.integrations.load_gate import NoteStore, PrefillNote, ServerLoadPolicy
 from hicache.metrics import Metrics
 from hicache.tiers import DISK
 
-_MIN_TOKENS = 1024  # of a measurement; for fewer tokens most of the time is overhead
-_FORGET_S = 30.0  # after which a prompt is dropped, because SGLang does not report aborted requests
-_MIN_WAIT_S = 0.5  # because a working disk pauses now and then
+_MIN_TOKENS = 1024  # tokens of a measurement; for fewer tokens most of the time is overhead.
+_FORGET_S = 30.0  # age at which a prompt is dropped, because SGLang does not report aborted requests.
+_MIN_WAIT_S = 0.5  # longer than the pauses of a working disk
 
 
 @dataclass(slots=True, eq=False)
@@ -67,7 +67,7 @@ class LoadGate(ServerLoadPolicy):
         page_tokens: int,
         metrics: Metrics,
         clock: Callable[[], float],
-        store: KeepsNote,
+        store: NoteStore,
     ) -> None:
         # The parallel reads of one call are timed as one read.
         super().__init__(CostModel(tokens_per_s, {DISK: 1}, metrics, clock), metrics)
@@ -81,7 +81,7 @@ class LoadGate(ServerLoadPolicy):
         self._pairs = 0.0  # sum over these tokens of their positions
         self._before: _Computed | None = None
 
-    def weigh(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
+    def decide(self, keys: Sequence[str], num_held: int, page_bytes: int) -> bool:
         """Whether to load the pages of a prompt that the disk holds: the first `num_held` of `keys`."""
         if not keys:
             return False

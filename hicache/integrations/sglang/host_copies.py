@@ -21,8 +21,8 @@ class HostCopies:
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def watch(self, pool: Any, told: Callable[[int], None]) -> None:
-        """Watch `pool` from now on, and no other pool. `told` is called with the tokens of each copy and must not
+    def watch(self, pool: Any, on_copy: Callable[[int], None]) -> None:
+        """Watch `pool` from now on, and no other pool. `on_copy` is called with the tokens of each copy and must not
         raise."""
         self.end()
         if get_server_args().hicache_write_policy != "write_through":
@@ -31,7 +31,7 @@ class HostCopies:
 
         @functools.wraps(copy)
         def copied(device_pool: Any, host_indices: Any, *args: Any, **kwargs: Any) -> Any:
-            told(len(host_indices))
+            on_copy(len(host_indices))
             return copy(device_pool, host_indices, *args, **kwargs)
 
         setattr(pool, _METHOD, copied)

@@ -207,7 +207,7 @@ class HiCacheDisk(hicache_storage.HiCacheStorage):
 
     def _loads(self, keys: list[str], num_pages: int) -> bool:
         """Whether to load the stored pages of a prompt."""
-        return self.gate is not None and self.gate.weigh(keys, num_pages, self._pools[_KV].pages.page_bytes)
+        return self.gate is not None and self.gate.decide(keys, num_pages, self._pools[_KV].pages.page_bytes)
 
     def _num_stored(self, name: str, keys: list[str]) -> int:
         """The number of `keys` that are stored without a gap from the first on."""

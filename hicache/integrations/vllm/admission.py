@@ -14,11 +14,11 @@ from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hicache.integrations.vllm.gate import UNKNOWN_ROWS, Candidate, LoadGate, Queue, Rows
 from hicache.integrations.vllm.lookups import Lookups
-from hicache.integrations.vllm.policy import KeepsAwaited
+from hicache.integrations.vllm.policy import AwaitingPolicy
 from hicache.integrations.vllm.promotions import Promotions
 
 
-class CpuRoom:
+class CpuRows:
     """The free rows of vLLM's CPU tier, for requests that wait for the disk. Owned by the tier. Under vLLM's own
     policies no request waits for rows, because they may evict its other chunks."""
 
@@ -39,7 +39,7 @@ class CpuRoom:
     def rows(self, req_context: ReqContext, until: int, *, may_grow: bool) -> Rows:
         """The rows that the request can get for its tokens up to `until`, in addition to rows that already have some of
         them."""
-        if not isinstance(self._policy, KeepsAwaited):
+        if not isinstance(self._policy, AwaitingPolicy):
             return UNKNOWN_ROWS
         resident = self._resident(req_context, until)
         num_all = self._policy.cache_capacity - len(resident)
@@ -47,7 +47,7 @@ class CpuRoom:
 
     def keep(self, req_context: ReqContext, until: float, promotions: Promotions) -> None:
         """Keep the request's tokens up to `until` that are in the CPU tier, while it waits."""
-        if isinstance(self._policy, KeepsAwaited):
+        if isinstance(self._policy, AwaitingPolicy):
             self._policy.keep(self._resident(req_context, until), promotions)
 
     def _resident(self, req_context: ReqContext, until: float) -> list[OffloadKey]:
@@ -64,14 +64,14 @@ class Admission:
         self,
         gate: LoadGate,
         lookups: Lookups,
-        room: CpuRoom,
+        cpu_rows: CpuRows,
         queue: Callable[[], Queue],
         chunk_tokens: Mapping[int, int],
         chunk_bytes: int,
     ) -> None:
         self._gate = gate
         self._lookups = lookups
-        self._room = room
+        self._cpu_rows = cpu_rows
         self._queue = queue
         self._chunk_tokens = chunk_tokens
         self._chunk_bytes = chunk_bytes
@@ -87,14 +87,14 @@ class Admission:
             span = self.span([chunk], req_context)
             if span is None:
                 return True
-            if candidate is None or gate.asks_more(candidate, span[0]):
-                candidate = self._asked(chunk, span[0], req_context)
+            if candidate is None or gate.needs_earlier_tokens(candidate, span[0]):
+                candidate = self._add_candidate(chunk, span[0], req_context)
         if gate.is_due(candidate):
             held = self._lookups.held(request)
             if held is None:
                 gate.wait(request, candidate)
             elif held:
-                self._weigh(candidate, held, req_context)
+                self._decide(candidate, held, req_context)
         if candidate.loads:
             return (req_context.get_offload_key_position(chunk) or 0) <= candidate.until
         return candidate.loads
@@ -119,7 +119,7 @@ class Admission:
         spans = self._spans(chunks, req_context)
         return (min(start for start, _ in spans), spans[-1][1]) if spans else None
 
-    def _asked(self, chunk: OffloadKey, start: int, req_context: ReqContext) -> Candidate:
+    def _add_candidate(self, chunk: OffloadKey, start: int, req_context: ReqContext) -> Candidate:
         """Start a candidate for the request. If there was one before, the CPU tier evicted chunks while the request
         waited, so the request now needs more chunks, and the earlier decision and look-ups do not cover these."""
         request = req_context.req_id
@@ -127,11 +127,11 @@ class Admission:
             self._lookups.forget(request)
             self._lookups.lookup(chunk, request)
         # vLLM reports no prompt length, and stops looking chunks up at a missing one.
-        return self._gate.asked(request, start, max(req_context._offload_key_positions.values()))
+        return self._gate.add_candidate(request, start, max(req_context._offload_key_positions.values()))
 
-    def _weigh(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
+    def _decide(self, candidate: Candidate, held: list[OffloadKey], req_context: ReqContext) -> None:
         # Chunks that another request has loaded meanwhile, or will load, need no row and no read.
-        spans = self._spans(self._room.lacking(held) or held, req_context)
+        spans = self._spans(self._cpu_rows.lacking(held) or held, req_context)
         if not spans:
             return
         until, request, queue = spans[-1][1], req_context.req_id, self._queue()
@@ -139,11 +139,11 @@ class Admission:
             rows = Rows(0, len(spans), may_grow=True)
         else:
             # No request with rows waits for more rows, so all of them will release theirs.
-            may_grow = queue.gives_rows or bool(self._waiting.keys() - {request})
-            rows = self._room.rows(req_context, until, may_grow=may_grow)
-        self._gate.weigh(request, spans, self._chunk_bytes, queue, rows)
+            may_grow = queue.releases_rows or bool(self._waiting.keys() - {request})
+            rows = self._cpu_rows.rows(req_context, until, may_grow=may_grow)
+        self._gate.decide(request, spans, self._chunk_bytes, queue, rows)
         if candidate.loads:
-            self._room.keep(req_context, candidate.until, self.promotions(req_context))
+            self._cpu_rows.keep(req_context, candidate.until, self.promotions(req_context))
 
     def _spans(self, chunks: Sequence[OffloadKey], req_context: ReqContext) -> list[tuple[int, int]]:
         """The tokens [start, end) of each chunk, ordered by end; empty if vLLM does not report those of a chunk."""

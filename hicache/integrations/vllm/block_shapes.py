@@ -63,8 +63,8 @@ class BlockShape:
         """The tiles of all blocks of `tensor`, uint8 `[blocks, page_bytes]`: one bfloat16 `[rows, width]` view for each
         tile."""
         num_rows = (len(tensor) - 1) * self.block_rows + self.tokens
-        whole = torch.as_strided(tensor, ((len(tensor) - 1) * tensor.stride(0) + tensor.shape[1],), (1,))
-        elements = whole.view(torch.bfloat16)
+        flat = torch.as_strided(tensor, ((len(tensor) - 1) * tensor.stride(0) + tensor.shape[1],), (1,))
+        elements = flat.view(torch.bfloat16)
         return [
             torch.as_strided(
                 elements,
@@ -83,8 +83,8 @@ class BlockShape:
 def digest_of(shapes: Sequence[tuple[BlockShape, Sequence[int]]]) -> bytes:
     """A digest of 7 bytes that differs if packed chunks must be unpacked differently. Each shape comes with the indices
     of its tensors."""
-    told = repr([(shape.kind, tuple(tensors)) for shape, tensors in shapes])
-    return hashlib.sha256(told.encode()).digest()[:7]
+    description = repr([(shape.kind, tuple(tensors)) for shape, tensors in shapes])
+    return hashlib.sha256(description.encode()).digest()[:7]
 
 
 def shapes_of(

@@ -28,7 +28,7 @@ _PASS_TOKENS = 2048
 _SILENT_S = 1.0
 # A lower bound of practical prefill speeds. It limits waits for rows if the speed is unknown or loads are always
 # chosen.
-_LEAST_TOKENS_PER_S = 1000.0
+_MIN_TOKENS_PER_S = 1000.0
 
 
 @dataclass(slots=True)
@@ -57,12 +57,13 @@ class PrefillTimer:
         self._cost = cost
         self._clock = clock
         self._prompts: dict[str, _Prompt] = {}
-        self._begin_s = math.inf  # of the earliest prompt with tokens that arrived in this step
-        self._step_s = self._counted_s = -math.inf  # begin of the last step, and end of the time counted so far
+        self._begin_s = math.inf  # start of the earliest prompt with tokens that arrived in this step
+        self._step_s = -math.inf  # start of the last step
+        self._counted_s = -math.inf  # end of the time that was counted
         self._tokens = self._positions = self._seconds = 0.0
 
     def begin(self, request: str, start: int, end: int) -> None:
-        """Note the first step of a request, which computes complete chunks of its prompt within tokens [start, end)."""
+        """Record the first step of a request, which computes complete chunks of its prompt in tokens [start, end)."""
         self._prompts[request] = _Prompt(self._clock(), start, end)
 
     def computed(self, request: str, start: int, end: int) -> None:
@@ -105,7 +106,7 @@ class Candidate:
     `num_delayed`: other requests that computing would have delayed at the decision.
     """
 
-    asked_s: float
+    looked_up_s: float
     step: int
     start: int
     end: int
@@ -117,11 +118,12 @@ class Candidate:
 
 class Queue(NamedTuple):
     """The disk's pending jobs. `num_bytes`: still to be read by loads in flight. `progress_s`: when a load last made
-    progress; None: there is none. `gives_rows`: jobs are in flight that release rows of the CPU tier when they end."""
+    progress; None: there is none. `releases_rows`: jobs are in flight that release rows of the CPU tier when they
+    end."""
 
     num_bytes: int = 0
     progress_s: float | None = None
-    gives_rows: bool = False
+    releases_rows: bool = False
 
 
 class Rows(NamedTuple):
@@ -193,7 +195,7 @@ class LoadGate(ServerLoadPolicy):
         self._accepted_bytes = 0
         self.has_waiting = False  # a request waits for rows since this step began; later requests wait behind it
 
-    def came(self, request: str) -> None:
+    def add_request(self, request: str) -> None:
         """Note a new request of vLLM."""
         self._live.add(request)
 
@@ -201,13 +203,13 @@ class LoadGate(ServerLoadPolicy):
         """The candidate of the request; None if it has not asked yet."""
         return self._candidates.get(request)
 
-    def asked(self, request: str, start: int, end: int) -> Candidate:
+    def add_candidate(self, request: str, start: int, end: int) -> Candidate:
         """Start a candidate: the tier is asked for tokens from `start` on of a prompt whose last complete chunk ends at
         `end`."""
         candidate = self._candidates[request] = Candidate(self._clock(), self._step, start, end)
         return candidate
 
-    def asks_more(self, candidate: Candidate, start: int) -> bool:
+    def needs_earlier_tokens(self, candidate: Candidate, start: int) -> bool:
         """Whether the request asks for earlier tokens, from `start` on, than in an earlier step. Within one step vLLM
         may look chunks up from the end."""
         if start >= candidate.start:
@@ -234,12 +236,12 @@ class LoadGate(ServerLoadPolicy):
 
     def wait(self, request: str, candidate: Candidate) -> None:
         """End the wait for the disk's answer if it has taken as long as computing would cost all requests."""
-        wait_s, num_delayed = self._clock() - candidate.asked_s, self.num_delayed(request)
+        wait_s, num_delayed = self._clock() - candidate.looked_up_s, self.num_delayed(request)
         if not self.compare_wait(wait_s, candidate.start, candidate.end, num_delayed).is_worth_loading():
             self.abandon()
             candidate.loads = False
 
-    def weigh(
+    def decide(
         self,
         request: str,
         spans: Sequence[tuple[int, int]],
@@ -328,7 +330,7 @@ class LoadGate(ServerLoadPolicy):
         if candidate.waits_until_s == -math.inf:
             load_s, compute_s, num_delayed = estimate
             if compute_s is None or compute_s == math.inf:
-                compute_s = (part.end - part.start) / _LEAST_TOKENS_PER_S
+                compute_s = (part.end - part.start) / _MIN_TOKENS_PER_S
             candidate.waits_until_s = self._clock() + _saved_s(LoadEstimate(load_s or 0.0, compute_s, num_delayed))
         return self._clock() < candidate.waits_until_s
 

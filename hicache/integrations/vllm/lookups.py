@@ -44,7 +44,7 @@ class Lookups:
         self._poll = poll
         self._first: dict[str, _Verdict] = {}  # first look-ups of the requests that arrived in this step
         self._verdicts: dict[bytes, _Verdict] = {}
-        self._asked_by: dict[str, dict[bytes, _Verdict]] = {}  # each in the order of look-up
+        self._verdicts_by_request: dict[str, dict[bytes, _Verdict]] = {}  # each in the order of look-up
         self._batch: list[bytes] = []
         self._in_flight: dict[int, list[bytes]] = {}
         self._num_jobs = 0
@@ -57,8 +57,8 @@ class Lookups:
         """Whether the store holds the chunk; None: retry in the next step. If the first chunk of the request turns out
         to be missing, return False for the following chunks of this step. vLLM got None for the first chunk, so it
         retries all of them if it does not need a prefix."""
-        asked, first = self._asked_by.get(request), self._first.get(request)
-        if first is not None and first.held is None and not len(self._asked_by[request]) % _LOOKUPS_A_POLL:
+        looked_up, first = self._verdicts_by_request.get(request), self._first.get(request)
+        if first is not None and first.held is None and not len(self._verdicts_by_request[request]) % _LOOKUPS_A_POLL:
             self._poll()
         if first is not None and first.held is False:
             return False
@@ -67,25 +67,25 @@ class Lookups:
             verdict = self._verdicts[chunk] = _Verdict()
             if self._reads.refuses():
                 verdict.held = False
-            elif asked is None:
+            elif looked_up is None:
                 self._first[request] = verdict
                 self._ask([chunk])
             else:
                 self._batch.append(chunk)
-        if asked is None:
-            asked = self._asked_by[request] = {}
-        asked[chunk] = verdict
+        if looked_up is None:
+            looked_up = self._verdicts_by_request[request] = {}
+        looked_up[chunk] = verdict
         verdict.requests.add(request)
         return verdict.held
 
     def held(self, request: str) -> list[bytes] | None:
         """The chunks of a request that the store holds, without a gap from the first held one on. None: the store has
         not answered for all chunks yet."""
-        asked = self._asked_by.get(request, {})
-        if any(verdict.held is None for verdict in asked.values()):
+        looked_up = self._verdicts_by_request.get(request, {})
+        if any(verdict.held is None for verdict in looked_up.values()):
             return None
-        found = dropwhile(lambda chunk: not asked[chunk].held, asked)
-        return list(takewhile(lambda chunk: asked[chunk].held, found))
+        found = dropwhile(lambda chunk: not looked_up[chunk].held, looked_up)
+        return list(takewhile(lambda chunk: looked_up[chunk].held, found))
 
     def flush(self) -> None:
         """Submit the look-ups since the last call to the store."""
@@ -120,7 +120,7 @@ class Lookups:
 
     def forget(self, request: str) -> None:
         """Drop the results that only this finished request needed."""
-        for chunk in self._asked_by.pop(request, ()):
+        for chunk in self._verdicts_by_request.pop(request, ()):
             verdict = self._verdicts[chunk]
             verdict.requests.discard(request)
             if not verdict.requests:

@@ -69,12 +69,16 @@ def chunk_blocks(
         if len(of_group) != num_rows:
             raise ValueError(f"{size} blocks from number {index} on lie in {num_rows} chunks, not in {len(of_group)}")
         chunk, ids = position // blocks_per_chunk, blocks[first_block : first_block + size].astype(np.int64)
-        is_whole = np.bincount(chunk, minlength=num_rows) == blocks_per_chunk
-        whole = is_whole[chunk]
-        part = ~whole
+        is_full_chunk = np.bincount(chunk, minlength=num_rows) == blocks_per_chunk
+        is_of_full_chunk = is_full_chunk[chunk]
+        part = ~is_of_full_chunk
         found.append(
             ChunkBlocks(
-                of_group[is_whole], ids[whole], of_group[chunk[part]], position[part] % blocks_per_chunk, ids[part]
+                of_group[is_full_chunk],
+                ids[is_of_full_chunk],
+                of_group[chunk[part]],
+                position[part] % blocks_per_chunk,
+                ids[part],
             )
         )
         first_row, first_block = first_row + num_rows, first_block + size
@@ -226,16 +230,16 @@ class ChunkLink:
         self.backend.start()
         self._num_loads = 0
 
-    def submit(self, direction: Direction, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
+    def submit(self, direction: Direction, chunks: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
         """Start the copies. Each is returned with a function that repeats it block by block."""
         ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
-        if len(wanted.rows):
-            index = np.tile(np.arange(self._blocks_per_chunk), len(wanted.rows))
-            rows = np.repeat(wanted.rows, self._blocks_per_chunk)
-            again = partial(self.single.copy, direction, rows, index, wanted.blocks)
-            ops.append((self._whole(direction, wanted), again))
-        if len(wanted.part_rows):
-            again = partial(self.single.copy, direction, wanted.part_rows, wanted.part_index, wanted.part_blocks)
+        if len(chunks.rows):
+            index = np.tile(np.arange(self._blocks_per_chunk), len(chunks.rows))
+            rows = np.repeat(chunks.rows, self._blocks_per_chunk)
+            again = partial(self.single.copy, direction, rows, index, chunks.blocks)
+            ops.append((self._copy_full_chunks(direction, chunks), again))
+        if len(chunks.part_rows):
+            again = partial(self.single.copy, direction, chunks.part_rows, chunks.part_index, chunks.part_blocks)
             ops.append((again(), again))
         return ops
 
@@ -244,8 +248,8 @@ class ChunkLink:
         self.backend.close()
         self.single.close()
 
-    def _whole(self, direction: Direction, wanted: ChunkBlocks) -> TransferOp:
-        pages, slots = torch.from_numpy(wanted.rows), torch.from_numpy(wanted.blocks)
+    def _copy_full_chunks(self, direction: Direction, chunks: ChunkBlocks) -> TransferOp:
+        pages, slots = torch.from_numpy(chunks.rows), torch.from_numpy(chunks.blocks)
         if direction == "store":
             return self.backend.store(slots, pages)
         op = self.backend.load(pages, slots, self._num_loads)

@@ -39,7 +39,7 @@ class OffloadingSettings:
 
     cpu_bytes_to_use: Annotated[
         int | Free,
-        Size("CPU memory of all workers, like 64GB; free: the free memory, less an eighth", _MIN_BYTES, word="free"),
+        Size("CPU memory of all workers, like 64GB; free: the free memory, less an eighth", _MIN_BYTES, keyword="free"),
     ]
     disk: ServerStoreConfig | None = None
     eviction_policy: Annotated[str, Choice("eviction order of the CPU tier", tuple(POLICIES))] = "lru"

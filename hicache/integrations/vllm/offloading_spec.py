@@ -40,7 +40,7 @@ from hicache.integrations.vllm.offloading_settings import (
     offloading_settings,
 )
 from hicache.integrations.vllm.offloading_worker import ChunkRows, HiCacheOffloadingWorker
-from hicache.integrations.vllm.recurrent_states import tell_specs
+from hicache.integrations.vllm.recurrent_states import set_recurrent_states
 from hicache.integrations.vllm.region_files import remove_leftovers, remove_names_once_mapped
 from hicache.integrations.vllm.row_links import Link, packed_links, raw_links
 from hicache.integrations.vllm.row_packing import RowPacking, format_of, row_packing
@@ -70,11 +70,11 @@ def _for_tiering(given: Mapping[str, Any], **sizes: int) -> dict[str, Any]:
 def _packing(settings: OffloadingSettings, config: OffloadingConfig) -> RowPacking | None:
     """The packing of the rows, equal in all processes; None: rows are not packed. Raises ConfigError if the settings
     request packing and the rows cannot be packed."""
-    wanted = format_of(settings.kv_packing, is_cuda=current_platform.is_cuda())
-    if wanted is None:
+    pack_format = format_of(settings.kv_packing, is_cuda=current_platform.is_cuda())
+    if pack_format is None:
         return None
     try:
-        return row_packing(wanted, config, has_other_tiers=bool(config.extra_config.get("secondary_tiers")))
+        return row_packing(pack_format, config, has_other_tiers=bool(config.extra_config.get("secondary_tiers")))
     except ValueError as error:
         if settings.kv_packing != "auto":
             raise ConfigError(
@@ -109,7 +109,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     def __init__(self, config: OffloadingConfig) -> None:
         remove_leftovers()
         refuse_pipelines(config)
-        tell_specs()
+        set_recurrent_states()
         self._settings = offloading_settings(config.extra_config)
         num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing = _packing(self._settings, config)

@@ -175,12 +175,12 @@ class HiCacheOffloadingWorker(OffloadingWorker):
     def _submit(self, direction: Direction, job_id: int, device: GPULoadStoreSpec, host: LoadStoreSpec) -> bool:
         assert isinstance(host, BlockIDsLoadStoreSpec)
         self._rows.forget_name()  # a transfer shows that the scheduler and all workers are ready
-        wanted = chunk_blocks(
+        chunks_by_group = chunk_blocks(
             host.block_ids, device.block_ids, device.group_sizes, device.block_indices, self._blocks_per_chunk
         )
         copies = [
             copy
-            for links, group in zip(self._groups, wanted, strict=True)
+            for links, group in zip(self._groups, chunks_by_group, strict=True)
             for link in links
             for copy in link.submit(direction, group)
         ]

@@ -48,13 +48,13 @@ class Misfits:
 
     stored: int = 0
     misfits: int = 0
-    _is_told: bool = field(default=False, init=False)
+    _is_reported: bool = field(default=False, init=False)
 
     def count(self, stored: int, misfits: int) -> None:
         self.stored += stored
         self.misfits += misfits
-        if not self._is_told and are_too_many(self.misfits, self.stored):
-            self._is_told = True
+        if not self._is_reported and are_too_many(self.misfits, self.stored):
+            self._is_reported = True
             log.warning(
                 "%d of %d chunks do not fit their packed size: the worker keeps a part of each in memory in "
                 "addition to cpu_bytes_to_use, and none of them is stored on disk; set kv_packing to off",
@@ -124,11 +124,11 @@ class PackedChunkLink:
         self.rests: dict[int, tuple[bytes, torch.Tensor]] = {}
         self._num_loads = 0
 
-    def submit(self, direction: Direction, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
+    def submit(self, direction: Direction, chunks: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
         """Start the copies. Each is returned with a function that repeats it in another way."""
         if direction == "load":
-            return self._load(wanted)
-        rows, blocks = self._with_parts(wanted)
+            return self._load(chunks)
+        rows, blocks = self._with_parts(chunks)
         return [self._store(rows, blocks)] if len(rows) else []
 
     def close(self) -> None:
@@ -164,12 +164,12 @@ class PackedChunkLink:
         slots = in_scratch[0].slots(np.arange(self._blocks_per_chunk)).to(self._device)
         return _Part(shape, start, backend, scratch_packer, slots)
 
-    def _with_parts(self, wanted: ChunkBlocks) -> tuple[Ids, Ids]:
+    def _with_parts(self, chunks: ChunkBlocks) -> tuple[Ids, Ids]:
         """All stored rows, and for each all blocks of a chunk, including those that fill missing blocks."""
-        rows, starts = np.unique(wanted.part_rows, return_index=True)
-        blocks = np.repeat(wanted.part_blocks[starts][:, None], self._blocks_per_chunk, 1)
-        blocks[np.searchsorted(rows, wanted.part_rows), wanted.part_index] = wanted.part_blocks
-        return np.concatenate([wanted.rows, rows]), np.concatenate([wanted.blocks, blocks.reshape(-1)])
+        rows, starts = np.unique(chunks.part_rows, return_index=True)
+        blocks = np.repeat(chunks.part_blocks[starts][:, None], self._blocks_per_chunk, 1)
+        blocks[np.searchsorted(rows, chunks.part_rows), chunks.part_index] = chunks.part_blocks
+        return np.concatenate([chunks.rows, rows]), np.concatenate([chunks.blocks, blocks.reshape(-1)])
 
     def _store(self, rows: Ids, blocks: Ids) -> tuple[TransferOp, Callable[[], TransferOp]]:
         self._forget(rows)
@@ -202,13 +202,13 @@ class PackedChunkLink:
                 self._trailers[row] = self._trailer(RowKind.RAW, tag)
         return op
 
-    def _load(self, wanted: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
+    def _load(self, chunks: ChunkBlocks) -> list[tuple[TransferOp, Callable[[], TransferOp]]]:
         ops: list[tuple[TransferOp, Callable[[], TransferOp]]] = []
-        is_packed = self._are_packed(wanted.rows)
-        self._forget(wanted.rows[is_packed])  # the disk has overwritten raw chunks in these rows
-        blocks = wanted.blocks.reshape(-1, self._blocks_per_chunk)
+        is_packed = self._are_packed(chunks.rows)
+        self._forget(chunks.rows[is_packed])  # the disk has overwritten raw chunks in these rows
+        blocks = chunks.blocks.reshape(-1, self._blocks_per_chunk)
         if is_packed.any():
-            rows, of_row = wanted.rows[is_packed], blocks[is_packed]
+            rows, of_row = chunks.rows[is_packed], blocks[is_packed]
             again = partial(self._load_blocks, *self._by_block(rows, of_row))
             pages, flat = torch.from_numpy(rows), of_row.reshape(-1)
             for part in self.parts:
@@ -217,8 +217,8 @@ class PackedChunkLink:
                 if self._on_gpu:
                     op.wait_outcome()  # also queues the remaining layers, which no forward pass will request
                 ops.append((op, again))
-        singly = self._by_block(wanted.rows[~is_packed], blocks[~is_packed])
-        parts = wanted.part_rows, wanted.part_index, wanted.part_blocks
+        singly = self._by_block(chunks.rows[~is_packed], blocks[~is_packed])
+        parts = chunks.part_rows, chunks.part_index, chunks.part_blocks
         for one_by_one in (singly, parts):
             if len(one_by_one[0]):
                 again = partial(self._load_blocks, *one_by_one)
@@ -245,7 +245,7 @@ class PackedChunkLink:
     def _unpack(self, row: int) -> None:
         """Copy the chunk of a row to the scratch memory, unpacked."""
         if not self._are_packed(np.array([row]))[0]:
-            rest = self._rest(row)
+            rest = self._raw_rest(row)
             self._scratch[: self._row_bytes].copy_(self._host[row, : self._row_bytes], non_blocking=True)
             self._scratch[self._row_bytes :].copy_(rest, non_blocking=True)
             return
@@ -266,7 +266,7 @@ class PackedChunkLink:
             for row in rows.tolist():
                 self.rests.pop(row, None)
 
-    def _rest(self, row: int) -> torch.Tensor:
+    def _raw_rest(self, row: int) -> torch.Tensor:
         """The second part of a raw chunk. Raises TransferError if the row does not contain the chunk that this worker
         stored."""
         tag, rest = self.rests.get(row, (b"", torch.empty(0)))

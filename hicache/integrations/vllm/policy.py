@@ -1,8 +1,8 @@
 """hicache's eviction policies for vLLM's CPU tier: `"eviction_policy": "SLRUPolicy"` and
 `"cache_policy_module_path": "hicache.integrations.vllm"`.
 
-vLLM says which chunks a request used when it finishes; of its prompt the first chunk counts as the most recently used:
-a suffix is worth nothing without its prefix.
+When a request finishes, vLLM reports the chunks that it used. The first chunk of its prompt counts as the most recently
+used, because a suffix cannot be used without its prefix.
 """
 
 from __future__ import annotations
@@ -21,29 +21,29 @@ from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
 from hicache.pages.order import EvictionOrder, rank_policy
 from hicache.pages.table import NO_ROWS, PageTable, Rows
 
-_MIN_CHUNK_TOKENS = 16  # chunks of a request are at least so far apart
-_LEAST_TICKS = 1 << 12  # of a request: more chunks than it has, or than it is seen to have at first
+_MIN_CHUNK_TOKENS = 16  # minimum distance of two chunks of a request
+_MIN_TICKS = 1 << 12  # minimum ticks of a request, usually more than it has chunks
 
 
 @runtime_checkable
-class KeepsAwaited(Protocol):
-    """A policy of ours, as the tier uses it. `cache_capacity`: rows in all."""
+class AwaitingPolicy(Protocol):
+    """A policy that does not evict chunks for which a request waits. `cache_capacity`: rows of the CPU tier."""
 
     cache_capacity: int
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """Rows that are free, or whose chunks may be evicted and are none of `kept`."""
+        """Return the number of rows that are free or evictable, without the rows of `kept`."""
         ...
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """A request waits, for these chunks too, which are in the CPU tier: they stay until it is scheduled."""
+        """Keep `chunks`, which are in the CPU tier, until the request that waits for them is scheduled."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class _Chunk:
-    """A chunk in the CPU tier. Times are ticks of a request, less the position. `is_evictable`: no request uses it, and
-    none waits for it."""
+    """A chunk in the CPU tier. Times are the tick of a request minus the chunk's position in the prompt.
+    `is_evictable`: no request uses the chunk or waits for it."""
 
     status: ChunkStatus
     created: int
@@ -54,8 +54,8 @@ class _Chunk:
 
 @dataclass(slots=True)
 class _RequestTick:
-    """When a request was first seen, by the policy `owner`: `tick` is the time of its first token. Chunks beyond
-    `num_ticks` count as used at the time of the last of these."""
+    """The ticks of a request. `owner`: the policy that assigned them. `tick`: the time of the request's first chunk.
+    Chunks behind the first `num_ticks` have the time of the last tick."""
 
     owner: object
     tick: int
@@ -63,10 +63,10 @@ class _RequestTick:
 
 
 class HiCachePolicy(CachePolicy):
-    """Which chunk leaves vLLM's CPU tier, by a policy of hicache's. Owned by vLLM's manager, under its lock.
+    """An eviction policy of hicache for vLLM's CPU tier. Owned by vLLM's manager, which calls it under its lock.
 
-    Chunks are rows of an eviction order. vLLM reports one chunk at a time; the order gets all changes together, before
-    it chooses victims. A use is counted once a request, as vLLM reports it. Chunks that a waiting request read from
+    Chunks are rows of an `EvictionOrder`. vLLM reports one chunk at a time; the order gets all changes together before
+    it chooses victims. A use is counted once per request, as vLLM reports it. Chunks that a waiting request read from
     the disk are not evicted: see `promotions`.
     """
 
@@ -80,7 +80,7 @@ class HiCachePolicy(CachePolicy):
         self._new_order()
         self._awaited = AwaitedChunks()
         self._tick = 0
-        # Of the store that is being prepared: vLLM 0.32 does not say in `insert` whose chunk it is.
+        # Times of the chunks that are about to be stored: `insert` of vLLM 0.32 does not name the request.
         self._announced: dict[OffloadKey, int] = {}
 
     def get(self, key: OffloadKey) -> ChunkStatus | None:
@@ -109,7 +109,7 @@ class HiCachePolicy(CachePolicy):
         self._awaited.announce(self._announced, req_context)
 
     def on_request_access(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """The request is not done; until then what it uses is as recent as the request, suffix before prefix."""
+        """Count a use by a running request: its chunks are as recent as the request; suffixes are evicted first."""
         accessed = list(keys)
         for key, time in zip(accessed, self._times_of(accessed, req_context), strict=True):
             if (chunk := self._chunks.get(key)) is not None:
@@ -127,7 +127,7 @@ class HiCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._release()
-        self._tell_order()
+        self._update_order()
         taken, kept = NO_ROWS, NO_ROWS
         while len(taken) < n and len(rows := self._order.take(n - len(taken))):
             is_kept = np.array([key in protected for key in self._table.keys_of(rows)], np.bool_)
@@ -140,7 +140,7 @@ class HiCachePolicy(CachePolicy):
             return None
         evicted = [(key, self._chunks.pop(key).status) for key in self._table.keys_of(taken)]
         self._num_evictable -= n
-        self._leave(taken)
+        self._remove_rows(taken)
         return evicted
 
     def clear(self) -> None:
@@ -159,20 +159,20 @@ class HiCachePolicy(CachePolicy):
         self._set_evictable(key, False)
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """See `KeepsAwaited`."""
+        """See `AwaitingPolicy`."""
         self._release()
         num_kept = sum(self._chunks[key].is_evictable for key in kept)
         return self.cache_capacity - len(self._chunks) + self._num_evictable - num_kept
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """See `KeepsAwaited`."""
+        """See `AwaitingPolicy`."""
         kept = list(chunks)
         self._awaited.add(kept, promotions)
         for key in kept:
             self.mark_non_evictable(key)
 
     def _release(self) -> None:
-        """What nobody waits for any longer may be evicted."""
+        """Make chunks evictable for which no request waits any longer."""
         for key in self._awaited.take_released():
             if key in self._chunks and self._chunks[key].status.ref_cnt == 0:
                 self.mark_evictable(key)
@@ -184,7 +184,8 @@ class HiCachePolicy(CachePolicy):
         self._changed[key] = None
 
     def _use(self, keys: Sequence[OffloadKey], counted: set[OffloadKey] | None) -> None:
-        """The chunks, first to last of a prompt, are used now. `counted`: those whose use counts; None: all."""
+        """Count a use of chunks, which are in the order of the prompt. `counted`: chunks whose hits count; None:
+        all."""
         self._tick += max(1, len(keys))
         for i, key in enumerate(keys):
             if (chunk := self._chunks.get(key)) is not None:
@@ -193,7 +194,7 @@ class HiCachePolicy(CachePolicy):
                 self._changed[key] = None
 
     def _times_of(self, keys: Sequence[OffloadKey], req_context: ReqContext | None) -> list[int]:
-        """The request's first tick, less the position of each chunk in its prompt."""
+        """Return the time of each chunk: the tick of the request minus the chunk's position in its prompt."""
         positions = [None if req_context is None else req_context.get_offload_key_position(key) for key in keys]
         known = [position // _MIN_CHUNK_TOKENS for position in positions if position is not None]
         if req_context is None or len(known) < len(keys):
@@ -201,7 +202,7 @@ class HiCachePolicy(CachePolicy):
             return [*range(self._tick - len(keys) + 1, self._tick + 1)]
         state = req_context.get_state(_RequestTick)
         if state is None or state.owner is not self:
-            num_ticks = max([_LEAST_TICKS, *known]) + 1
+            num_ticks = max([_MIN_TICKS, *known]) + 1
             self._tick += num_ticks
             state = _RequestTick(self, self._tick, num_ticks)
             req_context.set_state(state)
@@ -213,12 +214,12 @@ class HiCachePolicy(CachePolicy):
         self._table = PageTable()
         self._order = EvictionOrder(self._table, rank_policy(self.strategy), is_linked=False)
 
-    def _tell_order(self) -> None:
+    def _update_order(self) -> None:
         """Apply all changes since the last call to the order."""
         changed, self._changed = self._changed, {}
-        gone = self._table.known([key for key in changed if key not in self._chunks])
-        if len(gone):
-            self._leave(gone)
+        evicted = self._table.known([key for key in changed if key not in self._chunks])
+        if len(evicted):
+            self._remove_rows(evicted)
         chunks = {key: self._chunks[key] for key in changed if key in self._chunks}
         if not chunks:
             return
@@ -239,40 +240,40 @@ class HiCachePolicy(CachePolicy):
         order.unlock(rows[is_evictable & (order.locks[rows] > 0)])
         order.lock(rows[~is_evictable & (order.locks[rows] == 0)])
 
-    def _leave(self, rows: Rows) -> None:
-        """The tier has the chunks of these rows no more."""
+    def _remove_rows(self, rows: Rows) -> None:
+        """Remove rows whose chunks were evicted."""
         self._order.unlock(rows[self._order.locks[rows] > 0])
         self._order.leave(rows)
         self._table.drop(rows)
 
 
 class LRUPolicy(HiCachePolicy):
-    """The least recently used goes first."""
+    """Evicts the least recently used chunk first."""
 
     strategy = "lru"
 
 
 class LFUPolicy(HiCachePolicy):
-    """The least often used goes first; of equals, the least recently used."""
+    """Evicts the least often used chunk first; among equal ones, the least recently used."""
 
     strategy = "lfu"
 
 
 class SLRUPolicy(HiCachePolicy):
-    """What one request alone used goes first; of both segments, the least recently used."""
+    """Evicts chunks that only one request used first; within both segments, the least recently used."""
 
     strategy = "slru"
 
 
 class FIFOPolicy(HiCachePolicy):
-    """The oldest goes first."""
+    """Evicts the oldest chunk first."""
 
     strategy = "fifo"
 
 
 @dataclass(frozen=True, slots=True)
-class _Either:
-    """What is in one of both. vLLM's policies only ask whether a chunk is protected."""
+class _Union:
+    """The union of two sets of chunks. vLLM's policies only check whether a chunk is in it."""
 
     protected: set[OffloadKey]
     awaited: AwaitedChunks
@@ -282,7 +283,7 @@ class _Either:
 
 
 class ARCPolicy(ARCCachePolicy):
-    """vLLM's `arc`, which keeps what a request waits for: see `promotions`."""
+    """vLLM's `arc` without evicting chunks for which a request waits: see `promotions`."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -296,7 +297,7 @@ class ARCPolicy(ARCCachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._awaited.take_released()
-        evicted: list[tuple[OffloadKey, ChunkStatus]] | None = super().evict(n, _Either(protected, self._awaited))
+        evicted: list[tuple[OffloadKey, ChunkStatus]] | None = super().evict(n, _Union(protected, self._awaited))
         return evicted
 
     def clear(self) -> None:
@@ -304,13 +305,13 @@ class ARCPolicy(ARCCachePolicy):
         self._awaited.clear()
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """See `KeepsAwaited`."""
+        """See `AwaitingPolicy`."""
         self._awaited.take_released()
-        held = _Either(set(kept), self._awaited)
+        held = _Union(set(kept), self._awaited)
         chunks = itertools.chain(self.t1.items(), self.t2.items())
         num_held = sum(chunk.ref_cnt != 0 or key in held for key, chunk in chunks)
         return self.cache_capacity - num_held
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """See `KeepsAwaited`."""
+        """See `AwaitingPolicy`."""
         self._awaited.add(chunks, promotions)

@@ -18,7 +18,7 @@ from vllm.v1.kv_cache_interface import KVCacheConfig, MambaSpec
 INIT = OffloadingConnectorScheduler.__init__
 
 
-def tell_specs() -> None:
+def set_recurrent_states() -> None:
     """Replace vLLM's constructor in this process, so that it sets `recurrent_states` of each spec. Idempotent."""
     OffloadingConnectorScheduler.__init__ = _init
 

@@ -9,7 +9,7 @@ tiles need less. The workers determine the actual tiles (`block_shapes`). The la
     [0, part_bytes - 16)   a packed chunk, or the first part of a raw one, whose rest its worker keeps
     1 byte                 `RowKind`
     7 bytes                digest of the shape of the tiles
-    8 bytes                of a raw chunk: random, the same as that of the rest; else 0
+    8 bytes                in a raw chunk a random number, which the rest has too; else 0.
 
 Imports nothing of vLLM, so that it can be tested without an installed server.
 """
@@ -29,15 +29,16 @@ from hicache.kernels.pack import FOUR_BITS, PackFormat, PagePacker
 if TYPE_CHECKING:
     from vllm.v1.kv_offload.config import OffloadingConfig
 
-TRAILER_BYTES = 16  # of each worker's part
+TRAILER_BYTES = 16  # bytes at the end of each worker's part
 TILE_CHANNELS = 64
+# For 3 bits: the share of escapes of values, because a tile contains keys and values.
 _FORMATS = {
     "3": PackFormat(3, (0.05,)),
     "4": FOUR_BITS,
-}  # with the share of escapes of values for 3 bits, because a tile contains keys and values
-_ATTENTION = ("attn", "mla_attn")  # last parts of vLLM's names of layers with keys and values, or with latents
+}
+_ATTENTION = ("attn", "mla_attn")  # suffixes of vLLM's names of attention layers
 _ELEMENT_BYTES = 2
-_ROW_STEP = 4096  # of vLLM's rows
+_ROW_STEP = 4096  # bytes; vLLM's rows are multiples of it
 
 
 class RowKind(enum.IntEnum):
@@ -95,8 +96,8 @@ def row_packing(format: PackFormat, config: OffloadingConfig, *, has_other_tiers
         ),
         f"a token has {raw_bytes} / {tokens} bytes, not a multiple of 128": bool(rest or channels % TILE_CHANNELS),
     }
-    for obstacle, is_there in obstacles.items():
-        if is_there:
+    for obstacle, applies in obstacles.items():
+        if applies:
             raise ValueError(obstacle)
     part_bytes = part_bytes_of(format, channels, tokens, blocks)
     rows = [-(-size * parallel.world_size // _ROW_STEP) * _ROW_STEP for size in (part_bytes, raw_bytes)]

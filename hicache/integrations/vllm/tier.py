@@ -39,7 +39,7 @@ from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, Tra
 from hicache.flow.cost import CostModel
 from hicache.integrations.load_gate import PrefillNote
 from hicache.integrations.server_store import ServerStore, server_store_config
-from hicache.integrations.vllm.admission import Admission, CpuRoom
+from hicache.integrations.vllm.admission import Admission, CpuRows
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.gate import LoadGate, Queue
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
@@ -129,18 +129,18 @@ class HiCacheTier(SecondaryTierManager):
         # Queued stores pin rows, those used most recently. A quarter of the rows stays free for new chunks.
         self._max_waiting_bytes = max(row_bytes, rows.nbytes // 4 * 3)
         self._descriptor: int | None = _descriptor_of(rows, offloading_spec)
-        is_ours = isinstance(offloading_spec, HiCacheOffloadingSpec)
-        self._packing = offloading_spec.row_packing if is_ours else None
-        states = offloading_spec.recurrent_states if is_ours else ""
-        tells_events = offloading_spec.kv_events_config.enable_kv_cache_events
-        self._events = TierEvents(self.medium, self.locality) if tells_events else None
+        is_hicache_spec = isinstance(offloading_spec, HiCacheOffloadingSpec)
+        self._packing = offloading_spec.row_packing if is_hicache_spec else None
+        states = offloading_spec.recurrent_states if is_hicache_spec else ""
+        has_events = offloading_spec.kv_events_config.enable_kv_cache_events
+        self._events = TierEvents(self.medium, self.locality) if has_events else None
         self._server = ServerStore.open(
             config,
             identity_of(offloading_spec.config, vllm_release(), row_bytes, self._packing, states),
             [page_format(offloading_spec.config.model.dtype, row_bytes, is_packed=self._packing is not None)],
             queue_jobs=_QUEUE_JOBS,
             full_bytes=self._max_waiting_bytes,
-            tells_removed=tells_events,
+            tells_removed=has_events,
         )
         self._disk = self._server.tier
         self._disk.share(self._descriptor, rows.reshape(-1))
@@ -153,19 +153,19 @@ class HiCacheTier(SecondaryTierManager):
         cost = CostModel(config.prefill_tokens_per_s, {DISK: self._disk.num_readers}, self.metrics, self._disk.clock)
         self.gate = LoadGate(cost, self._disk.clock, self.metrics, job_bytes=_PART_CHUNKS * row_bytes)
         self._note = PrefillNote(cost.prefill, self._disk)
-        tokens, room = _chunk_tokens(offloading_spec), CpuRoom(offloading_spec)
-        self._admission = Admission(self.gate, self._lookups, room, self._queue, tokens, row_bytes)
+        tokens, cpu_rows = _chunk_tokens(offloading_spec), CpuRows(offloading_spec)
+        self._admission = Admission(self.gate, self._lookups, cpu_rows, self._queue, tokens, row_bytes)
         self._reported = TierMetrics(self.metrics, self._server.path, self._disk.clock)
         self._loads: dict[int, Load] = {}
         self._stores: dict[int, Store] = {}
         self._results: list[JobResult] = []
         self._waiting_bytes = 0
         self._refused_hash = False
-        self._heard_s = self._disk.clock()  # when a job of the disk was last submitted or made progress
+        self._last_progress_s = self._disk.clock()  # when a job of the disk was last submitted or made progress
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self.gate.came(req_context.req_id)
+        self.gate.add_request(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:
@@ -193,7 +193,7 @@ class HiCacheTier(SecondaryTierManager):
         span = self._admission.span(chunks, job_metadata.req_context)
         if span is not None:
             self.gate.stored(job_metadata.req_context.req_id, *span)
-        chunks, pages = self._whole(chunks, pages)
+        chunks, pages = self._packed_chunks(chunks, pages)
         if not chunks:
             self._results.append(JobResult(job_metadata.job_id, success=True, transfer_bytes=0))
             return
@@ -201,7 +201,7 @@ class HiCacheTier(SecondaryTierManager):
         fits = not self._stores or self._waiting_bytes + store.num_bytes <= self._max_waiting_bytes
         job = WriteJob(job_metadata.job_id, tuple(self._server.keys(chunks)), pages)
         if fits and self._are_sha256(chunks) and self._disk.writes.submit(job):
-            self._stores[job_metadata.job_id], self._heard_s = store, self._disk.clock()
+            self._stores[job_metadata.job_id], self._last_progress_s = store, self._disk.clock()
             self._waiting_bytes += store.num_bytes
             return
         self.dropped_jobs.value += 1
@@ -213,7 +213,7 @@ class HiCacheTier(SecondaryTierManager):
         chunks, context, now_s = tuple(job_metadata.keys), job_metadata.req_context, self._disk.clock()
         span, ok = self._admission.span(chunks, context), [False] * len(chunks)
         load = self._loads[job_metadata.job_id] = Load(context.req_id, chunks, span, now_s, now_s, ok)
-        self._heard_s = now_s
+        self._last_progress_s = now_s
         self._admission.promotions(context).read(chunks)
         keys, pages = self._server.keys(chunks), self._pages(job_metadata)
         for start in range(0, len(chunks), _PART_CHUNKS):
@@ -248,7 +248,7 @@ class HiCacheTier(SecondaryTierManager):
             self._admission.waits_no_longer(request)
         self.gate.step(context.new_req_ids, context.preempted_req_ids)
         self._note.step()
-        self._give_up()
+        self._cancel_stalled_loads()
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
@@ -281,10 +281,10 @@ class HiCacheTier(SecondaryTierManager):
     def _queue(self) -> Queue:
         progress_s = max((load.progress_s for load in self._loads.values()), default=None)
         num_bytes = sum(load.left for load in self._loads.values()) * self.block_size_bytes
-        is_heard = self._disk.clock() - self._heard_s <= LIMITS.io_timeout_s
-        return Queue(num_bytes, progress_s, is_heard and bool(self._loads or self._stores))
+        is_responsive = self._disk.clock() - self._last_progress_s <= LIMITS.io_timeout_s
+        return Queue(num_bytes, progress_s, is_responsive and bool(self._loads or self._stores))
 
-    def _give_up(self) -> None:
+    def _cancel_stalled_loads(self) -> None:
         """Cancel the loads that are stalled. vLLM then computes the chunks that were not read."""
         abandoned = False
         for load in self._loads.values():
@@ -300,7 +300,9 @@ class HiCacheTier(SecondaryTierManager):
         assert self._rows is not None, "the tier is shut down"
         return PageRows(self._rows, job.chunk_ids.tolist())
 
-    def _whole(self, chunks: tuple[OffloadKey, ...], pages: PageRows) -> tuple[tuple[OffloadKey, ...], PageRows]:
+    def _packed_chunks(
+        self, chunks: tuple[OffloadKey, ...], pages: PageRows
+    ) -> tuple[tuple[OffloadKey, ...], PageRows]:
         """The chunks whose rows contain all their bytes, and their rows."""
         if self._packing is None:
             return chunks, pages
@@ -343,10 +345,10 @@ class HiCacheTier(SecondaryTierManager):
         load = self._loads[done.ticket]
         load.ok[done.batch : done.batch + len(done.ok)] = done.ok
         load.left -= len(done.ok)
-        self._heard_s = self._disk.clock()
+        self._last_progress_s = self._disk.clock()
         for job_id, other in self._loads.items():
             if job_id >= done.ticket:  # also loads that wait behind it
-                other.progress_s = self._heard_s
+                other.progress_s = self._last_progress_s
         self.gate.read(sum(done.ok) * self.block_size_bytes, done.seconds)
         if not load.left:
             self._finish_load(done.ticket, load)
@@ -368,7 +370,7 @@ class HiCacheTier(SecondaryTierManager):
         )
 
     def _written(self, done: WriteDone) -> None:
-        store, self._heard_s = self._stores.pop(done.ticket), self._disk.clock()
+        store, self._last_progress_s = self._stores.pop(done.ticket), self._disk.clock()
         self._waiting_bytes -= store.num_bytes
         written = [chunk for chunk, ok in zip(store.chunks, done.ok, strict=True) if ok]
         self._lookups.mark(written, held=True)

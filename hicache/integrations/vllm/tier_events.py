@@ -27,11 +27,11 @@ class TierEvents:
         """Note that the store holds the chunks under these keys."""
         new = {key: chunk for key, chunk in zip(keys, chunks, strict=True) if key not in self._chunk_of}
         self._chunk_of.update(new)
-        self._tell(list(new.values()), removed=False)
+        self._emit(list(new.values()), removed=False)
 
     def removed(self, keys: Sequence[bytes]) -> None:
         """Note that the store has removed the chunks of these keys."""
-        self._tell([self._chunk_of.pop(key) for key in keys if key in self._chunk_of], removed=True)
+        self._emit([self._chunk_of.pop(key) for key in keys if key in self._chunk_of], removed=True)
 
     def note_losses(self, times_lost: int) -> None:
         """Note how often the store's process has ended. After a new end, report all chunks as removed, because the
@@ -44,7 +44,7 @@ class TierEvents:
         events, self._events = self._events, []
         return events
 
-    def _tell(self, chunks: list[OffloadKey], *, removed: bool) -> None:
+    def _emit(self, chunks: list[OffloadKey], *, removed: bool) -> None:
         if chunks:
             self._events.append(
                 OffloadingEvent(

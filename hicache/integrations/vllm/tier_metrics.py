@@ -63,7 +63,7 @@ class TierMetrics:
         self._store = store
         self._clock = clock
         self._described = metrics.describe()
-        self._told: dict[str, float] = {}
+        self._reported: dict[str, float] = {}
         self._next_s = clock()
 
     def take(self) -> OffloadingConnectorStats | None:
@@ -74,13 +74,18 @@ class TierMetrics:
         self._next_s = now_s + EVERY_S
         stats = OffloadingConnectorStats()
         for name, number in flattened(self._metrics.snapshot()).items():
-            value, told = float(number), self._told.get(name)  # float also for flags and states, for serialization
-            if value == told or name in _NOT_MEASURED:
+            value, reported = (
+                float(number),
+                self._reported.get(name),
+            )  # float also for flags and states, for serialization
+            if value == reported or name in _NOT_MEASURED:
                 continue
-            self._told[name], info = value, self._described[name]
+            self._reported[name], info = value, self._described[name]
             labels = (self._store, *(text for _, text in sorted(info.labels.items())))
             if info.type == "gauge":
                 stats.set_gauge(_family(info), value, labels)
             else:  # a lower value: the counters of a store restart with its process
-                stats.increase_counter(_family(info), value - (told or 0) if value >= (told or 0) else value, labels)
+                stats.increase_counter(
+                    _family(info), value - (reported or 0) if value >= (reported or 0) else value, labels
+                )
         return stats

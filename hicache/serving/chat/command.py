@@ -95,12 +95,14 @@ def _as_own(error: openai.APIError, server: str) -> HiCacheError:
     if isinstance(error, openai.APIConnectionError):
         return NoServer(server, str(error.__cause__ or error))
     # Without the status that the client library puts before the server's message.
-    told = error.body["message"] if isinstance(error.body, dict) and "message" in error.body else error.message
+    server_message = (
+        error.body["message"] if isinstance(error.body, dict) and "message" in error.body else error.message
+    )
     if error.code == "context_length_exceeded":
-        return ConfigError(f"{told}; give fewer or shorter files, or begin a new chat")
+        return ConfigError(f"{server_message}; give fewer or shorter files, or begin a new chat")
     if isinstance(error, openai.AuthenticationError):
         return ConfigError(f"{server} wants another key; give --api-key, or set HICACHE_API_KEY")
-    return ConfigError(f"{server}: {told}")
+    return ConfigError(f"{server}: {server_message}")
 
 
 def run(flags: argparse.Namespace) -> int:

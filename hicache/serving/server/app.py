@@ -22,7 +22,7 @@ from hicache.engine import MemoryTier
 from hicache.errors import ConfigError
 from hicache.monitoring.figures import figures
 from hicache.serving.constrained import JsonAnswers, JsonConstraint
-from hicache.serving.server.clients import unless_gone, watched
+from hicache.serving.server.clients import run_unless_disconnected, watched
 from hicache.serving.server.frontend import Frontend, ServedModel
 from hicache.serving.server.generation import Generation
 from hicache.serving.server.logprobs import TokenTexts
@@ -118,7 +118,7 @@ class _Desk:
         arrival_s = record_of(request.scope).arrival_s
         async with self._uploads.body(request, frontend.left_s(arrival_s)) as raw:
             with frontend.preparing():
-                prepared = await unless_gone(
+                prepared = await run_unless_disconnected(
                     request.receive,
                     self._workers.prepare(kind, raw),
                     frontend.left_s(arrival_s),
@@ -133,7 +133,7 @@ def _add_generation(
     app: FastAPI, frontend: Frontend, desk: _Desk, texts: TokenTexts, json_answers: JsonAnswers
 ) -> None:
     async def answer(kind: str, prefix: str, request: Request) -> Response:
-        frontend.require_room(1)
+        frontend.require_capacity(1)
         prepared = await desk.prepared(kind, request)
         body = prepared.body
         assert isinstance(body, GenerationBody)
@@ -227,8 +227,8 @@ def _add_dashboard(app: FastAPI, metrics: ServerMetrics) -> None:
     @app.get("/metrics.json")
     async def metrics_json() -> Response:
         """`figures`: those of hicache.monitoring.figures. `time_s`: a monotonic time of the server."""
-        told = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
-        return JSONResponse(told, headers={"Cache-Control": "no-store"})
+        payload = {"time_s": time.monotonic(), "about": metrics.about, "figures": figures(metrics.registry.collect())}
+        return JSONResponse(payload, headers={"Cache-Control": "no-store"})
 
 
 async def _constraint(answers: JsonAnswers, body: GenerationBody) -> JsonConstraint | None:
@@ -256,9 +256,9 @@ async def _answer(
     if body.stream:
         return EventStream(generation, reply, record.fields)
     async with watched(request.receive, generation, record.fields):
-        texts = await generation.whole()
+        texts = await generation.collect()
     # On a thread, because log probabilities of a long prompt take long to encode.
-    return await run_in_threadpool(lambda: JSONResponse(reply.whole(texts, generation.usage)))
+    return await run_in_threadpool(lambda: JSONResponse(reply.complete(texts, generation.usage)))
 
 
 def _require_json(request: Request) -> None:

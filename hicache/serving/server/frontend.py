@@ -25,7 +25,7 @@ from hicache.serving.server.protocol import GenerationBody
 from hicache.serving.server.replies import ApiError, internal_error, invalid, overloaded, timed_out, unavailable
 
 _MAX_PROMPT_LOGPROBS = 1 << 20  # of a request; they take 100 MiB until they are sent
-_LEAST_S = 1e-3
+_MIN_S = 1e-3
 _CONTEXT_TOKENS = 32  # last tokens of a prompt, given to the decoder of the answer
 _SEED_MASK = (1 << 64) - 1  # negative seeds are two's complement
 
@@ -99,7 +99,7 @@ class Frontend:
         if not self._thread.alive:
             raise unavailable("the engine has failed; the server has to be started again", "engine_failed")
 
-    def require_room(self, num_answers: int) -> None:
+    def require_capacity(self, num_answers: int) -> None:
         """Raise `ApiError` if a request for `num_answers` answers must be refused now."""
         self.require_serving()
         if len(self._open) + self._num_prepared + num_answers > self.limits.max_open:
@@ -109,7 +109,7 @@ class Frontend:
     def preparing(self) -> Iterator[None]:
         """Inside, count a request whose prompts are being tokenized as open. Raises `ApiError` if there are too
         many."""
-        self.require_room(1)
+        self.require_capacity(1)
         self._num_prepared += 1
         try:
             yield
@@ -118,7 +118,7 @@ class Frontend:
 
     def left_s(self, arrival_s: float) -> float:
         """Seconds left to a request that arrived at `arrival_s` of `time.perf_counter`. Above 0."""
-        return max(_LEAST_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
+        return max(_MIN_S, self.limits.timeout_s - (time.perf_counter() - arrival_s))
 
     def start(
         self,
@@ -130,7 +130,7 @@ class Frontend:
     ) -> Generation:
         """Submit all prompts, or none. `constraint`: of each answer. Raises `ApiError`."""
         num_each = body.n or 1
-        self.require_room(len(prompts) * num_each)
+        self.require_capacity(len(prompts) * num_each)
         self._require_possible(body, prompts)
         requests = [
             dataclasses.replace(

@@ -16,7 +16,7 @@ from hicache.serving.server.replies import (
     ApiError,
     Delta,
     Usage,
-    client_gone,
+    client_disconnected,
     internal_error,
     invalid,
     joined,
@@ -168,7 +168,7 @@ class Generation:
 
     def disconnect(self) -> None:
         """End all answers, because the client has disconnected."""
-        self._fail(client_gone())
+        self._fail(client_disconnected())
         self._news.set()
 
     async def deltas(self) -> AsyncIterator[list[Delta]]:
@@ -177,25 +177,25 @@ class Generation:
 
         The last delta of a choice has a finish reason; a delta may have no text. Raises `ApiError`.
         """
-        told: set[int] = set()
-        while len(told) < len(self._choices):
+        finished: set[int] = set()
+        while len(finished) < len(self._choices):
             await self._news.wait()
             self._news.clear()
             if self._error is not None:
                 raise self._error
             news = []
             for choice in self._choices.values():
-                has_news = choice.text or choice.outcome or choice.logprobs or len(self._choices) == 1
-                if choice.index not in told and has_news:
+                has_output = choice.text or choice.outcome or choice.logprobs or len(self._choices) == 1
+                if choice.index not in finished and has_output:
                     news.append(choice.take())
                     if news[-1].finish_reason:
-                        told.add(choice.index)
+                        finished.add(choice.index)
             yield news
             if any(choice.logprobs for choice in self._choices.values()):
                 self._news.set()
                 await asyncio.sleep(0)
 
-    async def whole(self) -> list[Delta]:
+    async def collect(self) -> list[Delta]:
         """All answers, complete. Raises `ApiError`."""
         parts: dict[int, list[Delta]] = {choice.index: [] for choice in self._choices.values()}
         async for news in self.deltas():

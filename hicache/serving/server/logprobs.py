@@ -8,7 +8,7 @@ from typing import Any
 from hicache.serving.models import Tokenizer
 from hicache.serving.request import TokenLogprobs
 
-_LEAST = -9999.0  # vLLM's number for -inf, which JSON does not have
+_MIN_LOGPROB = -9999.0  # vLLM's number for -inf, which JSON does not have
 
 
 class TokenTexts(dict[int, str]):
@@ -42,8 +42,8 @@ class LogprobsReply:
             if entry.logprob is not None:
                 tops = {}
                 for token, logprob in (*entry.top, (entry.token, entry.logprob)):
-                    tops.setdefault(self._text(token), max(_LEAST, logprob))
-            own = None if entry.logprob is None else max(_LEAST, entry.logprob)
+                    tops.setdefault(self._text(token), max(_MIN_LOGPROB, logprob))
+            own = None if entry.logprob is None else max(_MIN_LOGPROB, entry.logprob)
             for name, value in zip(lists, (self._text(entry.token), own, tops, self._offset), strict=True):
                 lists[name].append(value)
             self._offset += len(self._texts[entry.token])
@@ -64,7 +64,7 @@ class LogprobsReply:
         """The object of one token. `bytes`: null for a token that is a part of a character."""
         text = self._texts[token]
         as_bytes = None if "\ufffd" in text else [*text.encode()]
-        return {"token": self._text(token), "logprob": max(_LEAST, logprob or 0.0), "bytes": as_bytes}
+        return {"token": self._text(token), "logprob": max(_MIN_LOGPROB, logprob or 0.0), "bytes": as_bytes}
 
     def _text(self, token: int) -> str:
         return f"token_id:{token}" if self._as_ids else self._texts[token]

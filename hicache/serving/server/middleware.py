@@ -23,7 +23,7 @@ _RECORD = "hicache.record"
 _WITH_KEY = ("/v1/", "/tokenize", "/detokenize", "/reset_prefix_cache")
 _PROBES = ("/", "/health", "/ping", "/metrics", "/metrics.json", "/dashboard", "/version")  # requested frequently
 _FIRST_ERROR = 400
-_GOOD_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_VALID_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 log = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class RequestLog:
         if scope["type"] != "http":
             return
         given = Headers(scope=scope).get(REQUEST_ID, "")
-        record = HttpRecord(given if _GOOD_ID.fullmatch(given) else uuid.uuid4().hex, time.perf_counter())
+        record = HttpRecord(given if _VALID_ID.fullmatch(given) else uuid.uuid4().hex, time.perf_counter())
         scope[_RECORD] = record
 
         async def send_with_id(message: Message) -> None:

@@ -34,7 +34,7 @@ BODIES: dict[str, type[AnyBody]] = {
 }
 NO_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 _DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default
-_GENERATION_PROMPT_TOKENS = 8  # maximum, with an empty thought, if the client applied the template itself
+_GENERATION_PROMPT_TOKENS = 8  # maximum tokens, with an empty thought, if the client applied the chat template.
 _MAX_REASONS = 3  # reasons in the message of a refused body
 _MAX_NAME = 64  # characters of a client's field name in a message
 _REASONS = {"extra_forbidden": "this route does not support this field", "missing": "the field is required"}
@@ -124,7 +124,7 @@ class PromptEncoder:
 
     def _chat(self, messages: Sequence[Message], variables: Mapping[str, Any]) -> ChatTokens:
         given = [message.with_text() for message in messages]
-        self._require_not_far_too_long("".join(message["content"] for message in given), "messages")
+        self._require_plausible_length("".join(message["content"] for message in given), "messages")
         try:
             return self._tokenizer.encode_chat(given, variables)
         except ConfigError as error:
@@ -145,10 +145,10 @@ class PromptEncoder:
         return Prompt(np.empty(0, dtype=np.int64), 0, self._tokenizer.decode(tokens))
 
     def _encoded(self, text: str, encode: Callable[[str], list[int]]) -> list[int]:
-        self._require_not_far_too_long(text, "prompt")
+        self._require_plausible_length(text, "prompt")
         return encode(text)
 
-    def _require_not_far_too_long(self, text: str, param: str) -> None:
+    def _require_plausible_length(self, text: str, param: str) -> None:
         """Refuse a text before it is tokenized completely: if its characters cannot fit in the context with the longest
         tokens, or if its first pieces have more than twice the tokens of the context."""
         max_len = self.limits.max_len

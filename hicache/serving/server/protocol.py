@@ -78,7 +78,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_what_asks_for_nothing(cls, value: object) -> object:
+    def _drop_neutral_fields(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
         if len(value) > _MAX_FIELDS:
@@ -139,14 +139,14 @@ class GenerationBody(Body):
 
     @field_validator("session_end")
     @classmethod
-    def _not_asked_again(cls, value: bool | None, info: ValidationInfo) -> bool | None:
+    def _require_no_reuse(cls, value: bool | None, info: ValidationInfo) -> bool | None:
         if value and info.data.get("expected_reuse") is not None:
             raise PydanticCustomError("session_goes_on", "a session that ends has no expected_reuse")
         return value
 
     @field_validator("next_turn_within_s")
     @classmethod
-    def _of_a_session_that_goes_on(cls, value: float | None, info: ValidationInfo) -> float | None:
+    def _require_open_session(cls, value: float | None, info: ValidationInfo) -> float | None:
         if value is not None and info.data.get("session_end"):
             raise PydanticCustomError("session_goes_on", "a session that ends has no next turn")
         return value
@@ -256,7 +256,7 @@ class Message(Body):
 
     @field_validator("content")
     @classmethod
-    def _said_something(cls, value: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
+    def _require_content(cls, value: str | list[TextPart] | None, info: ValidationInfo) -> str | list[TextPart] | None:
         if value is None and info.data.get("role") != "assistant":
             raise PydanticCustomError("no_content", "only an assistant's content may be null")
         return value

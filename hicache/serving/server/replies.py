@@ -120,7 +120,7 @@ def overloaded(limit: int) -> ApiError:
     )
 
 
-def client_gone() -> ApiError:
+def client_disconnected() -> ApiError:
     """For the log and the metrics only, with nginx's status: no client receives it."""
     return ApiError(499, "the client has closed the connection", kind="client_error", code="client_disconnected")
 
@@ -186,11 +186,11 @@ class Reply:
         self._begun: set[int] = set()
         self._head = {"id": reply_id, "created": int(time.time()), "model": model}
 
-    def whole(self, texts: Sequence[Delta], usage: Usage) -> dict[str, Any]:
+    def complete(self, texts: Sequence[Delta], usage: Usage) -> dict[str, Any]:
         choices = [
             {
                 "index": delta.index,
-                **self._whole_text(delta.text),
+                **self._complete_text(delta.text),
                 "logprobs": self._logprobs_of(delta),
                 "finish_reason": delta.finish_reason,
             }
@@ -213,7 +213,7 @@ class Reply:
         """The last event of a stream, with the usage; empty unless the client requested it."""
         return self._data([], usage.as_json()) if self._with_usage else b""
 
-    def _whole_text(self, text: str) -> dict[str, Any]:
+    def _complete_text(self, text: str) -> dict[str, Any]:
         return {"message": {"role": "assistant", "content": text, "refusal": None}} if self._is_chat else {"text": text}
 
     def _logprobs_of(self, delta: Delta) -> dict[str, Any] | None:

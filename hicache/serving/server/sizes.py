@@ -20,10 +20,10 @@ from hicache.layout import ModelGeometry
 if TYPE_CHECKING:
     from hicache.serving.models import LoadedModel  # the planner needs no transformers
 
-CUDA_SHARE = 0.8  # of the GPU memory left by the weights; activations use the rest
+CUDA_SHARE = 0.8  # share of the GPU memory without weights; activations use the rest.
 _CPU_SHARE = 0.25
 _CPU_BYTES = 512 << 20  # of the device tier on a CPU, unless the longest context needs more
-MAX_TOKENS = 1 << 30  # that the request table can address
+MAX_TOKENS = 1 << 30  # limit of the request table
 MAX_CONTEXT = 131072  # default limit of --max-context-len
 
 

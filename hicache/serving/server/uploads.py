@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator
 from fastapi import Request
 from starlette.requests import ClientDisconnect
 
-from hicache.serving.server.replies import client_gone, too_large, too_many_bodies, too_slow
+from hicache.serving.server.replies import client_disconnected, too_large, too_many_bodies, too_slow
 
 SMALL_BYTES = 64 << 10  # bodies up to this are only limited by the number of connections
 _NUM_LARGEST = 8  # bodies of maximum size that may be held at a time
@@ -21,7 +21,7 @@ class Uploads:
 
     def __init__(self, max_body_bytes: int) -> None:
         self._max_bytes = max_body_bytes
-        self._under_way = 0  # bytes
+        self._pending_bytes = 0  # bytes
 
     @contextlib.asynccontextmanager
     async def body(self, request: Request, timeout_s: float) -> AsyncIterator[bytearray]:
@@ -33,16 +33,16 @@ class Uploads:
             except TimeoutError:
                 raise too_slow(timeout_s) from None
             except ClientDisconnect:
-                raise client_gone() from None
+                raise client_disconnected() from None
             yield body
         finally:
-            self._under_way -= len(body)
+            self._pending_bytes -= len(body)
 
     async def _fill(self, body: bytearray, request: Request) -> None:
         async for chunk in request.stream():
             if len(body) + len(chunk) > self._max_bytes:
                 raise too_large(self._max_bytes)
             body += chunk
-            self._under_way += len(chunk)
-            if len(body) > SMALL_BYTES and self._under_way > _NUM_LARGEST * self._max_bytes:
+            self._pending_bytes += len(chunk)
+            if len(body) > SMALL_BYTES and self._pending_bytes > _NUM_LARGEST * self._max_bytes:
                 raise too_many_bodies()

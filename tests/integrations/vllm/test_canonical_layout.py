@@ -173,8 +173,8 @@ def test_canonical_rows_are_read_with_another_tensor_parallel_size(
         serve(configs[of_writer], layout, path, values, is_store=True)
         for tp, held in ((of_reader, expected), (of_writer, loaded)):
             for rank, cache in enumerate(serve(configs[tp], layout, path, nothing, is_store=False)):
-                wanted = part_of(held, layout, rank, tp)
-                assert all(torch.equal(cache[name], wanted[name]) for name in LAYERS)
+                requested = part_of(held, layout, rank, tp)
+                assert all(torch.equal(cache[name], requested[name]) for name in LAYERS)
 
 
 @pytest.mark.smoke

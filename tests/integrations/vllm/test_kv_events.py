@@ -74,9 +74,9 @@ def test_a_router_knows_what_the_disk_holds(tmp_path: Path) -> None:
 def test_what_a_store_held_whose_process_ended_is_told_anew() -> None:
     """All that was told is removed once, and told once more when it is written again."""
     events, keys = TierEvents("STORAGE", "LOCAL"), [bytes([number]) for number in range(4)]
-    told = []
+    reported = []
     for times_lost in (0, 1, 1):
         events.note_losses(times_lost)
         events.stored(keys, CHUNKS[:4])
-        told += [(event.removed, list(event.keys)) for event in events.take()]
-    assert told == [(False, CHUNKS[:4]), (True, CHUNKS[:4]), (False, CHUNKS[:4])]
+        reported += [(event.removed, list(event.keys)) for event in events.take()]
+    assert reported == [(False, CHUNKS[:4]), (True, CHUNKS[:4]), (False, CHUNKS[:4])]

@@ -326,8 +326,8 @@ def no_pinning(device: str, monkeypatch: pytest.MonkeyPatch) -> NoPinning:
         monkeypatch.setattr(CudaRegistry, "register", cuda.register)
     else:
 
-        def rows(region: Any, page_bytes: int, registry: None, **how: Any) -> ChunkRows:
-            return ChunkRows(region, page_bytes, cuda, **how)
+        def rows(region: Any, page_bytes: int, registry: None, **arguments: Any) -> ChunkRows:
+            return ChunkRows(region, page_bytes, cuda, **arguments)
 
         monkeypatch.setattr(offloading_spec, "ChunkRows", rows)
     return cuda

@@ -83,7 +83,7 @@ def test_a_worker_that_is_ready_compiles_nothing(engines: Any, cache: Cache, kv_
         for count in (1, 2, 3, 16, 17):
             names, blocks = [key(100 * count + number) for number in range(count)], [*range(1, 1 + count * per_chunk)]
             for block in blocks:
-                engine.write(block, block, is_wild=block == 3)
+                engine.write(block, block, is_random=block == 3)
             assert engine.store(names, blocks) == names
             assert engine.load(names, blocks)
         assert keys == compiled
@@ -109,18 +109,18 @@ def test_random_programs_keep_every_byte(engines: Any, tmp_path: Path, cache: Ca
         keys = [key(number, group=group) for number in numbers]
         blocks = rng.sample(range(1, 64), count * per_chunk)
         contents = [per_chunk * number + i for number in numbers for i in range(per_chunk)]
-        wild = [content // per_chunk % 5 == 0 for content in contents]
+        random_bits = [content // per_chunk % 5 == 0 for content in contents]
         if action == "store":
             engine.settle()
-            for content, block, is_wild in zip(contents, blocks, wild, strict=True):
-                engine.write(block, content, group, is_wild=is_wild)
+            for content, block, is_random in zip(contents, blocks, random_bits, strict=True):
+                engine.write(block, content, group, is_random=is_random)
             taken = engine.store(keys, blocks, group)
             stored |= {(group, n) for n, key in zip(numbers, keys, strict=True) if key in taken and n % 5}
             engine.settle()
         elif engine.load(keys, blocks, group):
             found += 1
-            places = zip(blocks, contents, wild, strict=True)
-            assert all(engine.holds(block, content, group, is_wild=is_wild) for block, content, is_wild in places)
+            places = zip(blocks, contents, random_bits, strict=True)
+            assert all(engine.holds(block, content, group, is_random=is_random) for block, content, is_random in places)
         else:
             assert not stored.issuperset((group, number) for number in numbers), f"step {step}"
     assert found > 5
@@ -131,11 +131,11 @@ def test_a_chunk_that_does_not_fit_is_served_from_memory_and_not_from_the_disk(e
     engine = engines(PLAIN, extra(PLAIN, 8, **disk(tmp_path)))
     keys = [key(number) for number in range(3)]
     for number in range(3):
-        engine.write(1 + number, number, is_wild=number == 1)
+        engine.write(1 + number, number, is_random=number == 1)
     assert engine.store(keys, [1, 2, 3]) == keys
     engine.settle()
     assert engine.load(keys, [4, 5, 6])
-    assert all(engine.holds(4 + number, number, is_wild=number == 1) for number in range(3))
+    assert all(engine.holds(4 + number, number, is_random=number == 1) for number in range(3))
     [tier] = engine.manager.secondary_tiers
     assert tier.misfit_pages.value == 1
     [folder] = tmp_path.iterdir()
@@ -183,8 +183,8 @@ def test_each_worker_packs_its_part_of_a_row(tmp_path: Path, device: str) -> Non
     for rank, tensors in enumerate(caches):
         for block in (1, 2):
             for i, tensor in enumerate(tensors):
-                is_wild = (rank, block) == (1, 2)
-                tensor[block] = block_bytes(10 * rank + block, i, PLAIN.widths[i], is_wild).to(device)
+                is_random = (rank, block) == (1, 2)
+                tensor[block] = block_bytes(10 * rank + block, i, PLAIN.widths[i], is_random).to(device)
     keys = [key(1), key(2)]
     output = manager.prepare_store(keys, context)
     for worker in workers:

@@ -46,8 +46,8 @@ class Gate:
 
 
 @pytest.mark.smoke
-@pytest.mark.parametrize("how", ["in threads", pytest.param("in processes", marks=pytest.mark.store_process)])
-def test_bytes_that_went_down_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, how: str) -> None:
+@pytest.mark.parametrize("mode", ["in threads", pytest.param("in processes", marks=pytest.mark.store_process)])
+def test_bytes_that_went_down_come_back(tmp_path: Path, caplog: pytest.LogCaptureFixture, mode: str) -> None:
     """After the CPU tier was reset, and in a second server; a chunk that nobody stored is a miss. In the end vLLM can
     unmap its CPU tier."""
     with scheduler(tmp_path) as first:

@@ -55,33 +55,33 @@ def test_the_endpoint_says_what_the_disk_and_its_gate_did(tmp_path: Path, endpoi
     """Pages, bytes, budget, hits and decisions, each as it is; counters count everything once."""
     with scheduler(tmp_path, budget="2MB", readers=1, prefill_tokens_per_s=1e9) as server:
 
-        def told(name: str, **labels: str) -> float | None:
+        def reported(name: str, **labels: str) -> float | None:
             endpoint.observe(server.manager.get_stats())
             clock.now_s += 1.5
             return endpoint.value(name, store=server.tiers[0]._server.path, **labels)
 
-        assert told("disk_stored_pages") == 0
+        assert reported("disk_stored_pages") == 0
         server.store(CHUNKS)
         server.reset()
-        assert told("disk_stored_pages") == 20
-        assert told("disk_raw_bytes") == 20 * ROW_BYTES
+        assert reported("disk_stored_pages") == 20
+        assert reported("disk_raw_bytes") == 20 * ROW_BYTES
         stats = server.tiers[0]._disk.stats()
-        assert told("disk_live_bytes") == stats.live_bytes < 20 * ROW_BYTES
-        assert told("disk_budget_bytes") == 2_000_000
-        assert told("tier_used_ratio", tier="disk") == stats.file_bytes / 2_000_000
-        assert told("disk_put_pages_total") == 20
+        assert reported("disk_live_bytes") == stats.live_bytes < 20 * ROW_BYTES
+        assert reported("disk_budget_bytes") == 2_000_000
+        assert reported("tier_used_ratio", tier="disk") == stats.file_bytes / 2_000_000
+        assert reported("disk_put_pages_total") == 20
         assert server.load(CHUNKS) == [True] * 20
         server.reset()
         for _ in range(3):
-            assert told("disk_hit_pages_total") == 20
+            assert reported("disk_hit_pages_total") == 20
         server.tiers[0].gate.read(1, 1e6)  # a disk that takes days for a page
         for _ in range(2):
             assert server.load(CHUNKS) == [False] * 20
         decisions = {
-            name: told("load_gate_loads_total", decision=name) for name in ("unmeasured", "declined", "accepted")
+            name: reported("load_gate_loads_total", decision=name) for name in ("unmeasured", "declined", "accepted")
         }
         assert decisions == {"unmeasured": 1, "declined": 2, "accepted": 0}
-        assert told("disk_breaker_state", direction="read") == 0
+        assert reported("disk_breaker_state", direction="read") == 0
 
 
 def test_a_store_that_begins_to_count_again_is_counted_on(endpoint: Endpoint, clock: Clock) -> None:

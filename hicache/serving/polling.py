@@ -14,10 +14,10 @@ import torch
 
 from hicache.engine import CacheEngine
 
-_LOOK_S = 0.0002
+_INTERVAL_S = 0.0002
 
 
-class BesidePasses:
+class PassPolling:
     """Polls the engine during passes. Owned by the scheduler thread."""
 
     def __init__(self, engine: CacheEngine) -> None:
@@ -47,4 +47,4 @@ class BesidePasses:
         end.record(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             while self._engine.poll() and not end.query():
-                time.sleep(_LOOK_S)
+                time.sleep(_INTERVAL_S)

@@ -226,9 +226,9 @@ class _DrawnStore(TroubledStore):
             raise OSError(5, "I/O error")
         time.sleep(_STALL_S if draw < 0.035 else 0.02 if draw < 0.05 else 0.001 if draw < 0.6 else 0.0)
         ok = super().get_into(keys, buffers, deadline_s=deadline_s)
-        ok = [came and (draw > 0.15 or self._draws.random() > 0.3) for came in ok]
-        for buffer, came in zip(buffers, ok, strict=True):
-            if not came:
+        ok = [arrived and (draw > 0.15 or self._draws.random() > 0.3) for arrived in ok]
+        for buffer, arrived in zip(buffers, ok, strict=True):
+            if not arrived:
                 buffer[:] = 0xA5
         return ok
 
@@ -269,9 +269,9 @@ def _history(kind: str, seed: int, num_rounds: int) -> Counter[str]:
                 if step == abort_at:
                     scheduler.abort(f"{number} 0")
                 for output in scheduler.step():
-                    whole = answer(requests[output.request_id])
-                    assert output.tokens == whole[: len(output.tokens)] and output.error is None
-                    assert len(output.tokens) == len(whole) or output.finish_reason == "abort"
+                    complete = answer(requests[output.request_id])
+                    assert output.tokens == complete[: len(output.tokens)] and output.error is None
+                    assert len(output.tokens) == len(complete) or output.finish_reason == "abort"
                     counts[output.finish_reason] += 1
                     counts["preemptions"] += output.preemptions
                 engine.check()
