@@ -172,10 +172,20 @@ def test_tables_are_those_of_the_code(tables: ModuleType) -> None:
     assert sum(map(len, marks)) > 40
 
 
+def test_the_table_of_verbs_is_complete() -> None:
+    """Each verb of the engine has its place in the table of their legal order."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    table = page.partition("### The verbs of the engine")[2].partition("\n## ")[0]
+    first_cells = re.findall(r"^\| (`[^|]*) \|", table, re.MULTILINE)
+    named = [name for cell in first_cells for name in re.findall(r"`(\w+)`", cell)]
+    verbs = re.findall(r"^    @exclusive\n    def (\w+)\(", (ROOT / "hicache/engine.py").read_text(), re.MULTILINE)
+    assert sorted({*named} - {"with"}) == sorted(verbs)
+
+
 def test_the_table_of_kernels_is_complete() -> None:
     """Each kernel has a row with the test that compares it. The row says that no engine runs the kernel if its module
     says that only callers with SGLang's interface use it."""
-    table = (ROOT / "docs/architecture.md").read_text().partition("## The kernels")[2].partition("\n## ")[0]
+    table = (ROOT / "docs/serving_internals.md").read_text().partition("## The kernels")[2].partition("\n## ")[0]
     found = re.findall(r"^\| `(\w+)` \| (.*?) \| .* \| `(.*)` \|$", table, re.MULTILINE)
     rows = {kernel: (engine, test) for kernel, engine, test in found}
     modules = {path.stem: path.read_text() for path in (ROOT / "kernels").glob("[!_]*.py")}

@@ -216,6 +216,20 @@ def test_the_package_keeps_its_rules() -> None:
     assert len(top) <= 10, f"beside __init__ the top level has fewer than ten modules, not {top}"
 
 
+def test_the_page_of_architecture_draws_the_levels() -> None:
+    """Its pictures of the packages and of flow/ have these levels, with a bar between packages that stand apart."""
+    page = (ROOT / "docs/architecture.md").read_text()
+    packages = page.partition("## The packages")[2].partition("\n## ")[0]
+    drawn = re.findall(r"^    \| (\w.*?) +\|  ", packages, re.MULTILINE)
+    assert [tuple(re.findall(r"\w+", line)) for line in drawn] == [
+        tuple(unit for unit in level if unit != "__main__") for level in LEVELS[1:]
+    ]
+    for line, (first, *others) in zip(drawn, LEVELS[1:], strict=True):
+        assert ("|" in line) == (bool(others) and RANKS[first] not in SOCIABLE), line
+    flow = page.partition("## The layers of flow/")[2].partition("\n## ")[0]
+    assert re.findall(r"^    (\w+(?:, \w+)*) {2,}", flow, re.MULTILINE) == [", ".join(names) for names in FLOW_LEVELS]
+
+
 def test_benchmarks_import_the_package_as_it_installs() -> None:
     """The modules of bench name one another, kernels and storage below `hicache`."""
     sources = [path.read_text() for path in (ROOT / "bench").rglob("*.py")]
