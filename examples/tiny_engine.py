@@ -194,7 +194,7 @@ class TinyEngine:
         return [node for node in nodes if not node.locks]
 
     def evict(self, num_slots: int) -> None:
-        """Evict the least recently used leaf until `num_slots` are free; an engine keeps an order of its nodes.
+        """Evict the least recently used leaf until `num_slots` are free; an engine keeps an order of its pages.
         `hicache/flow/copies.py: Copies.make_available`"""
         while len(self.free) < num_slots:
             victim = min((node for node in self.evictable() if not node.children), key=lambda node: node.last_use)
