@@ -135,7 +135,7 @@ class TreeNode(Node):
 
     def _pages(self, component: Component) -> DevicePages | None:
         """Return the device pages of a component; None for a node that is not in a tree (any more)."""
-        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] is self
+        is_held = self.tree is not None and len(self.rows) > 0 and self.tree.node[self.rows[-1]] == self.id
         return self.tree.pages.get(component) if self.tree is not None and is_held else None
 
     def _locks(self, component: Component) -> int:
