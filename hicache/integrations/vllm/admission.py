@@ -13,8 +13,8 @@ from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.tiering.manager import TieringOffloadingManager
 
 from hicache.integrations.vllm.gate import UNKNOWN_ROWS, Candidate, LoadGate, Queue, Rows
+from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
 from hicache.integrations.vllm.lookups import Lookups
-from hicache.integrations.vllm.policy import AwaitingPolicy
 from hicache.integrations.vllm.promotions import Promotions
 
 
@@ -39,7 +39,7 @@ class CpuRows:
     def rows(self, req_context: ReqContext, until: int, *, may_grow: bool) -> Rows:
         """The rows that the request can get for its tokens up to `until`, in addition to rows that already have some of
         them."""
-        if not isinstance(self._policy, AwaitingPolicy):
+        if not isinstance(self._policy, EvictsGpuCopies):
             return UNKNOWN_ROWS
         resident = self._resident(req_context, until)
         num_all = self._policy.cache_capacity - len(resident)
@@ -47,7 +47,7 @@ class CpuRows:
 
     def keep(self, req_context: ReqContext, until: float, promotions: Promotions) -> None:
         """Keep the request's tokens up to `until` that are in the CPU tier, while it waits."""
-        if isinstance(self._policy, AwaitingPolicy):
+        if isinstance(self._policy, EvictsGpuCopies):
             self._policy.keep(self._resident(req_context, until), promotions)
 
     def _resident(self, req_context: ReqContext, until: float) -> list[OffloadKey]:

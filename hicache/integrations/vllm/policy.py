@@ -8,36 +8,22 @@ used, because a suffix cannot be used without its prefix.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Protocol, runtime_checkable
+from typing import ClassVar
 
 import numpy as np
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext
 from vllm.v1.kv_offload.cpu.policies.arc import ARCCachePolicy
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy, ChunkStatus, order_request_keys
 
+from hicache.integrations.vllm.gpu_copies import GpuCopies
 from hicache.integrations.vllm.promotions import AwaitedChunks, Promotions
 from hicache.pages.order import EvictionOrder, rank_policy
 from hicache.pages.table import NO_ROWS, PageTable, Rows
 
 _MIN_CHUNK_TOKENS = 16  # minimum distance of two chunks of a request
 _MIN_TICKS = 1 << 12  # minimum ticks of a request, usually more than it has chunks
-
-
-@runtime_checkable
-class AwaitingPolicy(Protocol):
-    """A policy that does not evict chunks for which a request waits. `cache_capacity`: rows of the CPU tier."""
-
-    cache_capacity: int
-
-    def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """Return the number of rows that are free or evictable, without the rows of `kept`."""
-        ...
-
-    def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """Keep `chunks`, which are in the CPU tier, until the request that waits for them is scheduled."""
-        ...
 
 
 @dataclass(slots=True, eq=False)
@@ -65,9 +51,9 @@ class _RequestTick:
 class HiCachePolicy(CachePolicy):
     """An eviction policy of hicache for vLLM's CPU tier. Owned by vLLM's manager, which calls it under its lock.
 
-    Chunks are rows of an `EvictionOrder`. vLLM reports one chunk at a time; the order gets all changes together before
-    it chooses victims. A use is counted once per request, as vLLM reports it. Chunks that a waiting request read from
-    the disk are not evicted: see `promotions`.
+    Chunks are rows of an eviction order. vLLM reports one chunk at a time; the order gets all changes together, before
+    it chooses victims. A use is counted once a request, as vLLM reports it. Chunks that a waiting request read from
+    the disk are not evicted: see `promotions`. Chunks that the GPU also has are evicted first: see `gpu_copies`.
     """
 
     strategy: ClassVar[str]
@@ -79,6 +65,7 @@ class HiCachePolicy(CachePolicy):
         self._num_evictable = 0
         self._new_order()
         self._awaited = AwaitedChunks()
+        self.copies = GpuCopies()
         self._tick = 0
         # Times of the chunks that are about to be stored: `insert` of vLLM 0.32 does not name the request.
         self._announced: dict[OffloadKey, int] = {}
@@ -98,6 +85,7 @@ class HiCachePolicy(CachePolicy):
     def remove(self, key: OffloadKey) -> None:
         self._num_evictable -= self._chunks.pop(key).is_evictable
         self._changed[key] = None
+        self.copies.clear_flag(key)
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         self._use(list(keys), counted=None)
@@ -127,6 +115,18 @@ class HiCachePolicy(CachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._release()
+        copies = self.copies.choose(n, protected)
+        evicted = self._evict_in_order(n - len(copies), {*protected, *copies})
+        if evicted is None:
+            return None
+        evicted += [(key, self._chunks[key].status) for key in copies]
+        for key in copies:
+            self.remove(key)
+        return evicted
+
+    def _evict_in_order(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
+        if not n:
+            return []
         self._update_order()
         taken, kept = NO_ROWS, NO_ROWS
         while len(taken) < n and len(rows := self._order.take(n - len(taken))):
@@ -139,6 +139,8 @@ class HiCachePolicy(CachePolicy):
         if len(taken) < n:
             return None
         evicted = [(key, self._chunks.pop(key).status) for key in self._table.keys_of(taken)]
+        for key, _ in evicted:
+            self.copies.clear_flag(key)
         self._num_evictable -= n
         self._remove_rows(taken)
         return evicted
@@ -150,6 +152,7 @@ class HiCachePolicy(CachePolicy):
         self._new_order()
         self._announced.clear()
         self._awaited.clear()
+        self.copies.clear()
 
     def mark_evictable(self, key: OffloadKey) -> None:
         if key not in self._awaited:
@@ -159,17 +162,29 @@ class HiCachePolicy(CachePolicy):
         self._set_evictable(key, False)
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """See `AwaitingPolicy`."""
+        """See `EvictsGpuCopies`."""
         self._release()
         num_kept = sum(self._chunks[key].is_evictable for key in kept)
         return self.cache_capacity - len(self._chunks) + self._num_evictable - num_kept
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """See `AwaitingPolicy`."""
+        """See `EvictsGpuCopies`."""
         kept = list(chunks)
         self._awaited.add(kept, promotions)
         for key in kept:
             self.mark_non_evictable(key)
+
+    def flag_on_gpu(self, keys: Collection[OffloadKey]) -> None:
+        """See `EvictsGpuCopies`."""
+        for key in keys:
+            if (chunk := self._chunks.get(key)) is not None:
+                self.copies.flag(key, is_evictable=chunk.is_evictable)
+
+    def evicted_from_gpu(self, keys: Sequence[OffloadKey]) -> None:
+        """See `EvictsGpuCopies`."""
+        for key in keys:
+            self.copies.clear_flag(key)
+        self._use(keys, counted=set())
 
     def _release(self) -> None:
         """Make chunks evictable for which no request waits any longer."""
@@ -182,6 +197,7 @@ class HiCachePolicy(CachePolicy):
         self._num_evictable += is_evictable - chunk.is_evictable
         chunk.is_evictable = is_evictable
         self._changed[key] = None
+        self.copies.set_evictable(key, is_evictable)
 
     def _use(self, keys: Sequence[OffloadKey], counted: set[OffloadKey] | None) -> None:
         """Count a use of chunks, which are in the order of the prompt. `counted`: chunks whose hits count; None:
@@ -283,11 +299,17 @@ class _Union:
 
 
 class ARCPolicy(ARCCachePolicy):
-    """vLLM's `arc` without evicting chunks for which a request waits: see `promotions`."""
+    """vLLM's `arc`, which keeps what a request waits for (`promotions`), and evicts first what the GPU also has
+    (`gpu_copies`)."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
         self._awaited = AwaitedChunks()
+        self.copies = GpuCopies()
+
+    def remove(self, key: OffloadKey) -> None:
+        super().remove(key)
+        self.copies.clear_flag(key)
 
     def on_store_miss(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
         missed = list(keys)
@@ -297,15 +319,34 @@ class ARCPolicy(ARCCachePolicy):
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[tuple[OffloadKey, ChunkStatus]] | None:
         self._awaited.take_released()
-        evicted: list[tuple[OffloadKey, ChunkStatus]] | None = super().evict(n, _Union(protected, self._awaited))
+        copies = self.copies.choose(n, _Union(protected, self._awaited))
+        evicted: list[tuple[OffloadKey, ChunkStatus]] | None = super().evict(
+            n - len(copies), _Union({*protected, *copies}, self._awaited)
+        )
+        if evicted is None:
+            return None
+        for key, _ in evicted:
+            self.copies.clear_flag(key)
+        for key in copies:
+            chunk = self.get(key)
+            assert chunk is not None
+            evicted.append((key, chunk))
+            self.remove(key)
         return evicted
 
     def clear(self) -> None:
         super().clear()
         self._awaited.clear()
+        self.copies.clear()
+
+    def mark_evictable(self, key: OffloadKey) -> None:
+        self.copies.set_evictable(key, True)
+
+    def mark_non_evictable(self, key: OffloadKey) -> None:
+        self.copies.set_evictable(key, False)
 
     def num_obtainable(self, kept: Iterable[OffloadKey]) -> int:
-        """See `AwaitingPolicy`."""
+        """See `EvictsGpuCopies`."""
         self._awaited.take_released()
         held = _Union(set(kept), self._awaited)
         chunks = itertools.chain(self.t1.items(), self.t2.items())
@@ -313,5 +354,19 @@ class ARCPolicy(ARCCachePolicy):
         return self.cache_capacity - num_held
 
     def keep(self, chunks: Iterable[OffloadKey], promotions: Promotions) -> None:
-        """See `AwaitingPolicy`."""
+        """See `EvictsGpuCopies`."""
         self._awaited.add(chunks, promotions)
+
+    def flag_on_gpu(self, keys: Collection[OffloadKey]) -> None:
+        """See `EvictsGpuCopies`."""
+        for key in keys:
+            if (chunk := self.get(key)) is not None:
+                self.copies.flag(key, is_evictable=chunk.ref_cnt == 0)
+
+    def evicted_from_gpu(self, keys: Sequence[OffloadKey]) -> None:
+        """See `EvictsGpuCopies`."""
+        for key in reversed(keys):
+            self.copies.clear_flag(key)
+            for chunks in (self.t1, self.t2):
+                if key in chunks:
+                    chunks.move_to_end(key)

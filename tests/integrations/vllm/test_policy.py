@@ -111,3 +111,28 @@ def test_a_pinned_or_protected_chunk_is_never_evicted() -> None:
     assert requests.run([*prompt(2, 6), key(5)]) is None
     requests.manager.complete_load(prompt(1, 10), context)
     assert requests.run([*prompt(2, 6), key(5)]) == {prompt(1, 10)[-1]}
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize("policy", [*POLICIES, "ARCPolicy"])
+def test_what_the_gpu_also_has_is_evicted_first(policy: str) -> None:
+    """The newest flag first, and no more chunks than are needed. A flag that the GPU contradicts is ignored; a chunk
+    that the GPU evicts loses its flag and is as recent as a new one."""
+    requests = Requests(manager_of(policy))
+    copies, chunks = requests.manager._policy.copies, prompt(1, NUM_CHUNKS)
+    requests.run(chunks)
+    on_gpu = set(chunks[:6])
+    copies.is_on_gpu = on_gpu.__contains__
+    requests.manager._policy.flag_on_gpu([*chunks[:5], chunks[9], key(5)])
+    assert requests.run(prompt(2, 2)) == {chunks[3], chunks[4]}
+    requests.manager._policy.evicted_from_gpu([chunks[0], chunks[1]])
+    context = requests.context([chunks[2]])
+    requests.manager.prepare_load([chunks[2]], context)
+    in_order = requests.run([key(7)])
+    assert in_order and in_order.isdisjoint({*chunks[:3]})
+    requests.manager.complete_load([chunks[2]], context)
+    assert requests.run([key(8)]) == {chunks[2]}
+    assert not len(copies)
+    if policy == "LRUPolicy":
+        evicted = requests.run(prompt(3, 10))
+        assert evicted and evicted.isdisjoint(chunks[:2])
