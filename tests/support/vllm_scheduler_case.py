@@ -14,6 +14,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm import SamplingParams
 from vllm.config import KVTransferConfig
@@ -23,9 +25,10 @@ from vllm.utils.hashing import sha256
 from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 from vllm.v1.structured_output import StructuredOutputManager
 
 BLOCK_TOKENS = 32
@@ -60,12 +63,16 @@ def _value(total: int, token: int) -> int:
 
 
 class Worker:
-    """Copies and computes in the order of vLLM's worker. `blocks[b]`, `rows[r]`: the numbers of a block of the device
-    and of a chunk of the CPU tier."""
+    """Copies and computes in the order of vLLM's worker. `blocks[b]`: the numbers of a block of the device. `rows`: the
+    memory of the CPU tier, int64 `[chunks, ...]`, which begins with the numbers of a chunk. `num_stored`, `num_loaded`:
+    blocks."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: npt.NDArray[np.int64], blocks_per_chunk: int) -> None:
         self.blocks = defaultdict[int, list[int]](lambda: [0] * BLOCK_TOKENS)
-        self.rows = dict[int, list[int]]()
+        self.rows = rows[:, : blocks_per_chunk * BLOCK_TOKENS].reshape(len(rows), blocks_per_chunk, BLOCK_TOKENS)
+        self._blocks_per_chunk = blocks_per_chunk
+        self.num_stored = 0
+        self.num_loaded = 0
         self._stores = list[tuple[int, Any]]()  # made by the last step; their copies begin in the next one
 
     def run(self, output: SchedulerOutput, requests: dict[str, tuple[list[int], list[int], int]]) -> ModelRunnerOutput:
@@ -74,11 +81,16 @@ class Worker:
         flushed = [(job, metadata.store_jobs.pop(job)) for job in metadata.jobs_to_flush if job in metadata.store_jobs]
         stores, self._stores = [*self._stores, *flushed], list(metadata.store_jobs.items())
         for _, job in stores:
-            for block, row in zip(job.src_spec.block_ids, job.dst_spec.chunk_ids, strict=True):
-                self.rows[row] = list(self.blocks[block])
+            blocks, size = job.src_spec.block_ids, self._blocks_per_chunk
+            for n, row in enumerate(job.dst_spec.chunk_ids):
+                self.rows[row] = [self.blocks[block] for block in blocks[n * size : (n + 1) * size]]
+            self.num_stored += len(blocks)
         for job in metadata.load_jobs.values():
-            for row, block in zip(job.src_spec.chunk_ids, job.dst_spec.block_ids, strict=True):
-                self.blocks[block] = list(self.rows[row])
+            stored = self.rows[job.src_spec.chunk_ids].reshape(-1, BLOCK_TOKENS)
+            first = job.dst_spec.block_indices[0] % self._blocks_per_chunk
+            for block, numbers in zip(job.dst_spec.block_ids, stored[first:], strict=False):
+                self.blocks[block] = numbers.tolist()
+                self.num_loaded += 1
         sampled = [self._compute(*requests[name], num) for name, num in output.num_scheduled_tokens.items()]
         done = dict.fromkeys([*(job for job, _ in stores), *metadata.load_jobs], 1)
         return ModelRunnerOutput(
@@ -102,10 +114,20 @@ class Worker:
 
 
 class Engine:
-    """`answers`: the tokens of each request so far. `preempted`: how often each was. A step is scheduled while the one
-    before it runs."""
+    """`answers`: the tokens of each request so far. `preempted`: how often each was. `num_cached`: tokens of prompts
+    that were not computed. `is_async`: a step is scheduled while the one before it runs. `connector`: vLLM's or
+    hicache's, whose scheduler's side is the attribute."""
 
-    def __init__(self, folder: Path, extra: dict[str, Any], *, num_blocks: int) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        extra: dict[str, Any],
+        *,
+        is_async: bool,
+        num_blocks: int,
+        connector: str = "OffloadingConnector",
+        **arguments: Any,
+    ) -> None:
         (folder / "config.json").write_text(json.dumps(_MODEL))
         config = EngineArgs(
             model=str(folder),
@@ -113,12 +135,15 @@ class Engine:
             dtype="float32",
             block_size=BLOCK_TOKENS,
             max_model_len=640,
-            enable_prefix_caching=True,
             prefix_caching_hash_algo="sha256",
-            async_scheduling=True,
+            async_scheduling=is_async,
             kv_transfer_config=KVTransferConfig(
-                kv_connector="OffloadingConnector", kv_role="kv_both", kv_connector_extra_config=extra
+                kv_connector=connector,
+                kv_connector_module_path="hicache.integrations.vllm" if connector.startswith("HiCache") else None,
+                kv_role="kv_both",
+                kv_connector_extra_config=extra,
             ),
+            **{"enable_prefix_caching": True, **arguments},
         ).create_engine_config()
         config.cache_config.num_gpu_blocks = num_blocks
         attention = FullAttentionSpec(block_size=BLOCK_TOKENS, num_kv_heads=2, head_size=32, dtype=torch.float32)
@@ -126,19 +151,38 @@ class Engine:
         cache.hash_block_size = BLOCK_TOKENS
         init_none_hash(sha256)
         self._hasher = get_request_block_hasher(BLOCK_TOKENS, sha256)
-        structured = StructuredOutputManager(config)
-        self.scheduler = AsyncScheduler(config, cache, structured, block_size=BLOCK_TOKENS)
-        self.worker, self._arrivals = Worker(), itertools.count()
+        self.scheduler = (AsyncScheduler if is_async else Scheduler)(
+            config, cache, StructuredOutputManager(config), block_size=BLOCK_TOKENS
+        )
+        self.connector = self.scheduler.connector.connector_scheduler
+        rows = np.asarray(self.connector.manager.primary_tier.get_kv_memoryview()).view(np.int64)
+        self.worker = Worker(rows, self.connector.config.blocks_per_chunk)
+        self._is_closed = False
+        self._is_async, self._arrivals = is_async, itertools.count()
         self.answers = dict[str, list[int]]()
         self.preempted = Counter[str]()
+        self.num_cached = 0
         self._running = deque[tuple[SchedulerOutput, ModelRunnerOutput]]()
 
-    def ask(self, name: str, prompt: Sequence[int], num_tokens: int) -> None:
+    def ask(
+        self,
+        name: str,
+        prompt: Sequence[int],
+        num_tokens: int,
+        priority: int = 0,
+        kv_transfer_params: dict[str, Any] | None = None,
+    ) -> None:
         sampling = SamplingParams(temperature=0, max_tokens=num_tokens, ignore_eos=True)
+        sampling.extra_args = {"kv_transfer_params": kv_transfer_params} if kv_transfer_params else None
         arrival = float(next(self._arrivals))
-        request = Request(name, list(prompt), sampling, None, arrival_time=arrival, block_hasher=self._hasher)
+        request = Request(
+            name, list(prompt), sampling, None, arrival_time=arrival, priority=priority, block_hasher=self._hasher
+        )
         self.answers[name] = []
         self.scheduler.add_request(request)
+
+    def abort(self, name: str) -> None:
+        self.scheduler.finish_requests(name, RequestStatus.FINISHED_ABORTED)
 
     def step(self) -> None:
         output = self.scheduler.schedule()
@@ -146,7 +190,7 @@ class Engine:
         self._running.append(
             (output, self.worker.run(output, {n: self._state(n, output) for n in output.num_scheduled_tokens}))
         )
-        if len(self._running) == 2:
+        if not self._is_async or len(self._running) == 2:
             self._update()
 
     def finish(self) -> None:
@@ -155,6 +199,15 @@ class Engine:
             self.step()
         while self._running:
             self._update()
+
+    def close(self) -> None:
+        """Finish the transfers. Idempotent. vLLM releases the memory of the CPU tier last, which fails while a view
+        of it exists."""
+        if not self._is_closed:
+            self._is_closed = True
+            self.finish()
+            del self.worker.rows
+            self.scheduler.shutdown()
 
     def _state(self, name: str, output: SchedulerOutput) -> tuple[list[int], list[int], int]:
         request = self.scheduler.requests[name]
@@ -169,6 +222,8 @@ class Engine:
     def _update(self) -> None:
         for outputs in self.scheduler.update_from_output(*self._running.popleft()).values():
             for output in outputs.outputs:
+                if output.prefill_stats is not None:
+                    self.num_cached += output.prefill_stats.num_cached_tokens
                 self.answers[output.request_id] += output.new_token_ids
 
 

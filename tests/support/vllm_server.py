@@ -1,7 +1,7 @@
 """A vLLM that serves some prompts: python vllm_server.py, with JSON on its standard input.
 
-`{"model": folder, "extra": configuration of the connector, "steps": [...]}`; `llm`: more arguments of `LLM`; `prompts`:
-how many; `prompt_tokens`: their length. The steps:
+`{"model": folder, "extra": configuration of the connector, "steps": [...]}`; `connector`: HiCacheConnector, or vLLM's;
+`llm`: more arguments of `LLM`; `prompts`: how many; `prompt_tokens`: their length. The steps:
 
     run            all prompts at once
     run each       one prompt after the other
@@ -152,7 +152,8 @@ def main(task: dict[str, Any]) -> None:
         "skip_tokenizer_init": True,
         "disable_log_stats": False,
         "kv_transfer_config": {
-            "kv_connector": "OffloadingConnector",
+            "kv_connector": task.get("connector", "OffloadingConnector"),
+            "kv_connector_module_path": "hicache.integrations.vllm" if "connector" in task else None,
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
             "kv_connector_extra_config": task["extra"],

@@ -1,3 +1,4 @@
+from hicache.integrations.vllm.connector import HiCacheConnector as HiCacheConnector
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec as HiCacheOffloadingSpec
 from hicache.integrations.vllm.policy import ARCPolicy as ARCPolicy
 from hicache.integrations.vllm.policy import FIFOPolicy as FIFOPolicy

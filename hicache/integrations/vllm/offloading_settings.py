@@ -1,11 +1,11 @@
-"""Settings of `HiCacheOffloadingSpec` other than vLLM's own keys. Imports nothing of vLLM, so that the documentation
-can be built where vLLM is not installed."""
+"""Settings of `HiCacheConnector` and `HiCacheOffloadingSpec` other than vLLM's own keys. Imports nothing of vLLM, so
+that the documentation can be built where vLLM is not installed."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 from hicache.config.engine import Free, KvPacking
 from hicache.config.settings import Choice, Packing, Size, from_mapping, settle
@@ -13,6 +13,8 @@ from hicache.errors import ConfigError
 from hicache.host.memory import available_bytes, free_bytes
 from hicache.integrations.server_store import ServerStoreConfig, server_store_config
 from hicache.integrations.vllm.region_files import agreed_bytes, shared_bytes
+
+StoreTime: TypeAlias = Literal["auto", "computed", "leaving"]
 
 _MIN_BYTES = 1 << 12
 _WHERE = "kv_connector_extra_config of HiCacheOffloadingSpec"
@@ -52,6 +54,15 @@ class OffloadingSettings:
         ),
     ] = "auto"
     staging_bytes: Annotated[int, Size("GPU memory between copy engine and kernels", 1 << 16)] = 128 << 20
+    store: Annotated[
+        StoreTime,
+        Choice(
+            "when HiCacheConnector stores a chunk in the CPU tier: computed: after it was computed, and again when the "
+            "GPU evicts it, if the CPU tier has evicted it; leaving: only when the GPU evicts it; auto: computed with "
+            "a disk or other secondary tiers, otherwise leaving",
+            get_args(StoreTime),
+        ),
+    ] = "auto"
 
     def __post_init__(self) -> None:
         settle(self)

@@ -88,6 +88,8 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     """Created by vLLM in the scheduler's process, for the manager, and in the process of each worker. Raises
     ConfigError for wrong settings.
 
+    Under vLLM's `OffloadingConnector`; `HiCacheConnector` uses `ConnectorSpec`.
+
     `row_packing`: how rows are packed, for the tiers below the CPU tier; None: rows have vLLM's own bytes.
     `recurrent_states`: of the scheduler's spec, for the identity of a store.
     """
@@ -110,7 +112,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         remove_leftovers()
         refuse_pipelines(config)
         set_recurrent_states()
-        self._settings = offloading_settings(config.extra_config)
+        self._settings = self._checked(config.extra_config)
         num_bytes = cpu_bytes(self._settings, config.engine_id)
         self.row_packing = _packing(self._settings, config)
         changed: dict[str, Any] = {"extra_config": _for_tiering(config.extra_config, cpu_bytes_to_use=num_bytes)}
@@ -122,6 +124,16 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
                 f"cpu_bytes_to_use={num_bytes} holds no chunk of "
                 f"{self.kv_bytes_per_chunk} bytes; raise it to a multiple of that, or lower block_size"
             )
+
+    @staticmethod
+    def _checked(given: Mapping[str, Any]) -> OffloadingSettings:
+        settings = offloading_settings(given)
+        if settings.store == "leaving":
+            raise ConfigError(
+                "store=leaving: OffloadingConnector stores chunks when they are computed; set kv_connector to "
+                "HiCacheConnector and kv_connector_module_path to hicache.integrations.vllm"
+            )
+        return settings
 
     def get_manager(self) -> OffloadingManager:
         is_first = self._manager is None
@@ -140,7 +152,7 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
     def create_worker(self, kv_caches: CanonicalKVCaches) -> HiCacheOffloadingWorker:
         """Create the worker. Raises ConfigError for devices that hicache cannot copy from, OutOfMemory if rows cannot
         be pinned."""
-        device = kv_caches.tensors[0].tensor.device
+        device, num_gpu_blocks = kv_caches.tensors[0].tensor.device, len(kv_caches.tensors[0].tensor)
         if device.type not in ("cpu", "cuda") or torch.version.hip is not None:
             raise ConfigError(f"hicache copies from CUDA devices and CPUs, not {device}; use TieringOffloadingSpec")
         region = SharedOffloadRegion(
@@ -151,6 +163,8 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             cpu_page_size=self.cpu_page_size_per_worker,
         )
         self._note_mapped(region, self.config.parallel.rank)
+        if self.config.parallel.rank == 0:
+            self._compare_sizes(num_gpu_blocks)
         try:
             registry = CudaRegistry(device) if device.type == "cuda" else None
             is_shared = bool(self.secondary_tier_configs) or self.replicated_layout
@@ -163,6 +177,20 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
         except BaseException:
             rows.close()
             raise
+
+    def _compare_sizes(self, num_gpu_blocks: int) -> None:
+        """Warn if the CPU tier is smaller than the GPU's cache, because each of its chunks is then on the GPU too."""
+        num_blocks = self.num_chunks * self.blocks_per_chunk
+        if num_blocks <= num_gpu_blocks:
+            needed = num_gpu_blocks // self.blocks_per_chunk * self.kv_bytes_per_chunk
+            log.warning(
+                "the CPU tier brings nothing: it has %d blocks, the GPU's cache has %d, and chunks are stored when "
+                "they are computed, so the GPU has the same chunks; set kv_connector to HiCacheConnector, or "
+                "cpu_bytes_to_use to more than %d",
+                num_blocks,
+                num_gpu_blocks,
+                needed,
+            )
 
     def _note_mapped(self, region: SharedOffloadRegion, user: int) -> None:
         """Note that a process of this engine has mapped the region. When all have, the names of its files are
@@ -178,3 +206,29 @@ class HiCacheOffloadingSpec(TieringOffloadingSpec):
             return raw_links(kv_caches, rows.host, self.blocks_per_chunk, **sizes)
         heads, tokens = head_layouts(self.config, kv_caches), self.config.groups[0].tokens_per_block
         return packed_links(kv_caches, rows.host, self.blocks_per_chunk, self.row_packing, tokens, heads, **sizes)
+
+
+class ConnectorSpec(HiCacheOffloadingSpec):
+    """The spec under `HiCacheConnector`, which also stores chunks that the GPU evicts.
+
+    `stores_computed`: whether chunks are stored when they are computed, too.
+    """
+
+    @property
+    def stores_computed(self) -> bool:
+        if self._settings.store == "auto":
+            return bool(self.secondary_tier_configs)
+        return self._settings.store == "computed"
+
+    @staticmethod
+    def _checked(given: Mapping[str, Any]) -> OffloadingSettings:
+        for key in ("offload_prompt_only", "self_describing_kv_events"):
+            if given.get(key):
+                raise ConfigError(
+                    f"{key}=true needs the request of each chunk, which HiCacheConnector does not know when the GPU "
+                    f"evicts the chunk; remove {key}, or set kv_connector to OffloadingConnector"
+                )
+        return offloading_settings(given)
+
+    def _compare_sizes(self, num_gpu_blocks: int) -> None:
+        """Do nothing: the CPU tier keeps the chunks that the GPU lacks."""

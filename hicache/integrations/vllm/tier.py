@@ -42,6 +42,7 @@ from hicache.integrations.server_store import ServerStore, server_store_config
 from hicache.integrations.vllm.admission import Admission, CpuRows
 from hicache.integrations.vllm.computed_tokens import correct_scheduler
 from hicache.integrations.vllm.gate import LoadGate, Queue
+from hicache.integrations.vllm.gpu_evictions import EvictedChunks
 from hicache.integrations.vllm.identity import identity_of, page_format, refuse_pipelines
 from hicache.integrations.vllm.lookups import Lookups
 from hicache.integrations.vllm.offloading_spec import HiCacheOffloadingSpec
@@ -165,7 +166,8 @@ class HiCacheTier(SecondaryTierManager):
         log.info("pages of vLLM's secondary tier %s are in %s", tier_type, self._server.path)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        self.gate.add_request(req_context.req_id)
+        if req_context.get_state(EvictedChunks) is None:
+            self.gate.add_request(req_context.req_id)
         return RequestOffloadingContext()
 
     def lookup(self, key: OffloadKey, req_context: ReqContext) -> LookupResult:

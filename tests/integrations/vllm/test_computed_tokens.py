@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from vllm_scheduler_case import BLOCK_TOKENS, CHUNK_BYTES, VOCABULARY, Engine, a
 from vllm_tier_case import scheduler
 
 SPEC = {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
+CPU_BYTES = 256 * CHUNK_BYTES
 
 
 @pytest.fixture(autouse=True)
@@ -31,12 +33,44 @@ def tokens(num: int, seed: int) -> list[int]:
     return random.Random(seed).choices(range(VOCABULARY), k=num)
 
 
+def ask_again(engine: Engine, prompt: Sequence[int]) -> list[int]:
+    """The answer to the prompt after the device's cache was emptied."""
+    engine.finish()
+    assert engine.scheduler.reset_prefix_cache()
+    engine.ask("again", prompt, 8)
+    engine.finish()
+    return engine.answers["again"]
+
+
+@pytest.mark.smoke
+def test_a_request_preempted_in_the_step_that_schedules_it(tmp_path: Path) -> None:
+    """With priorities. Its answer, and that to the same prompt from the CPU tier, are those without a cache; 512 tokens
+    of it were computed before, and two blocks of the step already had hashes."""
+    extra = {**SPEC, "cpu_bytes_to_use": CPU_BYTES}
+    engine = Engine(
+        tmp_path, extra, is_async=False, num_blocks=23, scheduling_policy="priority", long_prefill_token_threshold=64
+    )
+    prompt = tokens(630, seed=1)
+    engine.ask("running", tokens(3, seed=2), 28)
+    engine.ask("low", prompt, 8, priority=10)
+    engine.step()
+    engine.step()
+    for name, seed in (("high", 3), ("higher", 4)):
+        engine.ask(name, tokens(27, seed), 20)
+    engine.finish()
+    assert engine.preempted == {"low": 1}
+    assert engine.answers["low"] == answer_to(prompt, 8)
+    assert ask_again(engine, prompt) == answer_to(prompt, 8)
+    assert engine.worker.num_loaded == 630 // BLOCK_TOKENS
+    engine.close()
+
+
 @pytest.mark.smoke
 def test_a_request_that_its_last_step_finishes_after_its_preemption(tmp_path: Path) -> None:
     """With asynchronous scheduling. Its block belongs to another request when vLLM would store it: the other request's
     tokens are not stored under its key."""
-    extra = {**SPEC, "cpu_bytes_to_use": 256 * CHUNK_BYTES, "offload_prompt_only": False}
-    engine = Engine(tmp_path, extra, num_blocks=4)
+    extra = {**SPEC, "cpu_bytes_to_use": CPU_BYTES, "offload_prompt_only": False}
+    engine = Engine(tmp_path, extra, is_async=True, num_blocks=4)
     prompt = tokens(BLOCK_TOKENS - 1, seed=1)
     engine.ask("long", tokens(2 * BLOCK_TOKENS - 1, seed=2), 8)
     engine.ask("short", prompt, 2)
@@ -44,11 +78,8 @@ def test_a_request_that_its_last_step_finishes_after_its_preemption(tmp_path: Pa
     assert engine.preempted == {"short": 1}
     assert engine.answers["short"] == answer_to(prompt, 2)
     again = [*prompt, *engine.answers["short"]]
-    assert engine.scheduler.reset_prefix_cache()
-    engine.ask("again", again, 8)
-    engine.finish()
-    assert engine.answers["again"] == answer_to(again, 8)
-    engine.scheduler.shutdown()
+    assert ask_again(engine, again) == answer_to(again, 8)
+    engine.close()
 
 
 @pytest.mark.smoke

@@ -83,6 +83,9 @@ def serve(model: str, extra: dict[str, Any], steps: list[str], in_process: bool 
     return Served(cached, outputs[0], **counted, log=log)
 
 
+CONNECTORS = pytest.mark.parametrize("connector", [{}, {"connector": "HiCacheConnector"}], ids=["vllm", "hicache"])
+
+
 def tiering(*tiers: dict[str, Any], **more: Any) -> dict[str, Any]:
     """The connector's configuration for vLLM's CPU tier and ours."""
     # A tiny model computes faster than a disk answers.
@@ -153,7 +156,8 @@ def test_cached_tokens_after_a_restart_beside_tiers_at_fault(
     assert third.cached == [[0, 0], [vllm_server.PROMPT_TOKENS // 64 * 64] * 2]
 
 
-def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> None:
+@CONNECTORS
+def test_two_workers_over_our_cpu_tier_and_disk(model: str, connector: dict[str, str], tmp_path: Path) -> None:
     """With the OffloadingSpec, each worker a process. After the prefix cache was emptied tokens come from the CPU tier,
     after a restart from the disk, also through a CPU tier that is smaller than a prompt, as far as it reaches. The
     processes leave no shared memory."""
@@ -172,7 +176,7 @@ def test_two_workers_over_our_cpu_tier_and_disk(model: str, tmp_path: Path) -> N
             "cpu_bytes_to_use": cpu_bytes,
             "disk": {"path": str(tmp_path), "budget": "256MB", "prefill_tokens_per_s": 0},
         }
-        ended = serve(model, extra, [*steps, "forget"], in_process=False, llm=llm)
+        ended = serve(model, extra, [*steps, "forget"], in_process=False, llm=llm, **connector)
         shared = re.findall(r"/dev/shm/vllm_offload_\S+?\.mmap", ended.log)
         assert shared and not any(Path(file).exists() for file in shared)
         return ended
@@ -211,13 +215,15 @@ def test_prompts_that_wait_for_rows_of_each_other_are_served(model: str, tmp_pat
 
 
 @pytest.mark.smoke
-def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str) -> None:
+@CONNECTORS
+def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str, connector: dict[str, str]) -> None:
     """A request with low priority is scheduled and preempted in the same step: its new blocks have hashes and were not
     computed. Its tokens, and those of the same prompt from the CPU tier, are the tokens of a run without caches."""
     extra = {
         "spec_name": "HiCacheOffloadingSpec",
         "spec_module_path": "hicache.integrations.vllm",
         "cpu_bytes_to_use": 64 << 20,
+        "store": "computed" if connector else "auto",
     }
     llm = {
         "max_model_len": 640,
@@ -229,7 +235,7 @@ def test_blocks_of_a_preempted_step_are_neither_hit_nor_stored(model: str) -> No
         "async_scheduling": False,
     }
     steps = ["preempt", "forget", "run each", "compute each"]
-    served = serve(model, extra, steps, llm=llm, prompts=6, prompt_tokens=630)
+    served = serve(model, extra, steps, llm=llm, prompts=6, prompt_tokens=630, **connector)
     assert served.preemptions == 6
     assert served.cached[1:] == [[608] * 6, [0] * 6]
 
@@ -278,6 +284,9 @@ _HYBRID = """{"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_ne
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 64, "linear_value_head_dim": 64,
     "mlp_only_layers": [0, 1, 2], "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 128,
     "shared_expert_intermediate_size": 128}"""
+_WINDOWS = """{"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text", "num_key_value_heads": 2,
+    "head_dim": 64, "query_pre_attn_scalar": 64, "hidden_activation": "gelu_pytorch_tanh", "sliding_window": 128,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "full_attention"]}"""
 _FP8 = """{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "num_key_value_heads": 2, "head_dim": 64}"""
 _LATENT = """{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepseek_v3", "num_key_value_heads": 4,
     "q_lora_rank": 128, "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
@@ -285,15 +294,21 @@ _LATENT = """{"architectures": ["DeepseekV3ForCausalLM"], "model_type": "deepsee
 
 
 @pytest.mark.parametrize(
-    ("config", "llm"),
+    ("config", "llm", "connector"),
     [
-        pytest.param(_HYBRID, {"num_gpu_blocks_override": 60}, id="hybrid"),
-        pytest.param(_FP8, {"kv_cache_dtype": "fp8", "num_gpu_blocks_override": 90}, id="fp8"),
+        pytest.param(_HYBRID, {"num_gpu_blocks_override": 60}, {}, id="hybrid"),
+        pytest.param(_HYBRID, {"num_gpu_blocks_override": 60}, {"connector": "HiCacheConnector"}, id="hybrid, hicache"),
+        pytest.param(
+            _WINDOWS, {"num_gpu_blocks_override": 180}, {"connector": "HiCacheConnector"}, id="windows, hicache"
+        ),
+        pytest.param(_FP8, {"kv_cache_dtype": "fp8", "num_gpu_blocks_override": 90}, {}, id="fp8"),
         # Without a GPU vLLM caches no prefixes of latents.
-        pytest.param(_LATENT, {"num_gpu_blocks_override": 180}, marks=pytest.mark.gpu, id="latent"),
+        pytest.param(_LATENT, {"num_gpu_blocks_override": 180}, {}, marks=pytest.mark.gpu, id="latent"),
     ],
 )
-def test_other_caches_than_of_keys_and_values(config: str, llm: dict[str, Any], tmp_path: Path) -> None:
+def test_other_caches_than_of_keys_and_values(
+    config: str, llm: dict[str, Any], connector: dict[str, str], tmp_path: Path
+) -> None:
     """Prompts give the same tokens when vLLM has evicted them and loads them from the CPU tier, and when it loads them
     from the disk after a restart: with recurrent states and attention, with fp8, and with latents."""
     model = tmp_path / "model"
@@ -316,8 +331,8 @@ def test_other_caches_than_of_keys_and_values(config: str, llm: dict[str, Any], 
         llm |= {"gpu_memory_utilization": 0.2, "kv_cache_memory_bytes": 1 << 30}  # beside other tests
     # Where a GPU computes a prompt as a whole it rounds otherwise than behind a cached prefix.
     computed = "warm" if torch.cuda.is_available() else "run each"
-    one = serve(str(model), extra, [computed, "run each", "others", "run each"], llm=llm)
+    one = serve(str(model), extra, [computed, "run each", "others", "run each"], llm=llm, **connector)
     *_, own, cached = one.cached
     assert min(cached) > vllm_server.PROMPT_TOKENS - 256 and cached == own and one.external == sum(cached)
-    two = serve(str(model), extra, ["run each"], llm=llm)
+    two = serve(str(model), extra, ["run each"], llm=llm, **connector)
     assert two.cached == [cached] and two.external == sum(cached) and two.outputs == one.outputs

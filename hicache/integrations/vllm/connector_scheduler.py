@@ -1,0 +1,398 @@
+"""The scheduler's side of `HiCacheConnector`: vLLM's, with stores of chunks that the GPU's cache evicts.
+
+At the end of each step the scheduler looks at the blocks that vLLM has taken, and at the head of the queue of free
+blocks, which vLLM evicts next:
+
+    taken in this step | head of the queue: the watermark | rest of the queue | blocks in use
+    late: stored       | ahead: stored, and fenced by     |                   |
+    before the pass    | vLLM until the copy has ended    |                   |
+
+Both copies must end before anything writes to the block. vLLM's model runner V2 clears blocks, and copies blocks with
+partial hits, before it calls a connector: `connector.reason_for_eager_stores` excludes these caches.
+
+A store belongs to a request that exists only for its job. No block is pinned: that would move the block to the end of
+the queue, so that vLLM would evict newer blocks before it.
+
+Private names of vLLM, checked with 0.32.0 and 0.33.0, and again at each start (`require_names`):
+
+    OffloadingConnectorScheduler  `_update_req_states`, `_build_store_jobs`, `_generate_job_id`, `_req_status`, `_jobs`,
+                                  `_block_id_to_pending_jobs`, `_current_batch_jobs_to_flush`,
+                                  `_current_batch_allocated_block_ids`, `_connector_stats`
+    RequestOffloadState           its constructor, `group_states`, `transfer_jobs`, `finished_signaled`,
+                                  `max_offload_tokens`, `advance_stored_idx`
+    TieringOffloadingManager      `primary_tier`
+    CPUOffloadingManager          `_policy`
+    BlockPool                     `metrics_collector`, `free_block_queue`, `cached_block_hash_to_block`,
+                                  `num_gpu_blocks`
+    FreeKVCacheBlockQueue         `iter_blocks_after`
+    BlockHashToBlockMap           `get_one_block`
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from itertools import islice
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+from vllm.config import VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import TransferJob
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.metrics import _ConnectorMetricName
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    OffloadingConnectorScheduler,
+    RequestOffloadState,
+    TransferJobStatus,
+)
+from vllm.utils.math_utils import cdiv
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.kv_cache_interface import KVCacheConfig
+from vllm.v1.kv_offload.base import GPULoadStoreSpec, OffloadKey, ReqContext, get_offload_group_idx
+from vllm.v1.outputs import KVConnectorOutput
+from vllm.v1.request import Request
+
+from hicache.errors import ConfigError
+from hicache.integrations.vllm.gpu_copies import EvictsGpuCopies
+from hicache.integrations.vllm.gpu_evictions import EvictedChunks, EvictionWatch, StepBlocks
+from hicache.integrations.vllm.offloading_spec import ConnectorSpec
+from hicache.integrations.vllm.release import vllm_release
+
+_STEPS_AHEAD = 2  # steps whose blocks are stored ahead: one is scheduled while the stores of the one before run
+_SHARE = 8  # the watermark is at most this part of the GPU's blocks, and of the CPU tier's
+_NAMES = {
+    "OffloadingConnectorScheduler": (
+        "_update_req_states",
+        "_build_store_jobs",
+        "_generate_job_id",
+        "_req_status",
+        "_jobs",
+        "_block_id_to_pending_jobs",
+        "_current_batch_jobs_to_flush",
+        "_current_batch_allocated_block_ids",
+        "_connector_stats",
+    ),
+    "RequestOffloadState": (
+        "group_states",
+        "transfer_jobs",
+        "finished_signaled",
+        "max_offload_tokens",
+        "advance_stored_idx",
+    ),
+    "TieringOffloadingManager": ("primary_tier",),
+    "CPUOffloadingManager": ("_policy",),
+    "BlockPool": (
+        "metrics_collector",
+        "free_block_queue",
+        "cached_block_hash_to_block",
+        "num_gpu_blocks",
+    ),
+    "FreeKVCacheBlockQueue": ("iter_blocks_after",),
+    "BlockHashToBlockMap": ("get_one_block",),
+}
+
+
+class _Chunk(NamedTuple):
+    """A chunk to store: its blocks, first to last, and the tokens of the prompt up to its end."""
+
+    blocks: list[int]
+    num_tokens: int
+
+
+def require_names(part: object, of: str) -> None:
+    """Raise ConfigError if `part`, an object or class of vLLM of the kind `of`, lacks one of the names in `_NAMES`."""
+    missing = [name for name in _NAMES[of] if name not in dir(part)]
+    if missing:
+        raise ConfigError(
+            f"vLLM {vllm_release()} has no {of}.{missing[0]}, which HiCacheConnector uses; set kv_connector to "
+            f"OffloadingConnector with spec_name HiCacheOffloadingSpec, or install vLLM 0.32.0 or 0.33.0"
+        )
+
+
+class HiCacheConnectorScheduler(OffloadingConnectorScheduler):
+    """Called by vLLM's scheduler, from its thread. Stores belong to blocks, and are decided once a step.
+
+    `num_ahead`, `num_late`: chunks stored before their blocks were taken, and in the step that took them. `num_lost`:
+    chunks that the GPU evicted without a store, for want of free rows or of another block of the chunk.
+    """
+
+    def __init__(self, spec: ConnectorSpec, vllm_config: VllmConfig, kv_cache_config: KVCacheConfig) -> None:
+        super().__init__(spec, vllm_config, kv_cache_config)
+        require_names(self, "OffloadingConnectorScheduler")
+        require_names(RequestOffloadState, "RequestOffloadState")
+        require_names(self.manager, "TieringOffloadingManager")
+        require_names(self.manager.primary_tier, "CPUOffloadingManager")
+        policy = self.manager.primary_tier._policy
+        assert isinstance(policy, EvictsGpuCopies)
+        self._policy: EvictsGpuCopies = policy
+        self._stores_computed = spec.stores_computed
+        self._groups = {config.group_idx: i for i, config in enumerate(self.config.kv_group_configs)}
+        max_tokens = vllm_config.scheduler_config.max_num_batched_tokens
+        self._step_blocks = sum(cdiv(max_tokens, config.tokens_per_block) for config in self.config.kv_group_configs)
+        self._pool: BlockPool
+        self._watch = EvictionWatch(None)
+        self._watermark = 0
+        self._step = StepBlocks()
+        self._computing = set[bytes]()  # hashes of the blocks that the step completes
+        self._hashes_of = dict[OffloadKey, tuple[bytes, ...]]()  # of the blocks of a chunk, if it has several
+        self._num_noted = dict[str, list[int]]()  # chunks of each request, by group, that were noted
+        self._unwanted = set[OffloadKey]()  # chunks behind the `max_offload_tokens` of their request
+        self._offered = set[OffloadKey]()  # chunks below the watermark that the CPU tier has, or is storing
+        self._arrived = dict[OffloadKey, str]()  # chunks with a finished transfer, and its request
+        self._store_jobs = set[int]()  # jobs of chunks that the GPU evicts
+        self.num_ahead = 0
+        self.num_late = 0
+        self.num_lost = 0
+
+    def bind_gpu_block_pool(self, pool: BlockPool) -> None:
+        """Called once by vLLM, with the blocks of the GPU's cache."""
+        require_names(pool, "BlockPool")
+        require_names(pool.free_block_queue, "FreeKVCacheBlockQueue")
+        require_names(pool.cached_block_hash_to_block, "BlockHashToBlockMap")
+        self._pool = pool
+        self._watch = pool.metrics_collector = EvictionWatch(pool.metrics_collector)
+        self._policy.copies.is_on_gpu = self._is_on_gpu
+        cpu_blocks = self._policy.cache_capacity * self.config.blocks_per_chunk
+        self._watermark = min(_STEPS_AHEAD * self._step_blocks, pool.num_gpu_blocks // _SHARE, cpu_blocks // _SHARE)
+
+    def request_finished(self, request: Request) -> tuple[bool, dict[str, Any] | None]:
+        finished: tuple[bool, dict[str, Any] | None] = super().request_finished(request)
+        self._note_chunks([request.request_id])
+        self._num_noted.pop(request.request_id, None)
+        return finished
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        worker_meta = connector_output.kv_connector_worker_meta
+        completed = worker_meta.completed_jobs if worker_meta is not None else ()
+        jobs = {job_id: self._jobs[job_id] for job_id in completed if job_id in self._jobs}
+        super().update_connector_output(connector_output)
+        for job_id, job in jobs.items():
+            if job_id in self._jobs:
+                continue  # other workers have not finished it
+            if job_id in self._store_jobs:
+                self._store_jobs.remove(job_id)
+            else:
+                self._arrived |= dict.fromkeys(job.keys, job.req_id)
+
+    def reset_cache(self) -> None:
+        super().reset_cache()
+        self._offered.clear()
+        self._arrived.clear()
+        self._store_jobs.clear()
+
+    def _update_req_states(self, scheduler_output: SchedulerOutput) -> None:
+        """Called by vLLM at the end of a step, before it looks for stores whose blocks were taken."""
+        super()._update_req_states(scheduler_output)
+        self._step = self._watch.take()
+        self._current_batch_allocated_block_ids |= self._step.taken
+        self._note_chunks(scheduler_output.num_scheduled_tokens)
+        self._note_computing(scheduler_output.num_scheduled_tokens)
+        self._flag_gpu_copies()
+
+    def _build_store_jobs(self, scheduler_output: SchedulerOutput) -> dict[int, TransferJob]:
+        """Called by vLLM at the end of a step."""
+        jobs: dict[int, TransferJob] = {}
+        if self._stores_computed:
+            jobs = super()._build_store_jobs(scheduler_output)
+        else:
+            self._skip_computed(scheduler_output.num_scheduled_tokens)
+        return jobs | self._store_late() | self._store_ahead()
+
+    def _skip_computed(self, num_scheduled_tokens: dict[str, int]) -> None:
+        """Tell vLLM that there is nothing to store of these requests. Otherwise it examines all their blocks of sliding
+        windows in each step."""
+        for req_id, num_tokens in num_scheduled_tokens.items():
+            status = self._req_status[req_id]
+            status.advance_stored_idx(status.req.num_computed_tokens + num_tokens)
+
+    def _note_computing(self, num_scheduled_tokens: dict[str, int]) -> None:
+        """Note the blocks that this step completes: vLLM has given them their hashes before they are computed."""
+        self._computing.clear()
+        if self.config.blocks_per_chunk == 1:
+            return  # no chunk has other blocks than its last
+        size = self.config.tokens_per_hash
+        for req_id, num_tokens in num_scheduled_tokens.items():
+            request = self._req_status[req_id].req
+            start = request.num_computed_tokens // size
+            end = (request.num_computed_tokens + num_tokens) // size
+            for group in self._groups:
+                suffix = group.to_bytes(4, "big")
+                self._computing.update(block_hash + suffix for block_hash in request.block_hashes[start:end])
+
+    def _flag_gpu_copies(self) -> None:
+        """Flag the chunks of the CPU tier that the GPU has (again): after hits and finished transfers. The blocks of a
+        load have hashes when its request is scheduled, or never, if it was aborted."""
+        on_gpu = [*self._step.hit]
+        for key, req_id in list(self._arrived.items()):
+            if self._is_on_gpu(key):
+                on_gpu.append(key)
+            elif req_id in self._req_status:
+                continue
+            del self._arrived[key]
+        # A chunk that was hit below the watermark is in use now. It is offered again when it returns there.
+        self._offered -= self._step.hit
+        self._policy.flag_on_gpu(on_gpu)
+
+    def _store_late(self) -> dict[int, TransferJob]:
+        """Store the chunks that this step has evicted, and that the CPU tier lacks. The forward pass waits."""
+        chunks = dict[OffloadKey, _Chunk]()
+        held = list[OffloadKey]()
+        for key, evicted in self._step.evicted.items():
+            if not self._ends_chunk(key, evicted.num_tokens) or self._is_on_gpu(key):
+                continue
+            if self._policy.get(key) is not None:
+                if key not in self._offered:
+                    held.append(key)
+            elif (blocks := self._blocks_of(key, evicted.block_id, is_late=True)) is not None:
+                chunks[key] = _Chunk(blocks, evicted.num_tokens)
+            else:
+                self.num_lost += 1
+        self._policy.evicted_from_gpu(held[::-1])
+        jobs = self._store(chunks, is_late=True)
+        self._current_batch_jobs_to_flush |= jobs.keys()
+        return jobs
+
+    def _store_ahead(self) -> dict[int, TransferJob]:
+        """Store the chunks below the watermark that the CPU tier lacks, each once while it is there."""
+        chunks = dict[OffloadKey, _Chunk]()
+        held = list[OffloadKey]()
+        offered = set[OffloadKey]()
+        for block in islice(self._pool.free_block_queue.iter_blocks_after(None), self._watermark):
+            key, num_tokens = block.block_hash, block.block_hash_num_tokens
+            if key is None:
+                continue
+            if key in self._offered:
+                offered.add(key)
+            elif self._ends_chunk(key, num_tokens) and self._block_of(key) == block.block_id:
+                if self._policy.get(key) is not None:
+                    held.append(key)
+                elif (blocks := self._blocks_of(key, block.block_id, is_late=False)) is not None:
+                    chunks[key] = _Chunk(blocks, num_tokens)
+        self._policy.evicted_from_gpu(held[::-1])
+        self._offered = offered.union(held)
+        return self._store(chunks, is_late=False)
+
+    def _store(self, chunks: dict[OffloadKey, _Chunk], *, is_late: bool) -> dict[int, TransferJob]:
+        """A job that stores the chunks, at most one for each row that the CPU tier can free. `chunks`: in the order in
+        which the GPU evicts them."""
+        keys = list(chunks)
+        num_rows = self._policy.num_obtainable(()) if keys else 0
+        if is_late:  # the chunks that were used last are worth most
+            num_refused = max(0, len(keys) - num_rows)
+            self.num_lost += num_refused
+            keys = keys[num_refused:]
+        else:
+            keys = keys[:num_rows]
+        if not keys:
+            return {}
+        # The worker expects the blocks of one group after those of another.
+        keys.sort(key=get_offload_group_idx)
+        context = ReqContext(f"hicache-evicted-{self._job_counter}")
+        context.set_state(EvictedChunks())
+        for key in keys:
+            context.set_offload_key_position(key, chunks[key].num_tokens)
+        self.manager.on_new_request(context)
+        output = self.manager.prepare_store(keys, context)
+        self.manager.on_request_finished(context)
+        if output is None:
+            self._connector_stats.increase_counter(_ConnectorMetricName.ALLOCATION_FAILURE)
+            self.num_lost += len(keys) if is_late else 0
+            return {}
+        if is_late:
+            self.num_late += len(keys)
+        else:
+            self.num_ahead += len(keys)
+            self._offered.update(keys)
+        return self._job_of(context, {key: chunks[key] for key in output.keys_to_store}, output.store_spec)
+
+    def _job_of(self, context: ReqContext, chunks: dict[OffloadKey, _Chunk], rows: Any) -> dict[int, TransferJob]:
+        """Register the job of a store. Blocks of the chunks that a later step takes are not written before the copy has
+        ended: vLLM compares them with `_block_id_to_pending_jobs`."""
+        blocks = list[int]()
+        sizes = [0] * len(self.config.kv_group_configs)
+        for key, chunk in chunks.items():
+            blocks += chunk.blocks
+            sizes[self._groups[get_offload_group_idx(key)]] += len(chunk.blocks)
+        job_id = self._generate_job_id()
+        self._store_jobs.add(job_id)
+        fenced = list(dict.fromkeys(blocks))
+        self._jobs[job_id] = TransferJobStatus(
+            req_id=context.req_id,
+            pending_count=self.config.num_workers,
+            keys=set(chunks),
+            is_store=True,
+            fenced_block_ids=fenced,
+        )
+        for block_id in fenced:
+            self._block_id_to_pending_jobs.setdefault(block_id, set()).add(job_id)
+        # vLLM removes the state of the request when the job ends.
+        request = SimpleNamespace(request_id=context.req_id, kv_transfer_params=None, is_finished=lambda: True)
+        status = RequestOffloadState(self.config, request, context, None)
+        status.finished_signaled = True
+        status.transfer_jobs = {job_id}
+        self._req_status[context.req_id] = status
+        source = GPULoadStoreSpec(blocks, group_sizes=sizes, block_indices=[0] * len(sizes))
+        return {job_id: TransferJob(context.req_id, source, rows)}
+
+    def _block_of(self, block_hash: bytes) -> int | None:
+        """A block of the GPU's cache with this hash; there may be two."""
+        block = self._pool.cached_block_hash_to_block.get_one_block(block_hash)
+        return None if block is None else block.block_id
+
+    def _is_on_gpu(self, key: OffloadKey) -> bool:
+        """Whether the GPU's cache has the chunk. Requests free their last blocks first, so the last block of a chunk is
+        evicted first."""
+        return self._block_of(key) is not None
+
+    def _ends_chunk(self, block_hash: bytes, num_tokens: int | None) -> bool:
+        """Whether a chunk ends with the block that has this hash, and should be stored."""
+        group = self._groups.get(get_offload_group_idx(block_hash))
+        if group is None or num_tokens is None or block_hash in self._unwanted:
+            return False
+        return num_tokens % self.config.kv_group_configs[group].tokens_per_chunk == 0
+
+    def _blocks_of(self, key: OffloadKey, last: int, *, is_late: bool) -> list[int] | None:
+        """The blocks of a chunk whose last block is `last`; None unless all of them contain its tokens when they are
+        copied: before the forward pass of this step if `is_late`, otherwise after it."""
+        if self.config.blocks_per_chunk == 1:
+            return [last]
+        hashes = self._hashes_of.get(key)
+        if hashes is None:
+            return None
+        blocks = list[int]()
+        for block_hash in hashes[:-1]:
+            evicted, block_id = self._step.evicted.get(block_hash), self._block_of(block_hash)
+            # Another request may compute a second copy in this step, in a block that it took now or earlier.
+            is_new = block_id in self._step.taken or block_hash in self._computing
+            if is_late and evicted is not None:
+                blocks.append(evicted.block_id)
+            elif block_id is not None and not (is_late and is_new):
+                blocks.append(block_id)
+            else:
+                return None
+        return [*blocks, last]
+
+    def _note_chunks(self, req_ids: Iterable[str]) -> None:
+        """Note what only the requests know of their chunks: the hashes of the blocks, and whether it may be stored."""
+        per_chunk = self.config.blocks_per_chunk
+        for status in map(self._req_status.get, req_ids):
+            if status is None or (per_chunk == 1 and status.max_offload_tokens is None):
+                continue
+            noted = self._num_noted.setdefault(status.req.request_id, [0] * len(status.group_states))
+            for i, (config, state) in enumerate(zip(self.config.kv_group_configs, status.group_states, strict=True)):
+                step, suffix = config.hashes_per_chunk // per_chunk, config.group_idx.to_bytes(4, "big")
+                max_tokens = math.inf if status.max_offload_tokens is None else status.max_offload_tokens
+                for n in range(noted[i], len(state.offload_keys)):
+                    key, end = state.offload_keys[n], (n + 1) * config.hashes_per_chunk
+                    ends = range(end - config.hashes_per_chunk + step, end + 1, step)
+                    self._hashes_of[key] = tuple(status.req.block_hashes[at - 1] + suffix for at in ends)
+                    if (n + 1) * config.tokens_per_chunk > max_tokens:
+                        self._unwanted.add(key)
+                noted[i] = len(state.offload_keys)
+        if len(self._hashes_of) > 4 * self._pool.num_gpu_blocks:
+            self._hashes_of = {
+                key: hashes
+                for key, hashes in self._hashes_of.items()
+                if key in self._step.evicted or self._is_on_gpu(key)
+            }
+            self._unwanted &= self._hashes_of.keys()

@@ -1,0 +1,326 @@
+"""`HiCacheConnector` under vLLM's own scheduler: stores of evicted chunks, and the eviction of duplicates."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import random
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm")
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.v1.core.kv_cache_utils import FreeKVCacheBlockQueue
+from vllm.v1.core.sched.scheduler import Scheduler
+
+from hicache.errors import ConfigError
+from hicache.integrations.vllm import connector_scheduler
+from hicache.integrations.vllm.computed_tokens import NUM_OFFLOADABLE_TOKENS, PREEMPT_REQUEST
+from hicache.integrations.vllm.offloading_spec import ConnectorSpec, HiCacheOffloadingSpec
+from hicache.storage import describe
+from vllm_offload_case import Cache, offloading_config
+from vllm_scheduler_case import BLOCK_TOKENS, CHUNK_BYTES, VOCABULARY, Engine, answer_to
+
+EAGER = {"spec_name": "HiCacheOffloadingSpec", "spec_module_path": "hicache.integrations.vllm"}
+NUM_BLOCKS = 64
+ANSWER_TOKENS = 8
+
+
+@pytest.fixture(autouse=True)
+def own_methods(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """vLLM has its own methods when a test begins."""
+    monkeypatch.setattr(Scheduler, "_preempt_request", PREEMPT_REQUEST)
+    monkeypatch.setattr(OffloadingConnectorScheduler, "_calc_num_offloadable_tokens", NUM_OFFLOADABLE_TOKENS)
+    monkeypatch.chdir(tmp_path)  # vLLM starts programs by `-m`, which in a checkout would find our folder kernels
+
+
+def tokens(num: int, seed: int) -> list[int]:
+    return random.Random(seed).choices(range(3, VOCABULARY), k=num)
+
+
+def conversations(num: int = 12, num_turns: int = 6, growth: int = 96) -> Iterator[list[int]]:
+    """The prompts of conversations with a common beginning: each turn adds tokens, in a random order of conversations.
+    They have 161 distinct blocks."""
+    rng = random.Random(3)
+    texts, turns_left = (
+        [rng.choices(range(3, VOCABULARY), k=2 * BLOCK_TOKENS) for _ in range(1)] * num,
+        [num_turns] * num,
+    )
+    while any(turns_left):
+        at = rng.choice([i for i in range(num) if turns_left[i]])
+        turns_left[at] -= 1
+        added = max(BLOCK_TOKENS, min(4 * growth, int(rng.expovariate(1 / growth))))
+        texts[at] = [*texts[at], *rng.choices(range(3, VOCABULARY), k=added)][:600]
+        yield texts[at]
+
+
+class Run:
+    """An engine whose answers are compared with those without a cache."""
+
+    def __init__(self, folder: Path, connector: str, num_chunks: int, *, chunk_blocks: int = 1, **given: Any) -> None:
+        extra = {
+            **(EAGER if connector == "OffloadingConnector" else {}),
+            "cpu_bytes_to_use": num_chunks * chunk_blocks * CHUNK_BYTES,
+            "blocks_per_chunk": chunk_blocks,
+            **given.pop("extra", {}),
+        }
+        settings = {
+            "is_async": False,
+            "num_blocks": NUM_BLOCKS,
+            "max_num_batched_tokens": 256,
+            "max_num_seqs": 8,
+            **given,
+        }
+        self.engine = Engine(folder, extra, connector=connector, **settings)
+        self._names = itertools.count()
+        self.prompts = dict[str, list[int]]()
+
+    def ask(self, prompt: list[int], priority: int = 0, params: dict[str, Any] | None = None) -> str:
+        name = f"request-{next(self._names)}"
+        self.prompts[name] = prompt
+        self.engine.ask(name, prompt, ANSWER_TOKENS, priority, params)
+        return name
+
+    def abort(self, name: str) -> None:
+        del self.prompts[name]
+        self.engine.abort(name)
+
+    def finish(self) -> float:
+        """The share of the prompts' tokens that were cached. All answers are right, and no job, request or fence is
+        left."""
+        self.engine.finish()
+        for name, prompt in self.prompts.items():
+            assert self.engine.answers[name] == answer_to(prompt, ANSWER_TOKENS)
+        connector = self.engine.connector
+        assert not connector._jobs
+        assert not connector._req_status
+        assert not connector.manager._req_state
+        assert not connector._block_id_to_pending_jobs
+        return self.engine.num_cached / sum(map(len, self.prompts.values()))
+
+    def num_on_both(self) -> int:
+        """Chunks that both the CPU tier and the GPU have."""
+        connector = self.engine.connector
+        policy, pool = connector.manager.primary_tier._policy, self.engine.scheduler.kv_cache_manager.block_pool
+        hashes = [block.block_hash for block in pool.blocks if block.block_hash is not None]
+        return sum(policy.get(key) is not None for key in hashes)
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Iterator[Callable[..., Run]]:
+    started: list[Run] = []
+
+    def start(*args: Any, **given: Any) -> Run:
+        started.append(Run(tmp_path, *args, **given))
+        return started[-1]
+
+    yield start
+    for run in started:
+        run.engine.close()
+
+
+def share(run: Run, at_once: int = 1) -> float:
+    prompts = conversations()
+    while batch := list(itertools.islice(prompts, at_once)):
+        for prompt in batch:
+            run.ask(prompt)
+        run.engine.finish()
+    return run.finish()
+
+
+@pytest.mark.smoke
+@pytest.mark.parametrize(
+    ("num_chunks", "given"),
+    [
+        (32, {}),
+        (64, {}),
+        (64, {"extra": {"eviction_policy": "arc"}}),
+        (64, {"extra": {"store": "computed"}}),
+        (32, {"chunk_blocks": 2}),
+    ],
+    ids=["32", "64", "arc", "computed", "chunks of two blocks"],
+)
+def test_the_cpu_tier_has_what_the_gpu_lacks(runs: Any, num_chunks: int, given: dict[str, Any]) -> None:
+    """A larger share of the prompts is cached than with stores of computed chunks in the same memory, which is as large
+    as the GPU's cache or half of it. Only chunks below the watermark are in both."""
+    chunk_blocks = given.get("chunk_blocks", 1)
+    eager = runs("OffloadingConnector", num_chunks, chunk_blocks=chunk_blocks)
+    ours = runs("HiCacheConnector", num_chunks, **given)
+    eager_share = share(eager)
+    assert share(ours) > eager_share + 0.06
+    assert ours.engine.connector.num_late
+    assert ours.engine.connector.num_ahead
+    if given.get("extra", {}).get("store") != "computed":
+        assert not ours.engine.connector.num_lost
+        assert eager.num_on_both() * 0.9 > num_chunks * 0.7
+        assert ours.num_on_both() * chunk_blocks <= NUM_BLOCKS // 8 + 1
+
+
+PROGRAMS = [
+    ("leaving", 1, False, 5),
+    ("computed", 1, False, 5),
+    ("leaving", 1, True, 5),
+    ("computed", 1, True, 5),
+    ("leaving", 2, False, 5),
+    ("computed", 2, True, 5),
+]
+
+
+@pytest.mark.parametrize(("store", "chunk_blocks", "priorities", "seed"), PROGRAMS)
+def test_requests_at_once_with_aborts_resets_and_preemptions(
+    runs: Any, store: str, chunk_blocks: int, priorities: bool, seed: int
+) -> None:
+    """Four requests at once, with asynchronous scheduling or priorities. Every answer is right, whatever was aborted,
+    preempted or reset. Chunks of two blocks: one block may be evicted, or computed a second time, in the step that
+    stores the other."""
+    given = {"scheduling_policy": "priority", "num_blocks": 26} if priorities else {"is_async": True, "num_blocks": 40}
+    rng = random.Random(seed)
+    run = runs("HiCacheConnector", 48 // chunk_blocks, chunk_blocks=chunk_blocks, extra={"store": store}, **given)
+    prompts = list(conversations())
+    for i in range(0, len(prompts), 4):
+        for prompt in prompts[i : i + 4]:
+            run.ask(prompt, priority=rng.randrange(3) if priorities else 0)
+            for _ in range(rng.randrange(3)):
+                run.engine.step()
+        if i % 12 == 0:
+            gone = run.ask(prompts[i // 2] if i % 24 else tokens(300, seed=i))
+            for _ in range(rng.randrange(1, 4)):
+                run.engine.step()
+            run.abort(gone)
+        if i % 16 == 8:
+            run.finish()
+            assert run.engine.scheduler.reset_prefix_cache(reset_connector=i % 32 == 8)
+    assert run.finish() > 0
+    assert run.engine.worker.num_loaded
+    assert run.engine.preempted or not priorities
+
+
+def test_a_chunk_is_not_stored_from_a_block_that_the_step_overwrites(runs: Any) -> None:
+    """The GPU has two copies of a chunk's first block. One step evicts one copy, and stores the chunk ahead, after its
+    forward pass: from the other copy."""
+    run = runs("HiCacheConnector", 4, chunk_blocks=2, num_blocks=12, max_num_batched_tokens=512)
+    prompt = tokens(2 * BLOCK_TOKENS + 3, seed=1)
+    lengths = [len(prompt), BLOCK_TOKENS, len(prompt)]  # a prompt of one block is computed again
+    others = [tokens(280, seed=2), tokens(74, seed=3)]  # 9 blocks, of which 8 have no hash, and 3 blocks
+    for asked in [*(prompt[:length] for length in lengths), *others]:
+        run.ask(asked)
+        run.engine.finish()
+    assert run.engine.connector.num_ahead
+    run.ask(prompt)
+    run.finish()
+    assert run.engine.worker.num_loaded == 2
+
+
+@pytest.mark.smoke
+def test_with_a_disk_a_restart_finds_everything_and_nothing_is_written_twice(
+    runs: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """With a disk chunks are stored when they are computed, and again when the GPU evicts them. The disk then has them
+    already."""
+    path = tmp_path_factory.mktemp("disk")
+    extra = {"disk": {"path": str(path), "budget": "256MB", "prefill_tokens_per_s": 0}, "kv_packing": "off"}
+    first, prompts = runs("HiCacheConnector", 40, extra=extra), list(conversations())
+    for prompt in prompts:
+        first.ask(prompt)
+        first.engine.finish()
+    first.finish()
+    connector = first.engine.connector
+    [tier] = connector.manager.secondary_tiers
+    assert connector.num_late + connector.num_ahead > 40
+    # The requests of these stores delay no user's request.
+    assert not tier.gate._live
+    stats = tier._disk.stats()
+    first.engine.close()
+    [folder] = path.iterdir()
+    assert stats.puts == describe(folder).entries
+
+    second = runs("HiCacheConnector", 40, extra=extra)
+    last = {tuple(prompt[:96]): prompt for prompt in prompts}
+    for prompt in last.values():
+        second.ask(prompt)
+        second.engine.finish()
+    second.finish()
+    found = sum((len(prompt) - 1) // BLOCK_TOKENS * BLOCK_TOKENS for prompt in last.values())
+    assert second.engine.num_cached == found
+
+
+def test_a_request_limits_what_is_stored_of_it(runs: Any) -> None:
+    """`max_offload_tokens`: the chunks behind are not stored when the GPU evicts them."""
+    run = runs("HiCacheConnector", 64, num_blocks=24)
+    prompt = tokens(10 * BLOCK_TOKENS, seed=1)
+    run.ask(prompt, params={"max_offload_tokens": 4 * BLOCK_TOKENS})
+    run.engine.finish()
+    for seed in range(2, 6):
+        run.ask(tokens(10 * BLOCK_TOKENS, seed))
+        run.engine.finish()
+    before = run.engine.num_cached
+    run.ask(prompt)
+    run.finish()
+    assert run.engine.num_cached - before == 4 * BLOCK_TOKENS
+
+
+@pytest.mark.parametrize(
+    ("connector", "given", "message"),
+    [
+        ("HiCacheConnector", {"extra": {"store": "often"}}, "store='often': choose one of auto, computed, leaving"),
+        ("HiCacheConnector", {"extra": {"spec_name": "CPUOffloadingSpec"}}, "spec_name=CPUOffloadingSpec: .* remove"),
+        ("HiCacheConnector", {"extra": {"offload_prompt_only": True}}, "offload_prompt_only=true .* remove"),
+        (
+            "HiCacheConnector",
+            {"extra": {"self_describing_kv_events": True}},
+            "self_describing_kv_events=true .* remove",
+        ),
+        (
+            "HiCacheConnector",
+            {"enable_prefix_caching": False, "extra": {"store": "leaving"}},
+            "store=leaving: without --enable-prefix-caching .* set store to auto",
+        ),
+        ("OffloadingConnector", {"extra": {"store": "leaving"}}, "store=leaving: .* set kv_connector to HiCacheConn"),
+    ],
+)
+def test_wrong_settings_are_refused(tmp_path: Path, connector: str, given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Run(tmp_path, connector, 8, **given)
+
+
+def test_without_hashes_chunks_are_stored_when_they_are_computed(runs: Any) -> None:
+    """The GPU has no prefix cache. The second request finds the chunks of the first one in the CPU tier."""
+    run = runs("HiCacheConnector", 32, enable_prefix_caching=False)
+    assert type(run.engine.connector) is OffloadingConnectorScheduler
+    for _ in range(2):
+        run.ask(tokens(300, seed=1))
+        run.finish()
+    assert run.engine.num_cached == 300 // BLOCK_TOKENS * BLOCK_TOKENS
+
+
+def test_a_vllm_without_a_private_name_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table in the module's docstring has all names that are examined."""
+    table = connector_scheduler.__doc__ or ""
+    assert all(f"`{name}`" in table for names in connector_scheduler._NAMES.values() for name in names)
+    monkeypatch.delattr(FreeKVCacheBlockQueue, "iter_blocks_after")
+    with pytest.raises(ConfigError, match=r"no FreeKVCacheBlockQueue\.iter_blocks_after, .* set kv_connector to Off"):
+        Run(tmp_path, "HiCacheConnector", 8)
+
+
+@pytest.mark.parametrize(
+    ("spec", "num_rows", "warns"),
+    [(HiCacheOffloadingSpec, 21, True), (HiCacheOffloadingSpec, 22, False), (ConnectorSpec, 4, False)],
+)
+def test_a_cpu_tier_that_repeats_the_gpu_is_reported(
+    spec: type[HiCacheOffloadingSpec], num_rows: int, warns: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """At the start, with both sizes: 64 blocks of the GPU, and chunks of three."""
+    cache = Cache(blocks_per_chunk=3)
+    with caplog.at_level(logging.WARNING, "hicache"):
+        spec(offloading_config(cache, {"cpu_bytes_to_use": num_rows * cache.chunk_bytes})).get_worker(
+            cache.on("cpu")
+        ).shutdown()
+    reported = {record.getMessage() for record in caplog.records if "brings nothing" in record.getMessage()}
+    assert len(reported) == warns
+    if warns:
+        [message] = reported
+        assert "it has 63 blocks, the GPU's cache has 64" in message
