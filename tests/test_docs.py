@@ -133,7 +133,8 @@ def test_settings_of_servers_are_taken() -> None:
         given, checked = json.loads(text), checked + 1
         if "kv_connector_extra_config" in given:
             extra = given["kv_connector_extra_config"]
-            if extra["spec_name"] == "HiCacheOffloadingSpec":
+            assert given["kv_connector"] == "HiCacheConnector" or "spec_name" in extra
+            if extra.get("spec_name", "HiCacheOffloadingSpec") == "HiCacheOffloadingSpec":
                 offloading_settings(extra)
             else:
                 (tier,) = extra["secondary_tiers"]
