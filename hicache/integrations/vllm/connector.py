@@ -4,7 +4,7 @@
     "kv_connector_extra_config": {"cpu_bytes_to_use": "64GB"}
 
 A CPU tier that stores each chunk when it is computed repeats what the GPU's cache has.
-`docs/decisions/067-store-what-the-gpu-evicts.md` gives the reasons.
+`docs/decisions/068-store-what-the-gpu-evicts.md` gives the reasons.
 """
 
 from __future__ import annotations
